@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 from slapo_zoo.cards.plans import SIMULATED, Plan, plans_of
-from slapo_zoo.tune.planner.advice import worth
 from slapo_zoo.tune.planner.hardware import GIB
+from slapo_zoo.tune.planner.layout_report import worth
 from slapo_zoo.tune.planner.layout_search import Planner, require_feasible
 from slapo_zoo.zoo.tuned import shape_name
 

@@ -5,12 +5,18 @@ Every picture has light and dark colours. A test draws each one anew and compare
 
 import ast
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from pathlib import Path
+
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.pipeline.orders import ORDERS, StageMap
 from slapo_zoo.pipeline.timeline import NAMES, bubble, makespan, simulate
+from slapo_zoo.tune.planner.hardware import GIB, HARDWARE
+from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.layout_search import Planner
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
@@ -143,10 +149,46 @@ def timeline(name: str) -> str:
     return svg(850, 180, f"Timeline of the order {name} on 4 ranks with 8 micro-batches", parts)
 
 
+PARTS = {"weights": "a", "gradients": "c", "optimizer": "d", "activations": "b", "working": "idle"}
+
+
+def memory() -> str:
+    """Peak memory of each rank of a pipeline, with and without recomputation, as the planner simulates it."""
+    planner = Planner(
+        GPT2Config(n_layer=24, n_embd=1024, n_head=16),
+        HARDWARE["h100"],
+        1024,
+        auto_class=GPT2LMHeadModel,
+    )
+    layout = Layout(pp=4, rows=4, micro_batches=8)
+    shown = {"every activation is kept": layout, "every block is recomputed": replace(layout, checkpoint_ratio=1.0)}  # fmt: skip
+    found = {name: planner.forecast(at).ranks for name, at in shown.items()}
+    sums = [
+        sum(getattr(rank, part) for part in PARTS) for ranks in found.values() for rank in ranks
+    ]
+    unit, parts, y = 640 / max(sums), [], 30
+    for name, ranks in found.items():
+        parts.append(text(70, y - 8, name, "head"))
+        for number, rank in enumerate(ranks):
+            x = 70.0
+            parts.append(text(60, y + 16, f"rank {number}", "small", "end"))
+            for part, colour in PARTS.items():
+                width = getattr(rank, part) * unit
+                parts.append(rect(x, y, max(width - 0.8, 0.0), 24, colour))
+                x += width
+            parts.append(text(x + 8, y + 16, f"{rank.total / GIB:.1f} GiB", "small"))
+            y += 30
+        y += 34
+    for i, (part, colour) in enumerate(PARTS.items()):
+        parts += [rect(70 + 130 * i, y - 22, 12, 12, colour), text(88 + 130 * i, y - 12, part, "small")]  # fmt: skip
+    return svg(850, y, "Simulated memory of four pipeline ranks of a GPT-2 of 24 blocks", parts)
+
+
 def pictures() -> Iterator[tuple[str, str]]:
     """File name and content of every picture."""
     yield "shards.svg", shards()
     yield "floors.svg", floors()
+    yield "memory.svg", memory()
     for name in ORDERS:
         yield f"order_{name}.svg", timeline(name)
 

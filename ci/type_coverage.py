@@ -18,9 +18,9 @@ from slapo_zoo.cli.arguments import AsJson
 from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.verify.derive import Search
-from slapo_zoo.verify.probe import probe
-from slapo_zoo.verify.specimen import Specimen, specimen
+from slapo_zoo.verify.case import Case, Trial
+from slapo_zoo.verify.derive import Search, problem_of
+from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.derivation.tiny import Sizes
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import families
@@ -99,43 +99,34 @@ def outcome_of(model_type: str, names: list[str], layouts: list[str]) -> Outcome
         with tempfile.TemporaryDirectory(prefix="slapo_zoo-coverage-") as scratch:
             try:
                 config = default_config(model_type, cls)
-                subject = specimen(config, cls, Path(scratch), Sizes())
-                found.problem = _untrainable(subject)
+                case = tiny_case(config, cls, Path(scratch), Sizes())
+                found.problem = "" if case.truth.grads else "no loss"
             except Exception as error:
                 found.problem = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
             if not found.problem:
-                _try_layouts(found, subject, layouts)
+                _try_layouts(found, case, layouts)
                 break
     return found
 
 
-def _untrainable(subject: Specimen) -> str:
-    if not subject.grads:
-        return "no loss"
-    if not math.isfinite(subject.loss):
-        return f"its loss is {subject.loss}"
-    wrong = [name for name, grad in subject.grads.items() if not grad.isfinite().all()]
-    return f"the gradient of {wrong[0]} is not finite" if wrong else ""
-
-
-def _try_layouts(found: Outcome, subject: Specimen, layouts: list[str]) -> None:
-    config = subject.config
+def _try_layouts(found: Outcome, case: Case, layouts: list[str]) -> None:
+    config = case.config
     for layout in layouts:
         sizes, knobs = LAYOUTS[layout]
         try:
             if config.model_type in families():
-                problem = probe(subject, None, sizes, **knobs)
-                found.share = found.share or _share_of_zoo(subject)
+                problem = problem_of(Trial(case, sizes, "zoo", knobs))
+                found.share = found.share or _share_of_zoo(case)
             else:
-                proof, problem = Search(config, subject, sizes, knobs).run(), ""
+                proof, problem = Search(config, case, sizes, knobs).run(), ""
                 found.share = found.share or (proof.share if sizes[0] > 1 else 0.0)
         except Exception as error:
             problem = str(error).strip().splitlines()[0]
         found.layouts[layout] = f"{REFUSED}: {problem}" if problem else EQUAL
 
 
-def _share_of_zoo(subject: Specimen) -> float:
-    outline = Outline(subject.config, subject.cls, Mesh(2), torch.float32)
+def _share_of_zoo(case: Case) -> float:
+    outline = Outline(case.config, case.cls, Mesh(2), torch.float32)
     divided = sum(math.prod(spec.shape) for spec in outline.specs if spec.placement)
     return round(divided / sum(math.prod(spec.shape) for spec in outline.specs), 3)
 
@@ -157,8 +148,7 @@ def cover(
         done: told of each new outcome.
     """
     hf.register_models()
-    for module in SLOW_IMPORTS:  # once, before the processes fork
-        importlib.import_module(module)
+    _make_once()
     kept = read_outcomes(file)
     types = model_types()
     for name in names or [name for name in types if name not in kept]:
@@ -168,6 +158,20 @@ def cover(
             lines.write(json.dumps(asdict(kept[name])) + "\n")
         done(kept[name])
     yield from kept.values()
+
+
+def _make_once() -> None:
+    """Do what the first type of a process does for all, before the processes fork: imports, and a first save."""
+    import transformers
+
+    for module in SLOW_IMPORTS:
+        importlib.import_module(module)
+    few = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    model = transformers.BertModel(transformers.BertConfig(**few, intermediate_size=8))
+    with tempfile.TemporaryDirectory(prefix="slapo_zoo-coverage-") as scratch:
+        model.save_pretrained(
+            scratch
+        )  # transformers makes its table of conversions, accelerate imports deepspeed
 
 
 def read_outcomes(file: Path) -> dict[str, Outcome]:

@@ -1,7 +1,7 @@
-"""The operator behind bias_gelu, bias_relu, geglu, swiglu and relu_dropout: y = mask * act(x + bias) * up.
+"""Operator of the kernels bias_gelu, bias_relu, geglu, swiglu and relu_dropout: y = mask * act(x + bias) * up.
 
-One pass forward, one backward that recomputes the activation and sums the bias gradient on the way
-(per strip of rows, then over strips: deterministic). Axes: M rows, N columns.
+One pass forward; one backward that recomputes the activation and also sums the bias gradient (per strip of
+rows, then over strips: deterministic). M rows, N columns.
 """
 
 from typing import Any
@@ -25,19 +25,19 @@ def activation(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute mask * act(x + bias) * up; all but x may be missing.
+    """Compute mask * act(x + bias) * up; every tensor but x may be None.
 
     Args:
-        name: of the kernel that asks, for the dispatch table.
+        name: name of the calling kernel, for the dispatch table.
         kind: "gelu" (erf), "gelu_tanh", "relu" or "silu".
         x: [..., N].
         bias: [N].
         up: [..., N].
-        keep: a dropout mask, see dropout_mask.
-        seeds: see dropout_mask.
-        p: see dropout_mask.
+        keep: dropout mask [..., N] of 0 and 1/(1-p).
+        seeds: int64, one per batch row; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
     """
-    recomputes = kind == "silu" and not x.is_cuda  # as fast on a CPU, and act(x) is not kept
+    recomputes = kind == "silu" and not x.is_cuda  # as fast on a CPU, and act(x) is not saved
     if not runs_triton(name, x) and not recomputes:
         return dropout(_plain(kind, x, bias, up), keep, seeds, p)
     rows = (None if t is None else t.reshape(-1, x.shape[-1]) for t in (x, up, keep))
@@ -54,13 +54,13 @@ def _act(kind: str, x: Tensor) -> Tensor:
 
 
 def _plain(kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None) -> Tensor:
-    """Torch's own operators, whose gradients and fusions are torch's."""
+    """Compute act(x + bias) * up by torch's operators, with torch's own backward."""
     y = _act(kind, x if bias is None else x + bias)
     return y if up is None else y * up
 
 
 def _through_act(kind: str, dy: Tensor, h: Tensor, ours: bool) -> Tensor:
-    """The gradient of h, in plain torch operations; in the place of dy where that is ours."""
+    """Return the gradient of h from `dy`, that of act(h), in torch operations; overwrite `dy` if `ours`."""
     into = dy if ours else torch.empty_like(dy)
     if kind == "relu":
         return torch.mul(dy, h > 0, out=into)

@@ -1,7 +1,7 @@
-"""Triton part of activation.py: tiles of [BLOCK_M, BLOCK_N], all arithmetic in fp32."""
+"""Triton kernels of activation.py: tiles of [BLOCK_M, BLOCK_N], all arithmetic in fp32."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton
@@ -38,11 +38,11 @@ def _act(h, KIND: tl.constexpr):
 
 @triton.jit
 def _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """The dropout mask of a tile; a cell is `cell` rows of x."""
+    """Return the dropout mask of a tile: loaded from `keep`, or hashed from the seed of each `cell` rows of x."""
     if MASK == "keep":
         at = m[:, None].to(tl.int64) * N + n[None, :]
         found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
-    else:  # no `return` above: what follows one is compiled too, without seeds
+    else:  # `else`, since code after a `return` is compiled too, without seeds
         key = tl.load(seeds + m // cell, mask=m < M, other=0)
         counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
         found = scaled_keep(counter, key[:, None], threshold, scale)
@@ -76,7 +76,7 @@ def _backward_kernel(
     KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One strip of `rows` rows and BLOCK_N columns per program."""
+    """Compute the gradients of one strip of `rows` rows and BLOCK_N columns, with its part of the bias gradient."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * rows
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -123,7 +123,7 @@ def forward(
     p: float,
     kind: str,
 ) -> Tensor:
-    """The arguments of activation.py; x, up and keep are [M, N]."""
+    """Launch the forward kernel: mask * act(x + bias) * up for x, up and keep [M, N]; arguments of `activation`."""
     x, bias, up, keep = _contiguous(x, bias, up, keep)
     y = torch.empty_like(x)
     if y.numel():
@@ -143,7 +143,7 @@ def backward(
     p: float,
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward kernel; return the gradients of x, bias and up, empty where there is none."""
+    """Launch the backward kernel; return the gradients of x, bias and up, empty for one that is None."""
     dy, x, bias, up, keep = _contiguous(dy, x, bias, up, keep)
     dx = torch.empty_like(x)
     dup = x.new_empty(0, x.shape[-1]) if up is None else torch.empty_like(up)

@@ -1,12 +1,12 @@
-"""Triton part of blocked_attention.py: tiles of scores in registers, online softmax, no atomics.
+"""Triton kernels of blocked_attention.py: tiles of scores in registers, online softmax, no atomics.
 
-Forward as in FlashAttention-2 (Dao 2023, arXiv:2307.08691); the backward has one kernel by queries (dq and
-the bias table) and one by keys (dk, dv). The gradient of the table is a histogram over the classes that
-a tile holds, one partial sum per head, row and block of queries, added in a fixed order.
+Forward as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). One backward kernel runs over queries (dq and the
+bias table), one over keys (dk, dv). The gradient of the table is a histogram over the distance classes in a
+tile, one partial sum per head, row and block of queries, added in a fixed order.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
 
 @triton.jit
 def _load(base, rows, count, stride, HEAD: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load rows of [count, HEAD]; rows beyond `count` are zeros."""
+    """Load rows of a [count, HEAD] matrix as a tile; rows beyond `count` are zeros."""
     d = tl.arange(0, BLOCK_D)
     ok = (rows[:, None] < count) & (d[None, :] < HEAD)
     return tl.load(base + rows[:, None].to(tl.int64) * stride + d[None, :], mask=ok, other=0.0)
@@ -39,7 +39,7 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A tile of scores in fp32, -inf where a query does not see a key; and the classes of its distances."""
+    """Return a tile of scores in fp32 (-inf where a query does not see a key), and its classes of distances."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     ok = (i[:, None] < S) & (j[None, :] < T)
     kind = tl.zeros(s.shape, tl.int32)
@@ -62,12 +62,12 @@ def _scores(
 
 @triton.jit
 def _keep(i, j, cell, keep, seeds, S, T, threshold, scale, MASK: tl.constexpr):
-    """The dropout mask of a tile; a cell is a row and a head."""
+    """Return the dropout mask of a tile of scores; a cell is one batch row and head."""
     at = i[:, None].to(tl.int64) * T + j[None, :]
     if MASK == "keep":
         ok = (i[:, None] < S) & (j[None, :] < T)
         found = tl.load(keep + cell.to(tl.int64) * S * T + at, mask=ok, other=0.0).to(tl.float32)
-    else:  # no `return` above: what follows one is compiled too, without seeds
+    else:  # `else`, since code after a `return` is compiled too, without seeds
         found = scaled_keep(at, tl.load(seeds + cell), threshold, scale)
     return found
 
@@ -80,7 +80,7 @@ def _forward_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    cell = tl.program_id(0)  # the axis that may be longer than 65,535
+    cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
     start = tl.program_id(1) * BM
@@ -122,7 +122,7 @@ def _forward_kernel(
 def _delta_kernel(
     delta, out, d_out, S, H, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr
 ):
-    """delta[row, head, query] = the sum of out * d_out over the columns, in one pass."""
+    """Compute delta[row, head, query], the sum of out * d_out over the head dim."""
     cell = tl.program_id(0)
     i = tl.program_id(1) * BM + tl.arange(0, BM)
     own = ((cell // H).to(tl.int64) * S * H + cell % H) * HEAD
@@ -140,8 +140,8 @@ def _query_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries, and its part of the table's gradient."""
-    cell = tl.program_id(0)  # the axis that may be longer than 65,535
+    """Compute dq of a block of queries, and the block's part of the bias table's gradient."""
+    cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
     start = tl.program_id(1) * BM
@@ -172,7 +172,7 @@ def _query_kernel(
             dp *= _keep(i, j, cell, keep, seeds, S, T, threshold, keep_scale, MASK)
         ds = p * (dp - d[:, None])
         acc += tl.dot(ds.to(k_tile.dtype), k_tile, input_precision=PRECISION)
-        if TABLE:  # a tile far from the diagonal holds one class, one near it a few
+        if TABLE:  # tiles near the diagonal hold a few classes, others one
             low = tl.load(classes + tl.maximum(j0 - (start + BM - 1), 1 - S) + S - 1)
             high = tl.load(classes + tl.minimum(j0 + BN - 1 - start, T - 1) + S - 1)
             for at in range(low, high + 1):
@@ -192,8 +192,8 @@ def _key_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys."""
-    cell = tl.program_id(0)  # the axis that may be longer than 65,535
+    """Compute dk and dv of a block of keys."""
+    cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
     start = tl.program_id(1) * BN
@@ -232,7 +232,7 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, scale, causal, window):
-    """Return (tensors after v, sizes) and the constants of each kernel."""
+    """Return the kernels' arguments after v (tensors and sizes), and the constants of each kernel by name."""
     (_, S, H, D), T = q.shape, k.shape[1]
     mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
     tensors = [
@@ -254,14 +254,14 @@ def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, sca
 
 
 def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> dict[str, Any]:
-    """Tiles that no supported chip spills, found by compiling (`ci/bench.py launches`).
+    """Return tile sizes that spill registers on no supported GPU, found by compiling (`ci/bench.py launches`).
 
     Args:
-        kernel: forward, query or key.
-        head_size: D.
-        table: whether distances have a bias, whose gradient the query kernel sums.
-        plain: no table, no mask, no dropout.
-        mask: of dropout: none, keep, or seeds, which are hashed within the tile.
+        kernel: "forward", "query" or "key".
+        head_size: head dim D.
+        table: distances have a bias, whose gradient the query kernel sums.
+        plain: there is no table, key mask or dropout.
+        mask: kind of dropout mask: "none", "keep" (a tensor) or "seeds" (hashed within the tile).
     """
     block = max(triton.next_power_of_2(head_size), 16)
     BM, BN, warps = 64, 32, 8
@@ -291,7 +291,10 @@ def forward(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """The arguments of blocked_attention.py; q, k, v are [B, S, H, D]."""
+    """Launch the forward kernel; return the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S].
+
+    Arguments as in `blocked_attention.attention`, with q, k, v as [B, S, H, D].
+    """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     B, S, H, _ = q.shape
     out, log_sum = torch.empty_like(q), q.new_empty((B, H, S), dtype=torch.float32)
@@ -322,7 +325,7 @@ def backward(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v and of the table (empty if there is none)."""
+    """Launch the backward kernels; return the gradients of q, k, v and of the table (empty if there is none)."""
     d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
     (B, S, H, _), T = q.shape, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -1,6 +1,6 @@
-"""batch_norm_relu_add: y = relu(BatchNorm(x) + residual), channels last. B images, C channels, M = B*h*w.
+"""Kernel batch_norm_relu_add: y = relu(BatchNorm(x) + residual), channels last. B images, C channels, M = B*h*w.
 
-The statistics are those of the batch in training, the running ones in eval().
+Statistics are those of the batch in training, and the running ones in eval().
 """
 
 from typing import Any
@@ -27,7 +27,7 @@ def reference(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """The definition (Ioffe & Szegedy 2015, arXiv:1502.03167; He et al. 2016, arXiv:1603.05027)."""
+    """Compute the definition in torch operations (arXiv:1502.03167, arXiv:1603.05027)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training or running_mean is None or running_var is None:
         mean = wide.mean((0, 2, 3))
@@ -41,7 +41,7 @@ def reference(
 
 
 def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape; with no image at all, in eval()."""
+    """Return random arguments of the kernel for images [B, C, h, w]; in eval mode for B = 0."""
     x, residual = (torch.randn(B, C, h, w, **like) for _ in range(2))
     last = torch.channels_last
     given = {"x": x.to(memory_format=last) * 2 + 1, "residual": residual.to(memory_format=last),
@@ -53,7 +53,7 @@ def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    """Forward of WideResNetBottleneck by this kernel."""
+    """Run WideResNetBottleneck.forward with this kernel."""
     x = x.contiguous(memory_format=module.format)
     y = _norm(module.bn1, _conv(module.conv1, x))
     y = _norm(module.bn2, module.conv2(y))
@@ -63,7 +63,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 def _conv(conv: Any, x: Tensor) -> Tensor:
-    """A convolution of 1x1 is a product of channels, which a CPU computes faster."""
+    """Run a convolution; a 1x1 one is computed as a matrix product over channels where that is faster on a CPU."""
     rows = x.permute(0, 2, 3, 1)
     if not _is_product(conv) or not _multiplies_faster(rows, conv.weight):
         return conv(x)
@@ -86,7 +86,7 @@ def _multiplies_faster(rows: Tensor, weight: Tensor) -> bool:
 
 
 def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
-    if bn._forward_hooks or bn._forward_pre_hooks:  # somebody looks at what it returns
+    if bn._forward_hooks or bn._forward_pre_hooks:  # hooks need its output
         y = bn(x)
         return (y if residual is None else y + residual).relu()
     if not _is_plain(bn) or not runs_triton("batch_norm_relu_add", x):
@@ -99,13 +99,13 @@ def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(bn: Any) -> bool:
-    """Return whether the kernel may run in place of `bn.forward`, which a schedule may have changed to sum over ranks."""
+    """Return whether the kernel may replace `bn.forward`, which a schedule may have changed to sum over ranks."""
     was_changed = "forward" in bn.__dict__
     return not was_changed and bn.momentum is not None and bn.weight is not None
 
 
 def _in_place(y: Tensor, residual: Tensor | None) -> Tensor:
-    """relu(y + residual); the backward of a BatchNorm needs its input, not its output."""
+    """Compute relu(y + residual) in place; autograd of the BatchNorm needs its input only."""
     return (y if residual is None else y.add_(residual)).relu_()
 
 
@@ -124,17 +124,17 @@ def batch_norm_relu_add(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """y = relu(BatchNorm(x) + residual); moves the running statistics in training.
+    """Compute relu(BatchNorm(x) + residual); update the running statistics in training.
 
     Args:
         x: [B, C, h, w], channels last in memory.
         weight: [C].
         bias: [C].
-        residual: the shape of x, or None.
+        residual: tensor in the shape of x, or None.
         running_mean: [C], or None.
         running_var: [C], or None.
         training: normalise with the statistics of the batch.
-        momentum: of the running statistics.
+        momentum: weight of the batch in the running statistics.
         eps: added to the variance.
     """
     if not runs_triton("batch_norm_relu_add", x):
@@ -182,7 +182,7 @@ def _apply(
     var: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Rows [M, C]; also the mean, 1 / std and variance that were used."""
+    """Run the Triton forward on rows [M, C]; return y, and the mean, 1 / std and variance that were used."""
     if not in_triton(x):
         raise NotImplementedError("torch's own BatchNorm runs here")
     from slapo_zoo.kernels import batch_norm_triton

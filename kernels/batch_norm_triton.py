@@ -1,7 +1,7 @@
-"""Triton part of batch_norm_relu_add.py: rows [M, C], tiles of rows by channels, fp32 statistics."""
+"""Triton kernels of batch_norm_relu_add.py: rows [M, C], tiles of rows by channels, fp32 statistics."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton
@@ -14,7 +14,7 @@ STRIPS = 128  # of rows; partial sums per strip, added in a fixed order
 
 @triton.jit
 def _statistics_kernel(means, squares, x, M, C, rows, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Mean and sum of squares around it of one strip, tile by tile (Chan et al. 1979)."""
+    """Compute mean and sum of squared deviations of one strip of rows, tile by tile (Chan et al. 1979)."""
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     begin = tl.program_id(0) * rows
     end = tl.minimum(begin + rows, M)
@@ -113,7 +113,7 @@ def _blocks(C: int) -> dict[str, int]:
 
 
 def _strips(M: int, C: int, options: dict[str, int]) -> tuple[tuple[int, int], int]:
-    """Return the grid of strips and the rows of each; no strip is empty."""
+    """Return the grid of strips and the number of rows in each; no strip is empty."""
     rows = triton.cdiv(triton.cdiv(M, STRIPS), BLOCK_M) * BLOCK_M
     return (triton.cdiv(M, rows), triton.cdiv(C, options["BLOCK_C"])), rows
 
@@ -138,13 +138,13 @@ def forward(
     var: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of batch_norm_relu_add.py; y, and the mean, 1 / std and variance used."""
+    """Launch the forward kernels on rows [M, C]; return y, and the mean, 1 / std and variance that were used."""
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, C = x.shape
     y = torch.empty_like(x)
     if mean is None or var is None:
         mean, var = _mean_var(x) if x.numel() else (x.new_zeros(C).float(), x.new_zeros(C).float())
-    mean, var = (t.to(torch.float32, copy=True) for t in (mean, var))  # an output is no input
+    mean, var = (t.to(torch.float32, copy=True) for t in (mean, var))  # outputs must be new tensors
     rstd = torch.rsqrt(var + eps)
     if x.numel():
         options = _blocks(C)
@@ -164,7 +164,7 @@ def backward(
     training: bool,
     has_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, weight, bias and residual (empty if there is none)."""
+    """Launch the backward kernels; return the gradients of x, weight, bias and residual (empty if there is none)."""
     dy, x, y, weight = (t.contiguous() for t in (dy, x, y, weight))
     M, C = x.shape
     dx, d_residual = torch.empty_like(x), x.new_empty((M if has_residual else 0, C))

@@ -1,6 +1,6 @@
-"""bias_dropout_residual_layer_norm: y = LayerNorm(dropout(x + x_bias) + residual).
+"""Kernel bias_dropout_residual_layer_norm: y = LayerNorm(dropout(x + x_bias) + residual).
 
-What follows a linear in a transformer block; B batch rows, N columns.
+It follows a linear in a transformer block. B batch rows, N columns.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """The definition (modeling_bert.py: BertSelfOutput, BertOutput); the sum z as well."""
+    """Compute (y, z) by definition in torch operations (modeling_bert.py: BertSelfOutput, BertOutput)."""
     x = x if x_bias is None else x + x_bias
     mask = mask_like(x, None, seeds, p)
     z = (x if mask is None else x * mask) + residual
@@ -36,7 +36,7 @@ def reference(
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape, with dropout."""
+    """Return random arguments of the kernel for x [B, S, N], with dropout."""
     x, residual = torch.randn(B, S, N, **like), torch.randn(B, S, N, **like)
     weight, bias, x_bias = (torch.randn(N, **like) for _ in range(3))
     seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
@@ -45,7 +45,7 @@ def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    """`dense` runs with its own bias: BLAS adds it for nothing, and it may be row-parallel."""
+    """Run BertSelfOutput or BertOutput with this kernel; `dense` adds its own bias, since it may be row-parallel."""
     x, norm_ = module.dense(hidden_states), module.LayerNorm
     drop = dropout_of(module.dropout, x)
     args = (x, input_tensor, norm_.weight, norm_.bias)
@@ -70,19 +70,18 @@ def bias_dropout_residual_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Compute (y, z): z = mask * (x + x_bias) + residual, y = LayerNorm(z).
 
-    A block with its norm after the sum (BERT) needs y alone; one with its norm before (GPT-2) hands z
-    on as the next residual.
+    A post-norm block (BERT) uses y alone; in a pre-norm block (GPT-2) z is the next residual.
 
     Args:
         x: [B, ..., N].
-        residual: the shape of x.
+        residual: tensor in the shape of x.
         weight: [N].
         bias: [N].
-        x_bias: [N], of the linear before; it is then called without its own.
+        x_bias: bias [N] of the linear before, which is then called without it.
         eps: added to the variance.
-        keep: a dropout mask, see dropout_mask.
-        seeds: [B], see dropout_mask.
-        p: see dropout_mask.
+        keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
+        seeds: int64 [B]; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
     """
     name = "bias_dropout_residual_layer_norm"
     if (x.is_cuda and not runs_triton(name, x)) or x.shape[-1] > MOST_COLUMNS:

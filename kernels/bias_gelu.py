@@ -1,4 +1,4 @@
-"""bias_gelu: y = gelu(x + bias), exact (erf) or by tanh. N columns."""
+"""Kernel bias_gelu: y = gelu(x + bias), exact (erf) or by tanh. N columns."""
 
 import math
 from typing import Any
@@ -13,10 +13,10 @@ SHAPES = [(1, 64), (63, 100), (9, 1025), (0, 32)]
 
 
 def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """Compute the definition of the kernel (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    """Compute the definition in torch operations (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 
-    "tanh" is what `transformers` calls gelu_new (activations.py, NewGELUActivation); it differs from
-    the exact one by up to 5e-4, so one never stands in for the other.
+    "tanh" is what `transformers` calls gelu_new (activations.py, NewGELUActivation); it differs from the exact
+    form by up to 5e-4, so neither may replace the other.
     """
     h = x if bias is None else x + bias
     if approximate == "none":
@@ -26,7 +26,7 @@ def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
 
 
 def inputs(M: int, N: int, approximate: str = "none", **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape."""
+    """Return random arguments of the kernel for x [M, N]."""
     x, bias = torch.randn(M, N, **like), torch.randn(N, **like)
     return {"x": x, "bias": bias, "approximate": approximate}
 
@@ -45,11 +45,11 @@ def _tanh(module: Any, x: Tensor) -> Tensor:
             "GELUTanh": _tanh, "PytorchGELUTanh": _tanh},
 )  # fmt: skip
 def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """y = gelu(x + bias), one pass each way; the gradient of the bias comes with that of x.
+    """Compute gelu(x + bias) in one pass; the backward computes dx and the bias gradient in one pass.
 
     Args:
         x: [..., N].
-        bias: [N], of the linear before; it is then called without its own.
+        bias: bias [N] of the linear before, which is then called without it.
         approximate: "none" (erf: BERT, RoBERTa) or "tanh" (gelu_new: GPT-2, GPT-Neo, ALBERT).
     """
     return activation("bias_gelu", "gelu" if approximate == "none" else "gelu_tanh", x, bias)

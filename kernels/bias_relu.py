@@ -1,4 +1,4 @@
-"""bias_relu: y = relu(x + bias). N columns."""
+"""Kernel bias_relu: y = relu(x + bias). N columns."""
 
 from typing import Any
 
@@ -12,13 +12,13 @@ SHAPES = [(1, 64), (63, 100), (9, 1025), (0, 32)]
 
 
 def reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The definition; OPT's feed-forward (transformers, modeling_opt.py: OPTDecoderLayer)."""
+    """Compute the definition in torch operations, as in OPT's feed-forward (modeling_opt.py: OPTDecoderLayer)."""
     h = x if bias is None else x + bias
     return torch.where(h > 0, h, torch.zeros_like(h))
 
 
 def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape."""
+    """Return random arguments of the kernel for x [M, N]."""
     return {"x": torch.randn(M, N, **like), "bias": torch.randn(N, **like)}
 
 
@@ -28,10 +28,10 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 @kernel("bias_relu", reference, inputs, SHAPES, serves={"ReLU": _forward}, cpu="F.relu")
 def bias_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = relu(x + bias), one pass each way; the gradient of the bias comes with that of x.
+    """Compute relu(x + bias) in one pass; the backward computes dx and the bias gradient in one pass.
 
     Args:
         x: [..., N].
-        bias: [N], of the linear before; it is then called without its own.
+        bias: bias [N] of the linear before, which is then called without it.
     """
     return activation("bias_relu", "relu", x, bias)

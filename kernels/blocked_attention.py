@@ -1,12 +1,13 @@
-"""The operator behind local_causal_attention and t5_attention: O(S) memory, blocks outside the band skipped.
+"""Attention in blocks of scores, with O(S) memory; the operator behind all attention kernels of this package.
 
-    out_i = sum_j mask_ij * softmax_j(scale * q_i k_j + table[class(j - i)]) v_j
+    out_i = sum_j mask_ij * softmax_j(scale * q_i k_j + bias_ij + table[class(j - i)]) v_j
 
-over the keys j that i may see: those within `window` before it if causal, and not hidden by `key_mask`.
-Scores and their softmax are in fp32. A query that sees no key gives 0. B batch rows, S queries, T keys
-(if causal, the queries are the last of them), H heads, D head size, C classes of distances.
+over the keys j that query i sees: if causal, the last `window` up to its own; never those that `key_mask`
+hides. Scores and softmax are in fp32. A query without visible keys gives 0. B batch rows, S queries, T keys
+(if causal, the queries are the last S of them), H heads, D head dim, C classes of distances.
 """
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -14,27 +15,38 @@ from torch import Tensor
 
 from slapo_zoo.dispatch.kernel_registry import TRITON_DTYPES, in_triton, operator
 from slapo_zoo.kernels.dropout import dropout
-from slapo_zoo.parallel.rng.device_seeds import is_kept
+from slapo_zoo.parallel.rng.device_seeds import drawn_cells, is_kept
 
-CACHE = 1 << 23  # bytes of scores at a time on a CPU
-LARGEST_HEAD = 128  # columns; tiles of more spill
+SCORES = 1 << 19  # of a block, which stay in the cache of a CPU
+QUERIES = 128  # at a time where later keys are hidden
+LARGEST_HEAD = 128  # columns; larger tiles spill registers
 
 
-class Shape(NamedTuple):
-    """Sizes of the scores that are computed: see the head of the file; window 0 is none."""
+class Given(NamedTuple):
+    """Arguments of the attention operators after q, k and v; they are those of `attention`."""
 
-    S: int
-    T: int
+    table: Tensor | None
+    classes: Tensor | None
+    bias: Tensor | None
+    key_mask: Tensor | None
+    keep: Tensor | None
+    seeds: Tensor | None
+    places: Tensor | None
+    p: float
+    scale: float
     causal: bool
     window: int
+    drawn: int
+    wide: bool
 
-    def keys(self, start: int, stop: int) -> tuple[int, int]:
-        """The keys that queries start..stop-1 may see."""
-        if not self.causal:
-            return 0, self.T
-        offset = self.T - self.S
-        first = max(start + offset - self.window + 1, 0) if self.window else 0
-        return min(first, self.T), min(stop + offset, self.T)
+    def runs_in_tiles(self, q: Tensor) -> bool:
+        """Return whether the Triton kernels run for queries `q`; they support no bias and no drawn masks."""
+        return in_triton(q) and self.bias is None and not self.drawn
+
+    def of_tiles(self) -> tuple:
+        """Return the arguments that the Triton kernels take."""
+        tensors = (self.table, self.classes, self.key_mask, self.keep, self.seeds)
+        return *tensors, self.p, self.scale, self.causal, self.window
 
 
 def attention(
@@ -51,34 +63,40 @@ def attention(
     seeds: Tensor | None = None,
     p: float = 0.0,
     wide: bool = True,
+    bias: Tensor | None = None,
+    places: Tensor | None = None,
+    drawn: int = 0,
 ) -> Tensor:
-    """Out [B, H, S, D]; its memory is [B, S, H, D], as the next linear wants it.
+    """Compute attention, [B, H, S, D], with memory order [B, S, H, D] for the next linear.
 
     Args:
-        q: [B, H, S, D].
-        k: [B, H, T, D].
-        v: [B, H, T, D].
-        scale: of the scores.
+        q: queries [B, H, S, D].
+        k: keys [B, H, T, D].
+        v: values [B, H, T, D].
+        scale: factor of the scores.
         causal: no query sees a later key.
-        window: how many keys a causal query sees, itself included; 0 for all.
-        table: [H, C], a bias per head and class of distance.
-        classes: [S + T - 1], int32, the class of distance d = j - i at d + S - 1; it never falls.
+        window: number of keys that a causal query sees, its own included; 0 for all.
+        table: [H, C], bias per head and class of distance.
+        classes: int32 [S + T - 1], ascending: the class of distance d = j - i at index d + S - 1.
         key_mask: [B, T], False where a key is padding, or [B, S, T], False where a query does not see it.
-        keep: [B, H, S, T], a dropout mask, see dropout_mask.
-        seeds: [B * H], see dropout_mask.
-        p: see dropout_mask.
-        wide: multiply q by k in fp32 on a CPU too, whatever their dtype.
+        keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.
+        seeds: int64 [B * H]; the mask is made from them when `keep` is None.
+        p: dropout probability.
+        wide: multiply q by k in fp32 on a CPU, whatever their dtype.
+        bias: added to the scores (CPU only); broadcasts to [B, H, S, T] and gets no gradient; or None.
+        places: [S], index of each token among the `drawn` ones; None for the first S.
+        drawn: number of tokens per row for which a CPU draws masks (`drawn_cells`); 0: masks are hashed.
     """
     if q.device.type != "cpu" and cannot(q):
         given = (table, classes, key_mask, keep, seeds, p)
         return in_one_piece(q, k, v, scale, causal, window, *given)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    args = (table, classes, key_mask, keep, seeds, p, scale, causal, window, wide)
-    return _forward(q, k, v, *args)[0].transpose(1, 2)
+    tensors = (table, classes, bias, key_mask, keep, seeds, places)
+    return _forward(q, k, v, *tensors, p, scale, causal, window, drawn, wide)[0].transpose(1, 2)
 
 
 def cannot(q: Tensor) -> str:
-    """Return why the Triton kernels cannot serve queries [..., D], or the empty string."""
+    """Return why the Triton kernels cannot serve queries [..., D], or ''."""
     if q.dtype not in TRITON_DTYPES:
         return f"{str(q.dtype)[6:]} has no Triton kernel"
     if q.dtype == torch.float32 and q.device.type != "cpu":
@@ -91,7 +109,7 @@ def in_one_piece(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, table: Tensor | None,
     classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    """Compute `attention` with all weights kept in memory, so that the backward need not recompute them."""
+    """Compute `attention` with all attention weights in memory, so that the backward recomputes nothing."""
     scores = q @ k.transpose(-1, -2)
     scores = scores if scale == 1.0 else scores * scale
     (S, T), least = scores.shape[-2:], torch.finfo(scores.dtype).min
@@ -108,20 +126,18 @@ def in_one_piece(
 
 
 def _setup(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.p, ctx.scale, ctx.causal, ctx.window, ctx.wide = inputs
+    ctx.numbers = inputs[10:]
     ctx.mark_non_differentiable(output[1])
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*inputs[:10], *output)
 
 
 def _gradients(ctx: Any, d_out: Tensor, _: Any) -> tuple:
     *tensors, out, log_sum = ctx.saved_tensors
-    has_table = tensors[3] is not None
-    args = (*tensors, ctx.p, ctx.scale, ctx.causal, ctx.window, ctx.wide)
-    dq, dk, dv, d_table = _backward(d_out, out, log_sum, *args)
-    return dq, dk, dv, d_table if has_table else None, *[None] * 9
+    dq, dk, dv, d_table = _backward(d_out, out, log_sum, *tensors, *ctx.numbers)
+    return dq, dk, dv, None if tensors[3] is None else d_table, *[None] * 12
 
 
-def _fake(q, k, v, table, classes, key_mask, keep, seeds, p, scale, causal, window, wide):
+def _fake(q, k, v, *given):
     B, S, H, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((B, H, S), dtype=_wide_dtype(q))
 
@@ -133,32 +149,38 @@ def _forward(
     v: Tensor,
     table: Tensor | None,
     classes: Tensor | None,
+    bias: Tensor | None,
     key_mask: Tensor | None,
     keep: Tensor | None,
     seeds: Tensor | None,
+    places: Tensor | None,
     p: float,
     scale: float,
     causal: bool,
     window: int,
+    drawn: int,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Tensors are [B, S, H, D] here; also the log-sum-exp of the scores [B, H, S]."""
-    if in_triton(q):
+    """Compute the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S]; q, k, v are [B, S, H, D]."""
+    tensors = (table, classes, bias, key_mask, keep, seeds, places)
+    given = Given(*tensors, p, scale, causal, window, drawn, wide)
+    if given.runs_in_tiles(q):
         from slapo_zoo.kernels import attention_triton
 
-        args = (table, classes, key_mask, keep, seeds, p, scale, causal, window)
-        return attention_triton.forward(q, k, v, *args)
-    B, S, H, _ = q.shape
-    blocks = _Blocks(q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window, wide)
+        return attention_triton.forward(q, k, v, *given.of_tiles())
+    blocks, (B, S, H, _) = _Blocks(q, k, given), q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    v = _by_cell(v)
-    for rows, keys in blocks:
-        weights = blocks.weights(rows, keys)
-        mask = blocks.mask(rows, keys)
-        weights = weights if mask is None else weights.mul_(mask)
-        got = weights.to(v.dtype) @ v[:, keys]
-        out[:, rows] = got.unflatten(0, (B, H)).transpose(1, 2)
-    return out, q.new_zeros((B, H, S), dtype=_wide_dtype(q))  # the blocks are made anew instead
+    by_head, v = out.transpose(1, 2), v.transpose(1, 2)
+    for row in range(B):
+        for heads, rows, keys in blocks.of(row):
+            weights = blocks.weights(heads, rows, keys)
+            if (mask := blocks.mask(heads, rows, keys)) is not None:
+                weights.mul_(mask)
+            got = blocks.narrow(weights) @ v[row, heads, keys]
+            by_head[row, heads, rows] = got if blocks.kept == 1.0 else got.div_(blocks.kept)
+    return out, q.new_zeros(
+        (B, H, S), dtype=_wide_dtype(q)
+    )  # unused: the backward recomputes the blocks
 
 
 def _fake_backward(d_out, out, log_sum, q, k, v, table, *rest):
@@ -176,120 +198,198 @@ def _backward(
     v: Tensor,
     table: Tensor | None,
     classes: Tensor | None,
+    bias: Tensor | None,
     key_mask: Tensor | None,
     keep: Tensor | None,
     seeds: Tensor | None,
+    places: Tensor | None,
     p: float,
     scale: float,
     causal: bool,
     window: int,
+    drawn: int,
     wide: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if in_triton(q):
+    tensors = (table, classes, bias, key_mask, keep, seeds, places)
+    given = Given(*tensors, p, scale, causal, window, drawn, wide)
+    if given.runs_in_tiles(q):
         from slapo_zoo.kernels import attention_triton
 
-        args = (table, classes, key_mask, keep, seeds, p, scale, causal, window)
-        return attention_triton.backward(d_out, out, log_sum, q, k, v, *args)
-    blocks = _Blocks(q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window, wide)
-    g, v, own_q, own_k = _by_cell(d_out), _by_cell(v), _by_cell(q), _by_cell(k)
-    (B, S, H, _), T, dtype = q.shape, k.shape[1], _wide_dtype(q)
-    dq, dk, dv = torch.empty_like(own_q), *(torch.zeros_like(t, dtype=dtype) for t in (own_k, v))
-    d_diagonal = dk.new_zeros((H, S + T - 1))
-    for rows, keys in blocks:
-        weights = blocks.weights(rows, keys)
-        mask = blocks.mask(rows, keys)
-        kept = (weights if mask is None else weights * mask).to(g.dtype)
-        _add_product_(dv[:, keys], kept.transpose(1, 2), g[:, rows])
-        ds = (g[:, rows] @ v[:, keys].transpose(1, 2)).to(weights.dtype)
-        ds = ds if mask is None else ds.mul_(mask)
-        ds = torch.ops.aten._softmax_backward_data(ds, weights, -1, weights.dtype)
-        if table is not None:
-            over_rows = ds.unflatten(0, (B, H)).sum(0).to(dtype)
-            _add_diagonals_(d_diagonal, over_rows, rows, keys, S)
-        ds = ds.to(g.dtype) if scale == 1.0 else ds.mul_(scale).to(g.dtype)
-        dq[:, rows] = ds @ own_k[:, keys]
-        _add_product_(dk[:, keys], ds.transpose(1, 2), own_q[:, rows])
-    dq, dk, dv = (_by_token(t, B, H).to(q.dtype) for t in (dq, dk, dv))
+        return attention_triton.backward(d_out, out, log_sum, q, k, v, *given.of_tiles())
+    blocks, (B, S, H, _), T = _Blocks(q, k, given), q.shape, k.shape[1]
+    made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
+    d_out, q, k, v, dq, dk, dv = (t.transpose(1, 2) for t in (d_out, q, k, v, *made))
+    d_diagonal = q.new_zeros((H, S + T - 1), dtype=_wide_dtype(q))
+    for row in range(B):
+        g = d_out[row] if blocks.kept == 1.0 else d_out[row] / blocks.kept
+        of_keys, of_values = _Sum(dk[row], blocks), _Sum(dv[row], blocks)
+        for heads, rows, keys in blocks.of(row):
+            weights, mask = blocks.weights(heads, rows, keys), blocks.mask(heads, rows, keys)
+            kept = blocks.narrow(weights if mask is None else weights * mask)
+            of_values.add(heads, keys, kept.transpose(1, 2), g[heads, rows])
+            ds = blocks.product(g[heads, rows], v[row, heads, keys])
+            ds = ds if mask is None else ds.mul_(mask)
+            ds = torch.ops.aten._softmax_backward_data(ds, weights, -1, weights.dtype)
+            if table is not None:
+                _add_diagonals_(d_diagonal[heads], ds, rows, keys, S)
+            ds = blocks.narrow(ds if scale == 1.0 else ds.mul_(scale))
+            dq[row, heads, rows] = ds @ k[row, heads, keys]
+            of_keys.add(heads, keys, ds.transpose(1, 2), q[row, heads, rows])
+        of_keys.finish()
+        of_values.finish()
     if table is None or classes is None:
-        return dq, dk, dv, q.new_empty((0, 0))
+        return *made, q.new_empty((0, 0))  # pyright: ignore[reportReturnType]
     d_table = d_diagonal.new_zeros(table.shape).index_add_(1, classes.long(), d_diagonal)
-    return dq, dk, dv, d_table.to(table.dtype)
-
-
-def _by_cell(x: Tensor) -> Tensor:
-    """[B, S, H, D] --> [B * H, S, D], contiguous."""
-    return x.transpose(1, 2).flatten(0, 1).contiguous()
-
-
-def _by_token(x: Tensor, rows: int, heads: int) -> Tensor:
-    """[B * H, S, D] --> [B, S, H, D], contiguous."""
-    return x.view(rows, heads, *x.shape[1:]).transpose(1, 2).contiguous()
-
-
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.baddbmm_(a, b)
-    else:
-        total += (a @ b).to(total.dtype)  # a sum of two dtypes is not vectorised
+    return *made, d_table.to(table.dtype)  # pyright: ignore[reportReturnType]
 
 
 class _Blocks:
-    """The blocks of scores of a CPU: each a run of queries and all keys that they may see."""
+    """Blocks of scores on a CPU: heads of a batch row, a run of queries, and all keys that the queries may see.
 
-    def __init__(self, q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window, wide):
-        self.shape, self.rows = Shape(q.shape[1], k.shape[1], causal, window), q.shape[0]
-        self.dtype = _wide_dtype(q) if wide else q.dtype
-        self.q, self.k = (_by_cell(t).to(self.dtype) for t in (q, k))
-        self.diagonal = None if table is None else table.to(self.dtype)[:, classes.long()]
-        self.key_mask, self.keep, self.seeds, self.p, self.scale = key_mask, keep, seeds, p, scale
+    Scores, and the product of q and k, are in `dtype`; the other products are in the dtype of q.
+    """
 
-    def __iter__(self):
-        cells, S, _ = self.q.shape
-        reach = min(self.shape.window or self.shape.T, self.shape.T)
-        rows = CACHE // max(cells * max(reach, 1) * self.dtype.itemsize, 1)
-        step = min(max(rows // 32 * 32, 32), self.shape.window // 2 or 256, 256)
-        for start in range(0, S if cells else 0, max(step, 1)):
-            stop = min(start + max(step, 1), S)
-            yield slice(start, stop), slice(*self.shape.keys(start, stop))
+    def __init__(self, q: Tensor, k: Tensor, given: Given):
+        (B, S, H, _), T = q.shape, k.shape[1]
+        self.given, self.S, self.T = given, S, T
+        self.dtype = _wide_dtype(q) if given.wide else q.dtype
+        self.q, self.k, self.heads = q.transpose(1, 2), k.transpose(1, 2), H
+        seen = min(given.window + QUERIES, T) if given.window else T
+        most = max(SCORES // max(seen, 1), 32)
+        if given.causal:
+            most = min(most, given.window // 2 or QUERIES, QUERIES)
+        elif given.drawn:  # the mask of a head is drawn whole: more runs of queries save no memory
+            most = S
+        self.rows = max(min(most, S), 1)
+        self.step = min(max(SCORES // max(seen * self.rows, 1), 1), max(H, 1))
+        size = self.step * self.rows * seen
+        self.scores, self.rounded = q.new_empty(size, dtype=self.dtype), q.new_empty(size)
+        self.in_one_run = self.rows >= S > 0 and not given.window
+        self.diagonal = self.bias = None
+        if given.table is not None and given.classes is not None:
+            self.diagonal = given.table.to(self.dtype)[:, given.classes.long()]
+        if given.bias is not None:
+            self.bias = given.bias.expand(B, H, S, T)
+        hashed_or_drawn = given.keep is None and given.seeds is not None and given.p < 1.0
+        self.kept = 1.0 - given.p if hashed_or_drawn else 1.0  # share of weights that a mask leaves
 
-    def weights(self, rows: slice, keys: slice) -> Tensor:
-        """Softmax of the scores [B * H, rows, keys]; 0 for a query that sees no key."""
-        s = self.q[:, rows] @ self.k[:, keys].transpose(1, 2)
-        s = s if self.scale == 1.0 else s.mul_(self.scale)
-        (S, T, causal, window), H = self.shape, len(s) // self.rows
-        by_row = s.view(self.rows, H, *s.shape[1:])
+    def of(self, row: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Yield (heads, queries, keys) of each block of a batch row, for `weights` and `mask`."""
+        scale, self.row, self.drawn = self.given.scale, row, None
+        queries = self.q[row].to(self.dtype)
+        self.queries = queries if scale == 1.0 else queries * scale
+        self.keys = self.k[row].to(self.dtype)
+        for first in range(0, self.heads, self.step):
+            heads = slice(first, min(first + self.step, self.heads))
+            self.drawn = None
+            for start in range(0, self.S, self.rows):
+                stop = min(start + self.rows, self.S)
+                yield heads, slice(start, stop), self._seen(start, stop)
+
+    def _seen(self, start: int, stop: int) -> slice:
+        """Return the slice of keys that queries start..stop-1 may see."""
+        if not self.given.causal:
+            return slice(0, self.T)
+        later, window = self.T - self.S, self.given.window
+        first = max(start + later - window + 1, 0) if window else 0
+        return slice(min(first, self.T), min(stop + later, self.T))
+
+    def weights(self, heads: slice, rows: slice, keys: slice) -> Tensor:
+        """Return the softmax of a block's scores [heads, rows, keys], in a shared buffer; 0 without visible keys."""
+        queries, given, row = self.queries[heads, rows], self.given, self.row
+        s = _first(self.scores, (*queries.shape[:2], keys.stop - keys.start))
+        torch.bmm(queries, self.keys[heads, keys].transpose(1, 2), out=s)
         if self.diagonal is not None:
-            first = keys.start - (rows.stop - 1) + S - 1
-            runs = self.diagonal.unfold(-1, keys.stop - keys.start, 1)
-            by_row.add_(runs[:, first : first + rows.stop - rows.start].flip(1))
-        if causal:
-            i = torch.arange(rows.start, rows.stop, device=s.device)[:, None] + (T - S)
-            j = torch.arange(keys.start, keys.stop, device=s.device)[None]
-            hidden = j > i if not window else (j > i) | (j <= i - window)
-            s.masked_fill_(hidden, -torch.inf)
-        if self.key_mask is None:
-            return torch.softmax(s, -1)
-        by_query = self.key_mask[:, None] if self.key_mask.ndim == 2 else self.key_mask[:, rows]
-        by_row.masked_fill_(~by_query[:, None, :, keys], -torch.inf)
-        found = torch.softmax(s, -1)
-        return found.masked_fill_(found[..., :1].isnan(), 0.0)
+            first = keys.start - (rows.stop - 1) + self.S - 1
+            runs = self.diagonal[heads].unfold(-1, s.shape[2], 1)
+            s.add_(runs[:, first : first + s.shape[1]].flip(1))
+        if self.bias is not None:
+            s.add_(self.bias[row, heads, rows, keys])
+        if given.causal:
+            self._hide_(s, rows, keys)
+        if given.key_mask is None:
+            return torch.softmax(s, -1, out=s)
+        seen = given.key_mask[row]
+        s.masked_fill_(~(seen[None] if seen.ndim == 1 else seen[rows])[:, keys], -torch.inf)
+        torch.softmax(s, -1, out=s)
+        return s.masked_fill_(s[..., :1].isnan(), 0.0)
 
-    def mask(self, rows: slice, keys: slice) -> Tensor | None:
-        """Return the dropout mask of one block of rows and keys, or None."""
-        if self.keep is not None:
-            return self.keep[:, :, rows, keys].flatten(0, 1)
-        if self.seeds is None or self.p == 0.0:
+    def _hide_(self, s: Tensor, rows: slice, keys: slice) -> None:
+        """Set the scores of later keys to -inf, and with a window those of keys before it."""
+        window, later = self.given.window, self.T - self.S
+        first = keys.start if window else max(keys.stop - s.shape[1], keys.start)
+        i = torch.arange(rows.start, rows.stop)[:, None] + later
+        j = torch.arange(first, keys.stop)[None]
+        hidden = (j > i) | (j <= i - window) if window else j > i
+        s[..., first - keys.start :].masked_fill_(hidden, -torch.inf)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        """Return a b^T of two tensors in the model's dtype, cast to the dtype of the scores."""
+        out = _first(self.rounded, (*a.shape[:2], b.shape[1]))
+        return torch.bmm(a, b.transpose(1, 2), out=out).to(self.dtype)
+
+    def narrow(self, x: Tensor) -> Tensor:
+        """Return `x` cast from the dtype of the scores to that of the model, in a shared buffer."""
+        return x if x.dtype == self.rounded.dtype else _first(self.rounded, x.shape).copy_(x)
+
+    def mask(self, heads: slice, rows: slice, keys: slice) -> Tensor | None:
+        """Return the dropout mask [heads, rows, keys] of a block, or None; one made from seeds is 0 or 1."""
+        given, first = self.given, self.row * self.heads
+        if given.keep is not None:
+            return given.keep[self.row, heads, rows, keys]
+        if given.seeds is None or given.p == 0.0:
             return None
+        seeds = given.seeds[first + heads.start : first + heads.stop]
+        if given.drawn:
+            if self.drawn is None:
+                self.drawn = self._draw(seeds.tolist())
+            return self.drawn[:, rows, keys]
         i = torch.arange(rows.start, rows.stop)[:, None]
-        counter = i * self.shape.T + torch.arange(keys.start, keys.stop)
-        kept = is_kept(counter, self.seeds[:, None, None], self.p)
-        return kept.to(self.dtype).mul_(1.0 / (1.0 - self.p) if self.p < 1.0 else 1.0)
+        counter = i * self.T + torch.arange(keys.start, keys.stop)
+        return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
+
+    def _draw(self, seeds: list[int]) -> Tensor:
+        """Return the drawn masks of some heads, cut out of the masks of all tokens of the row."""
+        places, tokens = self.given.places, self.given.drawn
+        shape = (len(seeds), self.S if places is None else tokens, tokens)
+        found = drawn_cells(self.scores.new_empty(()).expand(shape), self.given.p, seeds)
+        return found if places is None else found[:, places][:, :, places]
+
+
+class _Sum:
+    """Accumulator for the gradient of keys or values; in fp32 when several blocks of queries add to it."""
+
+    def __init__(self, out: Tensor, blocks: _Blocks):
+        self.out = self.total = out
+        if not blocks.in_one_run:
+            self.total = out.new_zeros(out.shape, dtype=_wide_dtype(out))
+
+    def add(self, heads: slice, keys: slice, a: Tensor, b: Tensor) -> None:
+        """Add the product a b to the gradient of these heads and keys."""
+        part = self.total[heads, keys]
+        if self.total is self.out:
+            part.copy_(a @ b)
+        elif part.dtype == a.dtype:
+            part.baddbmm_(a, b)
+        else:
+            part += (a @ b).to(part.dtype)  # mixed dtypes are not vectorised
+
+    def finish(self) -> None:
+        """Copy the accumulated gradient to its output tensor."""
+        if self.total is not self.out:
+            self.out.copy_(self.total)
+
+
+def _first(buffer: Tensor, shape: Any) -> Tensor:
+    """Return the first elements of a buffer as a tensor of the given shape [3 axes]."""
+    return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
 
 
 def _add_diagonals_(total: Tensor, ds: Tensor, rows: slice, keys: slice, S: int) -> None:
-    """total[:, j - i + S - 1] += ds[:, i, j], by a skewed view: row i is moved i places."""
+    """Add ds[:, i, j] to total[:, j - i + S - 1] in place, through a view whose row i is shifted by i."""
     H, n, m = ds.shape
-    wide = torch.nn.functional.pad(ds.flip(1), (0, n)).flatten(1)[:, : n * (n + m - 1)]
+    wide = torch.nn.functional.pad(ds.to(total.dtype).flip(1), (0, n))
+    wide = wide.flatten(1)[:, : n * (n + m - 1)]
     first = keys.start - (rows.stop - 1) + S - 1
     total[:, first : first + n + m - 1] += wide.view(H, n, n + m - 1).sum(1)
 

@@ -1,8 +1,8 @@
-"""The operators behind the losses: three numbers per row of logits, and the gradient through them.
+"""Operators of the LM losses: three statistics per row of logits, and the gradient through them.
 
-They are the log-sum-exp, the target's logit (0 where it lies in another part) and the sum of logits:
-enough to join parts of the vocabulary. A part reads its logits once for the loss and once for the
-gradient, and sends 12 bytes per row. N rows, C columns (of one part), V classes.
+The statistics are the log-sum-exp, the target's logit (0 if another rank holds it) and the sum of the logits:
+enough to combine shards of the vocabulary. A rank reads its logits once for the loss and once for the gradient,
+and sends 12 bytes per row. N rows, C columns (of one shard), V classes.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slapo_zoo.dispatch.kernel_registry import in_triton, operator
 
-CACHED = 1 << 21  # bytes of logits in fp32 that a CPU goes over several times
+CACHED = 1 << 21  # bytes of fp32 logits per block on a CPU, for several passes in cache
 
 
 def _fake(logits: Tensor, target: Tensor) -> Tensor:
@@ -31,11 +31,11 @@ def _gradients(ctx: Any, d_statistics: Tensor) -> tuple:
 
 @operator("cross_entropy_statistics", _fake, _setup, _gradients)
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """[3, N] in fp32: log-sum-exp, the target's logit, sum of logits.
+    """Return [3, N] in fp32: log-sum-exp, the target's logit, sum of the logits.
 
     Args:
         logits: [N, C].
-        target: [N], a column of this part, or -1.
+        target: [N], a column of this shard, or -1.
     """
     if in_triton(logits):
         from slapo_zoo.kernels import cross_entropy_triton
@@ -53,7 +53,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Rows that stay in the cache of a CPU while several passes go over them; on a GPU all."""
+    """Yield slices of rows that fit the cache of a CPU for several passes; on a GPU one slice of all rows."""
     row = logits.shape[1] * wide_dtype(logits).itemsize
     rows = len(logits) if logits.is_cuda else CACHED // row
     for i in range(0, len(logits), max(rows, 1)):
@@ -61,9 +61,9 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def padded_columns(like: Tensor, rows: int, columns: int) -> Tensor:
-    """Memory for logits; on a GPU rows begin at multiples of 64 elements, whatever the vocabulary.
+    """Allocate logits [rows, columns]; on a GPU each row starts at a multiple of 64 elements.
 
-    Loads and stores are 16 bytes wide then, and products see an aligned leading dimension.
+    Loads and stores are then 16 bytes wide, and matrix products get an aligned leading dimension.
     """
     if like.device.type == "cpu" and not in_triton(like):
         return like.new_empty((rows, columns))
@@ -71,17 +71,17 @@ def padded_columns(like: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _by_row(logits: Tensor) -> Tensor:
-    """Logits whose columns lie side by side; there may be gaps between rows."""
+    """Return logits whose columns are contiguous; there may be gaps between rows."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def join(parts: Tensor) -> Tensor:
-    """Statistics of all parts [n, 3, N] --> of the whole [3, N]."""
+    """Combine the statistics of n vocabulary shards [n, 3, N] into those of all classes [3, N]."""
     return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0), parts[:, 2].sum(0)])
 
 
 def row_losses(whole: Tensor, counts: Tensor, smoothing: float, vocab_size: int) -> Tensor:
-    """Cross-entropy per row from the statistics of the whole; 0 where `counts` is False."""
+    """Return the cross-entropy of each row [N] from the statistics of all classes; 0 where `counts` is False."""
     log_sum, picked, total = whole.unbind(0)
     loss = log_sum - (1.0 - smoothing) * picked
     if smoothing:
@@ -91,13 +91,13 @@ def row_losses(whole: Tensor, counts: Tensor, smoothing: float, vocab_size: int)
 
 @operator("cross_entropy_gradient", lambda logits, *rest: padded_columns(logits, *logits.shape))
 def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """d / d logits [N, C]: softmax * d[0] + onehot * d[1] + d[2].
+    """Return the gradient of the logits [N, C]: softmax * d[0] + onehot * d[1] + d[2], with d = d_statistics.
 
     Args:
         logits: [N, C].
-        target: [N], a column of this part, or -1.
-        log_sum: [N], of this part.
-        d_statistics: [3, N], the gradient of the statistics.
+        target: [N], a column of this shard, or -1.
+        log_sum: [N], log-sum-exp of this shard.
+        d_statistics: [3, N], gradient of the statistics.
     """
     out = padded_columns(logits, *logits.shape)
     if in_triton(logits):
@@ -106,7 +106,7 @@ def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tens
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Write `gradient` over the logits."""
+    """Compute `gradient` in place of the logits."""
     if in_triton(logits):
         from slapo_zoo.kernels import cross_entropy_triton
 
@@ -122,7 +122,7 @@ def _gradient_into(
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]
     d_picked = d[1].masked_fill(target[:, None] < 0, 0.0)
-    smoothed = logits.is_cuda or bool(d[2].any())  # to ask a GPU would be to wait
+    smoothed = logits.is_cuda or bool(d[2].any())  # reading it from a GPU would wait
     for part in row_blocks(logits):
         into = out[part] if out.dtype == wide_dtype(out) else None
         wide = torch.sub(logits[part].to(wide_dtype(out)), log_sum[part, None], out=into)
@@ -136,15 +136,15 @@ def _gradient_into(
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """fp32, or fp64 for fp64."""
+    """Return fp32, or fp64 for an fp64 tensor."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def chunk_rows(x: Tensor, columns: int, chunk_bytes: int | None = None) -> int:
-    """Rows whose logits fit into `chunk_bytes`; few enough chunks that GEMMs stay large.
+    """Return the number of rows whose logits fit into `chunk_bytes`, large enough for efficient GEMMs.
 
-    By default 1 GiB of logits on a GPU: chunks of the size that Liger takes (V/H) read and write the
-    weight's gradient so often that it costs more than the GEMMs. On a CPU 128 MiB where BLAS adds to the
+    By default 1 GiB of logits on a GPU: with chunks as small as Liger's (V/H) the weight's gradient would be
+    read and written so often that it costs more than the GEMMs. On a CPU 128 MiB where BLAS adds to the
     gradient as it multiplies (fp32), else 512 MiB.
     """
     on_cpu = x.device.type == "cpu"
@@ -157,7 +157,7 @@ def chunk_rows(x: Tensor, columns: int, chunk_bytes: int | None = None) -> int:
 
 
 def matmul_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Under autocast, what F.linear would compute in; else the tensors as they are."""
+    """Cast the tensors to autocast's dtype, as F.linear would; return them unchanged outside of autocast."""
     if not torch.is_autocast_enabled(x.device.type):
         return (x, *others)
     dtype = torch.get_autocast_dtype(x.device.type)

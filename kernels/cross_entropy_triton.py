@@ -1,7 +1,7 @@
-"""Triton part of cross_entropy.py: one row per program, in blocks of columns; online softmax."""
+"""Triton kernels of cross_entropy.py: one row per program, in blocks of columns; online softmax."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton
@@ -16,7 +16,7 @@ LANES = tl.constexpr(16)  # columns that one aligned load or store of a thread m
 def _statistics_kernel(out, logits, target, N, C, stride, BLOCK: tl.constexpr):
     row = tl.program_id(0)
     start = logits + row.to(tl.int64) * stride
-    whole = C // LANES * LANES  # a mask by C itself would load one column at a time
+    whole = C // LANES * LANES  # a mask by C would load single columns
     highest = tl.full((BLOCK,), float("-inf"), tl.float32)  # per lane: one reduction at the end
     sums = tl.zeros((BLOCK,), tl.float32)
     plain = tl.zeros((BLOCK,), tl.float32)
@@ -66,7 +66,7 @@ def _gradient_kernel(out, logits, target, log_sum, d_statistics, N, C, stride, B
 
 
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """Launch the forward kernel; arguments and result: `statistics` of cross_entropy.py."""
+    """Launch the statistics kernel: arguments and result of `cross_entropy.statistics`."""
     N, C = logits.shape
     out = logits.new_empty((3, N), dtype=torch.float32)
     if not C:
@@ -81,7 +81,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """The arguments of cross_entropy.py; logits, whose rows may have gaps between, become their gradient."""
+    """Launch the gradient kernel, which overwrites the logits: arguments and result of `cross_entropy.gradient_`."""
     N, C = logits.shape
     if N and C:
         block = min(BLOCK, triton.next_power_of_2(C))

@@ -1,47 +1,63 @@
-"""Attention with dropout by seeds, for `core_attn` on other devices than a CPU: no scores in memory."""
+"""Attention and dropout of `core_attn` with masks made from seeds: no scores in memory, on any device."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from slapo_zoo.hf.attention import DeviceDropout
+from slapo_zoo.hf.attention import DeviceDropout, additive
 from slapo_zoo.kernels.blocked_attention import attention, cannot
 from slapo_zoo.kernels.dropout import dropout
 
+SMALL = 1 << 24  # scores up to which a CPU keeps them all: it is faster
 
-def serves(q: Tensor, mask: Tensor | None, causal: bool, keys: int) -> bool:
-    """Return whether the kernel takes a query [B, H, S, D] over so many keys, and a mask of `transformers`.
 
-    A boolean mask that all heads share is taken; one that is added to the scores is not.
+def serves(q: Tensor, mask: Tensor | None, keys: int, drawn: bool) -> bool:
+    """Return whether `seeded_attention` can, and should, run.
+
+    Hashed masks: a boolean mask that all heads share is supported, an additive one is not. Masks drawn on a
+    CPU: every mask is supported, but fewer than SMALL scores are faster in memory.
+
+    Args:
+        q: queries [B, H, S, D].
+        mask: mask of `transformers`, or None.
+        keys: number of keys.
+        drawn: dropout masks are drawn on a CPU, not hashed.
     """
+    if drawn:
+        return q.shape[0] * q.shape[1] * q.shape[2] * keys > SMALL
     if cannot(q):
         return False
-    if mask is None:
-        return not causal or q.shape[2] in (1, keys)
-    return mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1
+    return mask is None or (mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1] == 1)
 
 
 def seeded_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scaling: float,
-    seeds: Tensor | None, p: float,
+    seeds: Tensor | None, p: float, drawn: int = 0, places: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """dropout(softmax(q k' * scaling)) v, as [B, S, H, D].
+    """Compute dropout(softmax(q k^T * scaling)) v, as [B, S, H, D].
 
     Args:
-        q: [B, H, S, D].
-        k: [B, H, T, D].
-        v: [B, H, T, D].
-        mask: [B or 1, 1, S or 1, T or more], True where a query sees a key; it says all, then.
-        causal: without a mask, no query sees a later key.
-        scaling: of the scores.
-        seeds: [B * H], see dropout_mask; None where nothing is dropped.
-        p: see dropout_mask.
+        q: queries [B, H, S, D].
+        k: keys [B, H, T, D].
+        v: values [B, H, T, D].
+        mask: [B or 1, 1, S or 1, T or more], True where a query sees a key, or added to the scores.
+        causal: no query sees a later key.
+        scaling: factor of the scores.
+        seeds: int64 [B * H], from which dropout masks are made; None: no dropout.
+        p: dropout probability.
+        drawn: number of tokens per row for which a CPU draws masks; 0: masks are hashed.
+        places: [S], index of each token among the `drawn` ones; None for the first S.
     """
-    seen, (B, _, S, _), T = None, q.shape, k.shape[2]
-    if mask is not None:
+    (B, _, S, _), T = q.shape, k.shape[2]
+    options: dict[str, Any] = {"seeds": seeds, "p": p}
+    if drawn:
+        bias = None if mask is None else additive(mask[..., :T], q.dtype)
+        options |= {"wide": False, "drawn": drawn, "places": places, "bias": bias}
+    elif mask is not None:
         seen = mask[:, 0, :, :T].expand(B, -1, -1)
-        seen = seen[:, 0] if mask.shape[2] == 1 else seen
-    whole = mask is None and causal and S > 1
-    return attention(q, k, v, scaling, whole, key_mask=seen, seeds=seeds, p=p).transpose(1, 2)
+        options["key_mask"] = seen[:, 0] if mask.shape[2] == 1 else seen
+    return attention(q, k, v, scaling, causal and S > 1, **options).transpose(1, 2)
 
 
 DEVICE_DROPOUT = DeviceDropout(serves, seeded_attention, dropout)

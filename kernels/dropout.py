@@ -1,6 +1,6 @@
-"""dropout: y = mask * x, the mask given or hashed where it is used; 4 bytes per element in bf16, nothing saved.
+"""Kernel dropout: y = mask * x, with a given or hashed mask; 4 bytes per element in bf16, nothing saved.
 
-B cells (rows of a batch), N elements in each.
+B batch rows, N elements in each.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ SHAPES = [(1, 3, 64), (3, 5, 100), (2, 33, 257), (0, 2, 32)]
 
 
 def reference(x: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """The definition (Srivastava et al. 2014, JMLR 15:1929), scaled by 1 / (1 - p) as torch has it."""
+    """Compute the definition (Srivastava et al. 2014, JMLR 15:1929), scaled by 1 / (1 - p) as torch does."""
     mask = mask_like(x, None, seeds, p)
     return x if mask is None else x * mask
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape."""
+    """Return random arguments of the kernel for x [B, S, N]."""
     seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
     return {"x": torch.randn(B, S, N, **like), "seeds": seeds, "p": 0.25}
 
@@ -30,13 +30,13 @@ def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
 def dropout(
     x: Tensor, keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
-    """y = mask * x; the backward is the same operator on the gradient.
+    """Compute mask * x; the backward applies the same mask to the gradient.
 
     Args:
         x: [B, ...].
-        keep: a dropout mask, see dropout_mask.
-        seeds: [B], see dropout_mask.
-        p: see dropout_mask.
+        keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
+        seeds: int64 [B]; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
     """
     if keep is not None:
         return x * keep

@@ -1,8 +1,8 @@
-"""Dropout masks of the kernels: given as a tensor, or hashed from one seed per cell where they are used.
+"""Dropout masks of kernels: given as a tensor, or hashed from one seed per cell while they are used.
 
-A cell is a row of the batch (in attention: a row and a head); see slapo_zoo.parallel.rng.random_stream. The mask of element
-i of a cell depends on (seed, i) alone, so forward, backward and recomputation draw the same one, on
-every device and in every block size, and nothing of its size is stored.
+A cell is one batch row (in attention: one batch row and head); see slapo_zoo.parallel.rng.random_stream. The
+mask of element i of a cell depends only on (seed, i), so forward, backward and recomputation draw the same mask
+on every device and with every block size, and no mask is stored.
 """
 
 from typing import Any
@@ -15,13 +15,13 @@ from slapo_zoo.parallel.rng.device_seeds import hashed_cells, split_cells
 
 
 def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) -> Tensor | None:
-    """The mask of x, 0 or 1/(1-p) in its shape and dtype; None where nothing is dropped.
+    """Return the dropout mask of x, 0 or 1/(1-p) in its shape and dtype; None without dropout.
 
     Args:
-        x: what is dropped.
+        x: tensor to be dropped.
         keep: the mask itself, or None.
-        seeds: int64, one per cell; x is cut into as many equal runs. Used if `keep` is None.
-        p: probability that an element becomes 0.
+        seeds: int64, one per cell, each for an equal run of x's elements; used when `keep` is None.
+        p: dropout probability.
     """
     if keep is not None or seeds is None or p == 0.0:
         return keep
@@ -30,16 +30,16 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
 
 
 def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
-    """Return the mask that a dropout module draws for x, as the arguments `keep`, `seeds` and `p`.
+    """Return the mask of a dropout module for x as the arguments `keep`, or `seeds` and `p`; {} in eval mode.
 
-    A schedule gives a module a forward with a random stream of its own, which says what it `draws`:
-    a mask on a CPU, seeds elsewhere. Another forward is asked for its mask; a plain module on a GPU gets one
-    seed per cell from torch's generator. Nothing in eval().
+    A schedule gives the module a forward with its own random stream and a function `draws`, which returns a
+    mask on a CPU and seeds elsewhere. Another replaced forward is called for its mask; a plain module on a GPU
+    gets one seed per cell from torch's generator.
 
     Args:
-        module: nn.Dropout.
-        x: what is dropped; only its shape, dtype and device count.
-        cells: number of cells; by default what the stream has, or the rows of x.
+        module: an nn.Dropout.
+        x: tensor to be dropped; only shape, dtype and device are used.
+        cells: number of cells; 0 for those of the stream, or the rows of x.
     """
     if not module.training or module.p == 0.0:
         return {}
@@ -57,16 +57,16 @@ def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
 
 
 def new_seeds(cells: int, p: float, device: Any) -> dict[str, Any]:
-    """Seeds from torch's generator, as the arguments `seeds` and `p`; nothing for p = 0."""
+    """Return one seed per cell from torch's generator, as the arguments `seeds` and `p`; {} for p = 0."""
     if p == 0.0:
         return {}
     return {"seeds": torch.randint(2**63 - 1, (cells,), device=device), "p": p}
 
 
 def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
-    """Return which keys are real, [B, size], from a mask of transformers, [B, 1, S or 1, T].
+    """Return which keys are real, bool [B, size], from a mask of transformers [B, 1, S or 1, T]; None without mask.
 
-    The last query sees every real key, causal or not; see `hides_only_padding`.
+    The row of the last query is taken, which sees every real key even in a causal mask.
     """
     if mask is None:
         return None
@@ -75,19 +75,19 @@ def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
 
 
 def hides_only_padding(mask: Tensor | None, queries: int, size: int, causal: bool) -> bool:
-    """Return whether a mask of `transformers` hides only keys that are padding and, if causal, later ones.
+    """Return whether a mask of `transformers` hides only padding keys and, if causal, later keys.
 
-    Packed sequences have another. A mask is looked at once; all layers of a model share it.
+    Packed sequences have other masks. The answer is cached on the mask, which all layers share.
 
     Args:
-        mask: [B, 1, S or 1, T], what is seen (bool) or what is added to the scores.
-        queries: S.
-        size: T, of which a mask may have more.
-        causal: whether queries see only keys up to their own, the last S of T.
+        mask: [B, 1, S or 1, T], True or 0 where a key is seen.
+        queries: number of queries S.
+        size: number of keys T; the mask may have more.
+        causal: a query sees only keys up to its own; the queries are the last S of T positions.
     """
     if mask is None or mask.shape[2] == 1 or mask.is_meta or isinstance(mask, FakeTensor):
         return True
-    if torch.compiler.is_compiling():  # an answer would be a break in the graph
+    if torch.compiler.is_compiling():  # reading data would break the graph
         return False
     known: dict[Any, bool] = mask.__dict__.setdefault("hides_only_padding", {})  # pyright: ignore[reportAttributeAccessIssue]
     if (queries, size, causal) not in known:

@@ -1,7 +1,7 @@
-"""Triton part of dropout.py: a block of one cell per program."""
+"""Triton kernel of dropout.py: one block of one cell per program."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton
@@ -23,7 +23,7 @@ def _dropout_kernel(y, x, seeds, size, blocks, threshold, scale, BLOCK: tl.const
 
 
 def dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:
-    """Launch the dropout kernel; arguments and result: `dropped` of dropout.py."""
+    """Launch the dropout kernel on x [B, ...] with seeds [B]; return mask * x."""
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel():
         size = x.numel() // len(seeds)

@@ -1,4 +1,4 @@
-"""embedding_layer_norm: y = dropout(LayerNorm(word[ids] + position[...] + kind[...])).
+"""Kernel embedding_layer_norm: y = dropout(LayerNorm(word[ids] + position[...] + kind[...])).
 
 B batch rows, S tokens, N columns.
 """
@@ -32,7 +32,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute the definition of the kernel (transformers, modeling_bert.py: BertEmbeddings)."""
+    """Compute the definition in torch operations (transformers, modeling_bert.py: BertEmbeddings)."""
     rows = word[ids]
     if padding_idx >= 0:  # that row has no gradient
         rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)
@@ -45,7 +45,7 @@ def reference(
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape; ids repeat, and some are padding."""
+    """Return random arguments of the kernel for B rows of S tokens; ids repeat, and some are padding."""
     device = like.get("device")
     word, position, kind = (torch.randn(n, N, **like) for n in (17, S, 2))
     return {
@@ -65,7 +65,7 @@ def _forward(
     inputs_embeds: Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> Tensor:
-    """BertEmbeddings; its tables are called as modules, which may hold parts of a vocabulary."""
+    """Run BertEmbeddings.forward; its tables are called as modules, since they may be vocabulary-parallel."""
     given: Any = inputs_embeds if input_ids is None else input_ids
     B, S = given.shape[:2]
     if position_ids is None:
@@ -99,22 +99,22 @@ def embedding_layer_norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """The embeddings of a BERT-like model; gradients of the tables by torch's sorted scatter.
+    """Compute the embeddings of a BERT-like model [B, S, N]; tables get gradients by torch's sorted scatter.
 
     Args:
-        ids: [B, S], of words.
+        ids: word ids [B, S].
         position_ids: [B or 1, S].
-        kinds: [B, S], token types, or None.
-        word: [V, N].
-        position: [P, N].
-        kind: [K, N], or None.
-        weight: [N], of the norm.
-        bias: [N], of the norm.
-        eps: of the norm.
-        padding_idx: a word whose row has no gradient; -1 for none.
-        keep: a dropout mask, see dropout_mask.
-        seeds: [B], see dropout_mask.
-        p: see dropout_mask.
+        kinds: token types [B, S], or None.
+        word: word embeddings [V, N].
+        position: position embeddings [P, N].
+        kind: token type embeddings [K, N], or None.
+        weight: weight [N] of the norm.
+        bias: bias [N] of the norm.
+        eps: added to the variance.
+        padding_idx: word whose row gets no gradient; -1 for none.
+        keep: dropout mask of 0 and 1/(1-p), [B, S, N], or None.
+        seeds: int64 [B]; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
     """
     z = functional.embedding(ids, word, padding_idx if padding_idx >= 0 else None)
     z = z + functional.embedding(position_ids, position)

@@ -1,4 +1,4 @@
-"""geglu: y = dropout(gelu_new(gate) * up), the gated feed-forward of T5 v1.1. N columns."""
+"""Kernel geglu: y = dropout(gelu_new(gate) * up), the gated feed-forward of T5 v1.1. N columns."""
 
 from typing import Any
 
@@ -15,14 +15,14 @@ TANH = ("NewGELUActivation", "PytorchGELUTanh", "GELUTanh")
 
 
 def reference(gate: Tensor, up: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """The definition (Shazeer 2020, arXiv:2002.05202; modeling_t5.py: T5DenseGatedActDense)."""
+    """Compute the definition in torch operations (arXiv:2002.05202; modeling_t5.py: T5DenseGatedActDense)."""
     y = gelu_reference(gate, approximate="tanh") * up
     mask = mask_like(gate, None, seeds, p)
     return y if mask is None else y * mask
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape, with dropout."""
+    """Return random arguments of the kernel for gate [B, S, N], with dropout."""
     gate, up = torch.randn(B, S, N, **like), torch.randn(B, S, N, **like)
     seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
     return {"gate": gate, "up": up, "seeds": seeds, "p": 0.25}
@@ -51,13 +51,13 @@ def geglu(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute gelu_tanh(gate) * up * mask, in one pass each way.
+    """Compute gelu_tanh(gate) * up * mask in one pass, and its gradients in another.
 
     Args:
         gate: [B, ..., N].
-        up: the shape of gate.
-        keep: a dropout mask, see dropout_mask.
-        seeds: [B], see dropout_mask.
-        p: see dropout_mask.
+        up: tensor in the shape of gate.
+        keep: dropout mask of 0 and 1/(1-p) in the shape of gate, or None.
+        seeds: int64 [B]; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
     """
     return activation("geglu", "gelu_tanh", gate, None, up, keep, seeds, p)

@@ -1,4 +1,4 @@
-"""layer_norm: y = (x - mean) / std * weight + bias over the last axis. N columns."""
+"""Kernel layer_norm: y = (x - mean) / std * weight + bias over the last axis. N columns."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ SHAPES = [(1, 64), (7, 100), (130, 257), (0, 32), (3, 3)]
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """The definition (Ba et al. 2016, arXiv:1607.06450), statistics in fp32 at least."""
+    """Compute the definition in torch operations (Ba et al. 2016, arXiv:1607.06450), statistics in fp32 or fp64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps) * weight
@@ -21,7 +21,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
 
 
 def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape."""
+    """Return random arguments of the kernel for x [M, N]."""
     x, weight, bias = (torch.randn(*shape, **like) for shape in ((M, N), (N,), (N,)))
     return {"x": x, "weight": weight + 1.0, "bias": bias}
 
@@ -44,12 +44,12 @@ def _cannot(module: Any) -> str:
     cpu="F.layer_norm",
 )  # fmt: skip
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """LayerNorm over the last axis; one launch forward, one and its sums backward.
+    """Compute LayerNorm over the last axis in one launch; the backward is one launch and the sums over rows.
 
     Args:
         x: [..., N].
         weight: [N].
-        bias: [N].
+        bias: [N], or None.
         eps: added to the variance.
     """
     if not runs_triton("layer_norm", x) or x.shape[-1] > MOST_COLUMNS:

@@ -1,6 +1,6 @@
-"""linear: y = x W' + b, in fp32 on a CPU by the faster of two libraries (slapo_zoo.dispatch.cpu_matmul).
+"""Kernel linear: y = x W^T + b, in fp32 on a CPU by the faster of two libraries (slapo_zoo.dispatch.cpu_matmul).
 
-Serves Linear and Conv1D (GPT-2), whose weight is [K, N]; the attributes of both stay what they are.
+Serves nn.Linear, and Conv1D of GPT-2, whose weight is [K, N].
 """
 
 import math
@@ -17,18 +17,18 @@ SHAPES = [(7, 24, 10), (5, 33, 16), (64, 16, 1), (0, 8, 4)]
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute the definition of the kernel (torch.nn.Linear)."""
+    """Compute the definition in torch operations (torch.nn.Linear)."""
     return x @ weight.T + bias
 
 
 def inputs(M: int, K: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape."""
+    """Return random arguments of the kernel for x [M, K] and weight [N, K]."""
     x, weight = torch.randn(M, K, **like), torch.randn(N, K, **like)
     return {"x": x, "weight": weight, "bias": torch.randn(N, **like)}
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y = x W' + b [..., N].
+    """Compute x W^T + b, [..., N].
 
     Args:
         x: [..., K].
@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    """Forward of nn.Linear and Conv1D by this kernel."""
+    """Run nn.Linear.forward or Conv1D.forward with this kernel."""
     weight, in_first = module.weight, hasattr(module, "nf")
     if not _serves(x, weight, in_first):
         return type(module).forward(module, x)
@@ -57,15 +57,15 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a kernel may multiply by the weight itself: nobody sees or changes the call."""
+    """Return whether a kernel may use a linear's weight without calling it: no hooks and no replaced forward."""
     own = products.computes_as_class(vars(module).get("forward"))
     return own and not any(getattr(module, name) for name in HOOKS)
 
 
 def _install(site: Any, **options: Any) -> None:
-    """Give a linear the kernel's forward, unless a directive gave it another: a row-parallel one adds its bias after a sum.
+    """Replace the forward of a linear by the kernel's, if oneDNN is faster on this CPU.
 
-    On other CPUs nothing is installed.
+    A forward that a directive has set (row-parallel: bias after the all-reduce) is kept.
     """
     if products.is_faster_here() and "forward" not in vars(site.module):
         site.module.forward = _forward.__get__(site.module)

@@ -1,6 +1,6 @@
-"""local_causal_attention: each query sees the last `window` keys, GPT-Neo's local layers.
+"""Kernel local_causal_attention: each query sees the last `window` keys (GPT-Neo's local layers).
 
-B batch rows, S tokens, H heads, D head size.
+B batch rows, S tokens, H heads, D head dim.
 """
 
 from typing import Any
@@ -31,9 +31,9 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute the definition of the kernel (transformers, modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
+    """Compute the definition in torch operations (modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
 
-    Not its FlashAttention-2 path, which forgets the window.
+    GPT-Neo's FlashAttention-2 path is no reference: it ignores the window.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
@@ -50,10 +50,10 @@ def reference(
 
 
 def inputs(B: int, H: int, S: int, D: int, window: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape, with dropout; the last keys of a row are padding."""
+    """Return random arguments of the kernel for q, k, v [B, H, S, D], with dropout; without window, some padding."""
     q, k, v = (torch.randn(B, H, S, D, **like) for _ in range(3))
     real = torch.full((B, 1), S)
-    if window == 0:  # with one, a query could see padding alone, which has no defined result
+    if window == 0:  # with a window, a query could see padding only: undefined
         real[:1] = S - S // 4
     key_mask = (torch.arange(S) < real).to(q.device)
     seeds = torch.randint(2**63 - 1, (B * H,), device=like.get("device"))
@@ -70,10 +70,10 @@ def _forward(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """GPTNeoSelfAttention; there are no weights to return, as in its FlashAttention-2 form.
+    """Run GPTNeoSelfAttention.forward with this kernel; return (output, None).
 
-    Its own attention runs where somebody asks for them, with a cache that holds more than these
-    tokens, and for packed sequences.
+    The class's own attention runs when attention weights are requested, with a cache that holds earlier tokens,
+    and for packed sequences.
     """
     shape = (*hidden_states.shape[:-1], module.num_heads, module.head_dim)
     projections = (module.q_proj, module.k_proj, module.v_proj)
@@ -84,7 +84,7 @@ def _forward(
     if output_attentions or S != T or not hides_only_padding(attention_mask, S, T, causal=True):
         out, weights = module._attn(q, k, v, attention_mask)
         return module.resid_dropout(module.out_proj(out.transpose(1, 2).flatten(2))), weights
-    weights = q.detach().new_empty(()).expand(*q.shape[:3], T)  # their shape is what counts
+    weights = q.detach().new_empty(()).expand(*q.shape[:3], T)  # only the shape is used
     dropped = dropout_of(module.attn_dropout, weights, q.shape[0] * q.shape[1])
     window = module.config.window_size if module.attention_type == "local" else 0
     args = (window, 1.0, keys_of(attention_mask, T))
@@ -108,18 +108,18 @@ def local_causal_attention(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute causal attention to the last `window` keys, [B, H, S, D]; work and memory grow with S * window.
+    """Compute causal attention to the last `window` keys, [B, H, S, D]; time and memory grow with S * window.
 
     Args:
-        q: [B, H, S, D].
-        k: [B, H, T, D]; the queries are the last S of T positions.
-        v: [B, H, T, D].
-        window: keys that a query sees, itself included; 0 for all before it (the global layers).
-        scale: of the scores; GPT-Neo has 1.
+        q: queries [B, H, S, D].
+        k: keys [B, H, T, D]; the queries are the last S of T positions.
+        v: values [B, H, T, D].
+        window: number of keys that a query sees, its own included; 0 for all before it (global layers).
+        scale: factor of the scores; 1 in GPT-Neo.
         key_mask: [B, T], False where a key is padding.
-        keep: [B, H, S, T], a dropout mask, see dropout_mask.
-        seeds: [B * H], see dropout_mask.
-        p: see dropout_mask.
+        keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.
+        seeds: int64 [B * H]; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
     """
     args = (None, None, key_mask, keep, seeds, p)
     return attention(q, k, v, scale, True, window, *args)

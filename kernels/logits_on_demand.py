@@ -1,9 +1,8 @@
-"""Logits that nobody has looked at yet: their loss needs none, and they are made when they are read.
+"""Logits that are computed only when something reads them; their loss does not.
 
-A head that a kernel serves returns them while it trains. The unmodified loss code of `transformers`
-runs on them: `view(-1, V)`, slices and casts act on the rows that logits would be made of, and
-`cross_entropy` becomes `linear_cross_entropy` (over tp its vocabulary-parallel form) of the rows whose
-target counts. Whatever else is done with them makes the logits, once.
+In training, a head that a kernel serves returns such logits. The unmodified loss code of `transformers` runs on
+them: `view(-1, V)`, slices and casts act on the hidden states (rows [..., H]) behind them, and `cross_entropy`
+becomes a loss of the rows whose target counts. Any other operation computes the logits, once.
 """
 
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.kernels.lm_loss import lm_loss
+from slapo_zoo.kernels.vocab_logits import VocabLogits, keeps_last_axis
 from slapo_zoo.parallel.known import IGNORED, known, places
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.ranks.heartbeat import names_of
@@ -40,24 +41,21 @@ _OF_GRADIENT = (torch.Tensor.retain_grad, torch.Tensor.register_hook)
 
 @dataclass
 class Head:
-    """What a head needs to make logits of rows, and a kernel to compute their loss.
+    """An LM head, as needed to compute logits of rows or their loss.
 
     Args:
-        linear: the module whose weight [V, H] (of tp ranks: a part of its rows) and bias it is.
-        logits: rows [..., H] --> logits [..., V].
-        before: what acts on each row before `linear`, or None.
-        vocab_size: V.
-        group: the ranks that divide the vocabulary, or None.
-        summed: whether the gradient of the rows is summed over the group before the head already.
-        root: the module that `logits` reads weights of; None: `linear`.
-        loss_of: (head, rows, target, ignore_index, smoothing, items) --> the loss, without logits; with a
-            group one that sums over it.
-        within: makes contexts in which the root reads the casts and gathered weights of its forward.
+        linear: module with the weight [V, H] (over tp: a shard of its rows) and bias.
+        logits: maps rows [..., H] to logits [..., V].
+        before: acts on each row before `linear` (BERT's transform), or None.
+        vocab_size: number of classes V.
+        group: ranks that shard the vocabulary, or None.
+        summed: the module before the head all-reduces the gradient of the rows over the group.
+        root: module whose weights `logits` reads; None: `linear`.
+        within: makes contexts in which the root's weights are those of its forward (casts, gathered shards).
     """
 
     linear: Any
     logits: Callable[[Tensor], Tensor]
-    loss_of: Callable[..., Tensor]
     before: Callable[[Tensor], Tensor] | None = None
     vocab_size: int = 0
     group: Any = None
@@ -72,12 +70,12 @@ class Head:
     def loss(
         self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
     ) -> Tensor:
-        """The sum of the losses of rows [N, H] over `items`; None: over the number that counts."""
+        """Return the sum of the losses of rows [N, H] over `items`, by default the number of targets that count."""
         with self.reading():
             return self._loss(rows, target, ignore_index, smoothing, items)
 
     def reading(self) -> AbstractContextManager:
-        """Context of everything that is made of rows after the forward."""
+        """Context in which weights are read after the forward, for logits or a loss."""
         assert self.within is not None  # noqa: S101 - set above
         return self.within()
 
@@ -90,11 +88,14 @@ class Head:
             )
             rows, target = rows.index_select(0, at), target[at]
         rows = rows if self.before is None else self.before(rows)
-        return self.loss_of(self, rows, target, ignore_index, smoothing, items)
+        return lm_loss(
+            rows, self.linear.weight, target, self.linear.bias, ignore_index, smoothing, items,
+            vocab_size=self.vocab_size, group=self.group, summed=self.summed,
+        )  # fmt: skip
 
 
 def may_defer(module: Any, rows: Tensor) -> bool:
-    """Return whether a head returns logits on demand: while it trains, on real tensors."""
+    """Return whether a head may return LogitsOnDemand: in training, with real tensors, not compiled."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     real = not isinstance(rows, FakeTensor) and not rows.is_meta
@@ -103,13 +104,13 @@ def may_defer(module: Any, rows: Tensor) -> bool:
 
 
 def make_logits_at_once(model: Any) -> None:
-    """Make logits in the forward, for engines that gather a weight only while its own module runs."""
+    """Make all heads compute logits in the forward, for engines that gather a weight only while its module runs."""
     for module in model.modules():
         module.makes_logits_at_once = True
 
 
 class LogitsOnDemand(torch.Tensor):
-    """A tensor without memory whose first use, beyond those above, makes the logits."""
+    """Tensor subclass without memory; operations other than views, casts and cross_entropy compute the logits."""
 
     rows: Tensor
     head: Head
@@ -123,7 +124,7 @@ class LogitsOnDemand(torch.Tensor):
 
     @staticmethod
     def of(rows: Tensor, head: Head) -> Tensor:
-        """Logits [..., V] of rows [..., H]."""
+        """Return logits [..., V] on demand of rows [..., H]."""
         dtype = rows.dtype
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
@@ -134,21 +135,21 @@ class LogitsOnDemand(torch.Tensor):
         rows: Tensor, head: Head, dtype: torch.dtype, make: Callable[[Tensor], Tensor],
         parent: "LogitsOnDemand | None",
     ) -> Tensor:  # fmt: skip
-        """Logits that `make` makes of the rows, or of the parent's logits."""
+        """Return logits on demand that `make` computes from `rows`, or from the logits of `parent`."""
         source = rows if parent is None else parent
         with head.reading():
             weight = head.linear.weight
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
-    def divided(self, vocab_size: int, group: Any, loss_of: Callable[..., Tensor]) -> Tensor:
-        """The same, of a head whose vocabulary is sharded and whose rows' gradient is summed."""
+    def divided(self, vocab_size: int, group: Any) -> Tensor:
+        """Return these logits on demand for a head whose vocabulary is sharded over `group`; self without a group."""
         if group is None:
             return self
-        head = replace(self.head, vocab_size=vocab_size, group=group, summed=True, loss_of=loss_of)
+        head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
         return LogitsOnDemand._new(self.rows, head, self.dtype, self.make, None)
 
     def tensor(self) -> Tensor:
-        """The logits, whole, as a plain tensor; the same one every time."""
+        """Return the logits [..., V] as a plain tensor with a graph, computed at the first call."""
         if self.made is None:
             self._require_same_weights()
             with torch.enable_grad():  # a loss may use them after a metric did
@@ -161,9 +162,9 @@ class LogitsOnDemand(torch.Tensor):
         return self.made
 
     def numbers(self) -> Tensor:
-        """The same below autograd, where no graph can be made; the graph goes through `_Deferred`."""
+        """Return the values of the logits without a graph, for code below autograd."""
         if self.changed():
-            problem = "an operation in place has changed them, and this use cannot see its gradient"
+            problem = "they were changed in place, and this use would miss the gradient"
             hint = "use the tensor that the operation returned"
             raise SlapoError("output", "logits", problem, hint)
         if self.made is not None:
@@ -176,7 +177,7 @@ class LogitsOnDemand(torch.Tensor):
         return self.read
 
     def changed(self) -> bool:
-        """Return whether they, or the logits that they were made of, were changed in place."""
+        """Return whether the computed logits, or those that they are a view of, were changed in place."""
         mine = self.made is not None and self.made._version != self.made_version
         return mine or (self.parent is not None and self.parent.changed())
 
@@ -188,7 +189,7 @@ class LogitsOnDemand(torch.Tensor):
                 return _whole(self.make(self.rows), self.head)
 
     def _of_parent(self, parent: "LogitsOnDemand") -> Tensor:
-        """A copy that was asked for before the parent changed holds what the parent was then."""
+        """Compute the logits from the parent's; a copy that was made before an in-place change has the old values."""
         whole = parent.tensor()
         made = self.make(whole)
         if parent.changed() and made.untyped_storage()._cdata != whole.untyped_storage()._cdata:
@@ -203,25 +204,25 @@ class LogitsOnDemand(torch.Tensor):
             version = self.head.linear.weight._version
         if version != self.version:
             hint = 'read them before optimizer.step(), or load with kernels="reference"'
-            problem = "the weights have changed since, and they were not looked at before"
+            problem = "they are computed when first read, after the weights have changed"
             raise SlapoError("output", "logits", problem, hint)
 
     def cross_entropy_over(self, items: float, target: Tensor, **options: Any) -> Tensor:
-        """The sum of the losses over `items`: to divide it later would take a pass over all gradients."""
+        """Return the sum of the losses over `items`; dividing later would be another pass over all gradients."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.untouched() and _common(self, target, **options):
                 return _cross_entropy(self, target, items=items, **options)
         return functional.cross_entropy(self, target, **{**options, "reduction": "sum"}) / items
 
     def untouched(self) -> bool:
-        """Return whether neither these logits nor those they are a view of were made: they may be changed."""
+        """Return whether neither these logits nor those that they are a view of were computed."""
         nobody = self.made is None and self.read is None
         return nobody and (self.parent is None or self.parent.untouched())
 
     @classmethod
     @_disable_dynamo  # a compiled loss gets the logits, made before its graph begins
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` on the rows where that means the same, else on the logits."""
+        """Run `func` on the rows where the result is the same, else on computed logits."""
         kwargs, x = kwargs or {}, args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             if func in _KNOWN:
@@ -230,7 +231,7 @@ class LogitsOnDemand(torch.Tensor):
                 return func(*args, **kwargs)
             if func in _OF_GRADIENT and x.passed_by:  # pyright: ignore[reportOptionalMemberAccess]
                 hint = 'load with kernels="reference"'
-                problem = "their loss was made without them: they will have no gradient"
+                problem = "the loss was computed without these logits: no gradient"
                 raise SlapoError("output", f"logits.{func.__name__}()", problem, hint)
             if isinstance(x, LogitsOnDemand) and torch.is_grad_enabled() and x.untouched():
                 if (found := _on_rows(func, x, args[1:], kwargs)) is not None:
@@ -245,9 +246,9 @@ class LogitsOnDemand(torch.Tensor):
 
 
 class _Deferred(torch.autograd.Function):
-    """The place of the logits in the graph, for what asks no `__torch_function__`: C++, other Functions.
+    """Autograd node of logits on demand, for code that bypasses `__torch_function__` (C++, autograd functions).
 
-    A gradient that arrives there goes through logits that are made for it.
+    Its backward computes the logits and continues through their graph.
     """
 
     @staticmethod
@@ -279,9 +280,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def _whole(logits: Any, head: Head) -> Tensor:
-    """Columns of this rank, or logits that another seam put off --> all of them, a plain tensor."""
-    from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
-
+    """Return complete logits [..., V] as a plain tensor, from this rank's columns or from logits on demand."""
     if isinstance(logits, LogitsOnDemand):
         return logits.tensor()
     if not isinstance(logits, VocabLogits):
@@ -290,9 +289,9 @@ def _whole(logits: Any, head: Head) -> Tensor:
 
 
 def _require_all(ranks: list[int]) -> None:
-    """MeshError where some ranks look at logits of which each makes a part, and others have gone on."""
+    """Raise MeshError when only some ranks compute sharded logits, while others have gone on."""
     if gone := meet("output.logits", ranks):
-        problem = f"read where {names_of(gone)} went on without, and each rank makes a part of them"
+        problem = f"{names_of(gone)} went on without them, and each tp rank has some columns only"
         hint = (
             "read them on all ranks of tp, each gets the whole, and print them on one; "
             'kernels="reference" makes them in every forward'
@@ -301,7 +300,7 @@ def _require_all(ranks: list[int]) -> None:
 
 
 def _plain(value: Any, below: bool = False) -> Any:
-    """Nested tuples, lists and dicts with the logits made; `below` autograd without a graph."""
+    """Return nested tuples, lists and dicts with logits computed; without a graph if `below` autograd."""
     if isinstance(value, LogitsOnDemand):
         return value.numbers() if below else value.tensor()
     if isinstance(value, tuple | list):
@@ -310,9 +309,7 @@ def _plain(value: Any, below: bool = False) -> Any:
 
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
-    """The logits on demand that `func` makes of others, or None."""
-    from slapo_zoo.parallel.losses.vocab_parallel import keeps_last_axis
-
+    """Return the result of `func` (a cast, view or slice) as logits on demand; None for other functions."""
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)
@@ -334,18 +331,18 @@ def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor 
 
 
 def _is_of_an_engine(_x: Any, hook: Any) -> bool:
-    """Return whether it only wants to know when a backward begins, as FSDP2 and DeepSpeed do."""
+    """Return whether a hook is one of FSDP2, DeepSpeed and the like, which ignore the gradient's values."""
     return str(getattr(hook, "__module__", "")).startswith(_ENGINES)
 
 
 def _is_slice(index: Any) -> bool:
-    """Return whether `index` holds slices, numbers, None and `...` alone; a tensor could change before the logits are made."""
+    """Return whether an index has only slices, integers, None and `...`; a tensor could change later."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(isinstance(part, slice | int) or part is None or part is Ellipsis for part in parts)
 
 
 def _cast_to(func: Any, x: Tensor, rest: tuple, kwargs: dict) -> torch.dtype | None:
-    """The dtype that a cast leads to; None for one that this does not follow."""
+    """Return the dtype of a cast's result; None for a call that is no plain cast."""
     if func is torch.Tensor.float:
         return torch.float32
     if func is torch.Tensor.contiguous:
@@ -363,7 +360,7 @@ def _common(
     x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> bool:  # fmt: skip
-    """Return whether a call compares [N, V] with class indices and reduces, as _cross_entropy takes it."""
+    """Return whether a call of cross_entropy compares [N, V] with class indices and reduces, so that rows suffice."""
     given = weight is None and size_average is None and reduce is None
     return given and reduction != "none" and x.dim() == 2 and target.dtype == torch.int64
 
@@ -372,7 +369,7 @@ def _cross_entropy(
     x: LogitsOnDemand, target: Tensor, weight: None = None, size_average: None = None, ignore_index: int = -100,
     reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0, items: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The signature of torch.nn.functional.cross_entropy, and what a mean divides by."""
+    """Compute torch.nn.functional.cross_entropy (same signature) from rows; `items` is the divisor of a mean."""
     whose: LogitsOnDemand | None = x
     while whose is not None:
         whose.passed_by, whose = True, whose.parent

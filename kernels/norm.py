@@ -1,9 +1,9 @@
-"""The operator behind layer_norm, rms_norm, bias_dropout_residual_layer_norm and embedding_layer_norm.
+"""Operator of layer_norm, rms_norm, bias_dropout_residual_layer_norm and embedding_layer_norm.
 
     z = mask * (x + x_bias) + residual;   y = (z - mean) * rstd * weight + bias
 
-Statistics in fp32. One pass forward; one backward, whose sums over rows are kept per program and added
-in a fixed order. M rows, N columns.
+Statistics are in fp32. One pass forward; one backward, which sums over rows per program and adds the
+partial sums in a fixed order. M rows, N columns.
 """
 
 from typing import Any
@@ -14,11 +14,11 @@ from torch import Tensor
 from slapo_zoo.dispatch.kernel_registry import in_triton, operator
 from slapo_zoo.kernels.dropout_mask import mask_like
 
-MOST_COLUMNS = 8192  # a row is held in registers: of longer ones they spill
+MOST_COLUMNS = 8192  # longer rows spill registers
 
 
 def fits_registers(columns: int, x_bias: bool) -> bool:
-    """Return whether the backward holds its sums over rows of so many columns; a bias of x is a third one."""
+    """Return whether the backward's column sums (dw, db and, with `x_bias`, a third one) fit into registers."""
     return columns <= (MOST_COLUMNS // 2 if x_bias else MOST_COLUMNS)
 
 
@@ -34,19 +34,19 @@ def norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y, z), both in the shape of x; z is x where nothing is added to it.
+    """Compute (y, z), both in the shape of x; z is x when nothing is added to x.
 
     Args:
         x: [..., N].
         weight: [N].
         bias: [N], or None.
         eps: added to the variance.
-        rms: no mean is subtracted, and the variance is taken around 0.
+        rms: RMSNorm: no mean is subtracted, and the variance is the mean of squares.
         x_bias: [N], or None.
-        residual: the shape of x, or None.
-        keep: a dropout mask, see dropout_mask.
-        seeds: see dropout_mask.
-        p: see dropout_mask.
+        residual: tensor in the shape of x, or None.
+        keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
+        seeds: int64, one per batch row; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
     """
     if x_bias is not None and not fits_registers(x.shape[-1], True):
         x, x_bias = x + x_bias, None
@@ -58,7 +58,7 @@ def norm(
 
 
 def _has_sum(arguments: tuple) -> bool:
-    """Return whether z differs from x."""
+    """Return whether z differs from x, for the arguments of `_forward`."""
     _, _, _, x_bias, residual, keep, seeds, p, _, _ = arguments
     dropped = keep is not None or (seeds is not None and p > 0)
     return x_bias is not None or residual is not None or dropped
@@ -130,7 +130,7 @@ def _forward(
 def summed(
     x: Tensor, x_bias: Tensor | None, residual: Tensor | None, mask: Tensor | None
 ) -> Tensor:
-    """mask * (x + x_bias) + residual in as few passes as torch allows."""
+    """Compute mask * (x + x_bias) + residual in as few passes as torch allows."""
     x = x if x_bias is None else x + x_bias
     if mask is None:
         return x if residual is None else x + residual
@@ -138,7 +138,7 @@ def summed(
 
 
 def _wide(dtype: torch.dtype, *tensors: Tensor | None) -> list:
-    """Parameters in fp32: torch's own LayerNorm then keeps fp32 statistics for bf16 inputs too."""
+    """Cast parameters to `dtype` (fp32), so that torch's LayerNorm has fp32 statistics for bf16 inputs too."""
     return [None if t is None else t.to(dtype) for t in tensors]
 
 
@@ -170,7 +170,7 @@ def _backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of z, of x (empty where it is that of z), weight, bias and x_bias."""
+    """Return the gradients of z, x (empty if equal to that of z), weight, bias and x_bias."""
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton
 
@@ -182,7 +182,7 @@ def _backward(
         dy.contiguous(), z.contiguous(), [n], about, rstd[:, None], w, torch.zeros_like(w),
         [True, True, not rms],
     )  # fmt: skip
-    if rms:  # torch subtracts the mean of dy * weight as well, for the mean that we have not
+    if rms:  # LayerNorm's backward also subtracts the mean of dy * weight: add it back
         average = torch.mv(dy, weight.to(dy.dtype)).to(wide).mul_(rstd / n)
         d_sum.add_(average[:, None])
     if dz is not None:

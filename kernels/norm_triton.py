@@ -1,7 +1,7 @@
-"""Triton part of norm.py: whole rows in registers, ROWS of them at a time."""
+"""Triton kernels of norm.py: whole rows in registers, ROWS of them at a time."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A launch takes options that the signature of the kernel has not, and plain numbers as constants.
+# Launches pass options that are not in the kernel's signature, and numbers for constexpr.
 
 import torch
 import triton
@@ -10,17 +10,15 @@ from torch import Tensor
 
 from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
 
-PROGRAMS = (
-    264  # in the backward: two per multiprocessor of an H100; also the number of partial sums
-)
+PROGRAMS = 264  # of the backward: two per multiprocessor of an H100; each has partial sums
 
 
 @triton.jit
 def _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """The dropout mask of a tile; a cell is `cell` rows."""
+    """Return the dropout mask of a tile: loaded from `keep`, or hashed from the seed of each `cell` rows."""
     if MASK == "keep":
         found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
-    else:  # no `return` above: what follows one is compiled too, without seeds
+    else:  # `else`, since code after a `return` is compiled too, without seeds
         key = tl.load(seeds + m // cell, mask=m < M, other=0)
         counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
         found = scaled_keep(counter, key[:, None], threshold, scale)
@@ -70,7 +68,7 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
     RMS: tl.constexpr, DZ: tl.constexpr, X_BIAS: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program i takes every k-th tile of rows; its sums over them go to row i of dw, db, dx_bias."""
+    """Compute the gradients of every k-th tile of rows; partial sums go to row i of dw, db, dx_bias for program i."""
     n = tl.arange(0, BLOCK_N)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     sum_w = tl.zeros((BLOCK_N,), tl.float32)
@@ -113,7 +111,7 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
 
 
 def tile(N: int) -> dict[str, int]:
-    """About 16 elements per thread; a warp takes whole rows where they are short."""
+    """Return the launch options for rows of N columns: about 16 elements per thread."""
     block = triton.next_power_of_2(max(N, 16))
     rows = max(1, 2048 // block)
     return {
@@ -142,7 +140,7 @@ def forward(
     eps: float,
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The arguments of norm.py; z is empty where it is x."""
+    """Launch the forward kernel on rows [M, N]; return y, z (empty if equal to x), mean and 1 / std."""
     M, N = x.shape
     x, weight, bias, x_bias, residual, keep = _contiguous(x, weight, bias, x_bias, residual, keep)
     mask, sizes = _mask_options(M, keep, seeds, p)
@@ -173,7 +171,7 @@ def backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of z, x (empty where it is that of z), weight, bias and x_bias."""
+    """Launch the backward kernel; return the gradients of z, x (empty if it is that of z), weight, bias, x_bias."""
     M, N = z.shape
     dy, dz, z, weight, keep = _contiguous(dy, dz, z, weight, keep)
     mask, sizes = _mask_options(M, keep, seeds, p)

@@ -1,4 +1,4 @@
-"""relu_dropout: y = dropout(relu(x)), the activation of T5's feed-forward. B batch rows, N columns."""
+"""Kernel relu_dropout: y = dropout(relu(x)), the activation of T5's feed-forward. B batch rows, N columns."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ SHAPES = [(1, 7, 64), (3, 5, 100), (2, 16, 257), (0, 4, 32)]
 
 
 def reference(x: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """Compute the definition of the kernel (transformers, modeling_t5.py: T5DenseActDense)."""
+    """Compute the definition in torch operations (transformers, modeling_t5.py: T5DenseActDense)."""
     y = torch.where(x > 0, x, torch.zeros_like(x))
     mask = mask_like(x, None, seeds, p)
     return y if mask is None else y * mask
@@ -38,12 +38,12 @@ def _cannot(module: Any) -> str:
 def relu_dropout(
     x: Tensor, keep: Tensor | None = None, seeds: Tensor | None = None, p: float = 0.0
 ) -> Tensor:
-    """y = relu(x) * mask, one pass each way.
+    """Compute relu(x) * mask in one pass, and its gradient in another.
 
     Args:
         x: [B, ..., N].
-        keep: a dropout mask, see dropout_mask.
-        seeds: [B], see dropout_mask.
-        p: see dropout_mask.
+        keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
+        seeds: int64 [B]; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
     """
     return activation("relu_dropout", "relu", x, keep=keep, seeds=seeds, p=p)

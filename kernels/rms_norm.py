@@ -1,4 +1,4 @@
-"""rms_norm: y = x / rms(x) * weight over the last axis, the norm of T5 and the Llama family. N columns."""
+"""Kernel rms_norm: y = x / rms(x) * weight over the last axis, the norm of T5 and the Llama family. N columns."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ SHAPES = [(1, 64), (7, 100), (130, 257), (0, 32), (3, 3)]
 
 
 def reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """The definition (Zhang & Sennrich 2019, arXiv:1910.07467; modeling_t5.py: T5LayerNorm)."""
+    """Compute the definition in torch operations (arXiv:1910.07467; modeling_t5.py: T5LayerNorm)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = x * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight.dtype in (torch.float16, torch.bfloat16):
@@ -21,7 +21,7 @@ def reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape."""
+    """Return random arguments of the kernel for x [M, N]."""
     return {"x": torch.randn(M, N, **like), "weight": torch.randn(N, **like) + 1.0}
 
 
@@ -36,7 +36,7 @@ def _llama(module: Any, hidden_states: Tensor) -> Tensor:
     x, weight = hidden_states, module.weight
     if torch.promote_types(x.dtype, weight.dtype) == x.dtype:
         return rms_norm(x, weight, module.variance_epsilon)
-    one = torch.ones_like(weight, dtype=x.dtype)  # x is rounded before the weight widens it
+    one = torch.ones_like(weight, dtype=x.dtype)  # round before multiplying by weight
     return weight * rms_norm(x, one, module.variance_epsilon)
 
 
@@ -56,7 +56,7 @@ def _cannot(module: Any) -> str:
     cpu="LayerNorm's backward and a correction",
 )  # fmt: skip
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """RMSNorm over the last axis, in the dtype of x.
+    """Compute RMSNorm over the last axis, in the dtype of x.
 
     Args:
         x: [..., N].

@@ -1,7 +1,7 @@
-"""sparse_mlm_head_loss: the loss of a masked-language model from the rows that are masked.
+"""Kernel sparse_mlm_head_loss: the loss of a masked-language model, computed from the masked rows only.
 
-About 15 % of the rows count, and `transformers` runs the head on all. B batch rows, S tokens, H hidden
-size, V classes.
+About 15 % of the rows count, while `transformers` runs the head on all. B batch rows, S tokens, H hidden size,
+V classes.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from slapo_zoo.dispatch.kernel_registry import kernel, served_class
-from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy, loss_of_head
+from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 from slapo_zoo.kernels.logits_on_demand import Head, LogitsOnDemand, may_defer
-from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import loss_of_sharded_head
 
 SHAPES = [(1, 5, 16, 40), (3, 7, 24, 131), (2, 33, 16, 97)]
 
@@ -27,7 +26,7 @@ def reference(
     bias: Tensor | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """The definition (transformers, modeling_bert.py: BertForMaskedLM), logits of all tokens."""
+    """Compute the definition in torch operations, with logits of all tokens (modeling_bert.py: BertForMaskedLM)."""
     h = transform(hidden)
     logits = h @ weight.T if bias is None else h @ weight.T + bias
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
@@ -37,7 +36,7 @@ def reference(
 
 
 def inputs(B: int, S: int, H: int, V: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape; a third of the tokens is masked."""
+    """Return random arguments of the kernel for B rows of S tokens, a third of them masked; weight [V, H]."""
     labels = torch.randint(V, (B, S), device=like.get("device"))
     labels.flatten()[1::3] = -100
     labels.flatten()[2::3] = -100
@@ -62,17 +61,16 @@ HEADS = {"BertLMPredictionHead": _bert, "RobertaLMHead": _roberta, "AlbertMLMHea
 
 
 def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
-    """The head; while it trains, its logits are made on demand and its loss of the masked rows."""
+    """Run the forward of an MLM head: in training it returns LogitsOnDemand, whose loss uses the masked rows."""
     transform = HEADS[served_class(head, HEADS).__name__](head)
     if not may_defer(head, hidden):
         return type(head).forward(head, hidden, **kwargs)
     with torch.no_grad():  # what is hooked to the decoder says how the vocabulary is sharded
         empty = head.decoder(hidden.new_empty((0, head.decoder.weight.shape[1])))
     group = getattr(empty, "group", None)
-    loss_of = loss_of_head if group is None else loss_of_sharded_head
     found = Head(
-        head.decoder, lambda rows: head.decoder(transform(rows)), loss_of, transform,
-        empty.shape[-1], group, root=head,
+        head.decoder, lambda rows: head.decoder(transform(rows)), transform, empty.shape[-1], group,
+        root=head,
     )  # fmt: skip
     return LogitsOnDemand.of(hidden, found)
 
@@ -90,17 +88,17 @@ def sparse_mlm_head_loss(
     num_items: Tensor | int | None = None,
     capacity: int | None = None,
 ) -> Tensor:
-    """The mean loss over masked tokens; equal to that of all logits, gradients included.
+    """Compute the mean loss over masked tokens; loss and gradients equal those of all logits.
 
     Args:
-        hidden: [B, S, H], the last hidden states.
+        hidden: last hidden states [B, S, H].
         labels: [B, S], -100 where not masked.
-        transform: [N, H] --> [N, H'], the head before its decoder; it must act row by row.
+        transform: maps [N, H] to [N, H'], row by row: the head before its decoder.
         weight: [V, H'].
-        bias: [V].
-        num_items: what the sum is divided by; by default the number of masked tokens.
-        capacity: a fixed number of rows to run on, so that no shape depends on the labels (CUDA
-            graphs); more masked tokens than that are an error.
+        bias: [V], or None.
+        num_items: divisor of the sum; None for the number of masked tokens.
+        capacity: fixed number of rows, so that no shape depends on the labels (CUDA graphs); more masked tokens
+            than that raise an error.
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()
     if capacity is None and torch.compiler.is_compiling():
@@ -114,7 +112,7 @@ def sparse_mlm_head_loss(
 
 
 def _at_most(rows: Tensor, targets: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return the masked rows, filled up with other rows to `capacity`."""
+    """Return `capacity` rows and targets: all masked ones, then others."""
     masked = targets != -100
     problem = f"more than capacity={capacity} masked tokens; hint: raise it, or pass None"
     torch._assert_async(masked.sum() <= capacity, problem)  # pyright: ignore[reportPrivateImportUsage]

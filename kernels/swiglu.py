@@ -1,4 +1,4 @@
-"""swiglu: y = silu(gate) * up, the gated feed-forward of the Llama family. N columns."""
+"""Kernel swiglu: y = silu(gate) * up, the gated feed-forward of the Llama family. N columns."""
 
 from typing import Any
 
@@ -12,18 +12,18 @@ from slapo_zoo.kernels.activation import activation
 from slapo_zoo.kernels.linear import is_plain
 
 SHAPES = [(7, 64), (15, 100), (32, 257), (0, 32)]
-ROWS = 512  # at a time in the backward: little memory, and they stay in the cache
+ROWS = 512  # per block of the backward, to stay in the cache
 SILU = ("SiLU", "SiLUActivation")
 SERVED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GraniteMLP", "Olmo2MLP")
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
-    """The definition (Shazeer 2020, arXiv:2002.05202; modeling_llama.py: LlamaMLP)."""
+    """Compute the definition in torch operations (arXiv:2002.05202; modeling_llama.py: LlamaMLP)."""
     return gate * torch.sigmoid(gate) * up
 
 
 def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape."""
+    """Return random arguments of the kernel for gate [M, N]."""
     return {"gate": torch.randn(M, N, **like), "up": torch.randn(M, N, **like)}
 
 
@@ -35,7 +35,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 def _recomputes(gate: Tensor, up: Tensor, down: nn.Module) -> bool:
-    """Return whether the product of gate and up need not be kept for the gradient of the next weight."""
+    """Return whether silu(gate) * up can be recomputed in the backward and fused with the linear `down`."""
     if type(down) is not nn.Linear or not is_plain(down):
         return False
     same = gate.dtype == up.dtype == down.weight.dtype and gate.shape == up.shape
@@ -53,11 +53,11 @@ def _cannot(module: Any) -> str:
     passes=("act_fn",),
 )  # fmt: skip
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """y = silu(gate) * up, one pass each way; of the two factors only gate and up are kept.
+    """Compute silu(gate) * up in one pass; only gate and up are saved for the backward.
 
     Args:
         gate: [..., N].
-        up: the shape of gate.
+        up: tensor in the shape of gate.
     """
     return activation("swiglu", "silu", gate, up=up)
 
@@ -80,7 +80,7 @@ def _fake(gate, up, weight, bias):
 
 @operator("swiglu_linear", _fake, _setup, _gradients)
 def _down(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute (silu(gate) * up) W' + b; nothing in between is kept."""
+    """Compute (silu(gate) * up) W^T + b without saving anything but the arguments."""
     rows = functional.silu(gate).mul_(up).view(-1, gate.shape[-1])
     return products.mm(rows, weight.t(), bias).view(*gate.shape[:-1], weight.shape[0])
 

@@ -1,6 +1,6 @@
-"""t5_attention: softmax(q k' + bias(distance)) v with T5's table of distances; no scale.
+"""Kernel t5_attention: softmax(q k^T + bias(distance)) v with T5's table of distances; scores are unscaled.
 
-B batch rows, S queries, T keys, H heads, D head size.
+B batch rows, S queries, T keys, H heads, D head dim.
 """
 
 import math
@@ -18,17 +18,17 @@ SHAPES = [(1, 2, 5, 5, 16, False), (2, 3, 37, 37, 8, True), (1, 2, 150, 150, 16,
           (2, 2, 9, 21, 16, False), (0, 2, 8, 8, 16, True)]  # fmt: skip
 
 
-MATERIALISED = 1 << 25  # bytes of weights up to which a CPU keeps them; beyond, memory is O(S + T)
+MATERIALISED = 1 << 25  # bytes of attention weights that a CPU keeps; beyond, memory is O(S + T)
 
 
 def relative_buckets(
     distance: Tensor, bidirectional: bool, num_buckets: int = 32, max_distance: int = 128
 ) -> Tensor:
-    """T5's bucket of a distance j - i: exact while small, then logarithmic (modeling_t5.py)."""
+    """Return T5's bucket of each distance j - i: exact while small, then logarithmic (modeling_t5.py)."""
     half = num_buckets // 2 if bidirectional else num_buckets
     exact = half // 2
     far = distance.abs() if bidirectional else -distance.clamp(max=0)
-    # in fp32 and in this order of operations: the borders fall where those of transformers do
+    # in fp32 and in this order of operations, so that buckets are those of transformers
     log = torch.log(far.float() / exact) / math.log(max_distance / exact) * (half - exact)
     large = (exact + log.clamp(min=0).long()).clamp(max=half - 1)
     bucket = torch.where(far < exact, far, large)
@@ -47,7 +47,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """The definition (Raffel et al. 2019, arXiv:1910.10683; modeling_t5.py: T5Attention)."""
+    """Compute the definition in torch operations (arXiv:1910.10683; modeling_t5.py: T5Attention)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(wide)
     S, T = scores.shape[-2:]
@@ -69,7 +69,7 @@ def reference(
 
 
 def inputs(B: int, H: int, S: int, T: int, D: int, causal: bool, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape, with dropout; the first row has padding at its end."""
+    """Return random arguments of the kernel for q [B, H, S, D], with dropout; the first row has padding."""
     q, k, v = (torch.randn(B, H, n, D, **like) for n in (S, T, T))
     real = torch.tensor([[T - T // 4]] + [[T]] * (B - 1))[:B].to(q.device)
     seeds = torch.randint(2**63 - 1, (B * H,), device=like.get("device"))
@@ -87,10 +87,11 @@ def _forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """T5Attention. What it hands to the next layer as `position_bias` is the table, not [1, H, S, T].
+    """Run T5Attention.forward with this kernel; as `position_bias` the next layer gets the table, not [1, H, S, T].
 
-    With packed sequences, and in a compiler's graph, the model's own forward runs and gets the bias of the
-    table; with a cache that holds tokens, or after a layer that handed on a bias, it hands on its own.
+    The class's own forward runs for packed sequences and under a compiler, with the bias computed from the
+    table; also with a cache that holds tokens, or after a layer that passed a bias, and then it passes on its
+    own bias.
     """
     held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states
@@ -98,7 +99,7 @@ def _forward(
     S, T = hidden_states.shape[1], source.shape[1]
     table = position_bias
     if table is None and module.has_relative_attention_bias:
-        # a copy: an engine may take the weight back before the next layer reads it
+        # a copy: an engine may free a gathered weight before the next layer reads it
         table = module.relative_attention_bias.weight.clone()
     made = position_bias is not None and position_bias.ndim == 4
     if made or held or not hides_only_padding(mask, S, T, causal):
@@ -121,7 +122,7 @@ def _forward(
 
 
 def _bias_of(module: Any, table: Tensor, S: int, T: int) -> Tensor:
-    """The bias [1, H, S, T] of a table [buckets, H]; the queries are the last of T positions."""
+    """Return the bias [1, H, S, T] of a table [buckets, H]; the queries are the last S of T positions."""
     i, j = (torch.arange(n, T, device=table.device) for n in (T - S, 0))
     far = module.relative_attention_max_distance
     bucket = relative_buckets(j - i[:, None], not module.is_decoder, len(table), far)
@@ -133,7 +134,7 @@ def _heads(module: Any, x: Tensor) -> Tensor:
 
 
 def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tuple[Tensor, Tensor]:
-    """Put keys and values into an empty cache, as T5Attention does."""
+    """Append keys and values to the cache, as T5Attention does; return those to attend to."""
     from transformers import EncoderDecoderCache
 
     if isinstance(cache, EncoderDecoderCache):
@@ -144,7 +145,7 @@ def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tup
 
 
 def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """The mask of the model's own random stream where a schedule gave it one, else fresh seeds."""
+    """Return the dropout mask arguments: from the model's random stream if a schedule set it, else new seeds."""
     (B, H, S, _), core = q.shape, module._modules.get("core_attn")
     if core is None or not module.dropout:
         return new_seeds(B * H, module.dropout, q.device)
@@ -170,20 +171,20 @@ def t5_attention(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Out [B, H, S, D] in O(S + T) memory (see MATERIALISED); the gradient of the table is the same bits every time.
+    """Compute T5's attention, [B, H, S, D], in O(S + T) memory (see MATERIALISED); gradients are deterministic.
 
     Args:
-        q: [B, H, S, D].
-        k: [B, H, T, D]; if causal, the queries are the last S of T positions.
-        v: [B, H, T, D].
-        weight: [buckets, H], of `relative_attention_bias`; None in cross-attention.
-        bidirectional: whether the buckets tell later keys from earlier ones (the encoder).
+        q: queries [B, H, S, D].
+        k: keys [B, H, T, D]; if causal, the queries are the last S of T positions.
+        v: values [B, H, T, D].
+        weight: weight [buckets, H] of `relative_attention_bias`; None in cross-attention.
+        bidirectional: later and earlier keys have different buckets (the encoder).
         causal: no query sees a later key (the decoder).
         key_mask: [B, T], False where a key is padding.
-        max_distance: beyond it, all distances share a bucket.
-        keep: [B, H, S, T], a dropout mask, see dropout_mask.
-        seeds: [B * H], see dropout_mask.
-        p: see dropout_mask.
+        max_distance: all distances beyond it share a bucket.
+        keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.
+        seeds: int64 [B * H]; the mask is hashed from them when `keep` is None.
+        p: dropout probability.
     """
     table, classes = None, None
     if weight is not None:
@@ -201,7 +202,7 @@ def t5_attention(
 def _by_class(
     weight: Tensor, S: int, T: int, offset: int, bidirectional: bool, max_distance: int
 ) -> tuple[Tensor, Tensor]:
-    """The table [H, C] in an order in which the class never falls with the distance."""
+    """Return the table [H, C] with classes sorted by distance, and the class of each distance [S + T - 1]."""
     n = weight.shape[0]
     distance = torch.arange(S + T - 1, device=weight.device) - (S - 1 + offset)
     bucket = relative_buckets(distance, bidirectional, n, max_distance)

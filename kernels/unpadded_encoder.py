@@ -1,7 +1,7 @@
-"""unpadded_encoder: the layers of a BERT-like encoder run on the real tokens of a padded batch alone.
+"""Kernel unpadded_encoder: run the layers of a BERT-like encoder on the real tokens of a padded batch only.
 
-All tokens stand behind one another in one row while the layers run; attention looks within each row of
-the batch (`core_attn` knows where they begin). B batch rows, S tokens, N real tokens of all rows.
+Real tokens are packed into one row while the layers run; `core_attn` attends within each batch row. B batch
+rows, S tokens, N real tokens of all rows.
 """
 
 from collections.abc import Callable
@@ -19,12 +19,12 @@ SERVES = ("BertEncoder", "RobertaEncoder", "AlbertTransformer")
 
 
 def reference(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Tensor:
-    """The definition: all tokens pass, and what comes out where there was none does not count."""
+    """Compute the definition: run the layers on all tokens, and set padding to 0."""
     return layers(x) * real[..., None]
 
 
 def inputs(B: int, S: int, D: int, **like: Any) -> dict[str, Any]:
-    """Random arguments of one test shape; the last row has one token."""
+    """Return random arguments of the kernel for x [B, S, D]; the last row has one real token."""
     real = torch.arange(S) < torch.tensor([[S]] * (B - 1) + [[1]])
     return {
         "x": torch.randn(B, S, D, **like),
@@ -34,14 +34,14 @@ def inputs(B: int, S: int, D: int, **like: Any) -> dict[str, Any]:
 
 
 def unpadded(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Tensor:
-    """layers(x) [B, S, D'], 0 where a token is not real.
+    """Compute layers(x) [B, S, D'] on the real tokens, with 0 for padding.
 
     Args:
-        x: [B, S, D].
-        real: [B, S], bool.
-        layers: [1, N, D] --> [1, N, D'].
+        x: hidden states [B, S, D].
+        real: bool [B, S], True at real tokens.
+        layers: maps [1, N, D] to [1, N, D'].
     """
-    if torch.compiler.is_compiling():  # no shape may depend on data
+    if torch.compiler.is_compiling():  # shapes must not depend on data
         return reference(x, real, layers)
     counts = known().real
     at = places(real.flatten(), None if counts is None else sum(counts))

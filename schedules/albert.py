@@ -1,4 +1,4 @@
-"""ALBERT: one group of layers runs `num_hidden_layers` times; its attention holds dense and LayerNorm too.
+"""Schedule table of ALBERT: one group of layers runs `num_hidden_layers` times, so its weights are shared.
 
 D hidden, E embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """

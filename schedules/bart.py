@@ -1,4 +1,4 @@
-"""BART and its relatives: post-norm layers, cross-attention, F.dropout called by layers and by both stacks.
+"""Schedule table of BART and its relatives: post-norm layers with cross-attention; dropout is F.dropout.
 
 D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """

@@ -1,6 +1,6 @@
-"""BERT. Weights are [out, in]; n is the size of mesh dim tp.
+"""Schedule table of BERT. Weights are [out, in]; n is the size of mesh dim tp.
 
-D hidden, F ffn, V vocabulary, P positions; heads are sharded whole and may be uneven.
+D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole

@@ -1,6 +1,6 @@
-"""BLOOM: ALiBi made once for the heads of all blocks; a norm after the embedding. Weights are [out, in]; n is the size of tp.
+"""Schedule table of BLOOM: ALiBi biases are computed once for all blocks. Weights are [out, in]; n is the size of tp.
 
-D hidden, H heads, V vocabulary. q, k and v of one head lie side by side, so a head is a unit of 3 * head_dim.
+D hidden, H heads, V vocabulary. q, k and v of one head are adjacent, so a head is a unit of 3 * head_dim.
 """
 
 from slapo_zoo.zoo.options import tunable

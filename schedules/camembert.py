@@ -1,4 +1,4 @@
-"""CamemBERT: RoBERTa in French."""
+"""Schedule table of CamemBERT: that of RoBERTa."""
 
 from slapo_zoo.zoo.table import extend, register
 

@@ -1,6 +1,6 @@
-"""CLIP: two towers, of images and of text, whose ends are compared over the whole batch. n is the size of tp.
+"""Schedule table of CLIP: an image and a text tower, compared over the whole batch. n is the size of mesh dim tp.
 
-D hidden, F ffn, V vocabulary, P positions or patch size, C channels, E of the projections; each tower has its own.
+D hidden, F ffn, V vocabulary, P positions or patch size, C channels, E projection width; D and F differ by tower.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, vocab, whole
@@ -8,7 +8,7 @@ from slapo_zoo.zoo.table import Table, register
 
 
 def tower(name: str) -> tuple:
-    """The rows of the blocks of one tower."""
+    """Return the table rows for the blocks of one tower, "vision" or "text"."""
     block, heads, head_dim = f"{name}_model.encoder.layers.*", f"{name}_heads", f"{name}_head_dim"
     return (
         # module                            rule                   per rank

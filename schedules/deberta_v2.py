@@ -1,7 +1,7 @@
-"""DeBERTa-v2 and -v3. Weights are [out, in]; n is the size of mesh dim tp.
+"""Schedule table of DeBERTa-v2 and -v3. Weights are [out, in]; n is the size of mesh dim tp.
 
-D hidden, E embedding, F ffn, V vocabulary, P positions, R relative distances; heads are sharded whole and may be
-uneven. Attention adds to its scores what tokens and distances say to each other; the distances are whole.
+D hidden, E embedding, F ffn, V vocabulary, P positions, R relative distances; heads are never split but may be
+uneven over ranks. Scores also depend on embedded distances, which every rank holds unsharded.
 """
 
 from slapo_zoo.zoo.rules import (

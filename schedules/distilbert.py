@@ -1,6 +1,6 @@
-"""DistilBERT. Weights are [out, in]; n is the size of mesh dim tp.
+"""Schedule table of DistilBERT. Weights are [out, in]; n is the size of mesh dim tp.
 
-D hidden, F ffn, V vocabulary, P positions; heads are sharded whole and may be uneven.
+D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, vocab, vocab_head, whole

@@ -1,4 +1,4 @@
-"""ELECTRA: BERT's blocks behind a narrow embedding; generator and discriminator have heads of their own.
+"""Schedule table of ELECTRA: BERT's blocks after a narrower embedding; heads of generator and discriminator.
 
 D hidden, E embedding, V vocabulary; n is the size of mesh dim tp.
 """

@@ -1,6 +1,6 @@
-"""ESM-2: BERT's attention with norms before it, rotary positions, and a learned bias on the logits. n is the size of tp.
+"""Schedule table of ESM-2: pre-norm BERT with rotary positions and a bias on the logits. n is the size of tp.
 
-D hidden, F ffn, V vocabulary, P positions; heads are sharded whole and may be uneven.
+D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_bias, vocab_head, whole

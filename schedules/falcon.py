@@ -1,7 +1,8 @@
-"""Falcon: 7B (one KV head), 40B and 180B (KV heads beside theirs), RW (a KV head each, ALiBi). n is the size of tp.
+"""Schedule table of Falcon: 7B (one KV head), 40B and 180B (several), RW (one per query head, ALiBi). n is the
+size of tp.
 
-D hidden, H heads, Q = H * head_dim, F ffn, V vocabulary. q, k and v are in one linear: a KV head lies behind its query
-heads, and they stay together; k and v of the only KV head are divided by columns, and joined.
+D hidden, H heads, Q = H * head_dim, F ffn, V vocabulary. q, k and v are in one linear: each KV head stays with
+its query heads; k and v of a single KV head are sharded by columns and gathered.
 """
 
 from slapo_zoo.zoo.options import tunable

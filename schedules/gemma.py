@@ -1,4 +1,4 @@
-"""Gemma: Llama's blocks with heads of a size of their own; its norms scale by 1 + w."""
+"""Schedule table of Gemma: that of Llama; head_dim is independent of the width, and norms scale by 1 + w."""
 
 from slapo_zoo.zoo.table import extend, register
 

@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma's blocks, with norms after attention and around the feed-forward; scores are capped."""
+"""Schedule table of Gemma 2: Gemma's, with norms after attention and around the feed-forward; scores are capped."""
 
 from slapo_zoo.zoo.rules import whole
 from slapo_zoo.zoo.table import extend, register

@@ -1,4 +1,4 @@
-"""Gemma 3 (its text models): Gemma 2's blocks, with norms of q and k that each head shares; most blocks look back a window only."""
+"""Schedule table of Gemma 3 (text models): Gemma 2's, with norms of q and k that all heads share."""
 
 from slapo_zoo.zoo.rules import whole_on_heads
 from slapo_zoo.zoo.table import extend, register

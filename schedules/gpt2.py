@@ -1,6 +1,6 @@
-"""GPT-2. Conv1D stores [in, out]; n is the size of mesh dim tp.
+"""Schedule table of GPT-2. Conv1D stores weights as [in, out]; n is the size of mesh dim tp.
 
-D hidden, F ffn, V vocabulary, P positions; heads are sharded whole and may be uneven.
+D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
 """
 
 from slapo_zoo.zoo.options import tunable

@@ -1,4 +1,4 @@
-"""GPT-Neo: explicit attention with a local window in every other block, which the seam does not reach.
+"""Schedule table of GPT-Neo: its attention, windowed in every other block, does not use the attention interface.
 
 D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """

@@ -1,6 +1,7 @@
-"""GPT-NeoX (Pythia): attention and feed-forward read the same residual. Weights are [out, in]; n is the size of tp.
+"""Schedule table of GPT-NeoX (Pythia): parallel attention and feed-forward. Weights are [out, in]; n is the
+size of tp.
 
-D hidden, F ffn, V vocabulary. q, k and v of one head lie side by side, so a head is a unit of 3 * head_dim.
+D hidden, F ffn, V vocabulary. q, k and v of one head are adjacent, so a head is a unit of 3 * head_dim.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, vocab, vocab_head, whole

@@ -1,4 +1,4 @@
-"""GPT-J: attention and feed-forward side by side behind one norm; rotary positions on a part of a head.
+"""Schedule table of GPT-J: attention and feed-forward in parallel after one norm; rotary positions.
 
 D hidden, H heads, F ffn, V vocabulary; n is the size of mesh dim tp. Weights are [out, in].
 """

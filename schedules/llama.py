@@ -1,7 +1,7 @@
-"""Llama. Weights are [out, in]; n is the size of mesh dim tp.
+"""Schedule table of Llama. Weights are [out, in]; n is the size of mesh dim tp.
 
-D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn, V vocabulary. Query heads stay with their
-KV head; with more ranks than KV heads, neighbours hold the same one.
+D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn, V vocabulary. Query heads stay with their KV
+head; with more ranks than KV heads, adjacent ranks hold the same KV head.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, kv_groups, row, vocab, vocab_head, whole

@@ -1,4 +1,4 @@
-"""M2M-100 and NLLB: mBART's layers; positions are sines, which no checkpoint holds."""
+"""Schedule table of M2M-100 and NLLB: that of mBART; positions are computed sines, not weights."""
 
 from slapo_zoo.zoo.rules import vocab_head
 from slapo_zoo.zoo.table import extend, register

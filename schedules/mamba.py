@@ -1,7 +1,8 @@
-"""Mamba: no attention; the channels of a mixer are sharded, and run through convolution and scan on their own.
+"""Schedule table of Mamba: no attention; the channels of a mixer are sharded, as convolution and scan act per
+channel.
 
-D hidden, I = expand * D channels, R time step rank, N states, K kernel, V vocabulary; n is the size of mesh dim tp.
-Only x_proj looks at all channels: its sum over ranks is used by each rank's channels, so dy is summed too.
+D hidden, I = expand * D channels, R time step rank, N states, K kernel, V vocabulary; n is the size of tp. Only
+x_proj reads all channels: its output is all-reduced and used by each rank's channels, so dy is all-reduced too.
 """
 
 from slapo_zoo.zoo.options import tunable

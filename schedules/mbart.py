@@ -1,4 +1,4 @@
-"""mBART: BART's layers with the norm first, and a norm at the end of each stack."""
+"""Schedule table of mBART: that of BART, with pre-norm layers and a norm at the end of each stack."""
 
 from slapo_zoo.zoo.rules import whole
 from slapo_zoo.zoo.table import extend, register

@@ -1,4 +1,4 @@
-"""Mistral: Llama's blocks; its sliding window lies in the mask, which every rank has whole."""
+"""Schedule table of Mistral: that of Llama; the sliding window is in the mask, which every rank has unsharded."""
 
 from slapo_zoo.zoo.table import extend, register
 

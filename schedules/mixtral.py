@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention; the ranks divide the experts, and every rank routes all tokens.
+"""Schedule table of Mixtral: Mistral's attention; experts are sharded over ranks, and every rank routes all tokens.
 
 D hidden, E experts, F ffn of an expert; n is the size of mesh dim tp. Files hold the experts one by one, as w1
 (gate), w2 (down) and w3 (up).

@@ -1,7 +1,7 @@
-"""ModernBERT. Weights are [out, in]; n is the size of mesh dim tp.
+"""Schedule table of ModernBERT. Weights are [out, in]; n is the size of mesh dim tp.
 
-D hidden, F ffn, V vocabulary; heads are sharded whole and may be uneven. q, k and v are in one linear, and so are
-the two halves of the gated feed-forward; most blocks look at a window only.
+D hidden, F ffn, V vocabulary. A head is never split; ranks may have unequal numbers of heads. q, k and v are in
+one linear, and so are the two halves of the gated feed-forward.
 """
 
 from slapo_zoo.zoo.rules import attention, column, dropout_on, enter, row, vocab, vocab_head, whole

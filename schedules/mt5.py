@@ -1,4 +1,4 @@
-"""mT5: the blocks of T5 v1.1 (gated, untied) with a vocabulary of many languages."""
+"""Schedule table of mT5: that of T5 v1.1 (gated, untied embeddings)."""
 
 from slapo_zoo.zoo.table import extend, register
 

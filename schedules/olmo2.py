@@ -1,4 +1,4 @@
-"""OLMo-2: Llama's blocks, with norms behind attention and feed-forward, and of q and k before they are heads."""
+"""Schedule table of OLMo-2: Llama's, with norms after attention and feed-forward, and of q and k over all heads."""
 
 from slapo_zoo.zoo.rules import norm_of_heads, whole
 from slapo_zoo.zoo.table import extend, register

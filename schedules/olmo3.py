@@ -1,4 +1,4 @@
-"""OLMo-3: OLMo-2's blocks; most of them look back a window only."""
+"""Schedule table of OLMo-3: that of OLMo-2; most blocks have a sliding window."""
 
 from slapo_zoo.zoo.table import extend, register
 

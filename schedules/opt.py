@@ -1,4 +1,4 @@
-"""OPT: fc1 and fc2 are called by the block itself, and its residual dropout is F.dropout.
+"""Schedule table of OPT: the block itself calls fc1 and fc2, and its residual dropout is F.dropout.
 
 D hidden, W word embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """

@@ -1,7 +1,7 @@
-"""Phi-3 (and Phi-4): Llama's blocks, with q, k and v in one linear, and gate and up in another. n is the size of tp.
+"""Schedule table of Phi-3 and Phi-4: Llama's, with q|k|v in one linear and gate|up in another. n is the size of tp.
 
-D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn. Query heads stay with their KV head, and every rank
-has one of its own: tp goes up to the number of KV heads.
+D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn. Query heads stay with their KV head, and KV
+heads are not replicated: tp is at most the number of KV heads.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, sizes

@@ -1,4 +1,4 @@
-"""Qwen2: Llama's blocks; q, k and v have a bias, which is sharded with their weights."""
+"""Schedule table of Qwen2: that of Llama; q, k and v have a bias, which is sharded with their weights."""
 
 from slapo_zoo.zoo.table import extend, register
 

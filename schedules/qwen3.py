@@ -1,4 +1,4 @@
-"""Qwen3: Llama's blocks, with norms of q and k that each head shares."""
+"""Schedule table of Qwen3: Llama's, with norms of q and k that all heads share."""
 
 from slapo_zoo.zoo.rules import whole_on_heads
 from slapo_zoo.zoo.table import extend, register

@@ -1,4 +1,4 @@
-"""RoBERTa: BERT's blocks under another name, and a head of its own.
+"""Schedule table of RoBERTa: BERT's, under another base name and with a head of its own.
 
 D hidden, V vocabulary; n is the size of mesh dim tp. Positions count from padding_idx + 1.
 """

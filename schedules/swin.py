@@ -1,7 +1,7 @@
-"""Swin: windows of patches in stages, each of half the height and twice the width. n is the size of tp.
+"""Schedule table of Swin: attention in windows of patches; each stage halves the height and doubles the width.
 
-D width and H heads of a stage, F ffn, C channels, P patch size, N patches, R relative distances within a window.
-Windows cut across tokens, so all ranks hold all of them: no sequence parallelism.
+D width and H heads of a stage, F ffn, C channels, P patch size, N patches, R relative distances in a window; n
+is the size of tp. Windows mix tokens, so every rank needs all of them: no sequence parallelism.
 """
 
 from slapo_zoo.language.primitives import Shard
@@ -12,7 +12,7 @@ STAGES = range(4)  # rows of one that a model has not match nothing
 
 
 def of_stage(stage: int) -> tuple:
-    """The rows of the attention of one stage."""
+    """Return the table rows for the attention of one stage, from 0."""
     path, width = f"encoder.layers.{stage}.blocks.*.attention", f"head_dim{stage}"
     return (
         # module                            rule                    per rank

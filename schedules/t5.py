@@ -1,4 +1,4 @@
-"""T5, T5 v1.1 and Flan (gated), encoder-only T5. No Linear has a bias; attention is unscaled.
+"""Schedule table of T5, T5 v1.1, Flan-T5 (gated) and encoder-only T5. No Linear has a bias; attention is unscaled.
 
 D hidden, I = heads * d_kv, F ffn, V vocabulary, R relative buckets; n is the size of mesh dim tp.
 """

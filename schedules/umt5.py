@@ -1,4 +1,4 @@
-"""UMT5: T5 v1.1 whose every block has relative positions of its own."""
+"""Schedule table of UMT5: that of T5 v1.1, with relative positions in every block."""
 
 from slapo_zoo.zoo.table import extend, register
 

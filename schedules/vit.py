@@ -1,4 +1,4 @@
-"""ViT. Weights are [out, in]; n is the size of mesh dim tp.
+"""Schedule table of ViT. Weights are [out, in]; n is the size of mesh dim tp.
 
 D hidden, F ffn, C channels, P patch size, N patches.
 """

@@ -1,6 +1,7 @@
-"""Whisper: an encoder over audio features behind two convolutions, a decoder over text. n is the size of tp.
+"""Schedule table of Whisper: an encoder of audio features after two convolutions, a text decoder. n is the size
+of tp.
 
-D hidden, F ffn, M mel bins, V vocabulary, P positions. Layers are BART's, with the norms before.
+D hidden, F ffn, M mel bins, V vocabulary, P positions. Layers are BART's, with pre-norm.
 """
 
 from slapo_zoo.zoo.rules import (

@@ -1,8 +1,8 @@
-"""Wide ResNet: the channels inside each bottleneck are sharded; norms count the rows of all dp ranks.
+"""Schedule table of Wide ResNet: inner channels of each bottleneck are sharded; norms use the rows of all dp ranks.
 
-C channels of a block's input, W of its inside, O of its output (4 planes); n is the size of mesh dim tp and
-divides W. conv2 takes this rank's channels and its sum over ranks is sharded again by channels, after the stride
-where it is smaller; so conv1, conv2, conv3 and the two norms between them are all divided.
+C channels of a block's input, W of its inside, O of its output (4 planes); n is the size of tp and divides W.
+conv2 reads this rank's channels; its partial sums are summed and sharded again by channels, after the stride
+where that is smaller, so conv1, conv2, conv3 and the two norms between them are all sharded.
 """
 
 from slapo_zoo.zoo.options import tunable

@@ -1,4 +1,4 @@
-"""XLM-RoBERTa: RoBERTa in a hundred languages; its vocabulary is most of the model."""
+"""Schedule table of XLM-RoBERTa: that of RoBERTa."""
 
 from slapo_zoo.zoo.table import extend, register
 

@@ -32,17 +32,17 @@ if TYPE_CHECKING:
     from slapo_zoo.language.schedule import Selection as Selection
     from slapo_zoo.language.schedule import from_json as from_json
     from slapo_zoo.load.auto import AutoScheduledModel as AutoScheduledModel
+    from slapo_zoo.load.build import apply_card as apply_card
     from slapo_zoo.load.build import build as build
     from slapo_zoo.load.build import consolidate_model as consolidate_model
     from slapo_zoo.load.build import create_schedule as create_schedule
+    from slapo_zoo.load.build import publish_card as publish_card
     from slapo_zoo.load.compat import ScheduleMetadata as ScheduleMetadata
     from slapo_zoo.load.compat import analyze_tie_weights as analyze_tie_weights
     from slapo_zoo.load.compat import init_empty_weights as init_empty_weights
     from slapo_zoo.load.compat import is_module_list as is_module_list
     from slapo_zoo.load.compat import is_random_seed_set as is_random_seed_set
     from slapo_zoo.load.compat import set_random_seed as set_random_seed
-    from slapo_zoo.load.module_cards import apply_card as apply_card
-    from slapo_zoo.load.module_cards import publish_card as publish_card
     from slapo_zoo.model.checkpoints.resume import load_checkpoint as load_checkpoint
     from slapo_zoo.model.checkpoints.training_checkpoint import (
         async_save_checkpoint as async_save_checkpoint,
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from slapo_zoo.tune.planner.layout import Layout as Layout
     from slapo_zoo.tune.planner.layout_search import Planner as Planner
     from slapo_zoo.tune.space import Space as Space
-    from slapo_zoo.tune.symbol import Symbol as Symbol
+    from slapo_zoo.tune.space import Symbol as Symbol
     from slapo_zoo.tune.tuner import Limits as Limits
     from slapo_zoo.tune.tuner import Tuner as Tuner
     from slapo_zoo.verify.context import Verify as Verify
@@ -122,8 +122,8 @@ _HOME = {
     "get_dialect_cls": "model.integrations.dialects",
     "init_target_engine": "model.integrations.dialects",
     "register_dialect": "model.integrations.dialects",
-    "apply_card": "load.module_cards",
-    "publish_card": "load.module_cards",
+    "apply_card": "load.build",
+    "publish_card": "load.build",
     "NumericsError": "model.numerics",
     "NumericsWarning": "model.numerics",
     "GradScaler": "model.gradients.scaler",
@@ -150,7 +150,7 @@ _HOME = {
     "Layout": "tune.planner.layout",
     "Planner": "tune.planner.layout_search",
     "Space": "tune.space",
-    "Symbol": "tune.symbol",
+    "Symbol": "tune.space",
     "Limits": "tune.tuner",
     "Tuner": "tune.tuner",
     "Verify": "verify.context",

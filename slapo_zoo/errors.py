@@ -1,4 +1,4 @@
-"""The exceptions a user sees; each says where, what, found against expected, and what to do."""
+"""The exceptions that slapo_zoo raises on purpose; each message has four parts, as `SlapoError` names them."""
 
 
 class SlapoError(Exception):
@@ -17,39 +17,39 @@ class SlapoError(Exception):
         super().__init__(text + (f"\n  hint: {hint}" if hint else ""))
 
     def __reduce__(self):
-        """Errors travel between ranks, so they must survive pickling with their four parts."""
+        """Pickle the error with its four parts, because errors are sent between ranks."""
         return type(self), (self.where, self.what, self.problem, self.hint)
 
 
 class ScheduleError(SlapoError, ValueError):
-    """A directive cannot be applied to a module."""
+    """Error of a directive that cannot be applied to a module."""
 
 
 class MeshError(SlapoError, ValueError):
-    """The mesh does not fit the processes or the model."""
+    """Error of a mesh that does not fit the processes or the model."""
 
 
 class ArchitectureError(SlapoError, ValueError):
-    """The zoo has no table for a model, or not for the class that was asked for."""
+    """Error of a model for which the zoo has no table, or whose table has not the class that was asked for."""
 
 
 class WeightsError(SlapoError, ValueError):
-    """A checkpoint cannot be read, written, or does not belong to the model."""
+    """Error of a checkpoint that cannot be read or written, or that does not belong to the model."""
 
 
 class CardError(SlapoError, ValueError):
-    """A schedule card is malformed, tampered with, or does not fit the model or the mesh."""
+    """Error of a schedule card that is malformed or altered, or does not fit the model or the mesh."""
 
 
 class StageError(SlapoError, RuntimeError):
-    """Code of the model failed in one stage of a pipeline."""
+    """Error raised by the model's own code in one stage of a pipeline."""
 
 
 class RankError(SlapoError, RuntimeError):
-    """Another rank failed; this rank stops with that rank's error.
+    """Error raised on this rank because another rank failed.
 
     Attributes:
-        traceback_text: where it happened there, or the empty string.
+        traceback_text: traceback of the other rank, or the empty string.
     """
 
     traceback_text: str = ""
@@ -59,14 +59,14 @@ _AGREED = "_slapo_raised_on_all_ranks"
 
 
 def agreed(exc: Exception) -> Exception:
-    """Mark an error that every rank raises, in one form or another, in the same step.
+    """Mark an error that every rank raises in the same step, and return it.
 
-    Nobody waits for anybody then: a caller who catches it on all ranks can go on.
+    No rank then waits in a collective, so a caller that catches the error on all ranks may continue.
     """
     exc.__dict__[_AGREED] = True
     return exc
 
 
 def is_agreed(exc: BaseException) -> bool:
-    """Return whether every rank raised with this error."""
+    """Return whether `agreed` marked the error: every rank raised in the same step."""
     return _AGREED in exc.__dict__

@@ -52,5 +52,5 @@ def read(folder: Path, name: str, root: Path | None = None) -> bytes:
     with open(handle, "rb") as file:
         if info.st_size > MAX_FILE:
             problem = f"{info.st_size} bytes, expected at most {MAX_FILE}"
-            raise CardError("card", str(path), problem, "a card is small")
+            raise CardError("card", str(path), problem, "move large files out of the card")
         return file.read(MAX_FILE + 1)

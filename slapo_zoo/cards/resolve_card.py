@@ -119,7 +119,7 @@ def python_schedule(name: str, trusted: bool) -> Callable[[Any], Any]:
     """
     reference = Reference.parse(name)
     if not trusted or not reference.is_pinned:
-        problem = "its schedule is Python, which can do whatever you can"
+        problem = "its schedule is a Python program, which would run with your rights"
         hint = "read it; then pass trust_remote_code=True and org/name@<40-hex sha>"
         raise CardError("card", name, problem, hint)
     pulled = pull(reference, with_python=True)

@@ -42,7 +42,7 @@ for name, work in COMMANDS.items():
 def moved(context: typer.Context) -> None:
     """Say where a command of ci/run.py is: in a checkout of the source."""
     hint = f"in a checkout of the source: python3 ci/run.py {context.info_name}"
-    raise SlapoError("slapo-zoo", str(context.info_name), "it is no command any more", hint)
+    raise SlapoError("slapo-zoo", str(context.info_name), "this command was removed", hint)
 
 
 @app.callback()

@@ -1,4 +1,4 @@
-"""Which kernel runs, and why: the registry, CPU matrix products, measured tables.
+"""Kernel dispatch: the kernel registry, matrix products on a CPU, and measured tables that choose a kernel.
 
 Imports `parallel`; `slapo_zoo.kernels` stands on it.
 """

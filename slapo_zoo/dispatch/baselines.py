@@ -1,6 +1,6 @@
-"""Baselines: each operation as `transformers` or torch computes it where no kernel of ours runs.
+"""Baselines for benchmarks of kernels: each operation as `transformers` or torch computes it without our kernels.
 
-Dropout is that of torch, fused where theirs is; nothing is made slower than the model would make it.
+Dropout is torch's, fused where the original's is, so that no baseline is slower than the model.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """gelu_new is eight operations in transformers 5.23, the exact one a single one."""
+    """Compute GELU of `x + bias` as transformers does: gelu_new in eight operations, the exact form in one."""
     from slapo_zoo.dispatch.kernel_registry import KERNELS
 
     if approximate == "none":
@@ -21,7 +21,7 @@ def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, p: float = 0.0, **_: Any) -> Tensor:
-    """T5's gated feed-forward; its gelu_new in one operation, which is what an expert would take."""
+    """Compute T5's gated feed-forward activation, with gelu_new as torch's single operation."""
     return functional.dropout(functional.gelu(gate, approximate="tanh") * up, p)
 
 
@@ -35,21 +35,13 @@ def embed(
     return functional.dropout(functional.layer_norm(z, z.shape[-1:], weight, bias, eps), p)
 
 
-def parallel_loss(logits: Tensor, target: Tensor, vocab_size: int, **options: Any) -> Tensor:
-    """The sharded loss of this package in torch operations."""
-    from slapo_zoo.parallel.losses.vocab_parallel import vocab_parallel_cross_entropy
-
-    logits = logits.float()  # as the losses of transformers do
-    return vocab_parallel_cross_entropy(logits, target, vocab_size, None, **options)
-
-
 def linear_loss(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None,
-    label_smoothing: float = 0.0, num_items: Any = 1, **_: Any,
+    x: Tensor, weight: Tensor | None, target: Tensor, bias: Tensor | None = None,
+    label_smoothing: float = 0.0, num_items: Any = 1, reduction: str = "sum", **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute a head and its loss with all logits in memory."""
-    logits = functional.linear(x, weight, bias).float()
-    options = {"label_smoothing": label_smoothing, "reduction": "sum"}
+    """Compute a head, where there is a weight, and its loss with all logits in memory."""
+    logits = (x if weight is None else functional.linear(x, weight, bias)).float()
+    options: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
     return functional.cross_entropy(logits, target, **options) / num_items
 
 
@@ -70,7 +62,7 @@ def t5_attention(
     causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """sdpa with the bias of all scores in memory, as T5 runs it; its dropout is fused."""
+    """Compute T5's attention by torch's fused attention, with the position bias [B, H, S, T] in memory."""
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)
     if weight is not None:
@@ -92,7 +84,7 @@ def local_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """sdpa with a mask of the window: what an expert would put in GPT-Neo's place."""
+    """Compute causal attention within a window by torch's fused attention and a mask, faster than GPT-Neo's own."""
     S, T = q.shape[-2], k.shape[-2]
     hidden = _hidden(q, S, T, causal=True, window=window)[None, None]
     hidden = hidden if key_mask is None else hidden | ~key_mask[:, None, None]
@@ -103,7 +95,7 @@ def eager_local_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute GPT-Neo's own attention, with its scores in memory in fp32."""
+    """Compute GPT-Neo's own windowed attention, with its scores [B, H, S, T] in memory in fp32."""
     S, T = q.shape[-2], k.shape[-2]
     scores = q.float() @ k.float().transpose(-1, -2) * scale
     scores = scores.masked_fill(_hidden(q, S, T, True, window), torch.finfo(torch.float32).min)
@@ -113,19 +105,19 @@ def eager_local_attention(
 
 
 def batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute the end of a residual block by torch's own operations: batch norm, sum, ReLU."""
+    """Compute the end of a residual block by torch's operations: batch norm, residual sum, ReLU."""
     return functional.relu(functional.batch_norm(x, None, None, weight, bias, True) + residual)
 
 
 def bias_dropout_residual_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor, p: float = 0.0, **_: Any
 ) -> Tensor:  # fmt: skip
-    """Compute the end of a block of BERT: bias, dropout, residual sum, layer norm."""
+    """Compute the end of a BERT block by torch's operations: bias, dropout, residual sum, layer norm."""
     z = functional.dropout(x + x_bias, p) + residual
     return functional.layer_norm(z, x.shape[-1:], weight, bias)
 
 
-# Kernels that are not here are weighed against their reference.
+# Kernels without an entry are compared with their reference.
 PLAIN: dict[str, Callable[..., Any]] = {
     "bias_gelu": gelu,
     "geglu": geglu,
@@ -136,22 +128,20 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "bias_dropout_residual_layer_norm": bias_dropout_residual_layer_norm,
     "embedding_layer_norm": embed,
     "linear_cross_entropy": linear_loss,
-    "vocab_parallel_cross_entropy": parallel_loss,
-    "vocab_parallel_linear_cross_entropy": lambda x, weight, target, vocab_size, bias=None, **options: (
-        parallel_loss(functional.linear(x, weight, bias), target, vocab_size, **options)
-    ),
+    "vocab_parallel_cross_entropy": linear_loss,
+    "vocab_parallel_linear_cross_entropy": linear_loss,
     "linear": functional.linear,
     "short_attention": sdpa,
     "t5_attention": t5_attention,
     "local_causal_attention": eager_local_attention,
     "batch_norm_relu_add": batch_norm,
 }
-# Beside it, what an expert would put in its place.
+# A faster implementation that an expert would use, where there is one.
 EXPERT: dict[str, Callable[..., Any]] = {"local_causal_attention": local_causal_attention}
 
 
 def liger() -> dict[str, Callable[..., Any]]:
-    """Return Liger's functions for the same arguments (GPU only); empty where Liger is not installed."""
+    """Return Liger's functions by kernel name, with our arguments (GPU only); empty without Liger."""
     try:
         from liger_kernel.transformers import functional as lf
     except ModuleNotFoundError:

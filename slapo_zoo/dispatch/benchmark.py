@@ -1,7 +1,7 @@
-"""Every kernel beside what it replaces: eager, torch.compile, and Liger on a GPU; forward and backward.
+"""Benchmark every kernel against what it replaces: eager, torch.compile, and Liger on a GPU; forward and backward.
 
-All alternatives of a row run in turn in one process, so ratios hold on a busy machine too. It
-writes `<device>.json` into the user's cache folder, from which the dispatch table is read.
+The alternatives of a row run in turn in one process, so that ratios hold on a busy machine too. Results go to
+`<device>.json` in the user's cache folder, from which kernels are chosen.
 """
 
 import json
@@ -28,10 +28,10 @@ from slapo_zoo.dispatch.tables import (
     user_folder,
 )
 
-GAIN = 1.02  # and it must beat what transformers runs: a kernel that changes nothing is no default
+GAIN = 1.02  # least speed-up in some row for a kernel to become a default
 REPEATS, SECONDS = 15, 1.5
 FLUSH = 256 << 20  # bytes written between two runs on a GPU, more than its L2
-# kernel -> test shapes of its `inputs`, as in the models that it serves; the first is the quick one
+# kernel -> shapes for its `inputs`, as in the models it serves; the first is for quick runs
 SHAPES: dict[str, list[tuple]] = {
     "bias_gelu": [(512, 1024), (2048, 3072, "tanh"), (8192, 4096, "tanh"), (2048, 3072), (8192, 4096)],
     "bias_relu": [(512, 1024), (2048, 3072), (8192, 4096)],
@@ -58,10 +58,10 @@ OTHERS = ("eager", "expert", "compile", "liger")
 
 
 def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Random arguments; floating ones require gradients."""
+    """Return random arguments of a kernel for a test shape; floating tensors require gradients."""
     torch.manual_seed(0)
     given = KERNELS[name].inputs(*shape, device=device)  # pyright: ignore[reportOptionalCall]
-    given.pop("chunk_bytes", None)  # made small for tests
+    given.pop("chunk_bytes", None)  # small, for tests
     if device == "cpu":  # a CPU draws its masks with torch's generator, not with ours
         given = {k: v for k, v in given.items() if k not in ("seeds", "p")}
     if "labels" in given:  # 15 % of the tokens, as BERT masks them
@@ -78,7 +78,7 @@ def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[
 
 
 def step(function: Any, given: dict[str, Any]) -> Callable[[], None]:
-    """Forward and backward with a gradient that is there already."""
+    """Return a function that runs a forward and backward of `function(**given)`; the output gradient is made once."""
     out = function(**given)
     out = out[0] if isinstance(out, tuple) else out
     gradient = torch.ones_like(out) if out.ndim else None
@@ -93,7 +93,7 @@ def step(function: Any, given: dict[str, Any]) -> Callable[[], None]:
 
 
 def timed(steps: dict[str, Callable[[], None]], device: str) -> dict[str, list[float]]:
-    """Time functions in turn; return the sorted milliseconds of each."""
+    """Time functions in turn, several times each; return the sorted milliseconds of each."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     waste = torch.empty(FLUSH if device == "cuda" else 0, dtype=torch.uint8, device=device)
     begin = time.perf_counter()
@@ -109,7 +109,7 @@ def timed(steps: dict[str, Callable[[], None]], device: str) -> dict[str, list[f
 
 def _once(run: Callable[[], None], waste: Tensor) -> float:
     if not waste.is_cuda:
-        # one thread: its own time, which work beside it does not lengthen
+        # one thread: its CPU time, which other processes do not change
         clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
         begin = clock()
         run()
@@ -124,7 +124,7 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 
 
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
-    """Name -> step, or the reason why there is none."""
+    """Return, for each way to compute a kernel's result, its step function, or a text why there is none."""
     kernel: Any = KERNELS[name]
     plain = PLAIN.get(name, kernel.reference)
     found: dict[str, Any] = {"eager": step(plain, given), "ours": step(kernel.entry, given)}
@@ -134,7 +134,7 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
         torch._dynamo.reset()
         try:
             found["compile"] = step(torch.compile(plain, dynamic=False), given)
-        except Exception as error:  # what does not compile is no rival; the row stands
+        except Exception as error:  # no alternative; the row is kept
             found["compile"] = f"{type(error).__name__}: {str(error)[:200]}"
     function: Any = liger().get(name) if device == "cuda" else None
     liger_has_none = NO_LIGER if device == "cuda" else UNMEASURED
@@ -145,7 +145,7 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
 def measure(
     name: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any]:
-    """One row: p20/p50/p80 of ours, and how many times as long the others take."""
+    """Measure a kernel at one shape; return a row: p20/p50/p80 in ms, and the time of each alternative over ours."""
     given = arguments(name, shape, dtype, device)
     with force("triton"):
         found = alternatives(name, given, device, compile)
@@ -163,11 +163,10 @@ def measure(
 
 
 def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
-    """Bucket -> `path` or "torch", and the least ratio of its rows.
+    """Return two dicts by bucket: the path to take (`path` or "torch"), and the least ratio of alternative to ours.
 
-    A kernel is taken where nothing that could run in its place was faster in any row (eager; Liger), and
-    something was gained in one: what only does as `transformers` does anyway is left out. A compiled
-    operation is no such thing, since the model around it is not compiled; its ratio stands in the rows.
+    A kernel is taken where no alternative (eager, expert, Liger) was faster in any row, and one was slower by
+    GAIN in some row. torch.compile is not compared, since the model around the kernel is not compiled.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:
@@ -182,25 +181,25 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
 
 
 def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
-    """The file of a device: figures, and the table that follows from them.
+    """Write measured rows and the dispatch table that follows from them to a device's file; return its path.
 
     Args:
-        device: its name.
-        rows: of `measure`; those of other shapes that the file holds stay.
-        folder: None takes the user's cache folder, never the installed package.
+        device: "cpu", or the name of the GPU.
+        rows: rows of `measure`; rows of other shapes in the file are kept.
+        folder: folder of the file; None takes the user's cache folder, never the installed package.
     """
     file = (folder or user_folder()) / f"{slug(device)}.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     about = {"torch": torch.__version__, "command": "slapo-zoo bench kernels"}
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # whole steps too
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}  # and whole steps
     new = {(row["what"], row["shape"], row["dtype"]) for row in rows}
     older = (r for r in kept.get("rows", []) if (r["what"], r["shape"], r["dtype"]) not in new)
     rows = sorted([*older, *rows], key=lambda row: (row["what"], row["dtype"], row["shape"]))
     table, least = dispatch(rows, "ours" if device == "cpu" else "triton")
     content = kept | {"device": device, "capability": capability(device), **about, "rows": rows}
-    for title, found in (("dispatch", table), ("ratios", least)):  # whole steps weigh kernels too
+    for title, found in (("dispatch", table), ("ratios", least)):  # kept entries: from whole steps
         content[title] = _of_steps(kept.get(title, {}), rows) | found
-    whole = file.with_suffix(f".{os.getpid()}")  # a run that is cut short leaves what was there
+    whole = file.with_suffix(f".{os.getpid()}")  # atomic: an interrupted run changes nothing
     whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     whole.replace(file)
     forget()
@@ -208,13 +207,13 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
 
 
 def _of_steps(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The entries of kernels that are no row."""
+    """Return the entries of a table whose kernels are not among the measured rows."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 
 
 def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.dtype]]:
-    """List the cases that a run measures, in order: (kernel, shape, dtype)."""
+    """Return the (kernel, shape, dtype) that a benchmark run measures, in order."""
     found: list[tuple[str, tuple, torch.dtype]] = []
     for name, shapes in SHAPES.items():
         if not name.startswith(tuple(only.split(","))) or (device == "cpu" and name in SAME_ON_CPU):
@@ -227,15 +226,15 @@ def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.d
 def run(
     quick: bool, only: str = "", folder: Path | None = None, again: bool = True
 ) -> dict[str, list[dict[str, Any]]]:
-    """All kernels in fp32 and bf16, on the GPU if there is one.
+    """Benchmark all kernels in fp32 and bf16, on the GPU if there is one; return the rows by title.
 
-    A row that fails is reported, and the others go on; each is kept as soon as it is measured.
+    A row that fails is logged and left out. Each row is written to the table as soon as it is measured.
 
     Args:
-        quick: the first shape of each, and nothing is kept.
-        only: beginnings of names.
-        folder: of the table; None takes the user's cache folder.
-        again: measure rows that the table has already.
+        quick: measure only the first shape of each kernel, and write nothing.
+        only: comma-separated beginnings of kernel names.
+        folder: folder of the table; None takes the user's cache folder.
+        again: also measure rows that the table has already.
     """
     load_kernels()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -249,7 +248,7 @@ def run(
         if row is None:
             continue
         rows.append(row)
-        if not quick:  # a run that is cut short keeps what it has
+        if not quick:  # an interrupted run keeps its rows
             write(name, [row], folder)
     for row in rows:
         row["beyond"] = []
@@ -257,10 +256,10 @@ def run(
 
 
 def quick_table(names: Sequence[str], device: str) -> Table:
-    """The table of this device with at least the second shape of some kernels, each measured once.
+    """Return the device's table, after measuring the second shape of each named kernel that it lacks.
 
     Args:
-        names: of the kernels; those without a benchmark are left out.
+        names: names of kernels; those without a benchmark are ignored.
         device: "cpu", or the name of the GPU.
     """
     kind = "cpu" if device == "cpu" else "cuda"
@@ -276,7 +275,7 @@ def quick_table(names: Sequence[str], device: str) -> Table:
 def _row(
     what: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any] | None:
-    """Measure one shape of a kernel; return its row of the table, or None where memory runs out or nothing compiles."""
+    """Measure one shape of a kernel; return its row, or None (logged) when memory runs out or nothing compiles."""
     try:
         return measure(what, shape, dtype, device, compile)
     except Exception as error:
@@ -285,7 +284,7 @@ def _row(
 
 
 def _known(device: str, folder: Path | None) -> set[tuple[str, str, str]]:
-    """Return what a device's table already has: (kernel, shape, dtype) of each row."""
+    """Return the (kernel, shape, dtype) of each row in a device's table."""
     file = (folder or user_folder()) / f"{slug(device)}.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {(row["what"], row["shape"], row["dtype"]) for row in found.get("rows", [])}

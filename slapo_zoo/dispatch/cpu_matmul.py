@@ -1,7 +1,7 @@
-"""Matrix products in fp32 on a CPU, by oneDNN where the BLAS of torch leaves half of the machine unused.
+"""Matrix products in fp32 on a CPU, computed by oneDNN where that is faster than torch's BLAS.
 
-MKL runs AVX2 code on CPUs of AMD; oneDNN takes AVX-512 there, which takes half of the time (measured:
-docs/training_steps.md). Both round alike. Sizes are a [M, K] times b [K, N].
+On AMD CPUs MKL runs AVX2 code, while oneDNN uses AVX-512 and takes half of the time (measured:
+docs/training_steps.md). Both round alike. Operands are a [M, K] and b [K, N].
 """
 
 import math
@@ -12,46 +12,46 @@ import torch
 from torch import Tensor
 
 LEAST = 1 << 22  # multiplications below which a call of oneDNN costs more than it saves
-NARROW = 8  # below it, reading the operands is all there is to do
-LARGE = 1 << 24  # elements of an operand that is not copied as a whole
-BLOCK = 1 << 21  # elements of a result that is made piece by piece
-# What the CPU has, by names of torch (none before 2.11); asked now, since a compiler cannot look into it.
+NARROW = 8  # smallest size; below it the product is bound by memory
+LARGE = 1 << 24  # elements; larger operands are copied piece by piece
+BLOCK = 1 << 21  # elements of a result computed at a time
+# CPU features by torch's names (none before 2.11); read at import, since compilers cannot trace it.
 CPU: dict[str, Any] = dict(getattr(torch.cpu, "get_capabilities", dict)())
 CPU["mkl"] = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
 AS_CLASS: set[Any] = set()  # forwards of kernels that compute what Linear and Conv1D do
 
 
 def is_faster_here() -> bool:
-    """Return whether this is a CPU of AMD with AVX-512, and torch multiplies with MKL."""
+    """Return whether oneDNN is the faster one on this CPU: AMD with AVX-512, and torch multiplies with MKL."""
     return bool(CPU["mkl"] and CPU.get("avx512_f")) and "AMD" in str(CPU.get("cpu_name"))
 
 
 def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
-    """Return whether oneDNN is the faster one for a b; `rows` of a, where it has more than two axes."""
+    """Return whether oneDNN is faster for `a @ b`; `rows` is the number of rows of an `a` with more than two axes."""
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
     sizes = (a.shape[0] if rows is None else rows, a.shape[-1], b.shape[1])
     return wide and is_faster_here() and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether a module's own forward is that of its class, or one of these products in its place."""
+    """Return whether a module's `forward` attribute computes what its class does: None, or a kernel for Linear."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a b + bias, [M, N]; it has no gradient of its own."""
+    """Return a b + bias, [M, N], by the faster library; the result carries no autograd graph."""
     if suits(a, b):
         if bias is None and a.numel() >= LARGE and not a.is_contiguous():
-            return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # it would be copied
+            return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # avoids a copy of a
         return _onednn(a, b, bias)
     return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """out = a b, with no other memory of that size."""
+    """Compute a b into `out` [M, N] without a temporary of that size."""
     if not suits(a, b):
         return torch.mm(a, b, out=out)
-    if b.is_contiguous():  # a run of its columns has gaps
+    if b.is_contiguous():  # slices of its columns would not be contiguous
         for part in _blocks(a.shape[0], b.shape[1]):
             out[part] = _onednn(a[part], b)
         return out
@@ -61,7 +61,7 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_mm_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add the product a b to `total` in place, without other memory of that size."""
+    """Add a b to `total` [M, N] in place, without a temporary of that size."""
     if not suits(a, b):
         return total.addmm_(a, b)
     for part in _blocks(a.shape[0], b.shape[1]):
@@ -76,10 +76,10 @@ def _blocks(length: int, width: int) -> Iterator[slice]:
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return the operator that torch.compile calls for a linear layer with a constant weight: not public.
+    """Compute a b + bias by oneDNN's linear operator, which torch.compile uses too but is not public.
 
-    Of an operand with gaps in memory oneDNN has no fast product: it would take a hundred times as long.
-    The strides of a bias are not even looked at.
+    Non-contiguous operands are copied first, because oneDNN is a hundred times slower on them and ignores the
+    strides of a bias.
     """
     bias = None if bias is None else bias.contiguous()
     return torch.ops.mkldnn._linear_pointwise(_dense(a), _dense(b).t(), bias, "none", [], "")

@@ -1,7 +1,7 @@
-"""Decide whether a kernel is fast enough for a size on a device: by its table, or an estimate from it.
+"""Decide whether a kernel is fast enough for a size on a device, by the device's table or an estimate.
 
-A device without a table has the prior: kernels whose gain needs no timing, because they leave work out.
-Which modules a kernel serves is slapo_zoo.zoo.kernel_choice.
+On a device without a table only kernels run that leave work out, so that their gain needs no timing (PRIOR).
+Which modules a kernel serves is decided in slapo_zoo.zoo.kernel_choice.
 """
 
 import math
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from slapo_zoo.dispatch.tables import UNMEASURED, Table, capability, table_of
 
-KEPT = 0.98  # a kernel is a default where the best alternative takes at least so many times as long
-FAR = 2.0  # powers of two beyond the measured sizes up to which the last one still speaks
+KEPT = 0.98  # least ratio of the best alternative's time to the kernel's
+FAR = 2.0  # powers of two: how far a measured size may be from the asked one
 OLDEST = (7, 0)  # compute capability that Triton serves
-# Kernel -> why it needs no timing, on any GPU that Triton serves.
+# Kernel -> why it is faster on any GPU without being timed.
 PRIOR = {
     "sparse_mlm_head_loss": "rows without a label do not pass the head",
     "unpadded_encoder": "padding does not pass the layers",
@@ -23,19 +23,19 @@ PRIOR = {
 
 @dataclass(frozen=True)
 class Decision:
-    """Answer for one kernel: it runs or not, and why."""
+    """Decision for one kernel, size and device: `runs` or not, and the reason as text."""
 
     runs: bool
     reason: str
 
 
 def decide(name: str, dtype: str, size: int, device: str) -> Decision:
-    """Decide whether a kernel runs for a size on a device; the choice and the run ask here.
+    """Return whether a kernel runs for a size on a device, and why; used for the choice at load and in each call.
 
     Args:
-        name: of the kernel.
-        dtype: "bfloat16".
-        size: of the last axis: the width; for attention that of a head.
+        name: name of the kernel.
+        dtype: dtype as text, e.g. "bfloat16".
+        size: length of the last axis: the width, or for attention the head dim.
         device: "cpu", or the name of the GPU.
     """
     table, size = table_of(device), 1 << (max(size, 1) - 1).bit_length()
@@ -66,7 +66,7 @@ def _any(table: Table, rows: Mapping[int, str], between: tuple[int, int]) -> boo
 
 
 def _between(known: list[int], size: int) -> tuple[int, int] | None:
-    """The measured sizes on both sides of one that was not."""
+    """Return the nearest measured sizes below and above `size`; None when `size` was measured or lies outside."""
     below, above = [n for n in known if n < size], [n for n in known if n > size]
     return (below[-1], above[0]) if below and above and size not in known else None
 
@@ -74,7 +74,7 @@ def _between(known: list[int], size: int) -> tuple[int, int] | None:
 def _interpolated(
     table: Table, rows: Mapping[int, str], between: tuple[int, int], size: int
 ) -> float:
-    """The ratio of a size between two: both in powers of two."""
+    """Return the ratio for `size` between two measured sizes, interpolated on a logarithmic scale; NaN if unknown."""
     low, high = (table.ratios.get(rows[n], math.nan) for n in between)
     share = math.log2(size / between[0]) / math.log2(between[1] / between[0])
     return low ** (1 - share) * high**share if low > 0 and high > 0 else math.nan

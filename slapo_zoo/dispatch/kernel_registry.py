@@ -1,4 +1,4 @@
-"""Kernel registry: what `replace(name)` may put into a module, and which path runs on a device."""
+"""Registry of kernels: which kernels `replace(name)` can install in a module, and which path runs on a device."""
 
 import importlib.util
 import os
@@ -18,33 +18,33 @@ from slapo_zoo.dispatch.tables import UNMEASURED, changes, table_of
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.parallel.once import once
 
-NAMESPACE = "slapo_zoo"  # of the operators, in torch.ops
-KNOWN = ("transformers", "torch", NAMESPACE)  # packages whose classes kernels stand for
+NAMESPACE = "slapo_zoo"  # of operators in torch.ops
+KNOWN = ("transformers", "torch", NAMESPACE)  # packages whose classes kernels serve
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly
 HAS_TRITON = importlib.util.find_spec("triton") is not None
-TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are fp32: too coarse for fp64
+TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are in fp32, so no fp64
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fast path for a module.
+    """A faster implementation of a module's forward.
 
     Args:
-        name: as in `replace(name)`.
-        install: puts it into the module of a site; adds no key to the state dict.
-        refuses: why it cannot serve a module, or the empty string.
-        serves: class names of modules, and the forward that each gets; a class of such a name with a
-            forward of its own is none of them.
+        name: name for `replace(name)`.
+        install: installs the kernel in the module of a site; adds no key to the state dict.
+        refuses: returns why the kernel cannot serve a module, or "".
+        serves: class name --> forward that modules of the class get; classes with a forward of their own are
+            excluded, whatever their name.
         entry: the public function.
-        reference: the slow truth, in plain torch operations.
-        inputs: test shape --> keyword arguments of both.
-        shapes: that it is tested on.
-        paths: what runs on a type of device where nothing else was measured to be faster.
-        sites: paths of a model's modules that it is for; None takes all whose class it serves.
-        runs_inside: it runs all modules inside the one that it serves, and so their kernels.
-        innermost: every kernel runs the modules that it serves, as modules.
-        limits: why its Triton path cannot serve a tensor of this dtype and last axis, or "".
+        reference: definition of the result in plain torch operations.
+        inputs: maps a test shape to keyword arguments of `entry` and `reference`.
+        shapes: shapes that the kernel is tested on.
+        paths: device type --> path that runs there unless another was measured to be faster.
+        sites: returns the paths of a model's modules that the kernel is for; None takes all it serves.
+        runs_inside: the kernel runs all modules inside the served one, and so their kernels.
+        innermost: every other kernel calls the served modules as modules.
+        limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
     """
 
     name: str
@@ -62,7 +62,13 @@ class Kernel:
     limits: Callable[[Tensor], str] = lambda x: ""
 
     def falls_back(self, dtype: torch.dtype, size: int, device: str) -> str:
-        """Return why it runs as torch operations on a GPU, whatever was measured, or the empty string."""
+        """Return why the kernel runs as torch operations on a GPU whatever was measured, or "".
+
+        Args:
+            dtype: dtype of the input.
+            size: length of the input's last axis.
+            device: "cpu", or the name of the GPU.
+        """
         if device == "cpu":
             return ""
         if not HAS_TRITON:
@@ -72,7 +78,7 @@ class Kernel:
         return self.limits(torch.empty(1, size, dtype=dtype, device="meta"))
 
     def runs(self, device: str) -> tuple[str, str]:
-        """The path on a device ("cpu", or the name of a GPU), and why."""
+        """Return (path, reason): which path runs on a device ("cpu", or the name of a GPU)."""
         if device == "cpu":
             return self.paths.get("cpu", "torch"), "the best of what runs on a CPU"
         if not any(key.startswith(f"{self.name}:") for key in table_of(device).dispatch):
@@ -87,7 +93,14 @@ def register_kernel(
     name: str, refuses: Callable[[nn.Module], str] = lambda module: "", passes: Sequence[str] = (),
     **more: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
-    """Register the decorated `install(site, **options)` under `name`; `more` are fields of Kernel."""
+    """Return a decorator that registers a function `install(site, **options)` as the kernel `name`.
+
+    Args:
+        name: name for `replace(name)`.
+        refuses: returns why the kernel cannot serve a module, or "".
+        passes: names of children whose work the kernel does itself.
+        **more: other fields of Kernel.
+    """
     served = more.get("serves")
 
     def unfit(module: nn.Module) -> str:
@@ -114,20 +127,20 @@ def kernel(
     limits: Callable[[Tensor], str] = lambda x: "",
     passes: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the fast path of `reference`.
+    """Return a decorator that registers a function as the fast implementation of `reference`.
 
     Args:
-        name: as in `replace(name)`.
-        reference: the definition.
-        inputs: test shape --> keyword arguments of both.
-        shapes: that it is tested on.
-        serves: class names, without importing the classes, and the forward that each gets.
-        cannot: why a module of such a class cannot be served, or the empty string.
-        cpu: what the entry runs on a CPU, in a word or two.
-        sites: paths of a model's modules that it is for; None takes all whose class it serves.
-        limits: why its Triton path cannot serve a tensor of this dtype and last axis, or "".
-        passes: children whose work it does itself. Where one is replaced, patched or hooked later, the
-            class's own forward runs.
+        name: name for `replace(name)`.
+        reference: definition of the result in plain torch operations.
+        inputs: maps a test shape to keyword arguments of both functions.
+        shapes: shapes that the kernel is tested on.
+        serves: class name --> forward that modules of the class get; the classes are not imported.
+        cannot: returns why a module of such a class cannot be served, or "".
+        cpu: what the function runs on a CPU, in a word or two.
+        sites: returns the paths of a model's modules that the kernel is for; None takes all it serves.
+        limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
+        passes: names of children whose work the kernel does itself. When one is replaced, patched or hooked
+            later, the class's own forward runs instead.
     """
     forwards = dict(serves or {})
 
@@ -148,7 +161,7 @@ def kernel(
 
 @cache
 def load_kernels() -> dict[str, Kernel]:
-    """Import every file of `kernels/`; each registers its own. Triton is not imported."""
+    """Import every file of `kernels/` (not Triton), which registers the kernels; return them by name."""
     package = importlib.import_module("slapo_zoo.kernels")
     for found in pkgutil.iter_modules(package.__path__):
         if "triton" not in found.name:
@@ -159,7 +172,7 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Return a forward that runs `forward` as long as nobody patches the class or the children that it bypasses."""
+    """Wrap a kernel's forward: once the class or a child in `passes` is patched, the class's own forward runs."""
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 
     @wraps(forward)
@@ -178,12 +191,12 @@ def _kind(module: Any) -> tuple[type, Any]:
 
 
 def served_class(module: nn.Module, serves: Collection[str]) -> Any:
-    """The first class of a module, from its own upwards, whose name a kernel serves."""
+    """Return the first class in a module's MRO whose name is in `serves`, or None."""
     return next((cls for cls in type(module).__mro__ if cls.__name__ in serves), None)
 
 
 def _unlike(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """Return why a module is none of those that a kernel was written for, or the empty string."""
+    """Return why a module is not of the classes that a kernel was written for, or ""."""
     found, own = served_class(module, serves), type(module)
     if found is None:
         kinds = ", ".join(sorted(serves)) or "a function only"
@@ -203,7 +216,7 @@ def _unlike(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Seq
 
 
 def as_written(cls: type) -> bool:
-    """Return whether a class of modules has the functions that its own file defines, down to its forward."""
+    """Return whether a module class still has the methods that its source file defines (nobody patched it)."""
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
         own = vars(base)
         if not all(_is_of(base, f) for n, f in own.items() if n == "forward" or n[:2] != "__"):
@@ -214,7 +227,7 @@ def as_written(cls: type) -> bool:
 
 
 def _is_of(cls: type, value: Any) -> bool:
-    """Return whether what a class has is no function, or one that its file defines; libraries may wrap it."""
+    """Return whether a class attribute is no function, or one of the class's file, perhaps wrapped by a library."""
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):
         return value is not vars(cls).get("forward")
@@ -226,13 +239,13 @@ def _is_of(cls: type, value: Any) -> bool:
 
 
 def package_of(what: Any) -> str:
-    """The package in which a class or a function was written, whatever it wraps."""
+    """Return the top-level package in which a class or function was written."""
     function = isinstance(what, FunctionType)
     return str(what.__globals__["__name__"] if function else what.__module__).partition(".")[0]
 
 
 def is_changed(module: Any) -> bool:
-    """Return whether someone else than a schedule sees the calls of a module, or does its work."""
+    """Return whether code other than a schedule has replaced a module's forward, or hooked the module."""
     forward = getattr(module, "__dict__", {}).get("forward")
     while (inner := getattr(forward, "__func__", getattr(forward, "func", None))) is not None:
         forward = inner
@@ -241,7 +254,7 @@ def is_changed(module: Any) -> bool:
 
 
 def is_hooked(module: Any) -> bool:
-    """Return whether someone else than a schedule wants to see its calls."""
+    """Return whether a module has hooks from code other than slapo_zoo."""
     hooks = [hook for kind in HOOKS for hook in getattr(module, kind, {}).values()]
     return any(not str(getattr(h, "__module__", "")).startswith("slapo_zoo") for h in hooks)
 
@@ -252,13 +265,13 @@ def operator(
     setup: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """The decorated function becomes torch.ops.slapo_zoo.<name>, which compilers see as one node.
+    """Return a decorator that makes a function the operator torch.ops.slapo_zoo.<name>, one node for compilers.
 
     Args:
-        name: of the operator.
-        fake: shapes and dtypes of its outputs.
-        setup: (ctx, inputs, output), what the backward needs.
-        backward: (ctx, *grads) --> gradients of the inputs; without it there are none.
+        name: name of the operator.
+        fake: returns empty outputs of the right shapes and dtypes.
+        setup: (ctx, inputs, output): saves what the backward needs.
+        backward: (ctx, *grads) --> gradients of the inputs; None: no gradients.
     """
 
     def register(function: Callable[..., Any]) -> Any:
@@ -276,7 +289,7 @@ _forced: list[str] = []
 
 @contextmanager
 def force(path: str) -> Iterator[None]:
-    """Context in which "triton" or "torch" runs on GPUs whatever was measured (tests, benchmarks)."""
+    """Context in which GPUs run the given path, "triton" or "torch", whatever was measured (tests, benchmarks)."""
     _forced.append(path)
     try:
         yield
@@ -285,7 +298,7 @@ def force(path: str) -> Iterator[None]:
 
 
 def runs_triton(name: str, x: Tensor) -> bool:
-    """Return whether the Triton path of a kernel runs for x: where it was measured not to be slower."""
+    """Return whether a kernel's Triton path runs for `x`, by the measurements of its device."""
     if x.dtype not in TRITON_DTYPES or not HAS_TRITON:
         return False
     if INTERPRETED or x.device.type == "cpu":
@@ -298,28 +311,28 @@ def runs_triton(name: str, x: Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
-    """Return the decision of `kernels="auto"`; where nothing was measured, torch runs inside the kernel."""
+    """Return the decision for a dtype, size and device; False for a kernel without any measurement there."""
     known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
     return known and decide(name, dtype, size, device).runs
 
 
 def in_triton(x: Tensor) -> bool:
-    """Return whether an operator's body, once it was called, uses Triton for x."""
+    """Return whether the body of an operator that was called uses Triton for `x`."""
     return HAS_TRITON and x.dtype in TRITON_DTYPES and (x.is_cuda or INTERPRETED)
 
 
 def bucket(name: str, x: Tensor) -> str:
-    """The key of the dispatch table: kernel, dtype and the last axis, up to a power of two."""
+    """Return the key of `x` in a dispatch table: kernel, dtype, and last axis rounded up to a power of two."""
     return f"{name}:{str(x.dtype)[6:]}:{1 << (int(x.shape[-1]) - 1).bit_length()}"
 
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """A fast path for a subgraph.
+    """A faster implementation of a subgraph of a traced module.
 
     Args:
-        name: as in `fuse(compiler="kernel", name=...)` and `replace(name, subgraph)`.
-        pattern: what it computes; its argument names are those of the function.
+        name: name for `fuse(compiler="kernel", name=...)` and `replace(name, subgraph)`.
+        pattern: function that the kernel computes; its argument names are those of `function`.
         function: the kernel.
     """
 
@@ -334,7 +347,7 @@ FUSED_KERNELS: dict[str, FusedKernel] = {}
 def register_fused_kernel(
     name: str, pattern: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register the decorated function as the kernel for all subgraphs that match `pattern`."""
+    """Return a decorator that registers a function as the kernel of all subgraphs that match `pattern`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if name in FUSED_KERNELS:

@@ -1,7 +1,7 @@
-"""Tables of kernels, as measured on a device.
+"""Tables of measured kernels per device, from which the fastest path is chosen.
 
-A table is looked for under the device's own name, in the user's cache folder and then in the package;
-then under any device of the same compute capability.
+A device's table is searched under its own name in the user's cache folder and in the package, then under any
+device of the same compute capability.
 """
 
 import json
@@ -15,7 +15,7 @@ import torch
 
 MEASURED = Path(__file__).parents[1] / "hub_cards" / "bench"
 UNMEASURED = "unmeasured"
-# Where no device is at hand to ask, e.g. for a plan: beginnings of words in product names.
+# Compute capability by a word of the product name, for plans without the device.
 CAPABILITIES = {
     "h100": "9.0", "h200": "9.0", "h800": "9.0", "h20": "9.0", "gh200": "9.0", "a100": "8.0",
     "a800": "8.0", "a30": "8.0", "a10": "8.6", "a40": "8.6", "a6000": "8.6", "3090": "8.6",
@@ -26,13 +26,13 @@ CAPABILITIES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Measurements of one device.
+    """Measured kernels of one device; a bucket is a kernel, dtype and size, as `kernel_registry.bucket` names it.
 
     Args:
-        device: that it was measured on; empty for the prior.
-        dispatch: bucket --> "triton", or on a CPU "ours", where the kernel did not lose; else "torch".
-        ratios: bucket --> how many times as long the best alternative takes.
-        capability: of the device, "9.0".
+        device: name of the measured device; "" when there is no table.
+        dispatch: bucket --> "triton" (on a CPU "ours") where the kernel did not lose, else "torch".
+        ratios: bucket --> time of the best alternative, divided by that of the kernel.
+        capability: compute capability of the device, e.g. "9.0".
     """
 
     device: str = ""
@@ -42,20 +42,20 @@ class Table:
 
 
 def user_folder() -> Path:
-    """Return where what this user measured is kept: SLAPO_ZOO_CACHE, or the cache folder of the system."""
+    """Return the folder of this user's measurements, below $SLAPO_ZOO_CACHE or the system's cache folder."""
     given = os.environ.get("SLAPO_ZOO_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return (Path(given) if given else base / "slapo_zoo") / "kernels"
 
 
 def slug(device: str) -> str:
-    """The name of a device as a file name: "NVIDIA H200" --> nvidia-h200."""
+    """Return a device name as a file name: "NVIDIA H200" --> nvidia-h200."""
     return "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
 
 
 @cache
 def capability(device: str) -> str:
-    """The compute capability of a GPU by its name, "9.0"; empty where it is not known."""
+    """Return the compute capability of a GPU by its name, e.g. "9.0"; "" if unknown."""
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             if torch.cuda.get_device_name(index) == device:
@@ -69,31 +69,31 @@ _changes = [0]  # how often a table changed in this process
 
 
 def keep(device: str, table: Table) -> None:
-    """Use a table for a device from now on, in this process."""
+    """Use this table for a device from now on in this process, instead of the files."""
     _kept[device] = table
     _changes[0] += 1
 
 
 def changes() -> int:
-    """A number that differs after every change of a table, for those who keep a decision."""
+    """Return a counter that increases with every change of a table, to invalidate cached decisions."""
     return _changes[0]
 
 
 def forget() -> None:
-    """Read all tables anew when they are next asked for."""
+    """Drop all cached tables, so that files are read again on the next use."""
     _kept.clear()
     _changes[0] += 1
 
 
 def table_of(device: str) -> Table:
-    """The table that speaks for a device; an empty one without a device where there is none."""
+    """Return the cached table of a device: its own, one of the same compute capability, or an empty one."""
     if device not in _kept:
         _kept[device] = own_table(device) or _relative(device) or Table()
     return _kept[device]
 
 
 def own_table(device: str) -> Table | None:
-    """Return the table of a device of this very name, or None; a user's own table wins over the package's."""
+    """Return the table of exactly this device, or None; the user's entries override the package's."""
     found = [_read(folder / f"{slug(device)}.json") for folder in (MEASURED, user_folder())]
     tables = [table for table in found if table is not None]
     if not tables:
@@ -111,7 +111,7 @@ def _read(file: Path) -> Table | None:
 
 
 def _relative(device: str) -> Table | None:
-    """The table of another device of the same compute capability."""
+    """Return the table of another device with the same compute capability, or None."""
     wanted = capability(device)
     if not wanted:
         return None

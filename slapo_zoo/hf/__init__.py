@@ -1,4 +1,4 @@
-"""Everything taken from `transformers`: the attention seam, classes and configs, tiny inputs, own models.
+"""Everything taken from `transformers`: attention interface, classes and configs, example inputs, own models.
 
 Imports `parallel`.
 """

@@ -1,19 +1,16 @@
-"""The attention seam: `transformers` calls our function, which calls the child `core_attn`."""
+"""Attention interface: `transformers` calls our function, which calls the child module `core_attn`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.hf import cpu_dropout_attention as dropped_attention
 from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
 from slapo_zoo.hf.padding import asks_no_positions, asks_nothing
 from slapo_zoo.parallel.known import known
-from slapo_zoo.parallel.rng.device_seeds import hashed_cells
 from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
 from slapo_zoo.parallel.rng.stream_position import SiteName
 
@@ -21,9 +18,9 @@ ATTRIBUTE = "core_attn"
 
 
 def register_attention() -> None:
-    """Make our seam known to `transformers`, for attention *and* for masks, once per back end.
+    """Register our attention function and mask function with `transformers`, for each attention back end.
 
-    Without the second registration the mask is silently None and padding is ignored.
+    Without a mask function of the same name `transformers` would pass None as mask and ignore padding.
     """
     from transformers import AttentionInterface, masking_utils
     from transformers.masking_utils import AttentionMaskInterface
@@ -47,10 +44,10 @@ def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """The sdpa function of `transformers`, or ours where it has none; q [B, H, S, d] --> [B, S, H, d]."""
-    if kwargs.get("softcap") is not None:  # no schedule has put `core_attn` here
+    """Run `transformers`' sdpa attention, or ours for capped scores; q [B, H, S, d] --> [B, S, H, d]."""
+    if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
-            problem = f"dropout={kwargs['dropout']} of capped scores in a module without core_attn"
+            problem = f"dropout={kwargs['dropout']} with capped scores needs a child core_attn"
             hint = "set the config's attention dropout to 0, or schedule the module's attention"
             raise SlapoError("attention", type(attention).__name__, problem, hint)
         core = CoreAttention(RandomStream(), ATTRIBUTE, ()).eval()
@@ -60,12 +57,12 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
 
 @dataclass(frozen=True)
 class DeviceDropout:
-    """Dropout by seeds, where the mask is hashed as it is used: see kernels/device_dropout.py.
+    """Attention and dropout functions that make masks from seeds: see kernels/device_dropout.py.
 
     Args:
-        serves: (q, mask, causal, number of keys) --> whether `attention` can be had.
-        attention: (q, k, v, mask, causal, scaling, seeds, p) --> [B, S, H, d].
-        plain: (x, seeds=, p=) --> x with elements dropped.
+        serves: (q, mask, number of keys, masks are drawn) --> True when `attention` should run.
+        attention: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> [B, S, H, d].
+        plain: (x, seeds=, p=) --> x after dropout.
     """
 
     serves: Callable[[Tensor, Tensor | None, bool, int], bool]
@@ -74,14 +71,14 @@ class DeviceDropout:
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k' * scaling + mask) v, with dropout of the probabilities by global head.
+    """softmax(q k^T * scaling + mask) v, with dropout masks that depend on the global head number.
 
     Args:
-        stream: the random stream of the model.
+        stream: random stream of the model.
         site: path of this module.
         heads: global indices of the query heads that this rank holds.
-        backend: of `attention_backends`, where nothing is dropped.
-        device: what drops on other devices than a CPU; without it masks are made in memory.
+        backend: name in `attention_backends` of what runs without dropout.
+        device: attention and dropout with masks from seeds; None makes masks in memory.
     """
 
     def __init__(
@@ -104,16 +101,27 @@ class CoreAttention(nn.Module):
         scaling: float | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Any]:
-        """Shapes: q [B, H, S, d], k and v [B, K, T, d], mask broadcasts to [B, 1, S, T]."""
+        """Return (output [B, S, H, d], None or attention weights).
+
+        Args:
+            q: queries [B, H, S, d].
+            k: keys [B, K, T, d]; K KV heads divide H.
+            v: values [B, K, T, d].
+            mask: broadcasts to [B, 1, S, T]; bool (True is visible) or additive; or None.
+            attention: the attention module of `transformers`.
+            dropout: probability that an attention weight becomes 0.
+            scaling: factor of the scores; None is d ** -0.5.
+            **kwargs: `position_bias`, `softcap`, `is_causal` and others of the back end.
+        """
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None
         bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
         dropout = dropout if self.training else 0.0
-        if not dropout and (cap is None or self.name != "sdpa"):  # torch's knows no cap (Gemma 2)
+        if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)
             run = self.backend.run
             return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)
         if not self.backend.drops:
-            problem = f"it would draw masks of its own for dropout={dropout}"
+            problem = f"this backend draws other dropout masks on every rank: dropout={dropout}"
             hint = "set the config's attention dropout to 0, or use sdpa or eager"
             raise SlapoError(str(self.site), f"attention={self.name!r}", problem, hint)
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -124,30 +132,24 @@ class CoreAttention(nn.Module):
     def _within_rows(
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
-        """All real tokens of the batch stand in one row: each sees those of its own batch row."""
+        """Compute attention over all real tokens of the batch packed in one row; each sees only its batch row."""
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-        device = self.device_dropout
-        if device and self.stream.hashes(q.device) and device.serves(q, None, False, 0):
+        device: Any = self.device_dropout
+        if self.stream.hashes(q.device) and device and (p or device.serves(q, None, 0, False)):
             return self._among_padding(device, q, k, v, p, scale)
-        seeds = self.stream.cells(len(real), self.site, self.heads) if p else []
-        found, start, H = [], 0, q.shape[1]
+        seeds: Any = self.stream.found(q.device, self.site, len(real), self.heads) if p else None
+        found, start, (H, S) = [], 0, (q.shape[1], real.shape[1])
         for row, count in enumerate(known().real or real.sum(1).tolist()):
             q_row, k_row, v_row = (x[:, :, start : start + count] for x in (q, k, v))
             start += count
             if p:
-                draw = partial(
-                    _draw_some,
-                    real[row],
-                    self.stream.draw_cells if q.device.type == "cpu" else hashed_cells,
-                )
+                first = bool(real[row, :count].all())  # padding stands behind them alone
+                places = None if first else real[row].nonzero()[:, 0]
                 mine = seeds[row * H : (row + 1) * H]
-                found.append(
-                    dropped_attention.dropped_attention(
-                        q_row, k_row, v_row, None, p, scale, mine, draw
-                    )
-                )
+                args = (q_row, k_row, v_row, None, False, scale, mine, p, S, places)
+                found.append(device.attention(*args))
             else:
                 options = {"dropout": 0.0, "scaling": scale, "is_causal": False}
                 found.append(self.backend.run(attention, q_row, k_row, v_row, None, **options)[0])
@@ -156,7 +158,7 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """Attend within rows without asking the device for their lengths: attention alone sees the padding."""
+        """Compute packed attention by unpacking to [B, H, S, d] with padding, so that the host needs no lengths."""
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
 
@@ -173,37 +175,31 @@ class CoreAttention(nn.Module):
         return out.flatten(0, 1).index_select(0, at)[None]
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
-        """The explicit form: torch's fused attention offers no way to choose the dropout mask."""
+        """Compute attention with our dropout masks; torch's fused attention cannot be given a mask."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
         S, T = q.shape[-2], k.shape[-2]
-        hashes, device = self.stream.hashes(q.device), self.device_dropout
-        explicit = bias is not None or cap is not None
-        if hashes and device and not explicit and device.serves(q, mask, causal, T):
+        drawn, device = self.stream.draws_in_blocks(q.device), self.device_dropout
+        by_seeds = drawn or self.stream.hashes(q.device)
+        if mask is None and causal and 1 < S != T:
+            mask = torch.ones(S, T, dtype=torch.bool, device=q.device).tril()
+        causal = mask is None and causal
+        explicit = bias is not None or cap is not None or (drawn and p >= 1.0)
+        explicit = explicit or q.shape[-1] != v.shape[-1]
+        if by_seeds and device and not explicit and device.serves(q, mask, T, drawn):
             seeds = self.stream.seeds(q, self.site, self.heads)
-            return device.attention(q, k, v, mask, causal, scaling, seeds, p)
-        if mask is None and causal and S > 1:
+            return device.attention(q, k, v, mask, causal, scaling, seeds, p, T if drawn else 0)
+        if causal and S > 1:
             mask = torch.ones(S, T, dtype=torch.bool, device=q.device).tril()
         if mask is not None:
-            mask = _additive(mask[..., :T], q.dtype)
-        large = q.shape[0] * q.shape[1] * S * T > dropped_attention.SMALL
-        if (
-            large
-            and self.stream.draws_in_blocks(q.device)
-            and bias is None
-            and cap is None
-            and p < 1.0
-        ):
-            seeds, draw = self.stream.cells(len(q), self.site, self.heads), self.stream.draw_cells
-            args = (q, k, v, mask, p, scaling, seeds, draw)
-            return dropped_attention.dropped_attention(*args)
+            mask = additive(mask[..., :T], q.dtype)
         scores = (q * scaling) @ k.transpose(-1, -2)
         scores = scores if bias is None else scores + bias
         scores = scores if cap is None else (scores / cap).tanh() * cap
         scores = scores if mask is None else scores.add_(mask)
         probabilities = scores.softmax(-1)  # in fp32 inside, also for bf16 scores
-        if hashes and device and p:
+        if device and p and self.stream.hashes(q.device):
             seeds = self.stream.seeds(probabilities, self.site, self.heads)
             probabilities = device.plain(probabilities, seeds=seeds, p=p)
         else:
@@ -211,19 +207,8 @@ class CoreAttention(nn.Module):
         return (probabilities @ v).transpose(1, 2).contiguous()
 
 
-def _draw_some(real: Tensor, draw: Any, like: Tensor, p: float, seeds: list[int]) -> Tensor:
-    """The mask of the real tokens of a row: a part of that of all."""
-    S = len(real)
-    whole = draw(like.new_empty(()).expand(len(seeds), S, S), p, seeds)
-    count = like.shape[-1]
-    if bool(real[:count].all()):
-        return whole[:, :count, :count]
-    at = real.nonzero()[:, 0]
-    return whole[:, at][:, :, at]
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """A mask as what is added to the scores; of a bool one, False hides."""
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask as a tensor to add to the scores; False in a bool mask becomes the lowest number."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(

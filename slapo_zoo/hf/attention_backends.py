@@ -1,4 +1,4 @@
-"""The attention back ends that `attention=` may name, and why one cannot be had here."""
+"""Attention back ends that `attention=` can name, and checks that one can run here."""
 
 import importlib.util
 import sys
@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from slapo_zoo.errors import ArchitectureError, SlapoError
 from slapo_zoo.parallel.paths import nearest
 
-NAME = "slapo_zoo"  # of our seam, as config._attn_implementation; a back end adds its own name
+NAME = "slapo_zoo"  # value of config._attn_implementation; a back end adds its name
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One implementation of softmax(q k' * scaling + mask) v.
+    """One implementation of softmax(q k^T * scaling + mask) v.
 
     Args:
-        run: (attention module, q, k, v, mask, **kwargs) --> [B, S, H, d] and perhaps probabilities.
-        mask: whose mask of `transformers` it takes.
-        flag: attribute of a model class that says whether the family can have it, or "".
-        drops: whether our own masks can drop its probabilities (docs/design: equal to one device).
+        run: (attention module, q, k, v, mask, **kwargs) --> ([B, S, H, d], None or attention weights).
+        mask: name of the `transformers` mask function whose masks it takes.
+        flag: attribute of a model class that is True when the family supports it, or "".
+        drops: our dropout masks can be applied to its attention weights.
         problem: (device type, dtype) --> why it cannot run there, or "".
     """
 
@@ -44,13 +44,13 @@ def _of_transformers(name: str) -> Callable[..., Any]:
 
 
 def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
-    """The function beside the module's class: each family of `transformers` has its own."""
+    """Call the `eager_attention_forward` in the module's own file; each family of `transformers` has one."""
     family = sys.modules[type(attention).__mro__[_own(attention)].__module__]
     return family.eager_attention_forward(attention, *tensors, **kwargs)
 
 
 def _own(attention: nn.Module) -> int:
-    """Index in the mro of the class that `transformers` defines, below what a schedule derived."""
+    """Return the index in the MRO of the class that `transformers` defines, after those that a schedule derived."""
     classes = type(attention).__mro__
     has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)
     return next((i for i, found in enumerate(has) if found), 0)
@@ -61,7 +61,7 @@ def _xformers(
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
     position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """memory_efficient_attention; q [B, H, S, d], k and v [B, K, T, d].
+    """Run memory_efficient_attention of xFormers; q [B, H, S, d], k and v [B, K, T, d].
 
     Unmeasured: it needs a CUDA device and the package.
     """
@@ -82,7 +82,7 @@ def _xformers(
 def _aligned_bias(
     q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> Tensor:
-    """Mask and positions as one additive tensor [B, H, S, T], whose rows begin at multiples of 8."""
+    """Return mask and position bias as one additive tensor [B, H, S, T] with rows aligned to 8 elements."""
     (rows, heads, length, _), width = q.shape, k.shape[-2]
     bias = q.new_zeros(rows, heads, length, -(-width // 8) * 8)[..., :width]
     if position_bias is not None:
@@ -127,7 +127,7 @@ BACKENDS = {
 
 
 def find_backend(name: str) -> Backend:
-    """Return the attention back end of a name; SlapoError lists those there are."""
+    """Return the attention back end with that name; SlapoError lists all names."""
     if name not in BACKENDS:
         near = nearest(str(name), BACKENDS) or list(BACKENDS)
         problem = f"no such back end, there are {', '.join(BACKENDS)}"
@@ -136,21 +136,21 @@ def find_backend(name: str) -> Backend:
 
 
 def implementation(name: str) -> str:
-    """Return the value of config._attn_implementation for a back end."""
+    """Return the value of `config._attn_implementation` that selects a back end."""
     return NAME if name == "sdpa" else f"{NAME}_{name}"
 
 
 def require_backend(
     name: str, cls: Any, tunable: tuple[str, ...], device: torch.device, dtype: torch.dtype
 ) -> None:
-    """ArchitectureError when a model class cannot have a back end here.
+    """Raise ArchitectureError when a model class cannot use a back end on this device and dtype.
 
     Args:
-        name: of the back end.
+        name: name of the back end.
         cls: model class of `transformers`.
-        tunable: back ends that the family's table names.
-        device: of the model.
-        dtype: of the model.
+        tunable: back ends that the family's table lists.
+        device: device of the model.
+        dtype: dtype of the model.
     """
     backend = find_backend(name)
     what = f"attention={name!r}"
@@ -160,9 +160,9 @@ def require_backend(
             n for n in tunable if not BACKENDS[n].flag or getattr(cls, BACKENDS[n].flag, False)
         ]
         problem = (
-            f"{cls.__name__} cannot have it"
+            f"{cls.__name__} does not support it"
             if found
-            else f"{cls.__name__} has no attention that could be chosen"
+            else f"{cls.__name__} has no attention whose backend can be chosen"
         )
         hint = f"it has: {', '.join(found)}" if found else "leave attention= out"
         raise ArchitectureError("attention", what, problem, hint)

@@ -1,22 +1,22 @@
-"""A config of `transformers`, read as data: no code of its repository runs, and its sizes are sane."""
+"""Read a config of `transformers` as data: no code of its repository runs, and its sizes are checked."""
 
 from pathlib import Path
 from typing import Any
 
 MAX_BYTES = 2**24
-MAX_COUNT = 10_000  # of layers or experts: each is a module that is built
+MAX_COUNT = 10_000  # layers or experts
 
 
 def read_config(name: str | Path, **options: Any) -> Any:
-    """Read a config with AutoConfig, without running the checkpoint's own code and without asking about it.
+    """Read a config with AutoConfig; code of the checkpoint is never run.
 
     Args:
-        name: a folder, or a model of the Hub.
-        options: of `AutoConfig.from_pretrained`.
+        name: a folder, or a model on the Hub.
+        options: options of `AutoConfig.from_pretrained`.
 
     Raises:
-        OSError: there is none.
-        ValueError: it is none that `transformers` knows, or one that no model has.
+        OSError: there is no such config.
+        ValueError: `transformers` does not know the config, or its sizes are absurd.
     """
     from transformers import AutoConfig
 
@@ -29,7 +29,7 @@ def read_config(name: str | Path, **options: Any) -> Any:
         found = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
     except (OSError, ValueError):
         raise
-    except Exception as error:  # whatever a strange value makes a config class stumble over
+    except Exception as error:  # config classes raise many types on absurd values
         raise ValueError(f"{type(error).__name__}: {error}") from error
     config = found[0] if isinstance(found, tuple) else found
     for field, value in vars(config).items():

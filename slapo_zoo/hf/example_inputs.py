@@ -1,4 +1,4 @@
-"""Inputs of the right kind and size for any head of the zoo, with and without labels."""
+"""Example batches for every head of the zoo, with and without labels."""
 
 import inspect
 from typing import Any
@@ -6,15 +6,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.parallel.losses.heads import FLAG, TAG, TOKEN, head_of
+from slapo_zoo.hf.models import accepts
+from slapo_zoo.parallel.losses.heads import CLASS, FLAG, PAIR, TAG, TOKEN, head_of
 
-CHARACTERS = 96  # of a model that has no vocabulary
+CHARACTERS = 96  # vocabulary of a model without `vocab_size`
+RESERVED = 3  # token ids below are special
+END = 3  # of a text, where a config does not say
+LABELLED = 0.7  # the share of tokens that have a label; the loss ignores the others
 
 
 def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """An input of the model's kind: what its forward takes of images, audio features and tokens."""
+    """Return a batch of zeros that the model's forward takes: images, audio features or tokens, without labels.
+
+    Args:
+        model: a model of `transformers`.
+        batch_size: number of rows.
+        seq_len: tokens per row.
+    """
     config, takes = model.config, inspect.signature(model.forward).parameters
-    compares = "return_loss" in takes  # images with texts; other models of text take images or not
+    compares = "return_loss" in takes  # images with texts
     images = _images(config, batch_size) if "pixel_values" in takes else {}
     if model.main_input_name == "pixel_values":
         return images
@@ -46,24 +56,24 @@ def _images(config: Any, batch_size: int) -> dict[str, Tensor]:
 
 
 def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """The same with numbers of a fixed seed, and labels."""
+    """Return an example batch with random content from a fixed seed, and labels."""
     batch, g = example_batch(model, batch_size, seq_len), torch.Generator().manual_seed(0)
     for name, value in batch.items():
         if name.endswith("input_ids"):
             vocabulary = getattr(model.config.get_text_config(), "vocab_size", CHARACTERS)
-            batch[name] = torch.randint(3, vocabulary, value.shape, generator=g)
+            batch[name] = torch.randint(RESERVED, vocabulary, value.shape, generator=g)
         elif value.is_floating_point():
             batch[name] = torch.randn(value.shape, generator=g)
     return with_labels(model, batch)
 
 
 def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return a batch of example inputs with labels for the model's head."""
+    """Return an example batch of zeros with labels for the model's head."""
     return with_labels(model, example_batch(model, batch_size, seq_len))
 
 
 def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Add labels of the kind that the model's head takes to a batch; none for a head without a loss."""
+    """Return the batch with labels of the kind that the model's head takes; unchanged for a head without a loss."""
     first = next(iter(batch.values()))
     rows = torch.zeros(len(first), dtype=torch.int64)
     labels = dict.fromkeys(head_of(type(model).__name__).labels, rows)
@@ -75,3 +85,71 @@ def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         elif kind == TOKEN:
             labels[name] = batch.get("input_ids", batch.get("decoder_input_ids"))
     return {**batch, **labels}
+
+
+def padded_batch(
+    model: Any, rows: int, tokens: int, seed: int = 0, tp: int = 1
+) -> dict[str, Tensor]:
+    """Make a batch that shows mistakes: rows of unlike lengths, labels of which some are ignored.
+
+    Args:
+        model: of `transformers`; only its class and config count.
+        rows: of the batch.
+        tokens: of each row, padding included; the first row has none.
+        seed: of the values.
+        tp: ranks that divide the vocabulary; the first and the last id of every shard are in the batch.
+
+    Returns:
+        name --> tensor, with labels where the model's class takes some.
+    """
+    g, config = torch.Generator().manual_seed(seed), model.config
+    batch = example_batch(model, rows, tokens)
+    for name, value in batch.items():
+        if value.is_floating_point():
+            batch[name] = torch.randn(value.shape, generator=g)
+    text = next((n for n in ("input_ids", "decoder_input_ids") if n in batch), "")
+    if text:
+        ids, mask = _text(batch[text].shape, config.get_text_config(), tp, g)
+        batch |= {text: ids} | ({"attention_mask": mask} if text == "input_ids" else {})
+    else:
+        ids = mask = next(iter(batch.values()))
+    kinds = dict(head_of(type(model).__name__).labels)
+    if not kinds and text and accepts(type(model), "labels"):
+        kinds["labels"] = TOKEN
+    for name, kind in kinds.items():
+        batch[name] = _label(kind, ids, mask, config, g)
+        if name == "mc_labels":
+            batch["mc_token_ids"] = mask.sum(-1) - 1
+    if "labels" in batch:
+        batch.pop("decoder_input_ids", None)  # the model makes them of the labels
+    return batch
+
+
+def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return token ids [..., T], each row closed by the end token, and a mask that is 0 where they are padding."""
+    size, end = getattr(config, "vocab_size", CHARACTERS), getattr(config, "eos_token_id", None)
+    end = end if isinstance(end, int) else END
+    ids = torch.randint(RESERVED, size, tuple(shape), generator=g)
+    ids = ids.masked_fill(ids == end, RESERVED if end != RESERVED else RESERVED + 1)
+    share = -(-size // tp)
+    edges = {size - 1} | {i for k in range(1, tp) for i in (k * share - 1, k * share)}
+    for i, edge in enumerate(sorted(e for e in edges if RESERVED <= e < size)):
+        ids.view(-1, shape[-1])[i % 2, i // 2] = edge
+    lengths = torch.randint(max(1, shape[-1] // 2), shape[-1] + 1, tuple(shape[:-1]), generator=g)
+    lengths.view(-1)[:1] = shape[-1]
+    ids.scatter_(-1, lengths[..., None] - 1, end)
+    mask = (torch.arange(shape[-1]) < lengths[..., None]).long()
+    return ids * mask + (getattr(config, "pad_token_id", None) or 0) * (1 - mask), mask
+
+
+def _label(kind: str, ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> Tensor:
+    """Return labels of a kind (`slapo_zoo.parallel.losses.heads`); some labels of tokens are ignored."""
+    if kind == TOKEN:
+        some = torch.rand(ids.shape, generator=g) < LABELLED
+        return ids.masked_fill(~(some & mask.bool()), -100)
+    if getattr(config, "problem_type", None) == "multi_label_classification":
+        return torch.rand(len(ids), config.num_labels, generator=g).round()
+    high = {CLASS: config.num_labels, TAG: config.num_labels, PAIR: 2, FLAG: 2}.get(kind)
+    shape = tuple(ids.shape) if kind in (TAG, FLAG) else (len(ids),)
+    found = torch.randint(0, ids.shape[1] if high is None else high, shape, generator=g)
+    return found.masked_fill(~mask.bool(), -100) if kind == TAG else found

@@ -1,4 +1,4 @@
-"""Everything we take from `transformers` beyond its documented front door, in one place."""
+"""Uses of `transformers` beyond its documented interface: classes, models on meta or fake tensors, initialisation."""
 
 import copy
 import importlib
@@ -23,17 +23,17 @@ from slapo_zoo.hf.no_waits import without_waits
 
 @cache
 def register_models() -> None:
-    """Make the models of `slapo_zoo.hf.own` known to the Auto classes; each file registers its own."""
+    """Register the models of `slapo_zoo.hf.own` with the Auto classes, by importing each file."""
     package = importlib.import_module("slapo_zoo.hf.own")
     for found in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"{package.__name__}.{found.name}")
 
 
 def resolve_class(config: Any, auto_class: Any = None) -> type:
-    """The model class: `auto_class` resolved for the config, or the checkpoint's own.
+    """Return the model class of a config, as `auto_class` or the config's `architectures` says.
 
     Args:
-        config: of `transformers`.
+        config: a config of `transformers`.
         auto_class: None, a model class, an Auto class, or the name of either.
     """
     import transformers
@@ -66,16 +66,16 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
 
 
 def _no_model(what: str, problem: str) -> ArchitectureError:
-    hint = "mend `architectures` of config.json, or pass auto_class=, e.g. AutoModelForCausalLM"
+    hint = "correct `architectures` in config.json, or pass auto_class=, e.g. AutoModelForCausalLM"
     return ArchitectureError("from_pretrained", what, problem, hint)
 
 
-_BUILDING = threading.RLock()  # torch's default dtype and what transformers patches are global
+_BUILDING = threading.RLock()  # default dtype and transformers' patches are global
 
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Modules built within have floating parameters of `dtype`; one thread at a time."""
+    """Context in which new modules have floating parameters of `dtype`; only one thread at a time is in it."""
     with _BUILDING:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -87,7 +87,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def no_progress_bars() -> Iterator[None]:
-    """Context in which `transformers` shows no bars of files that it reads and writes."""
+    """Context in which `transformers` shows no progress bars."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -100,20 +100,20 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool = True) -> Any:
-    """The model of a class, without storage, its weights tied; all that it computes is unmodified.
+    """Return an unmodified model on meta, with its weights tied, in eval mode.
 
     Args:
-        cls: of `transformers`.
-        config: its config; `_attn_implementation` is set to our seam, and `dtype`.
-        dtype: of the floating parameters.
-        own_attention: False keeps the attention implementation that the config asks for.
+        cls: model class of `transformers`.
+        config: config of the model; its `_attn_implementation` and `dtype` are set.
+        dtype: dtype of the floating parameters.
+        own_attention: False keeps the attention implementation that the config names.
     """
     from transformers.initialization import no_init_weights
 
     attention.register_attention()
     if own_attention:
         config._attn_implementation = NAME
-    config.dtype = dtype  # a head that builds its base model by an Auto class asks the config
+    config.dtype = dtype  # read by heads that build their base by an Auto class
     try:
         with torch.device("meta"), default_dtype(dtype), no_init_weights(), _Numbers():
             model = cls(config)
@@ -122,7 +122,7 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
         model.tie_weights()
     except SlapoError:
         raise
-    except Exception as error:  # whatever a value of config.json makes the class stumble over
+    except Exception as error:  # classes raise many types on bad values
         what = str(error).strip().partition("\n")[0]
         problem = f"it cannot be built from this config: {type(error).__name__}: {what:.200}"
         hint = "check the values of config.json against those of a model that works"
@@ -133,27 +133,25 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
 
 
 class _Numbers(TorchFunctionMode):
-    """A tensor that a constructor makes of one number has that number, also while the model is on meta."""
+    """Mode in which `torch.tensor(number)` stays on the CPU while a model is built on meta, to keep its value."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        is_tensor = (
-            getattr(func, "__name__", "") == "tensor"
-        )  # torch's own, or one wrapped around it
+        is_tensor = getattr(func, "__name__", "") == "tensor"  # torch.tensor, or a wrapper of it
         if is_tensor and args and isinstance(args[0], int | float):
             kwargs["device"] = kwargs.get("device") or "cpu"
         return func(*args, **kwargs)
 
 
 def _keep_numbers(model: Any) -> None:
-    """Put such parameters and buffers on meta too; their values stay in `given_numbers`."""
+    """Move parameters and buffers that have a constant value to meta, and store the values as `given_numbers`."""
     found, made = {}, {}
     for path, module in model.named_modules():
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
                 if tensor is not None and not tensor.is_meta:
                     found[f"{path}.{name}".lstrip(".")] = tensor.detach()
-                    if id(tensor) not in made:  # a shared one stays shared
+                    if id(tensor) not in made:  # shared tensors stay shared
                         meta, is_parameter = (
                             tensor.detach().to("meta"),
                             isinstance(tensor, nn.Parameter),
@@ -166,12 +164,12 @@ def _keep_numbers(model: Any) -> None:
 
 
 def given_numbers(model: Any) -> dict[str, torch.Tensor]:
-    """Name --> value that the constructor gave to a parameter, and that no initialisation sets (CLIP's scale)."""
+    """Return the constants that a model's constructor gave to parameters and buffers, by name (CLIP's scale)."""
     return model.__dict__.get("given_numbers", {})
 
 
 def _forget_loose_ties(model: Any) -> None:
-    """Some classes list ties that `tie_weights` does not make (XLM-RoBERTa's causal head)."""
+    """Remove listed ties that `tie_weights` does not make (XLM-RoBERTa's causal head)."""
     held = dict(model.named_parameters(remove_duplicate=False))
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     loose = [a for a, b in ties.items() if a in held and b in held and held[a] is not held[b]]
@@ -180,28 +178,28 @@ def _forget_loose_ties(model: Any) -> None:
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:
-    """That of most of its numbers: some classes hold a few in fp32 whatever the others are."""
+    """Return the dtype of most elements of a model's parameters; some classes keep a few in fp32."""
     dtypes = dict.fromkeys(p.dtype for p in model.parameters())
     return max(dtypes, key=lambda d: sum(p.numel() for p in model.parameters() if p.dtype == d))
 
 
 def count_parameters(config: Any, auto_class: Any) -> int:
-    """Count the parameters of the whole model; nothing is allocated."""
+    """Return the number of parameters of the unsharded model, without allocating it."""
     model = build_on_meta(resolve_class(config, auto_class), copy.deepcopy(config), torch.float32, False)  # fmt: skip
     return sum(p.numel() for p in model.parameters())
 
 
 def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The unmodified model made of fake tensors (shapes on a device), and their mode."""
+    """Return a FakeTensorMode, and the unmodified model made of its fake tensors, in eval mode."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.initialization import no_init_weights
 
     mode, config = FakeTensorMode(), copy.deepcopy(config)
     if str(config._attn_implementation).startswith(NAME):
-        config._attn_implementation = NAME  # masks of other back ends look at data
+        config._attn_implementation = NAME  # other back ends' masks branch on data
     config.dtype = dtype
     with torch.device("meta"), default_dtype(dtype), no_init_weights():
-        model = cls(config)  # beside the mode: some constructors look at numbers that they made
+        model = cls(config)  # outside of the mode: some constructors read data
         model.loss_type = model.loss_type or "ForCausalLM"
         model.tie_weights()
     with mode, default_dtype(dtype):
@@ -213,15 +211,15 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def accepts(cls: Any, name: str) -> bool:
-    """Return whether the forward of a class has an argument."""
+    """Return whether the forward of a class has an argument of that name."""
     return name in inspect.signature(cls.forward).parameters
 
 
 def to_fakes(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """Put new tensors of the mode that is active into a model, on the CPU; what is shared stays shared.
+    """Replace all tensors of a model by new CPU tensors of the active fake mode; shared ones stay shared.
 
     Returns:
-        (where the tensors of a module are, what was there by name), to put it back.
+        (dict of a module, its tensors before, by name) for each dict, to undo the replacement.
     """
     made: dict[int, torch.Tensor] = {}
     before = []
@@ -242,7 +240,7 @@ def to_fakes(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, torch.Ten
 
 
 def _widen(module: nn.Module) -> None:
-    """Floating parameters and buffers in fp32, as new ones: fake tensors are not changed in place."""
+    """Replace floating parameters and buffers of a module by fp32 ones; fake tensors cannot be cast in place."""
     for name, p in module._parameters.items():
         if p is not None:
             module._parameters[name] = nn.Parameter(p.detach().float(), p.requires_grad)
@@ -252,13 +250,13 @@ def _widen(module: nn.Module) -> None:
 
 
 def stays_wide(model: Any, path: str, module: nn.Module, dtype: torch.dtype) -> bool:
-    """Return whether a module computes in fp32 beside others in 16 bits: batch norms, and modules that the class names.
+    """Return whether a module stays in fp32 in a 16-bit model: batch norms, and modules that the class names.
 
     Args:
-        model: the whole one.
-        path: of the module.
-        module: itself.
-        dtype: in which the others compute.
+        model: the whole model.
+        path: path of the module.
+        module: the module.
+        dtype: dtype of the other modules.
     """
     if isinstance(module, nn.modules.batchnorm._BatchNorm):
         return True
@@ -269,19 +267,19 @@ def stays_wide(model: Any, path: str, module: nn.Module, dtype: torch.dtype) -> 
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """Tied parameter --> the one it shares memory with, for the whole model."""
+    """Return tied parameter --> parameter that it shares memory with, by name, for the unsharded model."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
 def init_module(model: Any, module: nn.Module) -> None:
-    """Run the model's own initialisation on a module and all below it, children first."""
+    """Run the model's `_init_weights` on a module and all modules below it, children first."""
     for child in module.children():
         init_module(child if hasattr(child, "_init_weights") else model, child)
     model._init_weights(module)
 
 
 def init_own(model: Any, path: str) -> None:
-    """Initialise what a module holds itself as the innermost model around it does; its children stay."""
+    """Initialise the tensors that a module holds itself, by the innermost model around it; skip its children."""
     parts = path.split(".") if path else []
     above = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
     model = next(m for m in reversed(above) if hasattr(m, "_init_weights"))
@@ -289,22 +287,22 @@ def init_own(model: Any, path: str) -> None:
 
 
 def initialized_as(module: Any) -> Any:
-    """The module itself, or that for which it stands in on a stage of a pipeline."""
+    """Return the module to initialise: the original of a replaced unit of another pipeline stage, else the module."""
     return module.__dict__.get("_original", module)
 
 
 def mark_initialized(tensor: torch.Tensor, value: bool = True) -> None:
-    """Tell the initialisation of `transformers` to leave a tensor alone."""
+    """Mark a tensor so that the initialisation of `transformers` leaves it unchanged."""
     tensor._is_hf_initialized = value  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def ignored_keys(model: Any) -> list[str]:
-    """Regular expressions of checkpoint keys that the class does not expect to use."""
+    """Return regular expressions of checkpoint keys that the model class ignores."""
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
 
 
 def freeze_as_made(model: Any) -> Any:
-    """Freeze the parameters that the class freezes: a load of `transformers` forgets it (Whisper's sine positions)."""
+    """Freeze the parameters that the class's constructor freezes (Whisper's sine positions); return the model."""
     with torch.device("meta"):
         made = type(model)(copy.deepcopy(model.config))
     for name, parameter in made.named_parameters():

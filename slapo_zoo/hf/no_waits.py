@@ -1,6 +1,6 @@
-"""Where a class of transformers makes the host wait for the device, the same method without a wait.
+"""Replacements of `transformers` methods that make the host wait for the device in each layer or forward.
 
-They make a tensor of one number on the device: a copy for which the host waits, in each layer or forward.
+The originals create a one-number tensor on the device, a copy for which the host waits.
 """
 
 from types import MethodType
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 def without_waits(model: nn.Module) -> None:
-    """Give the modules of such classes the method that does not wait; nothing that they compute changes.
+    """Replace methods that make the host wait, in a model's modules, by ones that compute the same.
 
-    A method that somebody has patched, on the class or on a module, runs as patched.
+    A method that somebody has patched, on the class or on a module, is left alone.
     """
     for module in model.modules():
         name, method = METHODS.get(type(module).__name__, ("", None))
@@ -22,7 +22,7 @@ def without_waits(model: nn.Module) -> None:
 
 
 def _is_of_its_file(module: nn.Module, name: str) -> bool:
-    """Return whether the method of a class of transformers was written in the file of the class."""
+    """Return whether a method of a module's class was written in the file of that `transformers` class."""
     cls = type(module)
     own: Any = vars(cls).get(name)
     return (
@@ -34,7 +34,7 @@ def _is_of_its_file(module: nn.Module, name: str) -> bool:
 def _gpt_neo_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """GPTNeoSelfAttention._attn: what a query does not see has the least score that there is."""
+    """Replace GPTNeoSelfAttention._attn: scores of hidden keys become the lowest number by torch.where."""
     scores = q.float() @ k.float().transpose(-1, -2)
     S, T = scores.shape[-2:]
     scores = torch.where(module.bias[:, :, T - S : T, :T], scores, torch.finfo(scores.dtype).min)
@@ -46,7 +46,7 @@ def _gpt_neo_attention(
 def _deberta_positions(
     module: Any, hidden: Tensor, queries: Tensor | None = None, given: Tensor | None = None
 ) -> Tensor | None:
-    """DebertaV2Encoder.get_rel_pos: distances [1, S, T], far ones in buckets."""
+    """Replace DebertaV2Encoder.get_rel_pos: return the distances [1, S, T], long ones in logarithmic buckets."""
     if given is not None or not module.relative_attention:
         return given
     S, T = (hidden if queries is None else queries).shape[-2], hidden.shape[-2]
@@ -59,15 +59,15 @@ def _deberta_positions(
 
 
 def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
-    """Distances up to `mid` as they are, longer ones by their logarithm."""
+    """Return distances up to `mid` unchanged and longer ones, up to `most`, in logarithmic buckets."""
     far = torch.where(distance.abs() < mid, mid - 1, distance.abs())
-    whole = torch.log(torch.tensor((most - 1) / mid))  # of the CPU: one number is no copy
+    whole = torch.log(torch.tensor((most - 1) / mid))  # on the CPU: a scalar needs no copy
     buckets = torch.ceil(torch.log(far / mid) / whole * (mid - 1)) + mid
     return torch.where(far <= mid, distance.to(buckets.dtype), buckets * distance.sign())
 
 
 def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, ...]:
-    """FalconAttention._split_heads; the key and value of a group by slices, as [-1] is copied to the device."""
+    """Replace FalconAttention._split_heads: slices replace the index [-1], which is copied to the device."""
     width = module.num_heads // module.num_kv_heads + 2
     grouped = fused.view(*fused.shape[:2], -1, width, module.head_dim)
     q, k, v = grouped[..., :-2, :], grouped[..., -2:-1, :], grouped[..., -1:, :]

@@ -1,4 +1,4 @@
-"""Masks of `transformers` that do not ask the device what is known: padding, and rows of many sequences."""
+"""Mask functions of `transformers` that use what the host knows of padding and packing, without asking the device."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -10,11 +10,11 @@ SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 
 
 def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A mask function of `transformers` (sdpa, eager) that takes the answer from the step.
+    """Wrap a mask function of `transformers` (sdpa, eager) to use what the step knows about padding.
 
     rewrite:  make(..., attention_mask)  -->  make(..., None) without padding; else one that skips nothing
 
-    It would ask once or twice per forward whether all tokens are real, to do without a mask then.
+    The original waits for the device once or twice per forward to see if all tokens are real.
     """
 
     @wraps(make)
@@ -30,7 +30,7 @@ def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asks_no_positions(find: Callable[..., Any]) -> Callable[..., Any]:
-    """`find_packed_sequence_indices`, which reads whether positions are those of one sequence per row."""
+    """Wrap `find_packed_sequence_indices` to use what the step knows: whether a row holds several sequences."""
 
     @wraps(find)
     def found(position_ids: Any) -> Any:

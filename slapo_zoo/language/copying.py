@@ -1,7 +1,7 @@
-"""An independent copy of a scheduled module: what its directives put into it works on the copy.
+"""Deep copy of a scheduled module, in which forwards and hooks of directives are bound to the copy.
 
-`copy.deepcopy` takes functions as they are. A directive's forward or hook is a function that holds its
-module, so a plain copy would go on computing with the weights of the original.
+`copy.deepcopy` shares functions. The forward or hook that a directive installs is a closure over its module, so
+a plain deep copy would keep computing with the weights of the original.
 """
 
 import copy
@@ -19,16 +19,16 @@ OURS = "slapo_zoo"
 
 
 def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Make a deep copy whose forwards and hooks are bound to the copy.
+    """Return a deep copy of a scheduled module whose forwards and hooks are bound to the copy.
 
     Args:
-        module: whose class calls this in `__deepcopy__`.
-        memo: of `copy.deepcopy`; what it names already is shared (process groups).
+        module: the module; its class calls this function in `__deepcopy__`.
+        memo: memo of `copy.deepcopy`; objects in it already (process groups) are shared and not copied.
     """
     new = module.__class__.__new__(module.__class__)
     memo[id(module)] = new
     new.__dict__.update(copy.deepcopy(module.__dict__, memo))
-    for part in chain([module], memo[id(memo)]):  # modules that stand in for others hold some, too
+    for part in chain([module], memo[id(memo)]):  # replaced modules have hooks too
         own = memo.get(id(part))
         if own is None or own is part or not isinstance(part, nn.Module):
             continue
@@ -42,8 +42,8 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """A copy of what a function of ours holds; functions of others stay as they are."""
-    if isinstance(value, MethodType):  # in a memo of `copy.deepcopy` its function is the original's
+    """Copy a function of slapo_zoo with everything that its closure holds; return foreign functions unchanged."""
+    if isinstance(value, MethodType):  # copy.deepcopy would keep the original's function
         return MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
         arguments = (rebound(each, memo) for each in value.args)
@@ -65,7 +65,7 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _keep_notes(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy the notes of `annotate` to the copies of parameters, which lack them."""
+    """Copy the attributes that `annotate` set on parameters to the copied parameters."""
     for parameter, name, note in _notes(module):
         setattr(memo[id(parameter)], name, copy.deepcopy(note, memo))
 

@@ -1,4 +1,4 @@
-"""A directive is one line of a schedule, as data; a primitive is its class."""
+"""Base classes of the schedule language: `Directive` (one line of a schedule, as data) and its state."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from slapo_zoo.parallel.rng.random_stream import RandomStream
 
 @dataclass
 class Placed:
-    """A tensor that was sharded: how, by which directive, and its shape before."""
+    """Record of one sharded tensor: its placement, the directive that sharded it, and its shape before that."""
 
     placement: Placement
     directive: "Directive"
@@ -31,13 +31,13 @@ class Placed:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What belongs to one forward: the call sets it, directives read it.
+    """Settings of one forward call of the model, which hooks and replaced forwards of directives read.
 
     Args:
-        tokens_divided: the tokens are divided over tp.
-        real_tokens: [B, S], true where a token is no padding, if padding may be left out.
-        tape: of a dry run, where collectives are noted.
-        is_call: a call of the model or of a part is running, or its backward.
+        tokens_divided: hidden states [B, S, D] are sharded over tp along the tokens S (sequence parallelism).
+        real_tokens: bool [B, S], True at tokens that are no padding; None where padding is computed too.
+        tape: records the collectives during a dry run on fake tensors; None in a real forward.
+        is_call: True during a call of the model or of one of its parts, and during its backward.
     """
 
     tokens_divided: bool = False
@@ -48,7 +48,7 @@ class ForwardContext:
 
 @dataclass
 class State:
-    """What the directives of one schedule share: the model, the mesh and what was done so far."""
+    """State that all directives of one schedule share: the model, the mesh, and what directives have done so far."""
 
     model: nn.Module
     mesh: Mesh
@@ -59,16 +59,16 @@ class State:
     checkpointed: list[str] = field(default_factory=list)
     applied: dict[str, set[str]] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)
-    overlap: dict[str, bool] = field(default_factory=dict)  # path of a sync --> as told
+    overlap: dict[str, bool] = field(default_factory=dict)  # path of a sync --> overlap() on or off
     sequence_gradients: set[str] = field(default_factory=set)
-    sequence_parallel: bool = False  # some directive divides tokens
-    unpads: bool = False  # some kernel leaves padding out
-    compute_dtype: torch.dtype | None = None  # where it is not that of the parameters
-    forward: ForwardContext = ForwardContext()  # of the current one
+    sequence_parallel: bool = False  # some directive shards tokens
+    unpads: bool = False  # some kernel skips padding
+    compute_dtype: torch.dtype | None = None  # None: that of the parameters
+    forward: ForwardContext = ForwardContext()  # of the running forward
     offloads: Offloads = field(default_factory=Offloads)
-    keeps: list[Pack] = field(default_factory=list)  # of what runs now: see Offloads.call
-    plan: RankPlan | None = None  # of the rank, once the whole program has run: see `plan_of`
-    # at a forward: what makes contexts around its recomputation
+    keeps: list[Pack] = field(default_factory=list)  # pack functions of the running contexts
+    plan: RankPlan | None = None  # set by the zoo's loader: see `plan_of`
+    # called in a forward; returns a function that makes the contexts of its recomputation
     recomputing: Callable[[], Callable[[], AbstractContextManager]] = lambda: nullcontext
 
     def __post_init__(self):
@@ -77,7 +77,7 @@ class State:
 
     @contextmanager
     def within(self, forward: ForwardContext) -> Iterator[None]:
-        """Context in which that forward is the current one, as in its recomputation."""
+        """Context in which `forward` is the current ForwardContext; a recomputation enters that of its forward."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -85,7 +85,7 @@ class State:
             self.forward = before
 
     def index(self) -> None:
-        """Remember which modules own which parameter, so that ties survive re-creation."""
+        """Collect all modules by path, and all names under which each parameter is found (several when tied)."""
         self.modules = dict(self.model.named_modules())
         self._selected: dict[str, tuple[int, list[str]]] = {}
         self.owners: dict[int, list[str]] = {}
@@ -95,10 +95,10 @@ class State:
                     self.owners.setdefault(id(tensor), []).append(join(path, name))
 
     def select(self, pattern: str) -> list[str]:
-        """The paths that a pattern matches, in model order; each pattern is looked up once."""
+        """Return the paths of the modules that a pattern such as `h.*.mlp` or `*:Linear` matches, in model order."""
         glob, _, class_name = pattern.partition(":")
         size, found = self._selected.get(glob, (-1, []))
-        if size != len(self.modules):  # new, or a directive has added a module since
+        if size != len(self.modules):  # not cached, or a directive has added modules
             found = select_paths(glob, self.modules)
             self._selected[glob] = len(self.modules), found
         if not class_name:
@@ -106,7 +106,7 @@ class State:
         return [path for path in found if type(self.modules[path]).__name__ == class_name]
 
     def set_parameter(self, old: Tensor, new: nn.Parameter) -> list[str]:
-        """Put `new` wherever `old` is, in all modules tied to it; returns the names."""
+        """Replace the parameter `old` by `new` in every module that holds it (ties too); return its names."""
         names = self.owners.pop(id(old))
         notes = {key: value for key, value in old.__dict__.items() if key[0] != "_"}  # annotate()
         for key in notes.keys() - new.__dict__.keys():
@@ -119,13 +119,13 @@ class State:
 
 
 def join(path: str, name: str) -> str:
-    """The dotted path of `name` below `path`, which may be the root ``''``."""
+    """Return the dotted path of `name` below `path`; `path` may be the root ``''``."""
     return f"{path}.{name}" if path else name
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where a directive lands: one module, its path, and the state of the schedule."""
+    """One module to which a directive is applied: its path, the module itself, and the state of the schedule."""
 
     path: str
     module: nn.Module
@@ -133,35 +133,38 @@ class Site:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the schedule."""
+        """Return the mesh of the schedule."""
         return self.state.mesh
 
     def group(self, directive: Any) -> Any:
-        """The process group of a directive's mesh dim; None when its size is 1."""
+        """Return the process group of a directive's `mesh_dim`; None when that dim has size 1.
+
+        In a dry run, collectives over the returned group are recorded on the tape and not sent.
+        """
         group, tape = self.mesh.group(directive.mesh_dim), self.state.forward.tape
         if tape is None:
             return group
         return tape.listen(group, directive.mesh_dim, self.path, directive)
 
     def name(self, tensor_name: str) -> str:
-        """Full name of a parameter or buffer of this module."""
+        """Return the full name of a parameter or buffer of this module, e.g. `h.0.mlp.weight` for `weight`."""
         return join(self.path, tensor_name)
 
     def tensor(self, tensor_name: str) -> Tensor | None:
-        """A parameter or buffer of this module, or None."""
+        """Return the parameter or buffer of this module with that name, or None when it has none."""
         found = self.module._parameters.get(tensor_name)
         return found if found is not None else self.module._buffers.get(tensor_name)
 
     def tensor_names(self) -> list[str]:
-        """Names of the parameters and buffers that the module itself holds."""
+        """Return the names of the parameters and buffers that this module itself holds, without its children's."""
         return [*self.module._parameters, *self.module._buffers]
 
     def placed(self, tensor_name: str) -> Placed | None:
-        """Return how a tensor of this module was sharded so far, or None."""
+        """Return how a parameter or buffer of this module was sharded so far; None when it was not."""
         return self.state.placed.get(self.name(tensor_name))
 
 
-# Type of a field --> what it certainly is not, whoever wrote it: a person, or a JSON file.
+# Declared type of a field --> types that its value must not have (bool passes as int).
 UNLIKE: dict[Any, tuple[type, ...]] = {
     int: (str, float, list, tuple, dict, type(None)),
     str: (int, float, list, tuple, dict, type(None)),
@@ -170,12 +173,12 @@ UNLIKE: dict[Any, tuple[type, ...]] = {
 
 
 class Directive:
-    """Base of every primitive. `check` may only read; `apply` may assume `check` passed."""
+    """Base class of all primitives: `check` only reads the model; `apply` runs afterwards and changes it."""
 
     name: ClassVar[str]
 
     def __post_init__(self) -> None:
-        """TypeError for a text where a number is expected, and the other way round."""
+        """Raise TypeError when a field declared as int, str or bool has a value of another type, e.g. `axis="0"`."""
         for f in dataclasses.fields(self):  # pyright: ignore[reportArgumentType]
             value = getattr(self, f.name)
             if isinstance(value, UNLIKE.get(f.type, ())):
@@ -184,12 +187,12 @@ class Directive:
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> "Directive":
-        """Make the directive of a call `sch[path].<name>(*args, **kwargs)`."""
+        """Construct the directive that the call `sch[path].<name>(*args, **kwargs)` stands for."""
         return cls(*args, **kwargs)
 
     @classmethod
     def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
-        """The directive of such a call at a path; ScheduleError for arguments it does not take."""
+        """Construct the directive of the call `sch[path].<name>(...)`; wrong arguments raise ScheduleError."""
         try:
             return cls.of(*args, **kwargs)
         except TypeError as error:
@@ -198,18 +201,18 @@ class Directive:
             raise ScheduleError(path or "(the model)", cls.name, problem, hint) from None
 
     def check(self, site: Site) -> None:
-        """Raise ScheduleError when the directive cannot be applied at `site`."""
+        """Raise ScheduleError when the directive cannot be applied at `site`; change nothing."""
 
     def apply(self, site: Site) -> None:
-        """Change the module at `site`."""
+        """Change the module at `site`; `check` has passed."""
         raise NotImplementedError
 
     def undo(self, site: Site) -> None:
-        """Take back what `apply` did; only where nothing of the model was changed or dropped."""
+        """Undo `apply` at `site`. Only primitives that leave the model unchanged implement this method."""
         raise NotImplementedError
 
     def local(self) -> str:
-        """Return why this directive cannot leave the process (a live callable), or the empty string."""
+        """Return why the directive cannot be written as JSON (it holds a live callable or module), or ''."""
         for name, value in self.arguments().items():
             if name == "subgraph" and not isinstance(value, str):
                 live = "names nodes of a live graph; only a regex over module names can be written"
@@ -219,17 +222,17 @@ class Directive:
         return ""
 
     def arguments(self) -> dict[str, Any]:
-        """The fields that differ from their defaults, in order."""
+        """Return the fields whose values differ from their defaults, in the order of the dataclass."""
         fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
     def fail(self, site: Site, problem: str, hint: str = "") -> ScheduleError:
-        """The error that names this site and this directive."""
+        """Return a ScheduleError that names the path of `site` and this directive; the caller raises it."""
         return ScheduleError(site.path or "(the model)", self, problem, hint)
 
     def __str__(self) -> str:
         arguments = ", ".join(f"{name}={value!r}" for name, value in self.arguments().items())
-        return f"{type(self).name}({arguments})"  # an argument may be called name
+        return f"{type(self).name}({arguments})"  # self.name may be an argument of the primitive
 
 
 PRIMITIVES: dict[str, type[Directive]] = {}
@@ -237,7 +240,7 @@ D = TypeVar("D", bound=Directive)
 
 
 def primitive(name: str) -> Callable[[type[D]], type[D]]:
-    """Register a Directive class; it becomes `sch[pattern].<name>(...)`."""
+    """Return a decorator that registers a Directive class under `name`, so that `sch[pattern].<name>(...)` works."""
 
     def register(cls: type[D]) -> type[D]:
         if name in PRIMITIVES:

@@ -1,4 +1,4 @@
-"""Explain a schedule: what it did to each module, and which collectives a training step causes there."""
+"""Explain a schedule: the directives of each module, and the collectives that they cause in a training step."""
 
 import re
 from collections import Counter
@@ -22,7 +22,7 @@ from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
 
 
 class TrafficRow(NamedTuple):
-    """Collectives of one kind in one step."""
+    """Number and total bytes of all collectives of one kind, mesh dim and phase in one training step."""
 
     kind: str
     mesh_dim: str
@@ -33,18 +33,18 @@ class TrafficRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """What was done to each module, and the collectives of a training step by module.
+    """Result of `explain`: the directives of each module and the collectives of one training step.
 
     Args:
-        done: path of a module --> its directives, in order.
-        transfers: of one training step on this rank, in order.
+        done: path of a module --> its directives as text, in order.
+        transfers: collectives of one training step on this rank, in order.
     """
 
     done: Mapping[str, Sequence[str]]
     transfers: Sequence[Transfer]
 
     def totals(self) -> list[TrafficRow]:
-        """Sum the collectives of the whole step by kind, mesh dim and phase."""
+        """Return the number and bytes of the step's collectives, summed by kind, mesh dim and phase."""
         counts: Counter[tuple[str, str, str]] = Counter(t[:3] for t in self.transfers)
         sizes: Counter[tuple[str, str, str]] = Counter()
         for t in self.transfers:
@@ -52,7 +52,7 @@ class Explanation:
         return [TrafficRow(*key, counts[key], sizes[key]) for key in sorted(counts)]
 
     def at(self, path: str) -> list[Transfer]:
-        """Return the transfers that one module causes."""
+        """Return the collectives that the module at `path` causes."""
         return [t for t in self.transfers if t.path == path]
 
     def __str__(self) -> str:
@@ -72,7 +72,7 @@ class Explanation:
         return list(dict.fromkeys([*self.done, *after]))
 
     def _about(self, path: str) -> tuple[str, ...]:
-        """The lines below the name of one module: each directive, and what it causes."""
+        """Return the printed lines of one module: each of its directives, and below it the collectives it causes."""
         own = Counter((t.directive, t.phase, t.kind, t.mesh_dim, t.bytes) for t in self.at(path))
         lines = []
         for directive in dict.fromkeys([*self.done.get(path, ()), *(key[0] for key in own)]):
@@ -85,7 +85,7 @@ class Explanation:
 
 
 def _alike(texts: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[list[str], tuple[str, ...]]]:
-    """Paths that differ by numbers only and have the same text, in the order of the first."""
+    """Group modules whose paths differ only in numbers and whose text is the same; yield (paths, text) per group."""
     groups: dict[Any, list[str]] = {}
     for path, text in texts.items():
         groups.setdefault((re.sub(r"\b\d+\b", "*", path), text), []).append(path)
@@ -94,7 +94,7 @@ def _alike(texts: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[list[str], tu
 
 
 def _common(paths: list[str]) -> str:
-    """`h.*.mlp` for several paths; the numbers that all share stay."""
+    """Return the paths as one pattern such as `h.*.mlp`; a segment that all paths share is kept."""
     columns = zip(*(path.split(".") for path in paths), strict=True)
     return ".".join(c[0] if len(set(c)) == 1 else "*" for c in columns)
 
@@ -102,11 +102,11 @@ def _common(paths: list[str]) -> str:
 def explain(
     state: State, landed: Iterable[tuple[Sequence[str], Directive]], batch: Mapping[str, Any]
 ) -> Explanation:
-    """Dry-run one training step of a scheduled model on fake tensors; nothing is changed or sent.
+    """Run one training step of a scheduled model on fake tensors and return its directives and collectives.
 
     Args:
-        state: of the schedule.
-        landed: the modules that each directive was applied to, in order.
+        state: state of the schedule; nothing in it is changed.
+        landed: for each directive, the paths of the modules that it was applied to, in order.
         batch: keyword arguments of the model's forward; only shapes and dtypes matter.
     """
     done: dict[str, list[str]] = {}
@@ -126,18 +126,18 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     model: Any = state.model
-    runtime = getattr(model, "_slapo", None)  # of AutoScheduledModel: its step runs this forward
+    runtime = getattr(model, "_slapo", None)  # of an AutoScheduledModel
     if runtime is not None and runtime.pipeline is not None:
         if any(call for _, call in state.cuts):
             hint = "explain it with pp=1, or see `slapo-zoo show NAME --pp ...`"
-            problem = "which calls of the shared block run here is not known from its path"
+            problem = "the block runs on several stages, and its path does not say which calls run on this one"
             raise ScheduleError("(the model)", "explain", problem, hint)
         whole, mine = runtime.pipeline.whole().state, runtime.pipeline.holds
         whole.sequence_parallel = state.sequence_parallel
         return [found for found in _dry_run(whole, batch) if mine(found.path)]
     forward = partial(runtime.own_forward, model) if runtime else model
     parameters = signature(runtime.own_forward if runtime else model.forward).parameters
-    if "use_cache" in parameters:  # as in a training step: a recomputation would fill it again
+    if "use_cache" in parameters:  # as in a training step
         batch = {**batch, "use_cache": False}
     mode, tape = FakeTensorMode(allow_non_fake_inputs=True), Tape()
     with in_dry_run(state, tape), mode, torch.enable_grad():
@@ -157,7 +157,10 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
 
 @contextmanager
 def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
-    """Context in which the collectives of a live schedule are noted, not sent, and its model trains."""
+    """Context for a dry run: collectives are recorded on `tape` and not sent, and the model is in training mode.
+
+    On exit the mesh, the modes of all modules and the random streams are restored.
+    """
     before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()
     state.mesh = replace(state.mesh, dry_run=True)
@@ -176,18 +179,18 @@ def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
 def after_backward(
     plan: RankPlan, named: Sequence[tuple[str, nn.Parameter]], tokens_sharded: bool
 ) -> list[Transfer]:
-    """Return the sums of gradients that a training step takes once the backward is done.
+    """Return the gradient all-reduces that a training step performs after the backward, one Transfer per bucket.
 
     Args:
-        plan: of this rank.
-        named: parameters of this rank.
-        tokens_sharded: tokens are sharded over tp in the step.
+        plan: plan of this rank, which says over which mesh dims each gradient is summed.
+        named: names and parameters of this rank.
+        tokens_sharded: hidden states are sharded over tp along the tokens (sequence parallelism).
     """
     parameters = dict(named)
     sums = plan.sums_of(parameters, REPLICAS, PARTIAL, DATA, tokens_sharded=tokens_sharded)
     return [
         Transfer("all_reduce", one.mesh_dim, "after backward",
-                 sum(p.nbytes + p.itemsize for p in run),  # one more says whether there is a gradient
+                 sum(p.nbytes + p.itemsize for p in run),  # a flag per gradient: present or not
                  directive="sums of gradients")
         for one, names in sums.items()
         for run in buckets([parameters[name] for name in names])

@@ -1,4 +1,4 @@
-"""Gradients after a backward: add new ones to earlier ones; compute the global norm; clip."""
+"""Gradients after a backward: accumulate them, compute their global norm, and clip them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,9 +16,9 @@ NORM_ROW = 4096  # elements
 
 @contextmanager
 def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Hide gradients of earlier steps while the new ones are made and reduced, then add them.
+    """Context in which `.grad` is empty at first; on exit the new gradients are added to the earlier ones.
 
-    After a failure the gradients are those of before: half a step is of no use.
+    When the body raises, the earlier gradients are restored and the new ones are dropped.
     """
     earlier = [p.grad for p in parameters]
     for p in parameters:
@@ -37,11 +37,11 @@ def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
 
 
 def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Tensor:
-    """Return the 2-norm of all gradients of the whole model, as one process would compute it.
+    """Return the 2-norm of the gradients of the unsharded model, as one process would compute it.
 
     Args:
-        named: local parameters.
-        plan: of this rank; sums run over tp (sharded parameters), dp (their rows) and pp.
+        named: names and local parameters of this rank.
+        plan: plan of this rank; squares are summed over tp (sharded parameters), dp (ZeRO rows) and pp.
     """
     divided, whole, device, dtype = [], [], torch.device("cpu"), torch.float32
     named, mesh = list(named), plan.mesh
@@ -76,7 +76,7 @@ def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
 
 
 def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Scale all gradients so that a global norm of `norm` becomes at most `max_norm`."""
+    """Multiply all gradients in place so that a global norm of `norm` becomes at most `max_norm`."""
     if not any(is_divided(p) for p in parameters):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return
@@ -87,10 +87,10 @@ def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> 
 
 
 def _square(grads: list[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all gradients, in float64.
+    """Return the sum of the squares of all gradients as a float64 scalar.
 
-    On a CPU one norm over 23 million float32 elements is wrong by a thousandth: torch adds them up
-    one after the other. So rows first, then the norms of the rows.
+    Norms of short rows are computed first: on a CPU a single float32 norm over 23 million elements is off by a
+    thousandth.
     """
     norms = [norm for grad in grads for norm in _row_norms(grad)]
     if not norms:

@@ -1,9 +1,9 @@
-"""Offload activations that autograd keeps to host memory, and bring them back before their backward.
+"""Offload saved activations to host memory, and copy them back to the device for their backward.
 
 rewrite:  kept [...] on the device  -->  kept [...] in pinned memory of the host  -->  on the device again
 
-Copies run on a stream of their own, beside the computation; the first backward that asks for one brings
-back what its module kept, and begins to bring back what the module before it kept. On a CPU nothing is copied.
+Copies run on a side stream beside the computation. The first backward that needs an activation of a
+module copies back all of that module, and starts on the module that ran before it. On a CPU nothing is copied.
 Source: Rhu et al. 2016, arXiv:1602.08124.
 """
 
@@ -17,23 +17,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-LEAST = 64 << 10  # bytes of what is worth a copy
-Pack = Callable[[Tensor], Any]  # a tensor that autograd keeps --> itself, or a Kept
+LEAST = 64 << 10  # bytes; smaller activations stay on the device
+Pack = Callable[[Tensor], Any]  # saved tensor --> itself, or a handle (Kept)
 
 
 class Kept:
-    """Handle that autograd holds in place of an activation: its copy on the host, its shard, or how to gather it."""
+    """Base class of handles that autograd saves in place of an activation; `again()` returns the activation."""
 
     def again(self) -> Tensor:
-        """Return the activation."""
+        """Return the activation that this handle stands for, with its original shape and device."""
         raise NotImplementedError
 
 
-class Waiting:
-    """The storage of an activation, copied to the host until the backward needs it.
+class HostCopy:
+    """The memory of one activation, copied to the host until its backward needs it.
 
     Args:
-        tensor: any view of it.
+        tensor: any view of that memory.
     """
 
     def __init__(self, tensor: Tensor):
@@ -50,7 +50,7 @@ class Waiting:
             whole.record_stream(side)
 
     def begin(self) -> None:
-        """Start the copy from the host back to the device."""
+        """Start the asynchronous copy from the host to the device; do nothing if it was started before."""
         if not self.is_away:
             return
         side, self.is_away = _side(self.device), False
@@ -63,7 +63,11 @@ class Waiting:
         self.here = back
 
     def view(self, like: tuple[torch.dtype, Any, Any, int]) -> Tensor:
-        """Return a tensor of a dtype and layout over this storage, brought back to its device."""
+        """Return a view of the activation's memory on its device; the computation waits for the copy.
+
+        Args:
+            like: dtype, size, stride and storage offset of the view.
+        """
         self.begin()
         if self._event is not None:
             torch.cuda.current_stream(self.device).wait_event(self._event)
@@ -78,57 +82,57 @@ def _side(device: torch.device) -> Any:
 
 
 class Offloaded(Kept):
-    """One activation of a module's call that lies on the host."""
+    """Handle for one saved activation that was copied to the host."""
 
-    def __init__(self, call: "Call", waiting: Waiting, tensor: Tensor):
-        self.call, self.waiting = call, waiting
+    def __init__(self, call: "Call", host: HostCopy, tensor: Tensor):
+        self.call, self.host = call, host
         self.like = tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def again(self) -> Tensor:
-        """Return the activation, and start to bring back the others of its module."""
+        """Return the activation on its device, and start to copy back the other activations of its module."""
         self.call.bring_back()
-        return self.waiting.view(self.like)
+        return self.host.view(self.like)
 
 
 class Call:
-    """One forward of a module, and what it kept.
+    """One forward of a module, and the activations that were offloaded in it.
 
     Args:
-        path: of the module.
-        before: the call that ran before it in the same forward.
-        notes: where ("out" or "back", path) is written, in order.
+        path: path of the module.
+        before: the offloaded call that ran before in the same forward; None for the first.
+        notes: list to which ("out" or "back", path) is appended for each copy; None to record nothing.
     """
 
     def __init__(self, path: str, before: "Call | None", notes: list[tuple[str, str]] | None):
         self.path, self.before, self.notes = path, before, notes
-        self.waiting: list[Waiting] = []
-        self._of_storage: dict[int, Waiting] = {}
+        self.copies: list[HostCopy] = []
+        self._of_storage: dict[int, HostCopy] = {}
         self.is_back = False
 
     def take(self, tensor: Tensor) -> Offloaded:
-        """Send a tensor to the host, once for all views of it."""
+        """Copy the memory of a tensor to the host, once for all views of it, and return the handle."""
         storage = tensor.untyped_storage()
         key, found = storage._cdata, self._of_storage
-        if not self.waiting:
+        if not self.copies:
             self._note("out")
         if key not in found:
-            found[key] = Waiting(tensor)
-            self.waiting.append(found[key])
-            weakref.finalize(storage, found.pop, key, None)  # another one may get its place
+            found[key] = HostCopy(tensor)
+            self.copies.append(found[key])
+            weakref.finalize(storage, found.pop, key, None)  # its address may be reused
         return Offloaded(self, found[key], tensor)
 
     def bring_back(self) -> None:
-        """Start to bring back what this call kept, and then what the one before it kept."""
+        """Start to copy back the activations of this call, and then those of the call before it."""
         self._begin()
         if self.before is not None:
             self.before._begin()
             self.before = None
 
     def _begin(self) -> None:
-        if self.waiting and not self.is_back:
+        if self.copies and not self.is_back:
             self.is_back = True
             self._note("back")
-            for one in self.waiting:
+            for one in self.copies:
                 one.begin()
 
     def _note(self, what: str) -> None:
@@ -137,10 +141,11 @@ class Call:
 
 
 class Offloads:
-    """The modules of one model whose activations wait on the host.
+    """The modules of one model whose activations are offloaded to the host.
 
     Attributes:
-        notes: a list to write the order of copies into, or None.
+        paths: paths of these modules, in model order.
+        notes: list that records the order of copies, for tests; None otherwise.
     """
 
     def __init__(self) -> None:
@@ -149,12 +154,12 @@ class Offloads:
         self._last: Call | None = None
 
     def call(self, path: str, module: nn.Module, keeps: Sequence[Pack]) -> AbstractContextManager:
-        """Return the context of one forward: what autograd saves in it is offloaded.
+        """Return a context for one forward of a module in which saved activations are offloaded to the host.
 
         Args:
-            path: of the module.
-            module: whose parameters stay where they are.
-            keeps: what is asked first: it may keep a tensor in a way of its own.
+            path: path of the module.
+            module: the module; its parameters and buffers stay on the device.
+            keeps: pack functions that are tried first; one that returns a handle keeps the tensor in its own way.
         """
         last, order = self._last, self.paths.index
         follows = last is not None and order(last.path) < order(path)
@@ -173,12 +178,12 @@ class Offloads:
 
 
 def unpack(kept: Any) -> Tensor:
-    """Return the tensor that autograd asks for again."""
+    """Return the activation that autograd saved as `kept`: a tensor, or a handle (Kept) of one."""
     return kept.again() if isinstance(kept, Kept) else kept
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Return the ids of a module's parameters, and of tensors that it reads in their place."""
+    """Return the storage ids of a module's parameters and buffers, and of tensors that replace parameters."""
     found: set[int] = set()
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values()]

@@ -1,4 +1,4 @@
-"""The rows of a rank's plan, read off what the directives of a schedule did."""
+"""Derive the rank plan (one row per tensor) from what the directives of a schedule did."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -18,10 +18,10 @@ from slapo_zoo.parallel.rank_plan import (
 
 
 def plan_of(state: State) -> RankPlan:
-    """Return the plan of a schedule: that of the zoo's model, or one for a model that is all here.
+    """Return the rank plan of a schedule: the one that the zoo's loader set, or one derived from the whole model.
 
     Args:
-        state: of the schedule.
+        state: state of the schedule; its model must be complete on this rank unless `state.plan` is set.
     """
     if state.plan is not None:
         return state.plan
@@ -44,15 +44,15 @@ def planned_rows(
     stages: Callable[[str], tuple[int, ...]],
     row_shards: int = 1,
 ) -> dict[str, TensorPlan]:
-    """Every tensor of a model as a row of the plan, in the order of the state dict.
+    """Return one TensorPlan per tensor of a model, by name, in the order of the state dict.
 
     Args:
-        state: of the schedule, whose directives have run.
-        whole: every tensor before the schedule: name, shape, dtype.
-        parameters: the names among them that may take a gradient.
-        tied: name --> the name under which that tensor is saved.
-        stages: name --> pipeline coordinates that hold what goes by this name.
-        row_shards: dp ranks among which rows are sharded (ZeRO).
+        state: state of a schedule whose directives have all been applied.
+        whole: name --> name, unsharded shape and dtype of each tensor of the model.
+        parameters: names of the tensors that may have a gradient.
+        tied: name of a tied tensor --> the name under which it is saved.
+        stages: maps a name to the pp coordinates of the stages that hold the tensor under this name.
+        row_shards: number of dp ranks over which the rows of each tensor are sharded (ZeRO).
     """
     names_of = {name: names for names in state.owners.values() for name in names}
     found = {}
@@ -72,7 +72,7 @@ def planned_rows(
 def _sums(
     state: State, names: list[str], placed: Placed | None, stages: tuple[int, ...]
 ) -> tuple[Sum, ...]:
-    """Return over which ranks the gradient of one parameter is summed, in order."""
+    """Return the all-reduces of one parameter's gradient, in order: over tp, pipeline stages, then dp."""
     mesh, found = state.mesh, []
     if placed is not None and (parts := _replicas(placed, mesh)):
         found.append(Sum("tp", REPLICAS, parts))
@@ -88,7 +88,7 @@ def _sums(
 
 
 def _replicas(placed: Placed, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """The tp coordinates that hold the same units (KV heads), or () where no two do."""
+    """Return the groups of tp coordinates that hold the same shard (KV heads); () if all shards differ."""
     placement, size = placed.placement, placed.shape[placed.placement.axis]
     if not placement.replicate or mesh.tp == 1:
         return ()

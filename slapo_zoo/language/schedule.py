@@ -1,4 +1,4 @@
-"""A schedule is a model, a mesh and the history of directives applied to it."""
+"""Schedule: a model, a mesh, and the list of directives that were applied to the model."""
 
 import dataclasses
 import difflib
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
 
     class _Method(Generic[P]):
-        """Signature of a primitive, for editors and type checkers."""
+        """Type of a primitive's method, such as `sch[path].shard`, for editors and type checkers only."""
 
         def __init__(self, directive: Callable[P, Directive]): ...
 
         def __get__(self, at: Any, owner: Any = None) -> Callable[P, "Selection"]: ...
 
-    class _Methods:  # a primitive that is missing here works too, untyped
+    class _Methods:  # primitives of third parties work too, untyped
         annotate = _Method(ps.Annotate)
         checkpoint = _Method(ps.Checkpoint)
         cut_pipeline_stage = _Method(ps.CutPipelineStage)
@@ -62,25 +62,25 @@ else:
 
 
 class Selection(_Methods):
-    """`sch[pattern]`: the modules that a directive will land on, and a view of the tree there."""
+    """The modules that `sch[pattern]` matches: primitives are its methods, and its children can be indexed."""
 
     def __init__(self, schedule: "Schedule", pattern: str):
         self.schedule, self.path = schedule, pattern
 
     @property
     def paths(self) -> list[str]:
-        """Paths of the modules that the pattern matches."""
+        """Return the paths of the modules that the pattern matches, in model order."""
         return self.schedule.state.select(self.path)
 
     @property
     def mod(self) -> nn.Module:
-        """The module, when the pattern is the path of one."""
+        """Return the one module that the pattern matches; a pattern of several modules raises ValueError."""
         (path,) = self.schedule.matching(self.path, "mod")
         return self.schedule.state.modules[path]
 
     @property
     def child(self) -> dict[str, "Selection"]:
-        """Direct children by name."""
+        """Return the selections of the module's direct children, by name."""
         names = [name for name, _ in self.mod.named_children()]
         return {name: Selection(self.schedule, join(self.path, name)) for name in names}
 
@@ -91,7 +91,7 @@ class Selection(_Methods):
         return join(self.path, path) in self.schedule
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, "Selection"]]:
-        """Yield (path, selection) of this selection and all below it."""
+        """Yield (path, selection) for each module at or below this path; `prefix` is put before each path."""
         for path in self.schedule.state.modules:
             if not self.path or path == self.path or path.startswith(self.path + "."):
                 yield join(prefix, path) if prefix else path, Selection(self.schedule, path)
@@ -109,13 +109,14 @@ class Selection(_Methods):
         return use
 
     def find(self, what: Any, func_pattern: Any = None) -> Any:
-        """Look in the graphs of the matching modules: see `slapo_zoo.language.graph.find.find`.
+        """Find nodes or subgraphs in the traced graphs of the matching modules: see
+        `slapo_zoo.language.graph.find.find`.
 
-        A module without a graph is traced first: the history shows `trace()`, errors are raised.
+        A module without a graph is traced first, and that `trace()` is recorded in the history.
 
         Args:
             what: a regex for module names, a predicate on a node, a pattern function or a Pattern.
-            func_pattern: look for this only in the modules below whose name matches the regex.
+            func_pattern: search for this instead, in the modules below whose names match the regex `what`.
         """
         paths = self.paths or [self.path]
         if func_pattern is not None:
@@ -136,12 +137,12 @@ class Selection(_Methods):
 
 
 class Schedule(Selection):
-    """A model under transformation, and the directives applied to it so far.
+    """A model that is being transformed, and the history of directives applied to it.
 
     Args:
-        model: any module; it is changed in place and its module tree stays.
-        mesh: sizes of tp, pp, dp and the rank to look at; no process group is needed to build.
-        seed: of the random streams.
+        model: any module; directives change it in place, and its module tree stays the same.
+        mesh: sizes of tp, pp and dp and the coordinates of this rank; building needs no process group.
+        seed: seed of the model's random streams (dropout).
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh | None = None, seed: int = 0):
@@ -150,20 +151,20 @@ class Schedule(Selection):
         self.state = State(model, mesh or Mesh(), RandomStream(seed))
         self.history: list[Step] = []
         self.landed: list[tuple[str, ...]] = []  # the modules that each step was applied to
-        self.kernels: list[Any] = []  # Choice: which kernels were considered, and why (not)
+        self.kernels: list[Any] = []  # Choice: kernels considered, and why (not) used
 
     @property
     def model(self) -> nn.Module:
-        """The model; another object once it was traced as a whole."""
+        """Return the scheduled model. It is a new object once the whole model was traced."""
         return self.state.model
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh this schedule is for."""
+        """Return the mesh that the model is sharded over."""
         return self.state.mesh
 
     def class_names(self) -> dict[str, str]:
-        """Path of every module --> name of its class."""
+        """Return the class name of every module, by path."""
         return {path: type(module).__name__ for path, module in self.state.modules.items()}
 
     def __getitem__(self, pattern: str) -> Selection:
@@ -173,7 +174,12 @@ class Schedule(Selection):
         return path in self.state.modules
 
     def matching(self, pattern: str, what: object) -> list[str]:
-        """The paths of a pattern; ScheduleError with the nearest ones when there is none."""
+        """Return the paths that `pattern` matches; ScheduleError names the nearest paths when there are none.
+
+        Args:
+            pattern: a path in which `*` stands for one segment.
+            what: the directive or method that asks, for the error.
+        """
         found = self.state.select(pattern)
         if not found:
             near = nearest(pattern, self.state.modules) or [*filter(None, self.state.modules)][:5]
@@ -181,7 +187,7 @@ class Schedule(Selection):
         return found
 
     def do(self, pattern: str, directive: Directive) -> "Schedule":
-        """Check a directive at every module that matches, then apply it there, then record it."""
+        """Check a directive at every module that `pattern` matches, then apply it to each, then record it."""
         modules, state = self.state.modules, self.state
         sites = [Site(path, modules[path], state) for path in self.matching(pattern, directive)]
         for site in sites:
@@ -200,14 +206,14 @@ class Schedule(Selection):
         return find(self.state.modules[path], path, what)
 
     def replay(self, history: "list[Step] | Schedule") -> "Schedule":
-        """Apply the directives of another schedule to this model."""
+        """Apply the directives of another schedule, or a list of (pattern, directive), to this model in order."""
         steps = history.history if isinstance(history, Schedule) else history
         for pattern, directive in steps:
             self.do(pattern, directive)
         return self
 
     def to_json(self) -> str:
-        """The program as JSON; ScheduleError when a directive holds a live object."""
+        """Return the history as JSON; a directive that holds a callable or module raises ScheduleError."""
         for pattern, directive in self.history:
             if reason := directive.local():
                 hint = "use a registered name, or keep the schedule local"
@@ -216,18 +222,18 @@ class Schedule(Selection):
         return json.dumps({"format": FORMAT, "steps": steps}, indent=1)
 
     def explain(self, batch: Mapping[str, Any] | None = None) -> Explanation:
-        """Per module: what was done, by which directive, and the collectives of a training step.
+        """Return, for each module, its directives and the collectives that they cause in one training step.
 
-        One step is run dry, on fake tensors: nothing is computed, sent or changed, and no
-        process group is needed. `print` it, or read `.transfers` and `.totals()`. Of a pipeline, the
-        part of this rank's stages is told, without what the stages send to one another.
+        The step is a dry run on fake tensors: nothing is computed, sent or changed, and no process group is
+        needed. Print the result, or read `.transfers` and `.totals()`. With pp > 1 it covers the stages of this
+        rank, without the sends between stages.
 
         Args:
-            batch: keyword arguments of the model's forward; only their shapes matter. None takes a
-                tiny batch for a model of `transformers`.
+            batch: keyword arguments of the model's forward, of which only shapes and dtypes matter; None makes
+                a tiny batch for a model of `transformers`.
 
         Raises:
-            ScheduleError: the stages of a pipeline share a block (ALBERT); or no batch for a model
+            ScheduleError: several stages of a pipeline share a block (ALBERT), or `batch` is None for a model
                 that is not of `transformers`.
         """
         alone = self.mesh.world_size == 1
@@ -236,16 +242,15 @@ class Schedule(Selection):
         return explain(self.state, landed, example)
 
     def undo(self) -> "Schedule":
-        """Take back the last directive, where its primitive can (a pipeline cut).
+        """Undo the last directive where its primitive supports that (a pipeline cut), and drop it from the history.
 
-        Most directives change the model in place and drop what was there: half of a sharded weight
-        is gone, a replaced module too. They are not undone but left out of a new schedule.
+        Most directives change the model in place, e.g. keep only a shard of a weight, and cannot be undone.
 
         Raises:
-            ScheduleError: nothing to undo, or it cannot be: the hint says what to do instead.
+            ScheduleError: the history is empty, or the directive cannot be undone; the hint gives a way around.
         """
         if not self.history:
-            raise ScheduleError("schedule", "undo", "its history is empty", "nothing is to be done")
+            raise ScheduleError("schedule", "undo", "its history is empty", "apply one first")
         pattern, directive = self.history[-1]
         if type(directive).undo is Directive.undo:
             hint = "start from a fresh model: Schedule(model, mesh).replay(sch.history[:-1])"
@@ -257,7 +262,7 @@ class Schedule(Selection):
         return self
 
     def diff(self, other: "Schedule") -> str:
-        """Lines of the program that differ from another's, as a unified diff."""
+        """Return a unified diff between the directives of this schedule and those of `other`; '' if equal."""
         mine, theirs = (str(s).splitlines() for s in (self, other))
         return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=1))
 
@@ -266,7 +271,7 @@ class Schedule(Selection):
 
 
 def from_json(text: str) -> list[Step]:
-    """The directives of a JSON program, to be replayed: `schedule.replay(from_json(text))`."""
+    """Parse what `Schedule.to_json` wrote into steps for `schedule.replay`; malformed text raises ScheduleError."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -305,5 +310,5 @@ def _step(index: int, step: Any) -> Step:
 
 
 def _tuples(value: Any) -> Any:
-    """Turn JSON lists into tuples: directives hold no lists."""
+    """Convert JSON lists to tuples recursively, because fields of directives are tuples."""
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

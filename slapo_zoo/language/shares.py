@@ -1,4 +1,4 @@
-"""Shard saved activations over tp: each rank keeps a share of an input that all tp ranks hold alike.
+"""Shard saved activations over tp: of an input that is equal on all tp ranks, each rank saves 1/tp.
 
 rewrite:  kept x [B, S, D] on every rank  -->  kept x_r [B * S * D / n]; the backward gathers x again
 
@@ -21,7 +21,7 @@ SHARDED = "sharded"
 
 
 class Share(Kept):
-    """Handle for an activation that is equal on all tp ranks: each keeps 1/tp of its elements."""
+    """Handle for a saved activation that is equal on all tp ranks: each rank keeps 1/tp of its elements."""
 
     def __init__(self, x: Tensor, mesh: Mesh):
         self.shape, self.group, self.size = x.shape, mesh.group("tp"), mesh.tp
@@ -31,19 +31,19 @@ class Share(Kept):
         self.part[: len(mine)].copy_(mine)
 
     def again(self) -> Tensor:
-        """Return the whole activation, gathered over tp."""
+        """All-gather the activation over tp and return it in its original shape."""
         out = self.part.new_empty(self.size * len(self.part))
         all_gather_single(out, self.part, group=self.group)
         return out[: self.shape.numel()].view(self.shape)
 
 
 def kept_in_shares(x: Any, mesh: Mesh, keeps: Sequence[Pack]) -> AbstractContextManager:
-    """Return the context of a call in which each tp rank saves 1/tp of its first argument `x` for the backward.
+    """Return a context for one call in which autograd saves only 1/tp of the argument `x` on each tp rank.
 
     Args:
-        x: the same on all tp ranks, or no tensor.
-        mesh: sizes of the mesh, and our coordinates.
-        keeps: what is asked about all else.
+        x: the module's first argument, equal on all tp ranks; no context is needed if it is no tensor.
+        mesh: mesh with the tp group and the coordinates of this rank.
+        keeps: pack functions for all other saved tensors; the last one that returns a handle wins.
     """
     if mesh.tp == 1 or not (isinstance(x, Tensor) and x.is_floating_point()):
         return nullcontext()

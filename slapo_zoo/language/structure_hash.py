@@ -1,4 +1,4 @@
-"""The digest that tells whether two modules have the same tree and shapes."""
+"""Digest of a model's structure: equal for two models with the same module tree, classes and shapes."""
 
 from torch import nn
 
@@ -6,7 +6,7 @@ from slapo_zoo.parallel.digests import digest
 
 
 def structure_hash(model: nn.Module) -> str:
-    """Hash the paths and classes of all modules, and the names and shapes of all parameters."""
+    """Return "sha256:..." over the paths and classes of all modules and the names and shapes of all parameters."""
     lines = [f"{path} {type(module).__name__}" for path, module in model.named_modules()]
     named = model.named_parameters(remove_duplicate=False)
     lines += [f"{name} {tuple(p.shape)}" for name, p in named]

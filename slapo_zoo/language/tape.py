@@ -1,9 +1,8 @@
-"""The tape of a step: one row for everything that happens while a model runs on fake tensors.
+"""Tape: record one training step of a model on fake tensors, one row per operator, collective or module call.
 
-One recorder serves whoever asks about a step before it is run: what crosses a pipeline cut, what a block
-costs, which bytes are alive when, which collectives there are. Each of them reads the rows of a tape, and
-holds no hook and no dispatch mode of its own. Whatever calls a collective notes it here, so nothing is
-predicted from a table: recomputation, the parallel loss and a third party's operators count as they run.
+The planner, the pipeline cuts, `explain` and the memory estimate all read these rows, so none of them has hooks
+or a dispatch mode of its own. Collectives are recorded where they are called, so recomputation, the
+vocabulary-parallel loss and third-party operators are counted as they really run.
 """
 
 import itertools
@@ -17,30 +16,76 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
+from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.hf.models import accepts
-from slapo_zoo.language.products import Product, product_of
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 
-# What a row may be beside an operator of torch, a collective and what another module notes:
-ENTER, LEAVE = "enter", "leave"  # a call of a watched module begins (of a unit: no row), ends
+
+class Product(NamedTuple):
+    """Sizes and cost of a batch of matrix products [m, k] x [k, n], or of a fused attention (n = 0).
+
+    Args:
+        batch: number of products; for an attention, batch size times heads.
+        m: rows of the first matrix; for an attention, queries.
+        n: columns of the second matrix; 0 for a fused attention.
+        k: length of the summed axis; for an attention, keys.
+        flops: floating-point operations of the whole batch.
+        moved: bytes read and written by the whole batch.
+    """
+
+    batch: float
+    m: float
+    n: float
+    k: float
+    flops: float
+    moved: float
+
+
+def product_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Product | None:
+    """Return the matrix product, convolution or attention that an operator call computes, or None."""
+    packet = func._overloadpacket
+    is_attention = "scaled_dot_product" in str(packet)
+    if packet not in flop_registry and not is_attention:
+        return None
+    tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)]
+    moved = float(sum(t.numel() * t.itemsize for t in tensors))
+    if is_attention:
+        back = "backward" in str(packet)
+        query, key = args[1 if back else 0], args[2 if back else 1]
+        flops = (10.0 if back else 4.0) * query.numel() * key.shape[-2]
+        batch = math.prod(query.shape[:-2])
+        return Product(batch, query.shape[-2], 0, key.shape[-2], flops, moved)
+    flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
+    found = next(t for t in tree_leaves(out) if isinstance(t, Tensor))
+    if found.ndim == 3:
+        batch, m, n = found.shape
+    else:  # a convolution: one row per output position
+        batch, n = 1, found.shape[1] if found.ndim > 1 else 1
+        m = found.numel() / max(n, 1)
+    k = flops / (2.0 * batch * m * n) if flops else 0.0
+    return Product(batch, m, n, k, flops, moved)
+
+
+# Values of Row.op besides operators of torch and kinds of collectives:
+ENTER, LEAVE = "enter", "leave"  # begin and end of a watched call (begin: not of units)
 LOSS = "loss"  # the forward has ended, the backward begins
-GRADIENT = "gradient"  # the first one of what the call number `amount` of a unit returned
-SUMMED = "summed"  # the gradient of a parameter stays in `.grad`
-FREE = "free"  # nothing uses the storage number `amount` any more
+GRADIENT = "gradient"  # first gradient of an output of unit call `amount`
+SUMMED = "summed"  # a parameter's gradient was accumulated in `.grad`
+FREE = "free"  # storage number `amount` was freed
 
 
 class Ref(NamedTuple):
-    """A tensor of the step, without the tensor.
+    """Description of a tensor in a recorded step, kept in place of the tensor itself.
 
     Args:
-        number: an operator that works in place returns the number that it was given.
-        storage: number of the memory behind it, which views share; below 0 what was there before.
-        size: bytes of this memory.
-        shape: of the tensor.
-        dtype: of the tensor.
-        requires_grad: as modules see it; an operator sees tensors without gradients.
+        number: identity of the tensor; the result of an in-place operator has that of its input.
+        storage: identity of its memory, the same for all views; negative if it existed before the step.
+        size: bytes of the whole memory.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        requires_grad: value as seen by modules; inside an operator it is always False.
     """
 
     number: int
@@ -52,20 +97,20 @@ class Ref(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Return the bytes of the tensor's elements; a view may have fewer than its memory (`size`)."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Transfer(NamedTuple):
-    """One collective that one rank takes part in: kind, bytes, module and phase.
+    """One collective in which this rank takes part during a training step.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all or send.
-        mesh_dim: of the ranks that take part.
-        phase: "forward", "backward" (a recomputed forward too) or "after backward".
-        bytes: of the whole tensor that it sums, makes or divides.
-        path: of the module that causes it.
-        directive: that put it there.
+        mesh_dim: mesh dim of the ranks that take part.
+        phase: "forward", "backward" (includes a recomputed forward) or "after backward".
+        bytes: size of the unsharded tensor that is reduced, gathered or scattered.
+        path: module that causes the collective.
+        directive: the directive that inserted the collective, as text.
     """
 
     kind: str
@@ -77,20 +122,20 @@ class Transfer(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One thing that happens in a step.
+    """One event of a recorded step: an operator, a collective, or the begin or end of a module call.
 
     Args:
-        op: an operator of torch, or what else happens: see the names above, and kinds of collectives.
-        unit: that runs; "" between units.
-        path: of the module that causes it, where that is known.
-        reads: the tensors among the arguments.
-        writes: the tensors among the results.
-        changes: those of the arguments that are written in place.
-        output: of a call of a unit, its result with a Ref for each tensor.
-        product: matrix product that the operator is.
-        backward: it happens in the backward.
-        amount: a number that belongs to the row.
-        transfer: the collective that it is.
+        op: the torch operator, the kind of a collective, or a constant such as LEAVE, LOSS or FREE.
+        unit: path of the watched unit (e.g. a block) that runs; '' between units.
+        path: path of the module that causes the event, where that is known.
+        reads: tensors among the arguments.
+        writes: tensors among the results.
+        changes: arguments that are written in place.
+        output: result of a unit's call, flattened, with a Ref in place of each tensor.
+        product: the matrix product or attention that the operator computes, or None.
+        backward: True when the event happens during the backward.
+        amount: number that goes with `op`, e.g. bytes of a collective or the storage that is freed.
+        transfer: the collective, or None for any other event.
     """
 
     op: Any
@@ -108,7 +153,7 @@ class Row(NamedTuple):
 
 @cache
 def is_view(op: Any) -> bool:
-    """Return whether an operator writes no memory."""
+    """Return whether an operator returns only views of its arguments, so that it allocates no memory."""
     infos = [returned.alias_info for returned in op._schema.returns]
     return bool(infos) and all(info is not None and not info.is_write for info in infos)
 
@@ -118,13 +163,13 @@ class _Done(Exception):  # noqa: N818 - not an error: the loss is known, so the 
 
 
 class Tape(TorchDispatchMode):
-    """Records one step of a model; without a model it notes the collectives alone.
+    """Recorder of one training step of a model on fake tensors; without a model it records collectives only.
 
     Args:
-        model: of fake tensors; None: whoever runs one tells it to note on this tape.
-        units: paths of the modules whose calls count one by one; none lies within another.
-        inner: paths of other modules whose calls begin and end with a row.
-        last: unit after which the forward may end once a parallel loss is known.
+        model: model with fake tensors; None when the caller runs the forward itself.
+        units: paths of the modules whose calls are counted one by one; none may lie within another.
+        inner: paths of further modules for whose calls a row is written at the begin and the end.
+        last: unit after which the forward stops once a vocabulary-parallel loss is known.
     """
 
     def __init__(
@@ -150,16 +195,23 @@ class Tape(TorchDispatchMode):
 
     @property
     def transfers(self) -> list[Transfer]:
-        """The collectives, in order."""
+        """Return the collectives of the step, in order."""
         return [row.transfer for row in self.rows if row.transfer is not None]
 
     def note(self, op: Any, **fields: Any) -> None:
-        """Write a row."""
+        """Append a row for `op`, with the running unit and the phase filled in."""
         backward = torch._C._current_graph_task_id() != -1
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 
     def listen(self, group: Any, mesh_dim: str, path: str, directive: object) -> Any:
-        """The group, which notes here what it is asked for; a real group stays as it is."""
+        """Return `group` such that each collective over it is recorded on this tape.
+
+        Args:
+            group: a ShapeOnlyGroup of a dry run; a real process group is returned unchanged.
+            mesh_dim: mesh dim of the group.
+            path: module that will be named as the cause.
+            directive: directive that will be named as the cause.
+        """
         if not isinstance(group, ShapeOnlyGroup):
             return group
 
@@ -174,18 +226,19 @@ class Tape(TorchDispatchMode):
         self, model: nn.Module, mode: Any, batch: Mapping[str, Any],
         loss_of: Callable[[Any], Tensor | None] = lambda output: None,
     ) -> "Tape":  # fmt: skip
-        """Record a forward, and its backward where there is a loss; the tape is finished then.
+        """Record a forward, and a backward when `loss_of` returns a loss; then remove all hooks and return the tape.
 
         Args:
-            model: that was given when the tape was made.
-            mode: the FakeTensorMode of its tensors.
-            batch: of any device; only shapes and dtypes count. No cache is filled, as in a training step.
-            loss_of: the loss of an output, which is None where the forward ended early.
+            model: the model that was passed to the constructor.
+            mode: the FakeTensorMode of the model's tensors.
+            batch: keyword arguments of the forward, of which only shapes and dtypes count; no KV cache is filled.
+            loss_of: maps the model's output to the loss or None; its argument is None where the forward stopped
+                early.
         """
         with mode:
             inputs = self._inputs(model, batch)
         try:
-            with mode, self, torch.enable_grad():  # in an evaluation too: its plan serves training
+            with mode, self, torch.enable_grad():  # also in an evaluation: training uses the plan
                 loss = self._forward(model, inputs, loss_of)
                 self.note(LOSS)
                 if loss is not None:
@@ -206,23 +259,23 @@ class Tape(TorchDispatchMode):
         try:
             return loss_of(model(**inputs))
         except _Done:
-            pass  # what it holds is given up before the loss is made
+            pass  # drop the exception's references before the loss
         return loss_of(None)
 
     def sum_of(self, output: Any) -> Tensor | None:
-        """One number that depends on the losses noted, and on all else that an output holds."""
+        """Return the sum of all recorded losses and all tensors in `output` that need a gradient; None if none."""
         leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
         found = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         terms = [x.float().sum() for x in (*self.losses, *found)]
         return torch.stack(terms).sum() if terms else None
 
     def close(self) -> None:
-        """Remove the hooks; what happens later is not noted."""
+        """Remove all hooks from the model; later events are not recorded."""
         while self._ends:
             self._ends.pop()()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator, and write its row."""
+        """Run one operator on fake tensors and append a row for it."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         changes = self._refs(args[0]) if func._schema.is_mutable and args else ()
@@ -247,7 +300,7 @@ class Tape(TorchDispatchMode):
                    tensor.dtype, tensor.requires_grad)  # fmt: skip
 
     def _given(self, tensor: Tensor) -> None:
-        """Give a number to the memory of a tensor that exists before the step and outlives it, such as a parameter."""
+        """Give a negative storage number to a tensor that exists before the step, such as a parameter."""
         key = tensor.untyped_storage()._cdata
         self._storages.setdefault(key, -1 - len(self._storages))
 
@@ -286,11 +339,11 @@ class Tape(TorchDispatchMode):
             raise _Done
 
     def _summed(self, parameter: Tensor) -> None:
-        """Note where the gradient of a parameter lies."""
+        """Append a row with the gradient tensor that has been accumulated into `parameter.grad`."""
         if parameter.grad is not None:
             self.note(SUMMED, reads=self._refs(parameter.grad))
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape on the CPU; under a FakeTensorMode it has no data."""
+    """Return an empty CPU tensor of the same shape and dtype; under a FakeTensorMode it is a fake tensor."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

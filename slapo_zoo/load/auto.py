@@ -1,22 +1,57 @@
 """AutoScheduledModel: from a HuggingFace checkpoint or config to a model that trains on a mesh."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.load.activation_budget import within_budget
-from slapo_zoo.load.planned import planned
+from slapo_zoo.load.planned import with_options
 from slapo_zoo.load.resolve import Trust, resolve_schedule
 from slapo_zoo.model.integrations.dialects import check_target, in_target
 from slapo_zoo.model.loader import Source, load_checkpoint, new_model
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.process_group import rank_guard
+from slapo_zoo.tune.planner.budget import policies_within, require_shape
 from slapo_zoo.weights.load import LoadOptions, parse_size
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
 from slapo_zoo.zoo.options import LoaderOptions
+from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
+
+
+def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
+    """Return the options with the schedule resolved and the activation budget turned into policies per block."""
+    trust = Trust(options.trust_remote_code, options.verify)
+    options = resolve_schedule(options, config, options.auto_class, mesh, trust)
+    return within_budget(options, config, mesh, dtype)
+
+
+def _from_files(
+    options: LoaderOptions, name_or_path: str | Path, revision: str | None, allow_pickle: bool,
+    max_load_memory: int | str | None, check_finite: bool, map_weights: bool,
+    config_changes: dict[str, Any],
+) -> Any:  # fmt: skip
+    """Load a checkpoint: see `AutoScheduledModel.from_pretrained`."""
+    hub = HubArguments.taken(config_changes)
+    attention, dtype = renamed(config_changes, options.attention, options.dtype)
+    options = replace(options, attention=attention, dtype=dtype)
+    check_target("from_pretrained", options.target, options.target_options)
+    with rank_guard("from_pretrained"):
+        most = parse_size(max_load_memory, "max_load_memory")
+        load = LoadOptions(most, check_finite, map_weights, hub.ignore_mismatched_sizes)
+        source = Source(str(name_or_path), revision, allow_pickle, config_changes, hub, load)
+        model = load_checkpoint("from_pretrained", options, source, _prepared)
+        return in_target(model, options.target, options.target_options)
+
+
+def _from_config(options: LoaderOptions, config: Any) -> Any:
+    """Make a model with new weights: see `AutoScheduledModel.from_config`."""
+    check_target("from_config", options.target, options.target_options)
+    with rank_guard("from_config"):
+        model = new_model("from_config", options, config, _prepared)
+        return in_target(model, options.target, options.target_options)
 
 
 class AutoScheduledModel:
@@ -27,7 +62,7 @@ class AutoScheduledModel:
         raise SlapoError("AutoScheduledModel", "()", "it has no instances", hint)
 
     @classmethod
-    @planned
+    @with_options(_from_files)
     def from_pretrained(
         cls,
         name_or_path: str | Path,
@@ -132,74 +167,57 @@ class AutoScheduledModel:
             SlapoError: an argument of the wrong type, or an unknown one (with the nearest names); an
                 engine that does not exist, is not installed, or lacks an option.
         """
-        hub = HubArguments.taken(config_changes)
-        attention, dtype = renamed(config_changes, attention, dtype)
-        options = LoaderOptions(
-            tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, schedule=schedule,
-            pipeline_order=pipeline_order, stages_per_rank=stages_per_rank, auto_class=auto_class,
-            dtype=dtype, precision=precision, dp_shard=dp_shard, zero_stage=zero_stage, device=device,
-            micro_batches=micro_batches, checkpoint_ratio=checkpoint_ratio,
-            checkpoint_policy=checkpoint_policy, activation_memory=activation_memory,
-            micro_batch_shape=micro_batch_shape, attention=attention, kernels=kernels, seed=seed,
-            trust_remote_code=trust_remote_code, verify=verify, target=target, target_options=target_options,
-        )  # fmt: skip
-        check_target("from_pretrained", target, target_options)
-        with rank_guard("from_pretrained"):
-            most = parse_size(max_load_memory, "max_load_memory")
-            load = LoadOptions(most, check_finite, map_weights, hub.ignore_mismatched_sizes)
-            source = Source(str(name_or_path), revision, allow_pickle, config_changes, hub, load)
-            model = load_checkpoint("from_pretrained", options, source, _prepared)
-            return in_target(model, target, target_options)
 
     @classmethod
-    @planned
-    def from_config(
-        cls,
-        config: Any,
-        tp: int = 1,
-        pp: int = 1,
-        dp: int | None = None,
-        sequence_parallel: bool = False,
-        schedule: Any = "zoo",
-        pipeline_order: str = "1f1b",
-        stages_per_rank: int | None = None,
-        auto_class: Any = None,
-        dtype: str | torch.dtype = "auto",
-        precision: str | None = None,
-        dp_shard: int = 1,
-        zero_stage: int = 3,
-        device: str | torch.device | None = None,
-        micro_batches: int | None = None,
-        checkpoint_ratio: float = 0.0,
-        checkpoint_policy: str | Sequence[str] = "",
-        activation_memory: int | str | None = None,
-        micro_batch_shape: tuple[int, int] | None = None,
-        attention: str | None = None,
-        kernels: str | Sequence[str] = "auto",
-        seed: int | None = None,
-        trust_remote_code: bool = False,
-        verify: str = "quick",
-        target: str | None = "torch",
-        target_options: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Make a model with new weights, the same for every (tp, pp, dp); see `from_pretrained` for the arguments."""
-        options = LoaderOptions(
-            tp=tp, pp=pp, dp=dp, sequence_parallel=sequence_parallel, schedule=schedule,
-            pipeline_order=pipeline_order, stages_per_rank=stages_per_rank, auto_class=auto_class,
-            dtype=dtype, precision=precision, dp_shard=dp_shard, zero_stage=zero_stage, device=device,
-            micro_batches=micro_batches, checkpoint_ratio=checkpoint_ratio,
-            checkpoint_policy=checkpoint_policy, activation_memory=activation_memory,
-            micro_batch_shape=micro_batch_shape, attention=attention, kernels=kernels, seed=seed,
-            trust_remote_code=trust_remote_code, verify=verify, target=target, target_options=target_options,
-        )  # fmt: skip
-        check_target("from_config", target, target_options)
-        with rank_guard("from_config"):
-            model = new_model("from_config", options, config, _prepared)
-            return in_target(model, target, target_options)
+    @with_options(_from_config, like=from_pretrained)
+    def from_config(cls, config: Any, *options: Any, **named: Any) -> Any:
+        """Make a model with new weights, the same for every (tp, pp, dp).
+
+        Args:
+            config: of transformers.
+            *options: those of `from_pretrained` that are about no file, in its order.
+            **named: the same by name.
+
+        Returns:
+            what `from_pretrained` returns.
+        """
 
 
-def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """Return the options with the schedule resolved and the activation budget turned into policies per block."""
-    trust = Trust(options.trust_remote_code, options.verify)
-    options = resolve_schedule(options, config, options.auto_class, mesh, trust)
-    return within_budget(options, config, mesh, dtype)
+def within_budget(
+    options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype
+) -> LoaderOptions:
+    """Return the options with a recompute policy per block, chosen for `activation_memory=`; unchanged without it.
+
+    Args:
+        options: options of the model.
+        config: config of the model.
+        mesh: mesh of the model.
+        dtype: dtype of the parameters.
+
+    Raises:
+        SlapoError: no policy fits the budget, or the budget contradicts another argument.
+    """
+    asked = options.activation_memory
+    if asked is None:
+        return options
+    budget = parse_size(asked, "activation_memory")
+    where, what = "from_pretrained", f"activation_memory={asked!r}"
+    if options.checkpoint_ratio or options.checkpoint_policy:
+        problem = (
+            "found checkpoint_ratio= or checkpoint_policy= beside it: both choose the recomputation"
+        )
+        raise SlapoError(where, what, problem, "pass only one of the two")
+    if kind_of(options.schedule) not in FROM_TABLE:
+        problem = "your own schedule decides the recomputation"
+        raise SlapoError(where, what, problem, 'leave it out, or use schedule="zoo"')
+    width = getattr(config.get_text_config(), "hidden_size", 0)
+    least = width * (options.compute_dtype or dtype).itemsize // mesh.tp
+    if budget < least:  # whatever the rows: said before they are asked for
+        problem = f"a block keeps {least} bytes for one token, even with full recomputation"
+        raise SlapoError(where, what, problem, 'give gigabytes, e.g. activation_memory="8GiB"')
+    shape = require_shape(options.micro_batch_shape)
+    policies = policies_within(
+        budget, repr(asked), config, options.auto_class, mesh, options, dtype, shape,
+        options.micro_batches,
+    )  # fmt: skip
+    return options if set(policies) == {"keep"} else options.but(checkpoint_policy=policies)

@@ -1,14 +1,14 @@
 """Take arguments that a call of the loader leaves out from a card's plan for these devices."""
 
+import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from slapo_zoo.cards.card import Card
 from slapo_zoo.cards.plans import Plan, measured_knobs, plans_of
 from slapo_zoo.cards.resolve_card import load_card
 from slapo_zoo.hf import models as hf
@@ -18,7 +18,7 @@ from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.parallel.rng.seeds import get_logger
 from slapo_zoo.zoo.argument_values import changed_config, local_folder, make_mesh, pick_device
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
-from slapo_zoo.zoo.options import unknown_knob
+from slapo_zoo.zoo.options import LoaderOptions, unknown_knob
 from slapo_zoo.zoo.schedule_source import kind_of
 from slapo_zoo.zoo.tuned import CARDS, machine_name, model_name, shape_name
 
@@ -28,36 +28,61 @@ TOGETHER = (
     ("dp_shard", "zero_stage"), ("precision", "dtype", "torch_dtype"),
 )  # fmt: skip
 SHAPES_PROGRAM = ("checkpoint_ratio", "checkpoint_policy", "sequence_parallel", "kernels")
+OPTIONS = tuple(field.name for field in dataclasses.fields(LoaderOptions))
 WHERE = "from_pretrained"
 
 
-class Told(NamedTuple):
-    """What rank 0 read from a card: its tuning, and whether its program is the zoo's own."""
+def with_options(
+    load: Callable[..., Any], like: Any = None
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function that is a signature and a docstring: a call of it is one of `load`.
 
-    tuning: Mapping[str, Any]
-    is_own: bool
+    rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name, revision="x")
+
+    The plan of a card gives the arguments that were not given.
+
+    Args:
+        load: takes the options, and by name all arguments that are none.
+        like: a class method whose options the signature has, in its order; None: it names them itself.
+    """
+
+    def decorate(declared: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(declared)
+        if like is not None:
+            own = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+            options = inspect.signature(like.__func__).parameters
+            own += [options[name] for name in options if name in OPTIONS]
+            signature = signature.replace(parameters=own)
+
+        @functools.wraps(declared)
+        def call(*args: Any, **given: Any) -> Any:
+            asked = _bound(declared.__name__, signature, args, given)
+            schedule = asked.arguments.get("schedule", "zoo")
+            if isinstance(schedule, str | Path) and kind_of(schedule) == "card":
+                with rank_guard(WHERE):
+                    asked.arguments |= defaults(asked.arguments)
+            asked.apply_defaults()
+            _cls, *others = (name for name in asked.arguments if name not in OPTIONS)
+            options = LoaderOptions(**{name: asked.arguments[name] for name in OPTIONS})
+            return load(options, **{name: asked.arguments[name] for name in others})
+
+        call.__dict__["__signature__"] = signature
+        return call
+
+    return decorate
 
 
-def planned(build: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a loader function: arguments that were not given come from the plan of the card in `schedule=`."""
-    signature = inspect.signature(build)
-
-    @functools.wraps(build)
-    def call(*args: Any, **given: Any) -> Any:
-        try:
-            asked = signature.bind(*args, **given)
-        except TypeError:
-            unknown = next(iter(given.keys() - signature.parameters.keys()), "")
-            if unknown:
-                raise unknown_knob("from_config", unknown, signature.parameters) from None
-            return build(*args, **given)  # which says what is wrong
-        schedule = asked.arguments.get("schedule", "zoo")
-        if isinstance(schedule, str | Path) and kind_of(schedule) == "card":
-            with rank_guard(WHERE):
-                asked.arguments |= defaults(asked.arguments)
-        return build(*asked.args, **asked.kwargs)
-
-    return call
+def _bound(
+    where: str, signature: inspect.Signature, args: Sequence[Any], given: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    """The arguments of a call by name; SlapoError for a name that is none, with the nearest."""
+    try:
+        return signature.bind(*args, **given)
+    except TypeError as error:
+        unknown = next(iter(given.keys() - signature.parameters.keys()), "")
+        if unknown:
+            raise unknown_knob(where, unknown, signature.parameters) from None
+        raise TypeError(f"{where}(): {error}") from None
 
 
 def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,10 +90,11 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
     name = str(asked["schedule"])
     if name.endswith(".json") or asked.get("trust_remote_code"):
         return {}  # no card with reports, or a program in Python
-    mesh = make_mesh(1, 1, None)
-    told = Told(*together(mesh, "card", lambda: _read(name) if mesh.rank == 0 else ({}, False))[0])
+    mesh = make_mesh(dp=None)
+    read = together(mesh, "card", lambda: _read(name) if mesh.rank == 0 else ({}, False))
+    tuning, is_own = read[0]  # rank 0 reads for all
     device = pick_device(asked.get("device"))
-    plans, tuned = plans_of(told.tuning), told.tuning.get(machine_name(device), {})
+    plans, tuned = plans_of(tuning), tuning.get(machine_name(device), {})
     near = [plan for plan in plans if _suits(plan, device, mesh.world_size)]
     if not near and not tuned:
         _say(mesh, plans, f"here are {mesh.world_size} ranks on {machine_name(device)}")
@@ -91,24 +117,21 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
         )
         return {}
     left = {n for group in TOGETHER if given.keys() & set(group) for n in group} | given.keys()
-    left |= set() if told.is_own else set(SHAPES_PROGRAM)  # which a program of its own says itself
+    left |= set() if is_own else set(SHAPES_PROGRAM)  # which a program of its own says itself
     found = {n: value for n, value in knobs.items() if n not in left or n in ("tp", "pp", "dp")}
     if mesh.rank == 0:
         text = ", ".join(f"{n}={value!r}" for n, value in found.items())
         get_logger("slapo_zoo").info("the card's plan (%s) is taken: %s", source, text)
     # the zoo's own card holds one layout of the family's table; the table gives it in any other
-    return found | ({"schedule": "zoo"} if told.is_own else {})
+    return found | ({"schedule": "zoo"} if is_own else {})
 
 
-def _read(name: str) -> Told:
+def _read(name: str) -> tuple[dict[str, Any], bool]:
+    """Return the tuning of a card, and whether its program is the zoo's own."""
     card = load_card(name)
-    return Told(dict(card.tuning), _is_own(card))
-
-
-def _is_own(card: Card) -> bool:
-    """Return whether a card's program equals the one published with this package for its family."""
-    folder = CARDS / card.program.model_type
-    return folder.is_dir() and load_card(str(folder)).program == card.program
+    own = CARDS / card.program.model_type  # published with this package
+    is_own = own.is_dir() and load_card(str(own)).program == card.program
+    return dict(card.tuning), is_own
 
 
 def _suits(plan: Plan, device: torch.device, ranks: int) -> bool:

@@ -7,9 +7,9 @@ import torch
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.attention_backends import require_backend
-from slapo_zoo.language.missing_sums import warn_of_missing_sums
 from slapo_zoo.model.dp.data_parallel import use_hooks
 from slapo_zoo.model.dp.dp_shard import Shards, shard_over_dp
+from slapo_zoo.model.missing_sums import warn_of_missing_sums
 from slapo_zoo.model.mixin import Runtime, scheduled_class
 from slapo_zoo.model.same_on_all import require_same_weights
 from slapo_zoo.model.step.mixed_precision import MixedPrecision, computing_forward

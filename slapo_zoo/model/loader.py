@@ -27,8 +27,7 @@ from slapo_zoo.zoo.argument_values import (
     to_dtype,
 )
 from slapo_zoo.zoo.hf_arguments import HubArguments
-from slapo_zoo.zoo.options import LoaderOptions, check_knobs
-from slapo_zoo.zoo.precisions import check_precision
+from slapo_zoo.zoo.options import LoaderOptions, check_knobs, check_precision
 
 Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
 
@@ -77,11 +76,6 @@ class Source:
             yield config, checkpoint
 
 
-def as_it_is(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """Return the options unchanged: the default `prepare`, for schedules without proof, card or budget."""
-    return options
-
-
 @contextmanager
 def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
     """Context with (mesh, options with their device), after checks that need no files.
@@ -90,7 +84,7 @@ def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOpt
         step: name of the running step for error messages.
         options: options of the model; an error in the block is published to the other ranks.
     """
-    mesh = make_mesh(options.tp, options.pp, options.dp)
+    mesh = make_mesh(**{name: getattr(options, name) for name in Mesh().sizes})
     with rank_guard(step):
         check_knobs(step, options)
         options = replace(options, device=pick_device(options.device))
@@ -101,7 +95,7 @@ def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOpt
 
 
 def load_checkpoint(
-    step: str, options: LoaderOptions, source: Source, prepare: Prepare = as_it_is
+    step: str, options: LoaderOptions, source: Source, prepare: Prepare | None = None
 ) -> Any:
     """Load a checkpoint as a scheduled model; every rank reads only its own bytes.
 
@@ -109,7 +103,7 @@ def load_checkpoint(
         step: name of the running step for error messages.
         options: options of the model.
         source: the checkpoint.
-        prepare: (options, config, mesh, dtype) --> options whose schedule can be applied.
+        prepare: (options, config, mesh, dtype) --> options whose schedule can be applied; None leaves them.
     """
     with checked(step, options) as (mesh, options):
         folder = source.find()
@@ -124,7 +118,9 @@ def load_checkpoint(
             return _build(step, options, mesh, config, stored, fill, folder, prepare)
 
 
-def new_model(step: str, options: LoaderOptions, config: Any, prepare: Prepare = as_it_is) -> Any:
+def new_model(
+    step: str, options: LoaderOptions, config: Any, prepare: Prepare | None = None
+) -> Any:
     """Make a scheduled model with new weights, the same for every (tp, pp, dp); see `load_checkpoint`."""
     with checked(step, options) as (mesh, options):
         fill = Assembly.new_weights
@@ -134,7 +130,7 @@ def new_model(step: str, options: LoaderOptions, config: Any, prepare: Prepare =
 def _build(
     step: str, options: LoaderOptions, mesh: Mesh, config: Any,
     stored: Callable[[], torch.dtype], fill: Callable[[Assembly], Any], folder: Path | None,
-    prepare: Prepare,
+    prepare: Prepare | None,
 ) -> Any:  # fmt: skip
     """Build the model of a config and fill its parameters.
 
@@ -151,7 +147,7 @@ def _build(
     require_same_facts(step, mesh, facts_of(config, mesh, options))
     asked = stored() if options.dtype == "auto" else options.dtype
     dtype = to_dtype(options.parameter_dtype(asked))
-    options = prepare(options, config, mesh, dtype)
+    options = prepare(options, config, mesh, dtype) if prepare else options
     build = Assembly(config, options.auto_class, mesh, dtype, options)
     build.require_attention()
     model = build.finish(fill(build), options.micro_batches, folder)

@@ -15,8 +15,7 @@ from slapo_zoo.language.copying import independent_copy
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.model.checkpoints import adapters
-from slapo_zoo.model.checkpoints.current_specs import refresh_specs, written_as
-from slapo_zoo.model.checkpoints.saved_configs import extras_of
+from slapo_zoo.model.checkpoints.current_specs import extras_of, refresh_specs, written_as
 from slapo_zoo.model.gradients.batch_check import INTERVAL
 from slapo_zoo.model.gradients.module_changes import Structure
 from slapo_zoo.model.gradients.of_models import note
@@ -89,7 +88,7 @@ class Scheduled(Structure, Generates, Recomputes):
         """Attribute that a Trainer reads first; raises SlapoError in a plain Trainer, which would use DDP."""
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
             problem = "it would wrap a model that is sharded over ranks in DDP"
-            raise SlapoError("transformers.Trainer", "model", problem, "take ScheduledTrainer")
+            raise SlapoError("transformers.Trainer", "model", problem, "use ScheduledTrainer")
         return self.unscheduled_class.accepts_loss_kwargs  # pyright: ignore[reportAttributeAccessIssue]
 
     def train(self, mode: bool = True) -> Any:
@@ -281,7 +280,7 @@ class Scheduled(Structure, Generates, Recomputes):
     @peft_config.setter
     def peft_config(self, value: Any) -> None:
         if self._slapo.peft_config is None and self.mesh.world_size > 1:
-            problem = f"it shards no adapter, and the model is on {self.mesh.world_size} ranks"
+            problem = f"it cannot shard an adapter over the model's {self.mesh.world_size} ranks"
             hint = "load the model again and call model.add_adapter(config)"
             raise SlapoError("peft", "get_peft_model", problem, hint)
         self._slapo.peft_config = value
@@ -371,7 +370,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     def _save_adapter_alone(self, save_directory: Any, push_to_hub: bool) -> None:
         if push_to_hub:
-            problem = "an adapter is saved here, and not uploaded"
+            problem = "adapters are saved to a folder, and cannot be uploaded by this call"
             hint = "upload the folder: huggingface_hub.HfApi().upload_folder(...)"
             raise SlapoError("save_pretrained", "push_to_hub", problem, hint)
         self.save_adapter(save_directory)

@@ -4,7 +4,7 @@ import math
 import statistics
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,19 +109,12 @@ class NumericsWatch:
 
     def replicas(self) -> list[str]:
         """Return a line for each parameter whose replicas are not equal bit for bit, and warn; a collective call."""
-        mesh = self.model.mesh
-        named = self.model.named_parameters()
-        mine = {name: (part_of(self.model, name), digest_of_tensor(p)) for name, p in named}
-        every = together(mesh, "replicas", lambda: mine)
-        found: list[str] = []
-        for name in sorted({name for one in every for name in one}):
-            first: dict[str, tuple[int, str]] = {}
-            for rank, one in enumerate(every):
-                if name in one:
-                    part, value = one[name]
-                    other, want = first.setdefault(part, (rank, value))
-                    if value != want:
-                        found.append(f"{name} on rank {rank} differs from that of rank {other}")
+        mine = digests(self.model)
+        every = together(self.model.mesh, "replicas", lambda: mine)
+        found = [
+            f"{name} on rank {rank} differs from that of rank {first}"
+            for name, rank, first in unlike_replicas(every)
+        ]
         for text in found:
             self._report(text)
         return found
@@ -130,6 +123,31 @@ class NumericsWatch:
         self.reports.append(text)
         if self.model.mesh.rank == 0:
             warnings.warn(text, NumericsWarning, stacklevel=3)
+
+
+def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
+    """Return parameter --> hash of its bytes (or of those of its gradient), and which part of it this rank holds."""
+    named = model.named_parameters(remove_duplicate=False)
+    held = ((name, p.grad if grads else p) for name, p in named)
+    return {name: (digest_of_tensor(x), part_of(model, name)) for name, x in held if x is not None}
+
+
+def unlike_replicas(
+    ranks: Sequence[Mapping[str, tuple[str, str]]],
+) -> Iterator[tuple[str, int, int]]:
+    """Yield (name, rank, first): the part of a parameter that a rank holds is not that of the first rank with it.
+
+    Args:
+        ranks: of each rank, in order, what `digests` returned.
+    """
+    for name in sorted({name for held in ranks for name in held}):
+        seen: dict[str, tuple[int, str]] = {}
+        for rank, held in enumerate(ranks):
+            if name in held:
+                digest, part = held[name]
+                first, want = seen.setdefault(part, (rank, digest))
+                if digest != want:
+                    yield name, rank, first
 
 
 def part_of(model: Any, name: str) -> str:

@@ -5,7 +5,7 @@ differ were started or fed differently, and that is an error that names them and
 """
 
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,18 +45,13 @@ def require_same_facts(what: str, mesh: Mesh, facts: Mapping[str, str]) -> None:
         mesh: mesh of all ranks.
         facts: this rank's name --> text.
     """
-    for found in _if_different(what, mesh, facts):
+    if unlike(together(mesh, what, lambda: digest(sorted(facts.items())))):
+        found = together(mesh, what, lambda: dict(facts))
         rank, name = _first_difference(found)
         mine, theirs = (found[r].get(name, "nothing") for r in (rank, 0))
         problem = f"rank {rank} has {mine:.60}, rank 0 has {theirs:.60}"
         hint = "start all ranks with the same arguments, files and versions"
         raise MeshError(what, name, problem, hint)
-
-
-def _if_different(what: str, mesh: Mesh, facts: Mapping[str, str]) -> Iterator[list[Any]]:
-    """Yield the facts of all ranks, by rank, if they differ; else nothing."""
-    if unlike(together(mesh, what, lambda: digest(sorted(facts.items())))):
-        yield together(mesh, what, lambda: dict(facts))
 
 
 def _first_difference(found: Sequence[Mapping[str, str]]) -> tuple[int, str]:
@@ -87,8 +82,8 @@ def require_same_weights(
     digests = [digest(sorted(part.items())) for part in parts]
     found = together(mesh, what, lambda: (history, *digests))
     if differ := unlike([program for program, *_ in found]):
-        problem = f"ranks {differ} have another one than rank 0"
-        hint = "the same function or card on all ranks, and kernels= by name where devices differ"
+        problem = f"on ranks {differ} it differs from rank 0's"
+        hint = "pass one function or card on all ranks, and kernels= by name where devices differ"
         raise MeshError(what, "schedule", problem, hint)
     for rank in range(mesh.world_size):
         at = mesh.seen_by(rank)

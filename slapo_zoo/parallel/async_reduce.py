@@ -71,7 +71,7 @@ class _Later(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """x, w, b --> y, for Linear (w [out, in]) and Conv1D (w [in, out])."""
+    """Autograd function of a linear layer: x, w, b --> y, w being [out, in] (Linear) or [in, out] (Conv1D)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, in_first, put_off, multiply):

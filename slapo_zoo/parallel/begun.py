@@ -20,13 +20,8 @@ _OF_GROUP: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 def of_world() -> dict[str, list[int]]:
-    """Return the mutable counts of this rank in the current process group: name --> [count]."""
+    """Return the mutable numbers of collectives that this rank has begun: name of the group --> [number]."""
     return _OF_WORLD.setdefault(dist.group.WORLD, {})
-
-
-def now() -> dict[str, int]:
-    """Return the counts of this rank: name of a group or of STEPS --> number."""
-    return {name: count for name, (count,) in list(of_world().items())}
 
 
 def note_step() -> None:

@@ -16,7 +16,7 @@ IGNORED = -100  # labels that do not count, as in torch and transformers
 
 @dataclass(frozen=True)
 class Known:
-    """Counts of one micro-batch; None where unknown.
+    """Facts about one micro-batch that the host knows without reading a GPU; None where unknown.
 
     Args:
         padded: whether an attention mask of the batch hides a token.
@@ -36,7 +36,7 @@ _NOW: ContextVar[Known] = ContextVar("known", default=_NOTHING)  # in a backward
 
 
 def known() -> Known:
-    """Return the counts of the running micro-batch; all None outside a training step."""
+    """Return what the host knows of the running micro-batch's padding and labels; all None outside a training step."""
     return _NOW.get()
 
 

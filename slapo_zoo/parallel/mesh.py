@@ -21,12 +21,12 @@ ROLES = {"batch": {"rows"}, "loss": {"rows", "tokens"}}
 
 
 class MeshDim(NamedTuple):
-    """A mesh dim and what its ranks divide among them.
+    """A mesh dim, and the thing that its ranks divide among them.
 
     Args:
-        name: as `Mesh` has its size.
-        divides: ranks that divide rows or tokens hold the same parameters, and each has a part of the
-            terms of the loss: gradients are summed over them.
+        name: the field of `Mesh` that holds its size.
+        divides: "rows" and "tokens": all ranks hold the same parameters, each computes a part of the loss,
+            and gradients are summed over them.
     """
 
     name: str

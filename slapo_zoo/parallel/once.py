@@ -27,8 +27,6 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 def refuse_graph() -> None:
     """Raise SlapoError in a backward with `create_graph=True`."""
     if torch.is_grad_enabled():
-        problem = (
-            "what ran here (a collective, a kernel) knows its gradient, not the gradient of that"
-        )
+        problem = "a collective or kernel in this graph has a gradient, but no second derivative"
         hint = 'one process with kernels="reference", attention="eager" has second derivatives'
         raise SlapoError("backward", "create_graph=True", problem, hint)

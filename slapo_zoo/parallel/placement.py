@@ -102,6 +102,20 @@ class Placement:
         runs.append(Run(start + first, start + last))
         return [run for run in runs if run.stop > run.start]
 
+    def owned(self, size: int, n: int, r: int) -> list[tuple[Run, int]]:
+        """The runs that rank `r` gives to files and peers, each with its place in the local axis.
+
+        Of ranks that hold the same run (KV heads) the first one gives it.
+        """
+        before = {run for rank in range(r) for run in self.runs(size, n, rank)}
+        found: list[tuple[Run, int]] = []
+        offset = 0
+        for run in self.runs(size, n, r):
+            if run not in before:
+                found.append((run, offset))
+            offset += run.stop - run.start
+        return found
+
     def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
         """Return (first unit, one past the last) of rank `r` among `units`."""
         if self.pad:

@@ -31,11 +31,6 @@ class Sum:
     parts: tuple[tuple[int, ...], ...] = ()
     if_tokens_sharded: bool = False
 
-    @property
-    def mean(self) -> bool:
-        """Whether the sum is divided by the number of ranks: dp ranks average."""
-        return self.why == DATA
-
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
         """Return the global ranks that `mesh.rank` sums with, itself included; only itself if it takes no part."""
         here = mesh.coord(self.mesh_dim)
@@ -72,7 +67,7 @@ class TensorPlan(TensorSpec):
     adapter: str = ""
 
     def sums(self, tokens_sharded: bool, *why: str) -> list[Sum]:
-        """Return the gradient sums of a step, of the kinds `why`, or of all kinds without any."""
+        """Return the sums over ranks that the tensor's gradient takes in a step; with `why` only these kinds."""
         return [
             one for one in self.sum_over
             if (tokens_sharded or not one.if_tokens_sharded) and (not why or one.why in why)
@@ -178,7 +173,7 @@ class RankPlan:
     def sums_of(
         self, names: Iterable[str], *why: str, tokens_sharded: bool = True
     ) -> dict[Sum, list[str]]:
-        """Return {sum with other ranks: the named parameters whose gradients take it}, of the kinds `why` or all.
+        """Return {sum over ranks: names of parameters whose gradients take it}; with `why` only sums of these kinds.
 
         The names are in the same order on all ranks.
         """
@@ -218,7 +213,7 @@ def without_peft(name: str) -> str:
 
 
 def partition(coords: Sequence[int], same: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
-    """Group coordinates by what each holds: `same` maps a coordinate to that.
+    """Group the coordinates that hold the same elements; `same` maps a coordinate to a key of what it holds.
 
     >>> partition(range(4), {0: "a", 1: "a", 2: "b", 3: "b"})
     ((0, 1), (2, 3))

@@ -1,4 +1,4 @@
-"""Stages, pipeline orders, the runtime that executes them, timelines.
+"""Pipeline parallelism: stages, orders of micro-batches, the runtime that executes them, and timelines.
 
 Imports `language` and lower.
 """

@@ -1,4 +1,4 @@
-"""How much of its time the pipeline of a training run waits, measured at every step."""
+"""Measure the bubble of a training run: the share of time in which pipeline ranks compute nothing."""
 
 import time
 from collections.abc import Iterator
@@ -10,12 +10,12 @@ import torch.distributed as dist
 
 
 class Busy:
-    """Marks of one rank: around each action of a stage, and around whole steps of the pipeline.
+    """Start and end times of one rank's stage actions and of whole pipeline steps.
 
-    On a GPU the marks are events on its stream, so nothing is waited for until `bubble` asks.
+    On a GPU the times are CUDA events, so the host waits for none of them until `bubble` is called.
 
     Args:
-        device: of the stages.
+        device: device of this rank's stages.
     """
 
     def __init__(self, device: torch.device):
@@ -25,29 +25,28 @@ class Busy:
 
     @contextmanager
     def action(self) -> Iterator[None]:
-        """A forward or backward of a micro-batch runs within it."""
+        """Context around the forward or backward of one micro-batch, which counts as computing time."""
         begin = self._mark()
         yield
         self._actions.append((begin, self._mark()))
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Context of one step: the time of every action within it is counted."""
+        """Context around one whole pipeline step, which counts as elapsed time."""
         begin = self._mark()
         yield
         self._steps.append((begin, self._mark()))
 
     def bubble(self, group: Any) -> float | None:
-        """Share of all ranks' time in which none is computed, since the last call; collective.
+        """Return the share of time since the last call in which ranks computed nothing; a collective call.
 
-        The time is that of the rank whose steps took longest. Sums over tp within an action count
-        as computed.
+        The elapsed time is that of the slowest rank. Tensor-parallel collectives count as computing.
 
         Args:
-            group: of the ranks of the pipeline.
+            group: process group of the pipeline's ranks.
 
         Returns:
-            0 to 1; None where no step ran.
+            A number from 0 to 1; None when no step ran.
         """
         mine = [self._seconds(self._actions), self._seconds(self._steps)]
         self._actions, self._steps = [], []

@@ -1,9 +1,9 @@
-"""A pipeline order of one's own, from a CSV file: checked in every cell before any work.
+"""Read a custom pipeline order from a CSV file; every cell is checked before any work starts.
 
-A row per rank, a cell per action: `2F0` is the forward of micro-batch 0 in stage 2, `B` a whole
-backward, `I` and `W` its two parts (of inputs, of weights). Empty cells are idle; two actions side by
-side are written `(4F1;3B0)OVERLAP_F_B`. This is what torch.distributed.pipelining writes with
-`_dump_csv(file, format="compute_only")`; it adds the communication itself.
+A row per rank, a cell per action: `2F0` is the forward of micro-batch 0 in stage 2, `B` a whole backward, `I`
+and `W` its two parts (of inputs, of weights). Empty cells are idle; two actions side by side are written
+`(4F1;3B0)OVERLAP_F_B`. torch.distributed.pipelining writes such files with `_dump_csv(file,
+format="compute_only")`; its runtime adds the communication.
 """
 
 import csv
@@ -35,10 +35,10 @@ class CsvOrder:
     """A pipeline order that was read from a CSV file and checked.
 
     Args:
-        cells: of each rank, as they stand in the file.
-        actions: of each rank.
-        rank_of_stage: which rank holds each stage.
-        micro_batches: how many the order is for.
+        cells: text of the cells, one tuple per rank.
+        actions: parsed actions in order, one tuple per rank.
+        rank_of_stage: pp rank that holds each stage.
+        micro_batches: number of micro-batches that the order is for.
     """
 
     cells: tuple[tuple[str, ...], ...]
@@ -48,7 +48,7 @@ class CsvOrder:
 
 
 class _Places:
-    """Row and column of every action in the CSV file, for errors."""
+    """Row and column of every action in the CSV file, for error messages."""
 
     def __init__(self, path: str):
         self.path = path
@@ -63,7 +63,7 @@ class _Places:
 
 
 def read_order(path: str, pp: int) -> CsvOrder:
-    """Read and check an order for `pp` ranks; MeshError names the cell that is wrong."""
+    """Read and check the CSV file of an order for `pp` ranks; MeshError names the wrong cell."""
     cells, places = _read(path, pp), _Places(path)
     ranks: list[list[Action]] = []
     for row, line in enumerate(cells):
@@ -94,7 +94,7 @@ def _read(path: str, pp: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _parse(places: _Places, row: int, column: int, cell: str) -> Iterator[Action]:
-    """Parse one cell of the file: no, one or two actions."""
+    """Yield the actions of one cell: none, one, or two that overlap; other text raises MeshError."""
     two = _TWO.fullmatch(cell)
     parts = [part.strip() for part in two[1].split(";")] if two else [cell] if cell else []
     for part in parts:
@@ -109,7 +109,7 @@ def _parse(places: _Places, row: int, column: int, cell: str) -> Iterator[Action
 
 
 def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
-    """Stage --> rank; every stage on one rank, and as many on each."""
+    """Return the rank of each stage; MeshError unless each stage is on one rank and all ranks hold equally many."""
     homes: dict[int, int] = {}
     for rank, actions in enumerate(ranks):
         for action in actions:
@@ -118,7 +118,8 @@ def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
                 raise places.at(action, problem, "keep each stage on one rank")
     missing = sorted(set(range(max(homes, default=0) + 1)) - set(homes))
     if missing:
-        raise MeshError(places.path, "stages", f"none of the cells names stage {missing[0]}")
+        problem = f"no cell names stage {missing[0]}, and there is stage {max(homes)}"
+        raise MeshError(places.path, "stages", problem, "number the stages without gaps")
     counts = [list(homes.values()).count(rank) for rank in range(len(ranks))]
     if len(set(counts)) > 1:
         problem = f"the ranks hold {counts} stages"
@@ -127,7 +128,7 @@ def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
 
 
 def _check_complete(places: _Places, num_stages: int) -> int:
-    """Each micro-batch passes each stage once forward and once backward; their number."""
+    """Check that each micro-batch has one forward and one backward per stage; return the number of micro-batches."""
     count = 1 + max(action.micro_batch for action in places.of)
     for stage in range(num_stages):
         for micro_batch in range(count):
@@ -148,7 +149,7 @@ def _check_complete(places: _Places, num_stages: int) -> int:
 
 
 def _check_runs(places: _Places, ranks: list[list[Action]], num_stages: int) -> None:
-    """The order comes to its end, and the last stage takes the micro-batches one after another."""
+    """Check by simulation that no rank waits forever and that the last stage takes micro-batches in order."""
     try:
         simulate(ranks, lambda action: 1.0)
     except Stuck as stuck:
@@ -165,7 +166,7 @@ def _check_runs(places: _Places, ranks: list[list[Action]], num_stages: int) -> 
 
 
 def _blamed(positions: dict[int, int], ranks: list[list[Action]], num_stages: int) -> int:
-    """The first rank that waits for what it would itself do later, else the first that waits."""
+    """Return the rank to name in a deadlock: the first that waits for its own later action, else the first."""
     for rank, at in positions.items():
         later = set(ranks[rank][at:])
         if any(set(either) & later for either in needs(ranks[rank][at], num_stages)):

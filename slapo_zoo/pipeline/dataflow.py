@@ -1,7 +1,7 @@
-"""Which values one part of a model makes and another part uses, read off the tape of a forward.
+"""Dataflow between the units of a model (block, embedding, norm, head), derived from the tape of a forward.
 
-Of every call of a *unit* (a block, an embedding, a norm, a head) a plan knows what it returned, and the
-outputs of which earlier calls its arguments were computed from. From this follows what crosses a cut.
+For every call of a unit it gives the output, and the outputs of earlier calls from which its arguments were
+computed. The values that must be sent from one pipeline stage to the next follow from this.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,11 +15,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.tape import LEAVE, Ref, Row
 
-GUESS = "guess"  # a module looked at data: its output is taken to be like its input
+GUESS = "guess"  # row: a module branched on data; its output is assumed like its input
 
 
 class Value(NamedTuple):
-    """The `leaf`-th tensor that the `call`-th unit call returned."""
+    """Identity of a tensor: the `leaf`-th tensor in the output of the `call`-th unit call of a forward."""
 
     call: int
     leaf: int
@@ -27,7 +27,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """A tensor without its data; `written`: something beside the units changes it in place."""
+    """Shape and dtype of a tensor in a unit's output; `written`: code between units changes it in place."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -35,12 +35,12 @@ class Shape:
     written: bool = False
 
     def empty(self, device: torch.device | str) -> Tensor:
-        """A tensor to receive into."""
+        """Return an uninitialised tensor of this shape, to receive into."""
         grad = self.requires_grad and self.dtype.is_floating_point
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=grad)
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """Zeros for a value that nothing on this stage uses; they take no memory unless written."""
+        """Return zeros for a value that this stage does not use; they take no memory unless written in place."""
         if self.written:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
@@ -48,9 +48,14 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit: its path, its output (tensors as Shapes), and what it was made from.
+    """One call of a unit in a forward.
 
-    `guessed`: within it the forward looks at data, so that its output is only taken to be such.
+    Args:
+        unit: path of the unit.
+        spec: pytree structure of its output.
+        leaves: leaves of its output, with a Shape for each tensor.
+        needs: values that its arguments were computed from.
+        guessed: the unit branches on data, so its output is assumed to be like its input.
     """
 
     unit: str
@@ -60,11 +65,11 @@ class Call:
     guessed: bool = False
 
     def keep(self, leaf: int, tensor: Tensor) -> Tensor:
-        """A tensor of the output, or a copy where it will be written: the next stage writes its own."""
+        """Return a tensor of the output to send on, or a clone when later code of this stage writes into it."""
         return tensor.clone() if self.leaves[leaf].written else tensor
 
     def check(self, output: Any) -> None:
-        """Refuse an output that is not as it was guessed."""
+        """Raise ScheduleError when the shapes of a real output differ from the guessed ones."""
         if not self.guessed:
             return
         leaves, spec = tree_flatten(output)
@@ -75,13 +80,13 @@ class Call:
             raise ScheduleError(self.unit, "pipeline", problem, "use pp=1")
 
     def with_written(self, leaf: int) -> "Call":
-        """The same, while something beside the units writes into a tensor of its output."""
+        """Return this call with leaf `leaf` of its output marked as written in place."""
         leaves = list(self.leaves)
         leaves[leaf] = replace(leaves[leaf], written=True)
         return replace(self, leaves=tuple(leaves))
 
     def output(self, tensors: Mapping[int, Tensor], device: torch.device) -> Any:
-        """The output with the given tensors, and stand-ins for all others."""
+        """Return the call's output, from the given tensors by leaf index and zeros for all others."""
         leaves = [
             (self.keep(i, tensors[i]) if i in tensors else leaf.stand_in(device))
             if isinstance(leaf, Shape) else leaf
@@ -91,10 +96,7 @@ class Call:
 
 
 def calls_of(rows: Iterable[Row]) -> list[Call]:
-    """The calls of units on a tape, in order.
-
-    What an operator returns comes from wherever its arguments came from.
-    """
+    """Return the unit calls recorded on a tape, in order, each with the earlier values that it depends on."""
     calls: list[Call] = []
     origin: dict[int, frozenset[Value]] = {}
     guessed = False

@@ -1,9 +1,8 @@
-"""Dry runs of a forward on fake tensors, also of one that looks at its data.
+"""Dry run of a forward on fake tensors, also for a forward that branches on the data of its inputs.
 
-What follows from the inputs alone is then computed beside the fake tensors, so that the forward sees
-it (lengths, masks of other media); a plan made so holds for these data only. Within a unit, where experts
-are chosen, a module that looks at data counts as one whose output is like its input; a stage compares
-what it really sends with that.
+In that case, values that follow from the inputs alone (lengths, masks) are computed on real data beside the
+fake tensors, and the result holds for these data only. Inside a unit, a module that branches on other data
+(experts) is assumed to return a tensor like its input; stages check that assumption against real outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,26 +31,26 @@ RANDOM = torch.Tag.nondeterministic_seeded
 def dry_run(
     model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]
 ) -> tuple[list[Call], bool]:
-    """The calls of units in one forward of a fake model, in order; true: they hold for these data only.
+    """Return the unit calls of one forward of a fake model, and True when they hold only for the data of this batch.
 
     Args:
-        model: scheduled on a mesh without processes, its parameters fake tensors of the mode `fake`.
-        units: paths that count.
-        fake: the FakeTensorMode.
-        batch: tensors of the sizes that count, on any device; their data only where the forward looks at it.
+        model: model with fake parameters, scheduled on a mesh without processes.
+        units: paths of the modules whose calls are recorded.
+        fake: the FakeTensorMode of the parameters.
+        batch: arguments of the forward on any device; their data are read only if the forward branches on them.
     """
     try:
         return calls_of(Tape(model, units).run(model, fake, batch).rows), False
     except DEPENDS:
-        pass  # once more, with the data
-    looking = LookingTape(model, units)
+        pass  # again, with the data
+    tape = DataTape(model, units)
     with refused(model):
-        return calls_of(looking.run(model, fake, batch).rows), looking.looked
+        return calls_of(tape.run(model, fake, batch).rows), tape.used_data
 
 
 @contextmanager
 def refused(model: nn.Module) -> Iterator[None]:
-    """Refuse in words a forward that cannot run without its data."""
+    """Context that turns torch's error about a data-dependent forward into a ScheduleError."""
     try:
         yield
     except DEPENDS as error:
@@ -60,22 +59,22 @@ def refused(model: nn.Module) -> Iterator[None]:
         raise ScheduleError("pipeline", "dry run", problem, hint) from None
 
 
-class LookingTape(Tape):
-    """Records a forward that looks at data.
+class DataTape(Tape):
+    """Tape of a forward that branches on data: computes with real data wherever they follow from the inputs.
 
     Args:
-        model: as for `Tape`; the forwards of its units are changed until the end.
-        units: as for `Tape`.
+        model: model with fake parameters; the forwards of its units are replaced until the tape is closed.
+        units: paths of the modules whose calls are recorded.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[str]):
         super().__init__(model, units)
-        self.looked, self.guesses = False, 0
+        self.used_data, self.guesses = False, 0
         self._known: Any = WeakIdKeyDictionary()
         for module in {m: None for unit in units for m in model.get_submodule(unit).modules()}:
             own = vars(module).get("forward")
-            module.forward = self._or_alike(module)
-            self._ends.append(partial(_give_back, module, own))
+            module.forward = self._or_like_input(module)
+            self._ends.append(partial(_restore_forward, module, own))
 
     def _inputs(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         inputs = super()._inputs(model, batch)
@@ -85,15 +84,15 @@ class LookingTape(Tape):
         return inputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run on fake tensors, and on data where all of it is known."""
+        """Run one operator on fake tensors, and also on real data when those of all its arguments are known."""
         kwargs = kwargs or {}
-        found = self._of_inputs(func, args, kwargs)
+        found = self._on_real_data(func, args, kwargs)
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         except DEPENDS:
-            self.looked = True
+            self.used_data = True
             if func is torch.ops.aten.index.Tensor and isinstance(args[0], Tensor):
-                numbers = self._numbers(args[1])
+                numbers = self._without_masks(args[1])
                 return super().__torch_dispatch__(func, types, (args[0], numbers), kwargs)
             if found is None:
                 raise
@@ -103,8 +102,8 @@ class LookingTape(Tape):
                 self._known[fake] = real
         return out
 
-    def _of_inputs(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result on data, or None where some of it is not known."""
+    def _on_real_data(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the operator's result on real data, or None when some argument's data are unknown."""
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         if RANDOM in func.tags or not all(x in self._known for x in tensors):
             return None
@@ -114,8 +113,8 @@ class LookingTape(Tape):
         with unset_fake_temporarily():
             return func(*args, **kwargs)
 
-    def _numbers(self, indices: Sequence[Any]) -> list[Any]:
-        """Return the indices with numbers in place of boolean masks."""
+    def _without_masks(self, indices: Sequence[Any]) -> list[Any]:
+        """Return the indices of an indexing operator, with integer tensors of the true length for boolean masks."""
         found: list[Any] = []
         for index in indices:
             if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
@@ -128,7 +127,7 @@ class LookingTape(Tape):
                 found.append(index)
         return found
 
-    def _or_alike(self, module: nn.Module) -> Callable[..., Any]:
+    def _or_like_input(self, module: nn.Module) -> Callable[..., Any]:
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -150,7 +149,7 @@ class LookingTape(Tape):
         return forward
 
 
-def _give_back(module: nn.Module, forward: Any) -> None:
+def _restore_forward(module: nn.Module, forward: Any) -> None:
     del module.forward
     if forward is not None:
         module.forward = forward
@@ -162,7 +161,7 @@ def _first_float(tree: Any) -> Tensor | None:
 
 
 def _as_fake(found: Any) -> Any:
-    """Return a fake tensor of the same size and dtype, which may be mixed with other fake tensors."""
+    """Return a fake tensor of the same shape and dtype as a real one; return other values unchanged."""
     if not isinstance(found, Tensor):
         return found
     return torch.empty(tuple(found.shape), dtype=found.dtype)

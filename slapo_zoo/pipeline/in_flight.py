@@ -1,9 +1,9 @@
-"""Buffers of a pipeline stage: as many as micro-batches are in flight, however many a step has.
+"""Pipeline stage whose buffers exist only while their micro-batch is in flight.
 
-`PipelineStage` makes one receive buffer per micro-batch and direction before a step, and its runtime holds
-every sent tensor until the end. Here a buffer is made when its receive is posted and given up once it is
-used; a sent tensor is given up when a later message shows that it has arrived, and its memory even though
-autograd begins a backward at it: of that it needs the shape alone.
+`PipelineStage` of torch makes a receive buffer per micro-batch and direction before a step, and keeps every
+sent tensor until its end. Here a buffer is made when its receive is posted, and freed once it was used. A sent
+tensor is freed when a later message proves that it arrived, also where autograd starts a backward from it,
+which needs only its shape.
 """
 
 from bisect import bisect_right
@@ -22,15 +22,15 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 def arrivals(
     ranks: Sequence[Sequence[Action]], rank_of: Callable[[int], int], rank: int
 ) -> dict[Action, list[Action]]:
-    """Return for each action of a rank which of its sends have arrived once the action's input has.
+    """Return, for each action of a rank, which earlier sends of that rank must have arrived by then.
 
-    A rank sends after it computes, so a message says that its sender has used all that it computed with
-    before. Waiting for those sends cannot block, whatever the order is.
+    A rank sends after it computes, so a received message proves that its sender has used what it computed with
+    before. Waiting for those sends therefore never blocks.
 
     Args:
-        ranks: what each rank does, in order.
-        rank_of: the rank of a stage.
-        rank: whose sends.
+        ranks: actions of each rank, in order.
+        rank_of: maps a stage to its rank.
+        rank: the rank whose sends are tracked.
     """
     place = {_whole(a): at for actions in ranks for at, a in enumerate(actions) if _moves(a)}
     sent: dict[int, list[tuple[int, Action]]] = defaultdict(list)
@@ -55,16 +55,16 @@ def _moves(action: Action) -> bool:
 
 
 def _whole(action: Action, step: int = 0) -> Action:
-    """The action, or the one `step` stages on; a backward of inputs sends as a whole one does."""
+    """Return the action `step` stages further on, with a backward of inputs written as a whole backward."""
     kind = FORWARD if action.kind == FORWARD else BACKWARD
     return Action(action.stage + step, kind, action.micro_batch)
 
 
 class Sends:
-    """The sends of one rank in one step that may not have arrived.
+    """The sends of one rank in one step that may still be under way.
 
     Args:
-        arrived: of `arrivals`.
+        arrived: action --> sends that have arrived when its input has (result of `arrivals`).
     """
 
     def __init__(self, arrived: Mapping[Action, Sequence[Action]]):
@@ -73,17 +73,17 @@ class Sends:
         self._given_up: dict[Action, Callable[[], None]] = {}
 
     def post(self, action: Action, operations: list[Any], give_up: Callable[[], None]) -> None:
-        """Send what an action made; `give_up` is called when it has arrived."""
+        """Start the sends of an action's results; `give_up` frees their memory and is called on arrival."""
         from torch.distributed.pipelining.schedules import _batch_p2p
 
         self._works[action], self._given_up[action] = _batch_p2p(operations), give_up
 
     def release(self, action: Action) -> None:
-        """Give up what has arrived, now that the input of an action is there."""
+        """Free the sends that must have arrived, now that the input of `action` is here."""
         self._wait(self.arrived.get(action, ()))
 
     def finish(self) -> None:
-        """Wait for every transfer that was started."""
+        """Wait for every send that was started."""
         self._wait(list(self._works))
 
     def _wait(self, actions: Iterable[Action]) -> None:
@@ -96,10 +96,15 @@ class Sends:
 
 
 class InFlightStage(PipelineStage):
-    """A stage that holds the buffers of its micro-batches in flight, and no others."""
+    """torch's PipelineStage, with buffers only for the micro-batches that are in flight.
 
-    sends: Sends | None = None  # None: the runtime waits for all of them before a backward
-    in_turn = False  # and for each before it begins the next but one
+    Attributes:
+        sends: tracker of this rank's sends; None where torch's runtime waits for the sends itself.
+        in_turn: the order is 1F1B, whose runtime waits for each send before the next but one.
+    """
+
+    sends: Sends | None = None
+    in_turn = False
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():
@@ -111,7 +116,7 @@ class InFlightStage(PipelineStage):
 
     @contextmanager
     def _on_meta(self) -> Iterator[None]:
-        """Buffers that are made meanwhile have shapes and no memory."""
+        """Context in which torch allocates the stage's buffers on meta, with shapes and without memory."""
         device, self.device = self.device, torch.device("meta")
         try:
             yield
@@ -119,48 +124,48 @@ class InFlightStage(PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Make the buffers of a micro-batch; the receives into them."""
+        """Allocate the receive buffers of a micro-batch's inputs; return the receives."""
         self._make(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Make the buffers of a micro-batch's gradients; the receives into them."""
+        """Allocate the receive buffers of a micro-batch's output gradients; return the receives."""
         if self.has_backward and not self.is_last:
             self._make(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Gradients of a stage on the same rank; where one is None, zeros."""
+        """Take output gradients from the next stage on the same rank; a missing one becomes a buffer of zeros."""
         infos = self.grad_recv_info[mb_index]
         self._make(info for info, x in zip(infos, next_stage_bwd_outputs, strict=True) if x is None)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """The sends of a micro-batch's outputs that the runtime is to make."""
+        """Return the sends of a micro-batch's outputs; [] when `sends` has started them already."""
         action = Action(self.stage_index, FORWARD, fwd_chunk_id)
         return self._post(action, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """The sends of its inputs' gradients that the runtime is to make."""
+        """Return the sends of a micro-batch's input gradients; [] when `sends` has started them already."""
         action = Action(self.stage_index, BACKWARD, bwd_chunk_id)
         return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Forward of a micro-batch; its inputs live on in the graph alone."""
+        """Run the forward of a micro-batch; afterwards only the autograd graph keeps its inputs."""
         self._release(Action(self.stage_index, FORWARD, fwd_chunk_id))
         if self.in_turn:
             self._give_up(self.fwd_cache.keys() - {fwd_chunk_id - 1})
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._give_up_inputs(fwd_chunk_id)
         self._forget(self.args_recv_info[fwd_chunk_id])
-        if self.is_last and self.output_chunks:  # nobody reads them; they would keep the graph
+        if self.is_last and self.output_chunks:  # unread, but would keep the graph alive
             self.output_chunks[-1] = tuple(x.detach() for x in self.output_chunks[-1])
         return output
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: torch.Tensor | None = None, **kwargs: Any
     ) -> None:
-        """Backward of a micro-batch, whole or of the inputs; the loss keeps no graph after it."""
+        """Run the backward of a micro-batch (whole, or of the inputs only), and free its graph and buffers."""
         self._release(Action(self.stage_index, BACKWARD, bwd_chunk_id))
         if self.sends is None:
             self._give_up(self.fwd_cache)
@@ -178,20 +183,20 @@ class InFlightStage(PipelineStage):
         return []
 
     def _give_up(self, chunks: Iterable[int]) -> None:
-        """Free the memory of outputs that another rank has received."""
+        """Free the memory of the outputs of the micro-batches `chunks`, which another rank has received."""
         following = self.stage_index_to_group_rank.get(self.stage_index + 1, self.group_rank)
         for chunk in chunks if following != self.group_rank else ():
             outputs, _ = self.fwd_cache.get(chunk, ((), None))
             for tensor in outputs:
-                tensor.data = tensor.new_empty(()).expand_as(tensor)  # one number
+                tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
 
     def _give_up_inputs(self, chunk: int) -> None:
-        """Give up the memory of received tensors: whatever still reads one keeps it alive."""
+        """Drop this stage's reference to a micro-batch's received tensors; autograd may still keep them alive."""
         from_rank = self.stage_index_to_group_rank.get(self.stage_index - 1, self.group_rank)
         for info in self.args_recv_info[chunk] if from_rank != self.group_rank else ():
             tensor = getattr(info, "buffer", None)
             if tensor is not None and tensor.requires_grad:
-                tensor.data = tensor.new_empty(()).expand_as(tensor)  # one number
+                tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
 
     def _release(self, action: Action) -> None:
         if self.sends is not None:

@@ -1,4 +1,4 @@
-"""Pipeline orders: how many stages a rank holds, which ones, and which runtime class runs them."""
+"""Pipeline orders: number and placement of stages per rank, sequence of actions, and the torch runtime class."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,15 +12,15 @@ from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, Action
 
 @dataclass(frozen=True)
 class Order:
-    """One way to interleave forwards and backwards of micro-batches.
+    """A rule for interleaving the forwards and backwards of micro-batches over stages.
 
     Args:
-        name: of the class in torch.distributed.pipelining.
+        name: name of the schedule class in torch.distributed.pipelining.
         source: the paper.
-        stages_per_rank: of each rank; more may be asked for where `many`.
-        many: any number of stages per rank from 2.
+        stages_per_rank: default number of stages per rank.
+        many: any number of stages per rank from 2 is allowed.
         v_shape: rank r holds stages r and 2 * pp - 1 - r, instead of r, r + pp, ...
-        fewest: micro-batches needed: 1, or "stages".
+        fewest: least number of micro-batches: 1, or "stages" for the number of stages.
     """
 
     name: str
@@ -43,7 +43,7 @@ ORDERS = {
 
 
 def find_order(name: str) -> Order:
-    """The order of a name; MeshError lists those there are."""
+    """Return the order with that name; MeshError lists all names."""
     if name not in ORDERS:
         hint = f"choose one of {', '.join(ORDERS)}, or name a .csv file"
         raise MeshError("pipeline", f"pipeline_order={name!r}", "no such order", hint)
@@ -52,13 +52,13 @@ def find_order(name: str) -> Order:
 
 @dataclass(frozen=True)
 class StageMap:
-    """Which rank of the mesh dim pp holds which stage.
+    """Placement of pipeline stages on the ranks of mesh dim pp, and the order in which they run.
 
     Args:
-        order: tells the shape.
+        order: the order.
         pp: number of ranks.
-        per_rank: stages of each rank.
-        custom: an order from a file.
+        per_rank: number of stages on each rank.
+        custom: order from a CSV file, or None.
     """
 
     order: Order
@@ -68,7 +68,7 @@ class StageMap:
 
     @staticmethod
     def make(name: str, pp: int, stages_per_rank: int | None) -> "StageMap":
-        """Check the numbers against the order: a name, or the path of a CSV file."""
+        """Construct the stage map of an order (a name or CSV file); a wrong `stages_per_rank` raises MeshError."""
         if str(name).endswith(".csv"):
             return StageMap._from_file(str(name), pp, stages_per_rank)
         order = find_order(str(name).lower())  # torch spells it "1F1B"
@@ -94,30 +94,30 @@ class StageMap:
 
     @property
     def num_stages(self) -> int:
-        """Number of pipeline stages over all ranks."""
+        """Return the number of stages over all ranks."""
         return self.pp * self.per_rank
 
     @property
     def waits_for_sends(self) -> bool:
-        """Return whether torch's runtime waits for the sends of a micro-batch before the step's end."""
+        """Return whether torch's runtime class of this order waits itself for each send during a step."""
         return self.order.name in ("1F1B", "GPipe")
 
     def rank_of(self, stage: int) -> int:
-        """Return the pp coordinate that holds a stage."""
+        """Return the pp coordinate of the rank that holds a stage."""
         if self.custom is not None:
             return self.custom.rank_of_stage[stage]
         turn, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.order.v_shape and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the stages of a pp coordinate, in order."""
+        """Return the stages on the rank with pp coordinate `rank`, in ascending order."""
         if self.custom is not None:
             return [s for s in range(self.num_stages) if self.rank_of(s) == rank]
         back = self.pp - 1 - rank if self.order.v_shape else rank
         return [turn * self.pp + (back if turn % 2 else rank) for turn in range(self.per_rank)]
 
     def check_micro_batches(self, count: int) -> None:
-        """MeshError when the order cannot run with `count` micro-batches."""
+        """Raise MeshError when the order cannot run with `count` micro-batches."""
         if self.custom is not None and count != self.custom.micro_batches:
             problem = (
                 f"found {count}, the order in {self.order.name} is for {self.custom.micro_batches}"
@@ -126,7 +126,7 @@ class StageMap:
             raise MeshError("pipeline", "micro_batches", problem, hint)
         need = self.num_stages if self.order.fewest == "stages" else 1
         if self.order.name == "1F1B":
-            return  # with fewer, GPipe does the same
+            return  # with fewer, GPipe runs instead
         if count < need:
             problem = f"found {count} micro-batches, {self.order.name} needs at least {need}"
             raise MeshError("pipeline", "micro_batches", problem, "pass more, or more rows")
@@ -146,10 +146,12 @@ class StageMap:
         return True
 
     def runtime(self, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
-        """The schedule object of torch.distributed.pipelining for this rank's stages.
+        """Return the torch.distributed.pipelining schedule object that runs this rank's stages.
 
-        1F1B and GPipe run in classes of their own, which send and receive in one call; a test holds
-        these to `actions`.
+        Args:
+            stages: stage objects of this rank.
+            micro_batches: number of micro-batches of the step.
+            **options: options of torch's class, e.g. `loss_fn`.
         """
         from torch.distributed.pipelining.schedules import get_schedule_class
 
@@ -157,13 +159,13 @@ class StageMap:
             return csv_runtime(self.custom, stages, micro_batches, **options)
         name = self.order.name
         if name == "1F1B" and micro_batches < self.num_stages:
-            name = "GPipe"  # 1F1B wants a micro-batch in flight per stage; with fewer both are one
+            name = "GPipe"  # torch's 1F1B needs one per stage; with fewer both are equal
         cls: Any = get_schedule_class(name)
         given = stages[0] if self.per_rank == 1 else list(stages)
         return cls(given, micro_batches, **options)
 
     def actions(self, micro_batches: int) -> list[list[Action]]:
-        """Return the actions of each rank, in order; nothing is run."""
+        """Return the actions of each rank in order, without running them."""
         self.check_micro_batches(micro_batches)
         if self.custom is not None:
             return [list(actions) for actions in self.custom.actions]
@@ -177,7 +179,7 @@ class StageMap:
 
 
 def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: some forwards ahead, then backward and forward in turn, then the other backwards."""
+    """Return the actions of a stage: `ahead` forwards, then backward and forward in turn, then the last backwards."""
     found = [Action(stage, FORWARD, i) for i in range(ahead)]
     for i in range(micro_batches):
         found.append(Action(stage, BACKWARD, i))
@@ -187,10 +189,10 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
 
 
 def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
-    """The order that a class of torch.distributed.pipelining computes; semi-private there.
+    """Return the actions of each rank as a schedule class of torch.distributed.pipelining orders them.
 
-    It is asked with stand-ins for stages; two actions that overlap are taken one after the other, as
-    its runtime performs them.
+    The class is called with dummy stages. Two actions that it overlaps are listed one after the other, as its
+    runtime runs them. `pipeline_order` is semi-private in torch.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
     from torch.nn import Module
@@ -214,10 +216,9 @@ def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
 
 
 def csv_runtime(custom: CsvOrder, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
-    """The schedule object of torch.distributed.pipelining for an order of one's own.
+    """Return the torch.distributed.pipelining schedule object for an order from a CSV file.
 
-    `_Action.from_str` and `_PipelineScheduleRuntime` are what its `_load_csv` uses; only this
-    function names them.
+    Uses the private `_Action.from_str` and `_PipelineScheduleRuntime`, as torch's `_load_csv` does.
     """
     from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
 
@@ -231,15 +232,15 @@ def csv_runtime(custom: CsvOrder, stages: Sequence[Any], micro_batches: int, **o
 
 
 def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: int) -> list[int]:
-    """Return the ends of stages that make the most expensive stage as cheap as possible.
+    """Return the cuts that make the most expensive stage as cheap as possible.
 
     Args:
-        costs: of each unit call, in the order in which they run.
-        may_cut: indices after which a stage may end (the blocks).
-        num_stages: wanted.
+        costs: cost of each unit call, in the order in which they run.
+        may_cut: indices of calls after which a stage may end (the blocks).
+        num_stages: number of stages.
 
     Returns:
-        num_stages - 1 indices out of `may_cut`, in order.
+        `num_stages - 1` indices from `may_cut`, in ascending order.
     """
     if num_stages - 1 > len(may_cut):
         problem = f"{num_stages} stages, but the model has {len(may_cut)} places to cut"
@@ -247,7 +248,7 @@ def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: in
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)
-    # best[i]: (largest stage so far, cuts) when the last stage so far ends after may_cut[i].
+    # best[i]: (largest cost of a stage, cuts) when the last stage ends after may_cut[i].
     best = {i: (total[at + 1], [at]) for i, at in enumerate(may_cut)}
     for _ in range(num_stages - 2):
         best = {

@@ -1,4 +1,4 @@
-"""The pipeline runtime: one step, or one forward, over the stages of a mesh."""
+"""Pipeline runtime: run one training step, or one forward, over the stages of all pp ranks."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,26 +20,22 @@ from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
 from slapo_zoo.pipeline.timeline import Span
 
-ROWS = "_global_rows"  # of a micro-batch, cut beside its tensors; on the CPU, where the host reads them
-MAIN_INPUTS = (
-    "input_ids",
-    "inputs_embeds",
-    "pixel_values",
-    "input_features",
-)  # their rows are those of the batch
+ROWS = "_global_rows"  # key of a micro-batch: global row indices, on the CPU
+# inputs whose axis 0 is the batch
+MAIN_INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "input_features")
 CHANGE_NO_SHAPE = ("cut_pipeline_stage", "checkpoint", "fork_rng")
-FOR_LOSS = "_for_loss:"  # begins the names of what only a loss of one's own is given
+FOR_LOSS = "_for_loss:"  # prefix of inputs for the user's loss only
 
 
 class Pipeline:
-    """The stages of one model, and their plans for each shape of batch.
+    """The stages of one model on this rank, and their plans for each shape of batch.
 
     Args:
-        schedule: of the whole model.
-        cls: the model's own class.
-        units: what a stage holds as a whole.
-        cursor: of this rank's stages.
-        places: which rank holds which stage, and the order in which they run.
+        schedule: schedule of the whole model.
+        cls: class of the model.
+        units: paths of the modules that are never split between stages.
+        cursor: position of the running forward in this rank's stages.
+        places: placement and order of the stages.
     """
 
     def __init__(
@@ -49,39 +45,39 @@ class Pipeline:
         self.places = places
         self.mine = places.stages_of(schedule.mesh.coord("pp"))
         self._plans: dict[Any, dict[int, StagePlan]] = {}
-        self.looks = False  # at its data: a plan holds for one batch
+        self.depends_on_data = False  # the forward branches on data: a plan holds for one batch
         self._arrivals: dict[int, Any] = {}
         self._fake: Any = None
         self.spans: list[Span] | None = None
         self.busy: Busy | None = None
-        self.clock: Callable[[], float] = time.monotonic  # one that processes share
+        self.clock: Callable[[], float] = time.monotonic  # the same for all processes of a machine
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy the pipeline without its plans: a copy makes its own dry runs."""
+        """Return the state for a copy, without plans and the fake model, which the copy makes anew."""
         return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
-        """Return the plan of each of this rank's stages for batches of these shapes; one dry run per shape."""
+        """Return the plan of each stage on this rank for a batch of these shapes; a dry run makes new ones."""
         divided = self.schedule.state.forward.tokens_divided
         key = (divided, self._dtype(), *sorted((k, _signature(v)) for k, v in batch.items()))
-        if self.looks or key not in self._plans:
-            with torch.inference_mode(False):  # what an evaluation makes, a step uses
+        if self.depends_on_data or key not in self._plans:
+            with torch.inference_mode(False):  # training reuses plans of an evaluation
                 mode, fake = self.prepare()
                 fake.state.forward = ForwardContext(divided)
-                calls, looked = dry_run(fake.model, self.units, mode, batch)
-            self.looks = self.looks or looked
+                calls, used_data = dry_run(fake.model, self.units, mode, batch)
+            self.depends_on_data = self.depends_on_data or used_data
             cuts = self.schedule.state.cuts
             self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
         return self._plans[key]
 
     def plans_of_all(self, parts: Sequence[Mapping[str, Any]]) -> dict[int, StagePlan]:
-        """The plans of the first micro-batch, which all others share.
+        """Return the plans of the first micro-batch, checked to hold for all micro-batches of the step.
 
         Raises:
-            ScheduleError: where the forward looks at data, another one is cut in another way.
+            ScheduleError: the forward branches on data, and another micro-batch would send other values.
         """
         plans = self.plans(parts[0])
-        if self.looks and any(self.plans(part) != plans for part in parts[1:]):
+        if self.depends_on_data and any(self.plans(part) != plans for part in parts[1:]):
             problem = "what crosses a cut depends on the data, and differs between micro-batches"
             raise ScheduleError(
                 "pipeline", "micro_batches", problem, "use pp=1, or one micro-batch"
@@ -89,7 +85,7 @@ class Pipeline:
         return plans
 
     def sends(self, micro_batches: int) -> Any:
-        """Return the tracker of this rank's sends in a step, or None where the runtime waits for each send."""
+        """Return a tracker of this rank's sends in one step; None where torch's runtime waits for each send."""
         from slapo_zoo.pipeline.in_flight import Sends, arrivals
 
         if self.places.waits_for_sends:
@@ -101,21 +97,21 @@ class Pipeline:
         return Sends(self._arrivals[micro_batches])
 
     def whole(self) -> Schedule:
-        """The schedule with its recomputation, on the whole model made of fake tensors."""
+        """Return the schedule applied to the whole model made of fake tensors, without pipeline cuts."""
         return fake_schedule(self.schedule, self.cls, ("cut_pipeline_stage",))[1]
 
     def holds(self, path: str) -> bool:
-        """Return whether the module at a path runs on this rank."""
+        """Return whether the module at `path` runs on this rank."""
         model = self.schedule.model
         units = [u for u in self.units if path == u or path.startswith(u + ".")]
         return not any(isinstance(model.get_submodule(unit), Foreign) for unit in units)
 
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of the parameters as they are now: a model may be cast between steps."""
+        """Return the parameters' current dtype, which a cast between two steps may have changed."""
         return hf.dtype_of(self.schedule.model)
 
     def prepare(self) -> tuple[Any, Any]:
-        """Make the fake model of a dry run; once per dtype."""
+        """Return (mode, schedule) of the fake model for dry runs, cached per dtype."""
         dtype = self._dtype()
         if self._fake is None or self._fake[0] != dtype:
             self._fake = dtype, fake_schedule(self.schedule, self.cls)
@@ -125,13 +121,13 @@ class Pipeline:
 def fake_schedule(
     schedule: Schedule, cls: Any, leave_out: Collection[str] = CHANGE_NO_SHAPE, stream: Any = None
 ) -> tuple[Any, Schedule]:
-    """The whole scheduled model made of fake tensors, and their mode; its weights take no memory.
+    """Return a FakeTensorMode, and the schedule replayed on the whole model made of fake tensors in that mode.
 
     Args:
-        schedule: of any rank.
-        cls: of the model.
-        leave_out: primitives that a dry run can do without.
-        stream: stands for the random stream, unless None.
+        schedule: schedule of any rank.
+        cls: class of the model.
+        leave_out: names of primitives that are not replayed, because they change no shape.
+        stream: random stream for the fake model; None makes a new one.
     """
     model, mesh = schedule.model, schedule.mesh
     dtype = schedule.state.compute_dtype or hf.dtype_of(model)
@@ -149,14 +145,14 @@ def _signature(value: Any) -> Any:
 
 
 class StageModule(nn.Module):
-    """Module that `torch.distributed.pipelining` calls for one micro-batch of one stage.
+    """Module that torch.distributed.pipelining calls for one micro-batch of one stage.
 
     Args:
-        pipeline: the stages.
-        plan: for the shape of a micro-batch.
-        run: (batch, rows) --> loss, by the model's own forward.
-        others: arguments that are not divided into micro-batches.
-        device: of what a stage receives.
+        pipeline: pipeline of this rank.
+        plan: plan of the stage for the shapes of a micro-batch.
+        run: (batch, rows) --> loss, through the model's own forward.
+        others: arguments that are not split into micro-batches.
+        device: device of the received tensors.
     """
 
     def __init__(
@@ -169,7 +165,7 @@ class StageModule(nn.Module):
         self.cursor, self.plan, self.run, self.others = pipeline.cursor, plan, run, others
 
     def forward(self, *received: Tensor, **batch: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors that the next stage needs, or the loss [1]."""
+        """Return the tensors that the next stage needs; on the last stage the loss, shape [1]."""
         rows = batch.pop(ROWS)
         self.cursor.begin(self.plan, received, self.device)
         try:
@@ -181,9 +177,10 @@ class StageModule(nn.Module):
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Split a batch into the tensors that have a batch axis, and everything else.
+    """Split a batch into (tensors with a batch axis, everything else).
 
-    One row beside a main input of several (`position_ids` [1, S]) stands for all of them: it stays whole.
+    A tensor with one row, where the main input has several (`position_ids` [1, S]), applies to all rows and is
+    not split.
     """
     tensors = {k: v for k, v in batch.items() if isinstance(v, Tensor) and v.ndim}
     main = next((tensors[name] for name in MAIN_INPUTS if name in tensors), None)
@@ -200,13 +197,21 @@ def pipeline_step(
     micro_batches: int,
     before_last: Callable[[Any], None] | None = None,
 ) -> Tensor:
-    """Forward and backward of all micro-batches; gradients are added to `.grad`.
+    """Run the forward and backward of all micro-batches; gradients are added to `.grad`.
 
-    The stage objects are made anew: `PipelineStage` freezes its shapes at its first step.
-    `before_last` gets a stage's outputs before its last backward: an engine's sum may begin there.
+    The stage objects are made anew in each step, because `PipelineStage` fixes its shapes at its first step.
+
+    Args:
+        pipeline: pipeline of this rank.
+        run: (batch, rows) --> loss of a micro-batch, through the model's own forward.
+        tensors: arguments [B, ...] that are split along axis 0.
+        others: arguments that every micro-batch gets unsplit.
+        micro_batches: number of micro-batches.
+        before_last: called with a stage's outputs before its last backward, where an engine may start its
+            gradient all-reduce.
 
     Returns:
-        the sum of the micro-batch losses on the rank of the last stage, 0 elsewhere.
+        The sum of the micro-batch losses on the rank of the last stage, 0 elsewhere.
     """
     from slapo_zoo.pipeline.stage import quiet_schedules
 
@@ -240,7 +245,7 @@ def _stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device,
     before_last: Callable[[Any], None] | None,
 ) -> Any:  # fmt: skip
-    """Make the stage object of torch.distributed.pipelining, with its shapes given."""
+    """Return the torch.distributed.pipelining stage object of one stage, with its shapes fixed."""
     from slapo_zoo.pipeline.stage import Stage
 
     places, index = pipeline.places, plan.stage
@@ -256,10 +261,9 @@ def _stage(
 
 
 def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
-    """The units of which some or all activations are recomputed.
+    """Return the units in which some or all activations are recomputed.
 
-    A stage that has one runs its backward in one part. In two parts each would recompute, and the one
-    of the weights once per group of them.
+    A stage with such a unit runs its backward in one part: two parts would each recompute the activations.
     """
     paths = [f"{path}." for path in checkpointed]
     return {unit for unit in units
@@ -267,7 +271,7 @@ def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[s
 
 
 def _examples(plan: StagePlan, stage: int) -> tuple[Tensor, ...]:
-    """Return empty tensors of the shapes that enter a stage."""
+    """Return empty meta tensors with the shapes of the values that enter a stage."""
     return tuple(plan.shape(value).empty("meta") for value in plan.crossing(stage))
 
 
@@ -277,7 +281,7 @@ def _sum(output: Any, target: Any) -> Tensor:
 
 
 def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
-    """One forward without gradients, stage after stage; the output arrives on every rank."""
+    """Run one forward without gradients through all stages, and return the model's output on every rank."""
     mesh, places = pipeline.schedule.mesh, pipeline.places
     tensors, _ = split_batch(batch)
     if not tensors:
@@ -297,7 +301,7 @@ def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping
 
 
 def share_output(pipeline: Pipeline, output: Any, device: torch.device) -> Any:
-    """The output of the last stage, on every rank of the pipeline."""
+    """Broadcast the output of the last stage to all ranks of the pipeline and return it."""
     mesh, places = pipeline.schedule.mesh, pipeline.places
     source = mesh.at(pp=places.rank_of(places.num_stages - 1))
     return broadcast_output(output, source, mesh.group("pp"), device)
@@ -315,7 +319,7 @@ def _run_stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, batch: Mapping[str, Any],
     received: tuple[Tensor, ...], device: torch.device,
 ) -> tuple[Any, tuple[Tensor, ...]]:  # fmt: skip
-    """The model's output on the last stage, else what the next stage needs."""
+    """Run one stage; return (output, ()) on the last stage, else (None, tensors for the next stage)."""
     cursor = pipeline.cursor
     cursor.begin(plan, received, device)
     try:
@@ -327,7 +331,7 @@ def _run_stage(
 
 
 def broadcast_output(output: Any, source: int, group: Any, device: torch.device) -> Any:
-    """A HuggingFace output object from one rank to its group: structure first, then tensors."""
+    """Broadcast a HuggingFace output object, structure first, from rank `source` to its group, and return it."""
     here = dist.get_rank() == source
     described: list[Any] = [_describe(output) if here else None]
     dist.broadcast_object_list(described, source, group=group, device=device)
@@ -342,6 +346,6 @@ def broadcast_output(output: Any, source: int, group: Any, device: torch.device)
 
 
 def _describe(output: Any) -> tuple[type, dict[str, Any]]:
-    """Class, and shape and dtype of each tensor; caches and tuples of layers stay where they are."""
+    """Return the class of an output, and shape and dtype of its tensors; nested tuples and caches are left out."""
     tensors = {k: v for k, v in output.items() if isinstance(v, Tensor)}
     return type(output), {k: (tuple(v.shape), v.dtype) for k, v in tensors.items()}

@@ -1,4 +1,4 @@
-"""The timeline of a training step that runs, gathered from all ranks of a pipeline."""
+"""Record the timeline of a real training step on all ranks of a pipeline."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,12 @@ from slapo_zoo.pipeline.timeline import Span
 def record_step(
     model: Any, batch: Mapping[str, Any], micro_batches: int | None = None
 ) -> list[Span]:
-    """Run one `train_step` and return what each rank did when; the same list on every rank.
+    """Run one `train_step` and return the timed actions of all ranks, sorted by begin; equal on every rank.
 
     Args:
-        model: scheduled over pp; gradients are added to `.grad` as ever.
-        batch: as of `train_step`.
-        micro_batches: likewise.
+        model: scheduled model with pp > 1; gradients are added to `.grad`.
+        batch: batch of `train_step`.
+        micro_batches: number of micro-batches of `train_step`.
 
     Raises:
         MeshError: the model has no pipeline.

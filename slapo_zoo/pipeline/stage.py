@@ -1,4 +1,4 @@
-"""The stage object of torch.distributed.pipelining, with times, named errors and a repaired backward."""
+"""Stage object of torch.distributed.pipelining with timing, errors that name the module, and a corrected backward."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -25,18 +25,16 @@ from slapo_zoo.pipeline.timeline import (
 
 
 class Stage(InFlightStage):
-    """One pipeline stage during one training step.
-
-    Its methods of a chunk are what the schedules of torch call; only this class names them.
+    """One pipeline stage during one training step; torch's schedules call its `..._chunk` methods.
 
     Args:
-        args: of PipelineStage.
-        units: first and last unit of the stage, for the errors.
-        spans: where times are noted, or None.
-        clock: gives them.
-        busy: marks what a run's log says of each step, or None.
+        args: positional arguments of torch's PipelineStage.
+        units: first and last unit of the stage as text, for errors.
+        spans: list to which the time of each action is appended, or None.
+        clock: function that returns the time in seconds.
+        busy: measures the bubble for the training log, or None.
         before_last: called with the stage's outputs before the backward of the last micro-batch.
-        kwargs: of PipelineStage.
+        kwargs: keyword arguments of torch's PipelineStage.
     """
 
     def __init__(
@@ -52,7 +50,7 @@ class Stage(InFlightStage):
         super().__init__(*args, **kwargs)
         self.before_last = before_last
         self.units, self.spans, self.clock, self.busy = units, spans, clock, busy
-        self._whole: bool | None = None  # the same for all micro-batches of a step
+        self._whole: bool | None = None  # backward in one part; same for all micro-batches
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of one micro-batch on this stage."""
@@ -60,13 +58,13 @@ class Stage(InFlightStage):
         return self._perform(FORWARD, fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Backward of a micro-batch, whole or of the inputs."""
+        """Run the backward of one micro-batch on this stage, whole or of the inputs only."""
         run = super().backward_one_chunk
         kind = BACKWARD if kwargs.get("full_backward", True) else BACKWARD_INPUT
         return self._perform(kind, bwd_chunk_id, lambda: run(bwd_chunk_id, *args, **kwargs))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Compute the weight gradients of one micro-batch."""
+        """Run the second part of a backward for one micro-batch: the weight gradients."""
         run = super().backward_weight_one_chunk
         step = lambda: run(bwd_chunk_id, *args, **kwargs)  # noqa: E731
         return self._perform(BACKWARD_WEIGHT, bwd_chunk_id, step)
@@ -74,11 +72,12 @@ class Stage(InFlightStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """A backward in two parts, where torch 2.13 gets it right; else the whole in the first part.
+        """Run a backward in two parts (inputs, weights) where torch 2.13 computes it right, else whole in the
+        first part.
 
-        Torch runs the weights' part once per group of weights that meet. A weight that is used at
-        several places of a stage (ALBERT's block, T5's position bias) ends up in two groups, or in
-        none where only an output of the stage depends on it.
+        Torch groups weights whose gradients meet. A weight that is used in several places of a stage (ALBERT's
+        block, T5's position bias) is put in two groups, or in none when only an output of the stage depends on
+        it.
         """
         run = super().backward_maybe_with_nosync
         if last_backward and self.before_last is not None:
@@ -91,7 +90,7 @@ class Stage(InFlightStage):
                 loss = outputs[0] if self.is_last else outputs
                 return run("full", {**bwd_kwargs, "stage_output": loss}, last_backward)
             found, groups = run(backward_type, bwd_kwargs, last_backward)
-            dense = (g if g is None else g.contiguous() for g in found)  # a convolution's is not
+            dense = (g if g is None else g.contiguous() for g in found)  # some are strided
             return tuple(dense), groups
         if backward_type == "weight" and self._whole:
             return (), None
@@ -103,7 +102,7 @@ class Stage(InFlightStage):
             with self.busy.action() if self.busy else nullcontext():
                 return step()
         except Exception as error:
-            raise self._named(error, kind, micro_batch)  # noqa: B904 - it has its cause
+            raise self._with_place(error, kind, micro_batch)  # noqa: B904 - it has its cause
         finally:
             if self.spans is not None:
                 action = Action(self.stage_index, kind, micro_batch)
@@ -114,8 +113,8 @@ class Stage(InFlightStage):
             torch.cuda.synchronize(self.device)
         return self.clock()
 
-    def _named(self, error: Exception, kind: str, micro_batch: int) -> Exception:
-        """The error with its stage, module and micro-batch; what says enough already stays."""
+    def _with_place(self, error: Exception, kind: str, micro_batch: int) -> Exception:
+        """Return a StageError that names stage, module and micro-batch; keep errors of slapo_zoo and lost peers."""
         cause = error.__cause__ if "failed to run" in str(error).lower() else error
         cause = cause if isinstance(cause, Exception) else error
         if isinstance(cause, SlapoError) or is_lost_peer(cause):
@@ -131,28 +130,33 @@ class Stage(InFlightStage):
 def used_in_several_places(
     outputs: Iterable[Tensor], inputs: Iterable[Any], weights: Iterable[Tensor]
 ) -> bool:
-    """Return whether the gradient of some weight comes from several points of the way outputs --> inputs.
+    """Return whether some weight's gradient is a sum over several points of the graph, so the backward must be whole.
 
-    Such a point is an operation that has an input of the stage behind it, or an output that has none. A
-    weight of a loss (a head of the user's) is none of the stage: torch would leave it without a gradient.
+    Such a point is an operation behind which an input of the stage lies, or an output with no such input. A
+    weight of the user's loss that is no parameter of the stage counts too: torch would give it no gradient.
+
+    Args:
+        outputs: outputs of the stage.
+        inputs: received tensors of the stage.
+        weights: parameters of the stage.
     """
     weights = list(weights)
     roots = {x.grad_fn for x in outputs if x.grad_fn is not None}
-    above = _above(roots)
+    above = _consumers(roots)
     ends = [get_gradient_edge(x).node for x in inputs if isinstance(x, Tensor) and x.requires_grad]
-    way = _climb([node for node in ends if node in above], above, set())
+    way = _reaching([node for node in ends if node in above], above, set())
     for weight in weights:
         node = get_gradient_edge(weight).node if weight.requires_grad else None
         if node in above:
-            met = _climb([node], above, way)
+            met = _reaching([node], above, way)
             if len(met & way) + len(met & (roots - way)) > 1:
                 return True
     own, leaves = {id(weight) for weight in weights}, [getattr(n, "variable", None) for n in above]
     return any(isinstance(x, nn.Parameter) and id(x) not in own for x in leaves)
 
 
-def _above(roots: set[Any]) -> dict[Any, list[Any]]:
-    """All operations behind some, each with those that read it."""
+def _consumers(roots: set[Any]) -> dict[Any, list[Any]]:
+    """Return all autograd nodes reachable from `roots`, each with the nodes that consume its result."""
     above: dict[Any, list[Any]] = {node: [] for node in roots}
     todo = list(roots)
     while todo:
@@ -166,8 +170,8 @@ def _above(roots: set[Any]) -> dict[Any, list[Any]]:
     return above
 
 
-def _climb(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:
-    """All nodes from which a backward comes to `nodes`; not beyond `ends`."""
+def _reaching(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:
+    """Return all autograd nodes from which a backward reaches `nodes`; the search stops at `ends`."""
     seen, todo = set(nodes), list(nodes)
     while todo:
         node = todo.pop()
@@ -178,13 +182,13 @@ def _climb(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set
 
 
 def failed_module(model: nn.Module, error: BaseException) -> str:
-    """Path of the innermost module whose code was running when an error was raised, or ""."""
+    """Return the path of the innermost module whose code ran when an error was raised, or ''."""
     names = {id(module): name for name, module in model.named_modules() if name}
     found, traceback = "", error.__traceback__
     while traceback is not None:
         values = traceback.tb_frame.f_locals
         own = values.get("self")
-        for value in (own, getattr(own, "module", None), *values.values()):  # a hook has a module
+        for value in (own, getattr(own, "module", None), *values.values()):  # `module` of a hook
             if id(value) in names:
                 found = names[id(value)]
                 break
@@ -194,7 +198,7 @@ def failed_module(model: nn.Module, error: BaseException) -> str:
 
 @contextmanager
 def quiet_schedules() -> Iterator[None]:
-    """Torch logs the whole order when a stage fails; our error says which action it was."""
+    """Context that silences torch's log of the whole order when a stage fails; StageError names the action."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     before, logger.disabled = logger.disabled, True
     try:

@@ -1,9 +1,9 @@
-"""Which pipeline stage holds which part of a model, and how a stage runs alone.
+"""Assign the modules of a model to pipeline stages, and run one stage alone.
 
-A stage runs the model's own forward. Units of other stages are stand-ins: those before the stage
-hand out what was received, and the forward ends when the last unit of the stage has run. So masks,
-positions and sizes are computed by the unmodified code on every stage, and only what a dry run
-found to be used later crosses a cut (docs/decisions/0004-stages-run-the-own-forward.md).
+A stage runs the model's own forward. Units of other stages are replaced: earlier ones return the received
+values, and the forward ends after the stage's last unit. Masks, positions and sizes are thus computed by the
+unmodified code on every stage, and only values that a dry run found to be used later are sent
+(docs/decisions/0004-stages-run-the-own-forward.md).
 """
 
 import re
@@ -23,26 +23,26 @@ from slapo_zoo.language.directive import join
 from slapo_zoo.parallel.paths import compile_pattern
 from slapo_zoo.pipeline.dataflow import Call, Shape, Value
 
-Cut = tuple[str, int]  # unit, and after which of its calls (0 unless a shared block)
+Cut = tuple[str, int]  # (unit, call after which a stage ends: 0 unless shared)
 
 
 class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of a stage
-    """Raised when the last unit of a stage has run."""
+    """Raised after the last unit of a stage has run, to end the model's forward."""
 
 
 def leaf_units(
     model: nn.Module, blocks: Sequence[str], late: Sequence[str] = (), order: Sequence[str] = ()
 ) -> list[str]:
-    """Paths of the modules with parameters that a stage holds as a whole, in the order they run.
+    """Return the paths of the units, i.e. modules with parameters that a stage holds whole, in the order they run.
 
-    These are the blocks, and whatever lies beside them below the modules that contain blocks.
-    Modules without parameters (dropouts, rotary tables) belong to no stage: they run on each.
+    These are the blocks, and the siblings of blocks and of modules that contain blocks. Modules without
+    parameters (dropouts, rotary tables) run on every stage.
 
     Args:
-        model: whole, or on meta.
+        model: the unsharded model, may be on meta.
         blocks: paths of the repeated blocks.
-        late: paths that run after the blocks, though the model defines them before.
-        order: patterns of children of one parent, in the order in which they run.
+        late: paths of units that run after the blocks but are defined before them.
+        order: patterns of siblings, in the order in which they run.
     """
     ranks = [compile_pattern(pattern) for pattern in order]
     containers = {""}
@@ -56,7 +56,7 @@ def leaf_units(
             module.named_children(), key=lambda c: _rank(join(path, c[0]), ranks)
         ):
             at = join(path, name)
-            if at in containers or type(child).forward is nn.Module.forward:  # a list is not called
+            if at in containers or type(child).forward is nn.Module.forward:  # ModuleList
                 found += below(at, child)
             elif next(child.parameters(), None) is not None:
                 found.append(at)
@@ -70,18 +70,18 @@ def leaf_units(
 
 
 def _rank(path: str, ranks: Sequence[re.Pattern[str]]) -> int:
-    """Return the index of the first pattern that fits a path; the number of patterns where none does."""
+    """Return the index of the first pattern that matches a path, or the number of patterns if none does."""
     return next((i for i, found in enumerate(ranks) if found.fullmatch(path)), len(ranks))
 
 
 def assign_stages(
     units: Sequence[str], cuts: Sequence[Cut], repeated: Sequence[str] = (), everywhere: Sequence[str] = ()
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """Unit --> the stages that hold it: one, or several for a shared block that is cut.
+    """Return the stages that hold each unit: one, or several for a shared block with cuts between its calls.
 
     Args:
-        units: in the order they run.
-        cuts: after which of them a stage ends.
+        units: paths of the units, in the order they run.
+        cuts: (unit, call) after which a stage ends.
         repeated: units that run more than once in a forward.
         everywhere: units that every stage holds.
     """
@@ -101,9 +101,9 @@ def assign_stages(
 
 
 def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """The stages that hold a parameter; one that a container of units holds itself is on all of them.
+    """Return the stages that hold the parameter `name`; a parameter outside of all units is held by all stages.
 
-    Nobody knows which stage reads it (CLIP's `logit_scale`): as a tie, its gradient is summed.
+    It is not known which stage reads such a parameter (CLIP's `logit_scale`), so its gradient is summed like a tie's.
     """
     path = name
     while path:
@@ -115,12 +115,12 @@ def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one stage for one forward, from a dry run and the cuts.
+    """Plan of one stage for forwards of one batch shape, made from a dry run and the cuts.
 
     Args:
         calls: every unit call of the whole model, in order.
-        stage_of_call: which stage makes it.
-        stage: this one.
+        stage_of_call: stage that runs each call.
+        stage: index of this stage.
     """
 
     calls: tuple[Call, ...]
@@ -129,7 +129,7 @@ class StagePlan:
 
     @staticmethod
     def make(calls: Sequence[Call], cuts: Sequence[Cut], stage: int) -> "StagePlan":
-        """A stage ends with each call named by a cut."""
+        """Construct the plan of `stage`, where each cut (unit, call) ends a stage."""
         ends, seen, at, of_call = set(cuts), {}, 0, []
         for call in calls:
             of_call.append(at)
@@ -139,77 +139,77 @@ class StagePlan:
         return StagePlan(tuple(calls), tuple(of_call), stage)
 
     def crossing(self, stage: int) -> list[Value]:
-        """Values that enter `stage`: made before it, used in it or after it."""
+        """Return the values that `stage` receives: computed before it, and used in it or after it."""
         used = {v for call, at in zip(self.calls, self.stage_of_call, strict=True) if at >= stage
                 for v in call.needs}  # fmt: skip
         return sorted(v for v in used if self.stage_of_call[v.call] < stage)
 
     def shape(self, value: Value) -> Shape:
-        """Shape of a value."""
+        """Return shape and dtype of a value."""
         return self.calls[value.call].leaves[value.leaf]
 
     @property
     def units(self) -> list[str]:
-        """The units that this stage calls, in order."""
+        """Return the paths of the units that this stage calls, in order."""
         both = zip(self.calls, self.stage_of_call, strict=True)
         return list(dict.fromkeys(call.unit for call, at in both if at == self.stage))
 
     @property
     def extent(self) -> str:
-        """Name the first and the last unit of the stage."""
+        """Return the first and last unit of the stage as text, e.g. "h.0 .. h.5"."""
         first, last = self.units[0], self.units[-1]
         return first if first == last else f"{first} .. {last}"
 
     @property
     def last_call(self) -> int:
-        """Index of the last call that this stage makes."""
+        """Return the index of the last unit call that this stage runs."""
         return max(i for i, at in enumerate(self.stage_of_call) if at == self.stage)
 
 
 class Cursor:
-    """Position of one forward in one stage: what it received, what it made, which unit comes next."""
+    """Position of the running forward in one stage: received values, values to send, and the next unit call."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
 
     def begin(self, plan: StagePlan, received: Sequence[Tensor], device: torch.device) -> None:
-        """Start a forward with what the previous stage sent."""
+        """Start the forward of a stage with the tensors that the previous stage sent."""
         self.plan, self.index, self.device = plan, -1, device
         incoming = plan.crossing(plan.stage)
-        # A view: what only passes through must not be the received leaf itself.
+        # A view: a value that is only passed on must not be the received leaf itself.
         self.values = {v: x.view_as(x) for v, x in zip(incoming, received, strict=True)}
         self.wanted = set(plan.crossing(plan.stage + 1))
 
     def end(self) -> None:
-        """Forget the current forward and what it holds."""
+        """End the forward and drop its tensors."""
         self.plan, self.values = None, {}
 
     def outgoing(self) -> tuple[Tensor, ...]:
-        """Return the tensors that the next stage needs, in memory of their own, which is freed once it is sent.
+        """Return clones of the tensors that the next stage needs; each is freed once it was sent.
 
-        A backward in two parts detaches these tensors in place, which a view refuses.
+        A backward in two parts detaches these tensors in place, which torch refuses for views.
         """
         assert self.plan is not None  # noqa: S101 - called within begin and end
         crossing = (self.values[v] for v in self.plan.crossing(self.plan.stage + 1))
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
-        """Return the output of a call that another stage runs, or None where this stage runs it.
+        """Return the received output of a call that another stage runs; None when this stage runs the call itself.
 
         Args:
-            unit: path of the module that is called.
-            held: whether this stage has its weights.
+            unit: path of the called module.
+            held: True when this stage has the module's weights.
         """
         if self.plan is None:
-            problem = "it is called beside the model's forward, and each rank holds its own layers"
+            problem = "it is called outside the model's forward, and each rank has its own layers"
             hint = "call the model as a whole (inputs_embeds: of a table of your own), or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         self.index += 1
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:
-            problem = f"its call is number {self.index} here, not in the dry run"
-            hint = "blocks that were moved since the load: change the plain model, save it, and load that; "
-            hint += "a forward that depends on data: cut it elsewhere, or use pp=1"
+            problem = f"its call number {self.index} was not in the dry run of the forward"
+            hint = "if blocks were moved since the load: change the plain model, save it, and load that; "
+            hint += "if the forward depends on data: cut it elsewhere, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         if self.plan.stage_of_call[self.index] == self.plan.stage:
             if not held:
@@ -221,7 +221,7 @@ class Cursor:
         return call.output(tensors, self.device)
 
     def made(self, output: Any) -> None:
-        """Keep what later stages need; end the forward after the last call of a stage."""
+        """Store the values in a unit's output that later stages need; raise StageDone after the stage's last call."""
         assert self.plan is not None  # noqa: S101 - called within begin and end
         self.plan.calls[self.index].check(output)
         for leaf, tensor in enumerate(tree_leaves(output)):
@@ -232,9 +232,9 @@ class Cursor:
 
 
 class Foreign(nn.Module):
-    """Stands where a unit of another stage was; holds no parameters but those tied to one of this stage.
+    """Replacement of a unit of another stage; it holds only parameters that are tied to one of this stage.
 
-    rewrite:  h.3(x, ...)  -->  what the previous stages sent, or zeros that nothing here uses
+    rewrite:  h.3(x, ...)  -->  the received output, or zeros that nothing on this stage uses
     """
 
     def __init__(
@@ -242,77 +242,77 @@ class Foreign(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.unit, self.original_name, self.cursor = unit, type(original).__name__, cursor
-        self.__dict__["_original"] = original  # on meta, and no child: only its sizes and dtypes
+        self.__dict__["_original"] = original  # not registered as a child; on meta
         self._parameters.update({n: p for n, p in original._parameters.items() if id(p) in held})
         for name, child in original.named_children():
             if any(id(p) in held for p in child.parameters()):
-                self._modules[name] = Part(f"{unit}.{name}", child, cursor, held)
+                self._modules[name] = ForeignPart(f"{unit}.{name}", child, cursor, held)
 
     def __getattr__(self, name: str) -> Any:
-        """Sizes and dtypes that a model's forward asks its modules for; a tie is one tensor here too."""
+        """Return an attribute of the unit, such as a size; its parameters have shape and dtype but no data."""
         for own in (self.__dict__.get("_parameters", {}), self.__dict__.get("_modules", {})):
             if name in own:
                 return own[name]
         original = self.__dict__.get("_original")
         if original is None:
             raise AttributeError(name)
-        return _elsewhere(self.unit, name, getattr(original, name))
+        return _readable(self.unit, name, getattr(original, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the unit's output. No hook runs here: a user's hooks run once, on the stage that holds the unit."""
+        """Return the unit's output without running hooks, which run once, on the stage that holds the unit."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output that the unit has on its own stage."""
+        """Return the output that was received for this call, or zeros."""
         return self.cursor.stand_in(self.unit, held=False)
 
     def extra_repr(self) -> str:
-        """Shown in the tree: which class another stage holds."""
+        """Return the class name of the replaced unit, for `print(model)`."""
         return self.original_name
 
 
-class Part(Foreign):
-    """A module within such a unit: it may be looked at, and not be called."""
+class ForeignPart(Foreign):
+    """Replacement of a module inside another stage's unit: attributes can be read, calling it raises."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: only a call of the unit itself is made by another stage."""
-        raise _computed_with(self.unit, "is called")
+        """Raise ScheduleError: another stage runs the unit as a whole."""
+        raise _used_elsewhere(self.unit, "is called")
 
 
-class Numbers(Tensor):
-    """A parameter of such a unit: its shape, dtype and device, and no data; torch adds one to real tensors silently."""
+class ForeignParameter(Tensor):
+    """A parameter of another stage's unit: shape, dtype and device without data; computing with it raises."""
 
     def register_hook(self, hook: Any) -> RemovableHandle:
-        """Register a user's hook: it runs where the parameter is."""
+        """Ignore a user's gradient hook here; it is registered on the stage that holds the parameter."""
         return RemovableHandle(OrderedDict())
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse what would compute with it; what is written into it is lost, and nobody reads it here."""
-        if func is Tensor.copy_ and isinstance(args[0], Numbers):
+        """Raise ScheduleError for operations with real tensors; `copy_` into the parameter does nothing."""
+        if func is Tensor.copy_ and isinstance(args[0], ForeignParameter):
             return args[0]
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        unit = next(x.unit for x in given if isinstance(x, Numbers))
-        if any(not isinstance(x, Numbers) and not x.is_meta and x.ndim for x in given):
-            raise _computed_with(unit, "is computed with")
+        unit = next(x.unit for x in given if isinstance(x, ForeignParameter))
+        if any(not isinstance(x, ForeignParameter) and not x.is_meta and x.ndim for x in given):
+            raise _used_elsewhere(unit, "is computed with")
         found = super().__torch_function__(func, types, args, kwargs)
         for x in tree_leaves(found):
-            if isinstance(x, Numbers):
+            if isinstance(x, ForeignParameter):
                 x.unit = unit
         return found
 
 
-def _elsewhere(unit: str, name: str, found: Any) -> Any:
-    """Stand-in for a unit that another stage holds: what a forward may read of it."""
+def _readable(unit: str, name: str, found: Any) -> Any:
+    """Return what a forward may read of another stage's unit: a ForeignPart, ForeignParameter, or plain value."""
     if isinstance(found, nn.Module):
-        return Part(f"{unit}.{name}", found, Cursor())
+        return ForeignPart(f"{unit}.{name}", found, Cursor())
     if isinstance(found, Tensor) and found.is_meta:
-        found = found.detach().as_subclass(Numbers)
+        found = found.detach().as_subclass(ForeignParameter)
         found.unit = f"{unit}.{name}"
     return found
 
 
-def _computed_with(path: str, what: str) -> ScheduleError:
+def _used_elsewhere(path: str, what: str) -> ScheduleError:
     problem = f"it {what} beside its own module's call, and another stage holds it"
     return ScheduleError(path, "pipeline", problem, "use pp=1")
 
@@ -320,10 +320,12 @@ def _computed_with(path: str, what: str) -> ScheduleError:
 def keep_stages(
     model: nn.Module, stages: Mapping[str, tuple[int, ...]], mine: Sequence[int]
 ) -> Cursor:
-    """Replace the units of other ranks' stages by stand-ins; the module tree and all paths stay.
+    """Replace the units of other ranks' stages; the module tree and all paths stay. Return the cursor of the runtime.
 
-    Returns:
-        what the runtime moves along with each forward.
+    Args:
+        model: the model, with units of other stages on meta.
+        stages: unit --> stages that hold it.
+        mine: stages of this rank.
     """
     cursor = Cursor()
     here = {unit for unit, held_by in stages.items() if set(mine) & set(held_by)}
@@ -331,24 +333,24 @@ def keep_stages(
     for unit in stages:
         module = model.get_submodule(unit)
         if unit in here:
-            _follow(unit, module, cursor)
+            _track_calls(unit, module, cursor)
             continue
         parent, _, name = unit.rpartition(".")
         model.get_submodule(parent)._modules[name] = found = Foreign(unit, module, cursor, held)
-        computed = module._non_persistent_buffers_set  # on each stage (LayoutLMv3's positions)
+        computed = module._non_persistent_buffers_set  # computed on each stage (LayoutLMv3)
         found._buffers.update({name: module._buffers[name] for name in computed})
         found._non_persistent_buffers_set.update(computed)
     return cursor
 
 
-def _follow(unit: str, module: nn.Module, cursor: Cursor) -> None:
-    """Let the cursor see the calls of a unit that this stage holds.
+def _track_calls(unit: str, module: nn.Module, cursor: Cursor) -> None:
+    """Make calls of a unit that this stage holds pass through the cursor.
 
-    The call, not the forward, is followed: what a stage keeps has passed the hooks of the schedule (an
-    embedding is summed by then), and a stand-in passes none.
+    The call is wrapped, not the forward: outputs are stored after the schedule's hooks have run (an embedding
+    is all-reduced by then), and replaced units run no hooks.
     """
     cls: Any = type(module)
-    module.__dict__["_cursor"] = cursor  # a deep copy of the model has one of its own
+    module.__dict__["_cursor"] = cursor  # replaced in a deep copy of the model
 
     def followed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         cursor: Cursor = self.__dict__["_cursor"]
@@ -367,7 +369,7 @@ def _follow(unit: str, module: nn.Module, cursor: Cursor) -> None:
 
 @contextmanager
 def held_here(model: Any) -> Iterator[None]:
-    """Context in which modules of other stages are hidden: peft matches modules by name."""
+    """Context in which modules of other stages are hidden, because peft matches modules by name."""
     found = [(parent, leaf, child) for parent in model.modules()
              for leaf, child in parent._modules.items() if isinstance(child, Foreign)]  # fmt: skip
     for parent, leaf, child in found:

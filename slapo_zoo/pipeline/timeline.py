@@ -1,7 +1,7 @@
-"""Timeline of a pipeline step, rank by rank: simulated from an order, or recorded.
+"""Timeline of a pipeline step: simulated from an order and costs, or recorded in a real step.
 
-An *order* is a list of actions per rank. `simulate` gives each action its time from known costs; a step
-that ran gives the same spans from a clock. Both are then counted alike: bubble, gaps.
+An order is a list of actions per rank. Simulated and recorded timelines are lists of spans, whose bubble and
+gaps are computed in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ NAMES = {
 
 
 class Action(NamedTuple):
-    """One part of the work on one micro-batch in one stage, written as `2F0`."""
+    """Forward or backward of one micro-batch in one stage, written as `2F0` (stage, kind, micro-batch)."""
 
     stage: int
     kind: str
@@ -28,7 +28,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An action of a rank and its time in seconds."""
+    """An action of a rank with its begin and end in seconds."""
 
     rank: int
     action: Action
@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Time in which a rank computes nothing: "communication" once its input exists, else "idle"."""
+    """Interval in which a rank computes nothing: "idle" until its input is computed, then "communication"."""
 
     rank: int
     kind: str
@@ -46,7 +46,7 @@ class Gap(NamedTuple):
 
 
 class Stuck(Exception):  # noqa: N818 - a finding; who asked makes the error of it
-    """Raised where no rank can go on; `positions` holds the index of the next action of each unfinished rank."""
+    """Raised in a deadlock; `positions` maps each unfinished rank to the index of its next action."""
 
     def __init__(self, positions: dict[int, int]):
         super().__init__(f"no rank can go on at {positions}")
@@ -54,7 +54,7 @@ class Stuck(Exception):  # noqa: N818 - a finding; who asked makes the error of 
 
 
 def needs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """Return the actions that must have run before: any one of each tuple."""
+    """Return what must run before an action, as tuples of alternatives: one action of each tuple."""
     stage, kind, micro_batch = action
     if kind == FORWARD:
         return [(Action(stage - 1, FORWARD, micro_batch),)] if stage else []
@@ -70,15 +70,15 @@ def needs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
 def simulate(
     order: Sequence[Sequence[Action]], cost: Callable[[Action], float], transfer: float = 0.0
 ) -> list[Span]:
-    """Run an order by simulation: an action begins when its rank is free and its inputs have arrived.
+    """Return the spans of an order: each action begins when its rank is free and its inputs have arrived.
 
     Args:
-        order: actions of each rank.
+        order: actions of each rank, in order.
         cost: seconds of an action.
-        transfer: seconds from one rank to another.
+        transfer: seconds to send a result to another rank.
 
     Raises:
-        Stuck: an action waits for one that comes later, or never.
+        Stuck: an action waits for one that comes later on the same rank, or never.
     """
     num_stages = 1 + max(action.stage for actions in order for action in actions)
     done: dict[Action, tuple[float, int]] = {}
@@ -108,12 +108,12 @@ def simulate(
 
 
 def makespan(spans: Sequence[Span]) -> float:
-    """Seconds from the first action of any rank to the last."""
+    """Return the seconds from the first begin to the last end over all ranks."""
     return max(span.end for span in spans) - min(span.begin for span in spans)
 
 
 def busy(spans: Sequence[Span]) -> dict[int, float]:
-    """Return the seconds in which each rank computes."""
+    """Return the seconds that each rank computes."""
     total: dict[int, float] = {}
     for span in spans:
         total[span.rank] = total.get(span.rank, 0.0) + span.end - span.begin
@@ -121,17 +121,17 @@ def busy(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """The share of all ranks' time, from the first action to the last, in which none is computed."""
+    """Return the share (0 to 1) of all ranks' time, from first to last action, in which they compute nothing."""
     each = busy(spans)
     whole = len(each) * makespan(spans)
     return 1.0 - sum(each.values()) / whole if whole else 0.0
 
 
 def gaps(spans: Sequence[Span]) -> list[Gap]:
-    """Return the gaps between the spans of each rank, from the first action of all ranks to the last.
+    """Return the gaps between the actions of each rank, from the first action of all ranks to the last.
 
-    A wait for an input is idle until the rank that makes it has finished, and communication from
-    then on. Clocks of different machines are as equal as their time service keeps them.
+    Waiting for an input counts as idle until the other rank has computed it, then as communication. Recorded
+    times of different machines are compared as they are.
     """
     begin, end = min(s.begin for s in spans), max(s.end for s in spans)
     num_stages = 1 + max(span.action.stage for span in spans)

@@ -1,4 +1,4 @@
-"""A timeline as files: a Chrome trace (chrome://tracing, Perfetto) and a picture."""
+"""Write a timeline to files: a Chrome trace (chrome://tracing, Perfetto) and a PNG."""
 
 import json
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ COLORS = {  # distinct for colour-blind readers too (Okabe and Ito)
 
 
 def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
-    """The events of a timeline in Chrome's format: a lane per rank, times in microseconds."""
+    """Return a timeline as a Chrome trace: one lane per rank, times in microseconds, and the bubble."""
     begin = min(span.begin for span in spans)
     rows = [(s.rank, NAMES[s.action.kind], str(s.action), s.begin, s.end) for s in spans]
     rows += [(g.rank, g.kind, g.kind, g.begin, g.end) for g in gaps(spans) if g.kind != "idle"]
@@ -34,12 +34,12 @@ def chrome_trace(spans: Sequence[Span]) -> dict[str, Any]:
 
 
 def write_chrome_trace(spans: Sequence[Span], path: Path) -> None:
-    """Write the Chrome trace as JSON."""
+    """Write the Chrome trace of a timeline to `path` as JSON."""
     path.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
 
 
 def require_matplotlib() -> Any:
-    """The drawing library; SlapoError says how to get it."""
+    """Return the matplotlib module; without it raise SlapoError with the install command."""
     try:
         import matplotlib
     except ImportError:
@@ -50,7 +50,7 @@ def require_matplotlib() -> Any:
 
 
 def draw(spans: Sequence[Span], path: Path, title: str = "") -> None:
-    """Write a PNG: one lane per rank, micro-batches numbered, idle time in grey."""
+    """Write a timeline as PNG to `path`: one lane per rank, micro-batches numbered, idle time in grey."""
     require_matplotlib()
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -1,12 +1,12 @@
-"""Cost of each unit of a model in a training step, estimated from shapes alone.
+"""Estimate the cost of each unit (block, embedding, head) in a training step, from shapes alone.
 
-The model runs once on fake tensors. The cost of an operation is its floating-point operations, plus
-ELEMENT for every number that it writes: softmax, norms and losses move memory and multiply little, and a
-head over a large vocabulary is dear in both.
+The model runs once on fake tensors; of equal blocks two run, and the rows of the second are repeated for the
+others. The cost of an operator is its floating-point operations, plus ELEMENT for every number that it writes:
+softmax, norms and losses multiply little but move memory.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -14,27 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.utils._pytree import tree_flatten, tree_map
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.example_inputs import training_batch
 from slapo_zoo.language.tape import Row, Tape, is_view
-from slapo_zoo.pipeline.repeated_blocks import skip_repeated
 
-EXPERTS = "experts"  # what the experts of a layer compute for all tokens, whoever gets which
+EXPERTS = "experts"  # row: computation of a layer's experts for all tokens
 ELEMENT = 64.0  # operations that a core does while it writes one number to memory
-MOST_TOKENS, SCANNED_TOKENS = 512, 16  # a scan runs token by token, and its cost grows evenly
+POSITIONS = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # position of a block
+MOST_TOKENS, SCANNED_TOKENS = 512, 16  # a scan's cost is linear in tokens
+
+Seen = list[tuple[list[Row], Any]]  # (rows, output) of each call
 
 
 @dataclass(frozen=True)
 class UnitCost:
-    """Operations and bytes of one call of a unit (a block, an embedding, a head).
+    """Cost of one call of a unit (a block, an embedding, a head) for one micro-batch.
 
     Args:
-        unit: its path.
-        call: 0, or which call of a shared block.
-        forward: operations of a micro-batch.
-        parameters: numbers whose gradients are written and added in every backward.
+        unit: path of the unit.
+        call: index of the call for a shared block, else 0.
+        forward: operations of the forward.
+        parameters: number of weights, whose gradients each backward writes and adds.
     """
 
     unit: str
@@ -44,12 +47,12 @@ class UnitCost:
 
     @property
     def step(self) -> float:
-        """Operations of forward and backward of a micro-batch."""
+        """Return the operations of a forward and backward."""
         return 2.0 * self.forward + (self.forward + 2.0 * ELEMENT * self.parameters)
 
 
 def operation_cost(row: Row) -> float:
-    """Floating-point operations of one operator, and ELEMENT for each number written."""
+    """Return the cost of one tape row: floating-point operations plus ELEMENT for each number written."""
     if isinstance(row.op, str):
         return row.amount if row.op == EXPERTS else 0.0
     if is_view(row.op):
@@ -57,13 +60,13 @@ def operation_cost(row: Row) -> float:
     flops, written = 0.0, sum(math.prod(x.shape) for x in row.writes)
     if row.product is not None:
         flops = row.product.flops
-        if row.product.n == 0:  # a fused attention also returns what its backward reads
+        if row.product.n == 0:  # fused attention also returns tensors for its backward
             written = math.prod(row.reads[0].shape)
     return flops + ELEMENT * written
 
 
 def most_positions(config: Any) -> int | None:
-    """The fewest that a config, or one of a tower within it, has; None where none says."""
+    """Return the smallest `max_position_embeddings` of a config and its sub-configs; None when none has it."""
     from transformers import PreTrainedConfig
 
     towers = (value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
@@ -72,15 +75,15 @@ def most_positions(config: Any) -> int | None:
 
 
 def usual_tokens(config: Any) -> int:
-    """Tokens of a row when nobody says: all positions of the model, at most MOST_TOKENS."""
+    """Return the default number of tokens per row: the model's positions, at most MOST_TOKENS."""
     return min(most_positions(config) or MOST_TOKENS, MOST_TOKENS)
 
 
 def row_length(config: Any, seq_len: int | None) -> int:
-    """Tokens of a row that the model has positions for; `usual_tokens` when nobody says.
+    """Return the number of tokens per row: `seq_len`, or by default `usual_tokens`.
 
     Raises:
-        MeshError: the model has fewer positions.
+        MeshError: `seq_len` exceeds the positions of the model.
     """
     longest = most_positions(config) or getattr(config, "max_target_positions", None)
     tokens = seq_len or min(usual_tokens(config), longest or MOST_TOKENS)
@@ -91,12 +94,12 @@ def row_length(config: Any, seq_len: int | None) -> int:
 
 
 def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> list[UnitCost]:
-    """The cost of every unit call of one training step, in the order in which they run.
+    """Return the cost of every unit call of one training step, in the order in which they run.
 
     Args:
-        model: unscheduled, on meta; its class and config count.
-        units: what a stage holds as a whole.
-        seq_len: tokens of a row.
+        model: unscheduled model on meta; only its class and config are used.
+        units: paths of the modules that are never split between stages.
+        seq_len: tokens per row; None for `usual_tokens`.
     """
     tokens = seq_len or usual_tokens(model.config)
     counted = min(tokens, SCANNED_TOKENS) if hasattr(model.config, "state_size") else tokens
@@ -105,7 +108,7 @@ def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> 
 
 
 class _Config:
-    """A config that can be the key of a cache."""
+    """Wrapper that makes a config hashable, as the key of a cache."""
 
     def __init__(self, config: Any):
         self.config, self._key = config, config.to_json_string(use_diff=False)
@@ -129,14 +132,21 @@ def _unit_costs(
     try:
         tape.run(model, mode, training_batch(model, 1, tokens))
     except (DynamicOutputShapeException, DataDependentOutputException):
-        ended_early = True  # a head that looks into its input: its weights are counted instead
+        ended_early = True  # the head branches on data: estimate by its weights
     return tuple(_costs_of(tape.rows, model, units, tokens if ended_early else 0))
 
 
 def _costs_of(
     rows: Sequence[Row], model: nn.Module, units: Sequence[str], tokens: int
 ) -> Iterator[UnitCost]:
-    """The cost of each call; the loss counts with the last one. `tokens`: 0 unless the forward ended early."""
+    """Yield the cost of each unit call; operators after a call count with the next one, the loss with the last.
+
+    Args:
+        rows: rows of the tape.
+        model: the model of fake tensors.
+        units: paths of the units.
+        tokens: tokens per row if the forward ended early, to estimate the units that did not run; else 0.
+    """
     sizes = {unit: sum(p.numel() for p in model.get_submodule(unit).parameters())
              for unit in units}  # fmt: skip
     names = [row.path for row in rows if row.output is not None]
@@ -152,7 +162,10 @@ def _costs_of(
 
 
 def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
-    """Replace experts by a computation of the same cost: which token goes where depends on data, the cost does not."""
+    """Replace the experts of a model by a copy of their input that is recorded with the experts' cost.
+
+    Which expert a token goes to depends on data; the cost does not.
+    """
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
             size = sum(p.numel() for p in module.parameters()) / len(next(module.parameters()))
@@ -163,3 +176,59 @@ def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
                 return hidden * 1.0
 
             module.forward = forward
+
+
+def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
+    """Replace block forwards so that, from the third call of equal blocks on, recorded rows are appended instead.
+
+    rewrite:  y = block(x)  -->  y of the shape of the second call's, whose rows are written again
+
+    Args:
+        tape: tape that records the forward.
+        model: model of fake tensors, used for this one forward only.
+        units: paths of the blocks; units that are called once are left alone.
+    """
+    calls: dict[Any, Seen] = {}
+    for unit in units:
+        module = model.get_submodule(unit)
+        if any(True for _ in module.children()):
+            module.forward = _once_more(tape, module.forward, signature(module), calls)
+
+
+def signature(module: nn.Module) -> tuple[Any, ...]:
+    """Return a key that is equal for modules that compute alike: classes, shapes, and plain attributes."""
+    rows = []
+    for path, part in module.named_modules():
+        shapes = tuple((n, tuple(p.shape)) for n, p in part._parameters.items() if p is not None)
+        plain = {n: v for n, v in vars(part).items() if isinstance(v, bool | int | float | str)}
+        rows.append((path, type(part), shapes, tuple(sorted(
+            (n, v) for n, v in plain.items() if n not in POSITIONS))))  # fmt: skip
+    return tuple(rows)
+
+
+def _once_more(tape: Tape, forward: Callable, who: Any, calls: dict[Any, Seen]) -> Callable:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        earlier = calls.setdefault((who, _shapes((args, kwargs))), [])
+        begin = len(tape.rows)
+        if len(earlier) > 1:
+            rows, like = earlier[1]
+            output = tree_map(_alike, like)
+            tape.rows[begin:] = rows  # drop rows written while making the output
+            return output
+        output = forward(*args, **kwargs)
+        earlier.append((tape.rows[begin:], output))
+        return output
+
+    return run
+
+
+def _alike(x: Any) -> Any:
+    return torch.empty_like(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _shapes(tree: Any) -> tuple[Any, ...]:
+    leaves, spec = tree_flatten(tree)
+    described = [(tuple(x.shape), x.dtype, x.requires_grad) if isinstance(x, Tensor)
+                 else x if isinstance(x, bool | int | float | str | None) else type(x)
+                 for x in leaves]  # fmt: skip
+    return tuple(described), str(spec)

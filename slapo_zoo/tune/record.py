@@ -31,10 +31,3 @@ def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome)
     part = card / f".git-part-{TUNING}"  # a name that no card has
     part.write_text(json.dumps(before, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     os.replace(part, card / TUNING)
-
-
-def recorded(card: Path, device: str) -> dict[str, Any]:
-    """Return the tuned entries of one device by setting; empty if the card has none."""
-    if not (card / TUNING).exists():
-        return {}
-    return json.loads(files.read(card, TUNING)).get(device, {})

@@ -9,7 +9,71 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any
 
-from slapo_zoo.tune.symbol import SpaceError, Symbol
+from slapo_zoo.errors import SlapoError
+
+
+class SpaceError(SlapoError, ValueError):
+    """Error of an invalid tuning space, symbol or configuration."""
+
+
+class Symbol:
+    """One tunable symbol of a space and its candidate values.
+
+    Comparisons with a number are False until the symbol is fixed, so that a function that builds a
+    space may test `if batch_size >= 64:` early.
+
+    Args:
+        name: name of the symbol.
+        vals: candidate values, ordered so that neighbours are similar.
+    """
+
+    def __init__(self, name: str, vals: Iterable[Any]):
+        self.name, self.vals, self.fixed_idx = name, list(vals), -1
+
+    @property
+    def value(self) -> Any:
+        """Return the value at which the symbol is fixed; SpaceError (a ValueError) before."""
+        if not self.is_fixed():
+            problem = f"it is not fixed yet at one of {self.vals}"
+            raise SpaceError("Symbol", self.name, problem, "call fix_at(index) first")
+        return self.vals[self.fixed_idx]
+
+    def is_fixed(self) -> bool:
+        """Return whether `fix_at` has chosen a candidate."""
+        return self.fixed_idx != -1
+
+    def fix_at(self, idx: int) -> None:
+        """Fix the symbol at the candidate with index `idx`; SpaceError if there is none."""
+        if not 0 <= idx < len(self.vals):
+            problem = f"found index {idx}, it has {len(self.vals)} values"
+            raise SpaceError(
+                "Symbol", self.name, problem, f"indices from 0 to {len(self.vals) - 1}"
+            )
+        self.fixed_idx = idx
+
+    def add(self, val: Any) -> None:
+        """Append a candidate value, unless the symbol has it already."""
+        if val not in self.vals:
+            self.vals.append(val)
+
+    def __len__(self) -> int:
+        return len(self.vals)
+
+    def __gt__(self, other: Any) -> bool:
+        return self.is_fixed() and self.value > other
+
+    def __ge__(self, other: Any) -> bool:
+        return self.is_fixed() and self.value >= other
+
+    def __lt__(self, other: Any) -> bool:
+        return self.is_fixed() and self.value < other
+
+    def __le__(self, other: Any) -> bool:
+        return self.is_fixed() and self.value <= other
+
+    def __repr__(self) -> str:
+        return f"{self.name}: {f'{self.value} (fixed)' if self.is_fixed() else self.vals}"
+
 
 Point = dict[str, Any]
 Update = Callable[[Any, "Space"], Any]
@@ -110,10 +174,10 @@ class Space:
         for point in self.points(*arguments):
             found.append(point)
             if len(found) > MOST_POINTS:
-                problem = f"it has more than {MOST_POINTS} points"
+                problem = f"it has more than {MOST_POINTS} configurations"
                 raise SpaceError("Space", self, problem, "fix a symbol, or add a constraint")
         if not found:
-            raise SpaceError("Space", self, "it has no point", "loosen a constraint")
+            raise SpaceError("Space", self, "found no configuration", "loosen a constraint")
         return found
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:
@@ -163,7 +227,7 @@ class Space:
 
 def _check_names(what: str, rule: Callable[..., Any], known: list[str]) -> None:
     if unknown := [name for name in signature(rule).parameters if name not in known]:
-        problem = f"its rule asks for {unknown[0]!r}, symbols before it are {known}"
+        problem = f"its rule needs {unknown[0]!r}, found the earlier symbols {known}"
         raise SpaceError("Space", what, problem, "create that symbol first")
 
 

@@ -78,7 +78,7 @@ def _check_values(name: str, values: list[Any]) -> None:
     knob = KNOBS.get(name, KNOBS["tp"])  # our own symbols are counts, too
     if bad := [value for value in values if not knob.fits(value)]:
         problem = f"found {bad[0]!r}, expected {knob.expected}"
-        raise SlapoError("tune", f"--symbol {name}", problem, "give such values")
+        raise SlapoError("tune", f"--symbol {name}", problem, "change its values")
 
 
 UNSAID = ("loss_type",)  # what transformers reads of a config where it is set, and no class names
@@ -105,7 +105,10 @@ def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point
     found = [point for point in space_for(setting, symbols).all_points() if legal(point)]
     if not found:
         raise SlapoError(
-            "tune", "space", "it has no legal point", "let micro-batches divide the rows"
+            "tune",
+            "space",
+            "no configuration is valid",
+            "choose micro_batches that divide batch_size",
         )
     return found
 

@@ -1,4 +1,4 @@
-"""A verification in a process of its own: it works beside any process group, and may crash alone."""
+"""Run a verification in a process of its own: it works beside any process group, and may crash alone."""
 
 import signal
 from typing import Any
@@ -11,7 +11,7 @@ CHILD = "slapo_zoo.verify.child"
 
 
 def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
-    """The document of a verification that ran in a fresh process, on the CPU.
+    """Verify in a fresh process, on the CPU; return its document.
 
     Args:
         request: of `slapo_zoo.verify.child`.

@@ -1,4 +1,4 @@
-"""From a wrong result to the first module that is wrong, and the directives that touched it.
+"""Find the first module that is wrong behind a wrong result, and the directives that touched it.
 
 One training step is recorded on all ranks, and one of the plain model in fp64 and fp32 (with the
 attention core as a child, so that q, k and v are seen). The events are compared in the order in
@@ -6,37 +6,17 @@ which they happen, forward; if all agree, gradients in the opposite order, backw
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from slapo_zoo.verify.compare import Divergence, RankResult
 from slapo_zoo.verify.events import Event, Seen
 from slapo_zoo.verify.forms import form_of
-from slapo_zoo.verify.runs import RankResult
 
 SLACK, FLOOR = 8.0, 64 * torch.finfo(torch.float32).eps
 MOST = 1e30  # masks hold the lowest number of their dtype
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """Where a scheduled model first leaves the plain one.
-
-    Args:
-        path: of the module.
-        phase: "forward", "backward" or "parameters".
-        what: which tensor of it.
-        rank: the first rank on which it shows.
-        suspects: paths whose directives can have caused it, the likeliest first.
-    """
-
-    path: str
-    phase: str
-    what: str
-    rank: int
-    suspects: tuple[str, ...]
 
 
 class Blame:
@@ -66,7 +46,7 @@ class Blame:
         self.largest_grad = max(grads, default=0.0)
 
     def first(self, wrong_parameters: Sequence[str]) -> Divergence | None:
-        """The first divergence; None when every module agrees.
+        """Return the first divergence; None when every module agrees.
 
         Args:
             wrong_parameters: names of parameters whose gradients are wrong.
@@ -107,7 +87,7 @@ class Blame:
         return None
 
     def _wrong(self, event: Event, gradient: bool) -> int | None:
-        """The first rank whose tensor does not belong to the plain model's, or None."""
+        """Return the first rank whose tensor does not belong to the plain model's, or None."""
         seen = self.truth[event]
         want = seen.grad if gradient else seen.value
         own = self.plain[event].grad if gradient else self.plain[event].value
@@ -159,7 +139,7 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Paths that can have made the tensor of a forward event."""
+        """Return the paths of modules that can have made the tensor of a forward event."""
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))
@@ -170,13 +150,13 @@ class Blame:
         return tuple(dict.fromkeys(found))
 
     def _children(self, index: int) -> list[str]:
-        """Modules that ran within a call, the last one first."""
+        """Return the paths of modules that ran within a call, the last one first."""
         path = self.order[index].path
         inside = [e.path for e in reversed(self.order[:index]) if parent_of(e.path) == path]
         return list(dict.fromkeys(inside))
 
     def _consumers(self, index: int) -> list[str]:
-        """Modules that got the very tensor of an event; failing that, what ran next beside it."""
+        """Return the paths of modules that got the very tensor of an event; failing that, of what ran next beside it."""
         source = self.truth[self.order[index]].source
         later = self.order[index + 1 :]
         took = [e.path for e in later if e.when == "in" and self.truth[e].source == source]
@@ -188,7 +168,7 @@ class Blame:
 
 
 def _nearest_first(paths: list[str]) -> list[str]:
-    """Modules that only hand a tensor on to one that hands it on (a stack, its blocks) go last."""
+    """Sort paths: modules that only pass a tensor on to others that pass it on (a stack, its blocks) go last."""
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]
@@ -198,12 +178,12 @@ def _nearest_first(paths: list[str]) -> list[str]:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Numbers of one dtype; "minus infinity" of a mask is another number in each dtype."""
+    """Return a tensor in fp64, its numbers clamped: "minus infinity" of a mask is another number in each dtype."""
     return x.double().clamp(-MOST, MOST)
 
 
 def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
-    """The rows of a micro-batch; a tensor without a batch axis as it is."""
+    """Return the rows of a micro-batch; a tensor without a batch axis is returned as it is."""
     first, count = rows
     if not want.ndim or not count or count == all_rows or want.shape[0] % all_rows:
         return want
@@ -230,7 +210,7 @@ def _describe(event: Event) -> str:
 
 
 def parent_of(path: str) -> str:
-    """The path of the module that holds this one."""
+    """Return the path of the module that holds this one."""
     return path.rpartition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""A card is verified before it is replayed, and by its author before it is published."""
+"""Verify a card: before it is replayed, and before its author publishes it."""
 
 import json
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ LEVELS = ("quick", "off")
 def require_correct(
     program: Program, config: Any, mesh: Mesh, level: str, knobs: Mapping[str, Any]
 ) -> None:
-    """CardError where a schedule does not compute what the plain model computes.
+    """Raise a CardError where a schedule does not compute what the plain model computes.
 
     Rank 0 verifies it on a small model of the family, in a process of its own; all ranks learn the
     outcome. A schedule that fits no small model is let through with a warning: `unmeasured`.
@@ -34,7 +34,7 @@ def require_correct(
         knobs: pipeline_order and stages_per_rank.
     """
     if level not in LEVELS:
-        raise CardError("from_pretrained", f"verify={level!r}", "unknown", f"one of {LEVELS}")
+        raise CardError("from_pretrained", f"verify={level!r}", "no such level", f"one of {LEVELS}")
     if level == "off":
         return
     request = json.dumps(request_for(program, config, (mesh.tp, mesh.pp, mesh.dp), knobs))
@@ -63,7 +63,7 @@ def request_for(
 
 @cache
 def _once(request: str) -> dict[str, Any]:
-    """The same card on the same model is verified once per process."""
+    """Verify what a request asks for; the same request is answered once per process."""
     return verify_apart(json.loads(request))
 
 
@@ -86,6 +86,6 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
 
 
 def with_verdict(card: Card, document: Mapping[str, Any]) -> Card:
-    """The card with the outcome of a verification, bound to its program."""
+    """Return the card with the outcome of a verification, bound to its program."""
     kept = {name: value for name, value in document.items() if name != "text"}
     return replace(card, verify={**kept, "program": card.program.hash})

@@ -1,4 +1,4 @@
-"""A verification or a derivation in a process of its own: a request on stdin, a document on stdout.
+"""Verify or derive in a process of its own: a request comes on stdin, a document goes to stdout.
 
 {"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
  "layers": false, "folder": null, "knobs": {}}, or
@@ -17,6 +17,7 @@ from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.derive import derive
 from slapo_zoo.verify.layerwise import require_memory, verify_layers
 from slapo_zoo.verify.report import UNMEASURED, Report
+from slapo_zoo.zoo.shrink import shrink_for
 
 MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up to this size
 
@@ -67,8 +68,6 @@ def _of_program(
     program: Program, config: Any, quick: bool, arguments: dict[str, Any]
 ) -> Report | None:
     """Verify a program on a small model where it fits one, else on the given one."""
-    from slapo_zoo.verify.shrink import shrink_for
-
     sizes: dict[str, int] = dict(zip(("tp", "pp", "dp"), arguments["mesh"], strict=True))
     stages = 1 + sum(name == "cut_pipeline_stage" for _, name, _ in program.steps)
     sizes["stages"] = stages

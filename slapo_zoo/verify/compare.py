@@ -1,17 +1,88 @@
-"""Values against values: the tolerance is the reference's own error (docs/decisions/0003)."""
+"""What runs return, and values against values: the tolerance is the reference's own error (docs/decisions/0003)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from slapo_zoo.verify.runs import LEARNING_RATE, RankResult, Result
+from slapo_zoo.model.numerics import unlike_replicas
 
+LEARNING_RATE, EPS, DECAY, MAX_NORM = 1e-3, 1e-5, 0.1, 1.0  # of the step that every run makes
 ALIKE, ACCUMULATED = 1e-3, "accumulated gradients"  # relative
 FLOOR = 8 * torch.finfo(torch.float32).eps
+CHECKS: dict[str, str] = {
+    "outputs": "forward outputs in eval mode, on every rank",
+    "loss": "loss of a training step, on every rank",
+    "gradients": "every gradient, and the global norm",
+    "optimizer step": "every weight after one AdamW step",
+    "replicas": "what several ranks hold is the same, bit for bit",
+    "ties": "tied weights are one tensor after the step",
+    "dropout": "with dropout, loss and gradients are those of one rank",
+    "collectives": "as many over tp as predicted",
+    "files": "plain transformers loads what was saved, bit for bit",
+}
+
+
+@dataclass
+class Result:
+    """Result of one run; tensors are full ones under their HuggingFace names."""
+
+    outputs: dict[str, Tensor] = field(default_factory=dict)
+    uncached: dict[str, Tensor] = field(default_factory=dict)  # without a cache, as a pipeline runs
+    loss: float = 0.0
+    grads: dict[str, Tensor] = field(default_factory=dict)
+    norm: float = 0.0
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    events: dict[Any, Any] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)  # another name of a parameter --> its first
+
+    def rename(self, tied: Mapping[str, str]) -> None:
+        """Rename tied parameters to the names that the plain model has for them."""
+        self.grads = {tied.get(name, name): x for name, x in self.grads.items()}
+        self.weights = {tied.get(name, name): x for name, x in self.weights.items()}
+
+
+@dataclass
+class RankResult(Result):
+    """Result of one rank of a run; full gradients and weights are on rank 0 only.
+
+    Args:
+        coords: of tp, pp and dp.
+        digests: local parameter --> hash of its bytes after the step, and which part it is.
+        untied: names that should share memory and do not.
+        grad_digests: local parameter --> the same of its gradient, before clipping.
+        collectives: kind --> how many over tp in the step.
+        twice: gradients after a second step on the same batch.
+    """
+
+    coords: tuple[int, int, int] = (0, 0, 0)
+    digests: dict[str, tuple[str, str]] = field(default_factory=dict)
+    grad_digests: dict[str, tuple[str, str]] = field(default_factory=dict)
+    untied: list[str] = field(default_factory=list)
+    collectives: dict[str, int] = field(default_factory=dict)
+    twice: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a scheduled model first leaves the plain one.
+
+    Args:
+        path: of the module.
+        phase: "forward", "backward" or "parameters".
+        what: which tensor of it.
+        rank: the first rank on which it shows.
+        suspects: paths whose directives can have caused it, the likeliest first.
+    """
+
+    path: str
+    phase: str
+    what: str
+    rank: int
+    suspects: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -52,12 +123,22 @@ class Comparison:
         """Make a comparison without findings."""
         return Comparison([], {}, {})
 
+    def words(self) -> str:
+        """Describe the first finding and count the others of its check; "" where nothing is wrong."""
+        if not self.findings:
+            return ""
+        first = self.findings[0]
+        where = "" if first.rank is None else f" on rank {first.rank}"
+        more = sum(finding.check == first.check for finding in self.findings) - 1
+        also = f", and {more} more" if more else ""
+        return f"{first.check}: {first.what}{where}: {first.problem}{also}"
+
     def note(self, check: str, what: str, problem: str, rank: int | None = None) -> None:
         """Record a difference."""
         self.findings.append(Finding(check, what, problem, rank))
 
     def did(self, check: str, ratio: float = 0.0) -> None:
-        """One comparison of a check was made; `ratio` is its error by the allowed one."""
+        """Record one comparison of a check; `ratio` is its error divided by the allowed one."""
         self.counts[check] = self.counts.get(check, 0) + 1
         self.worst[check] = max(self.worst.get(check, 0.0), ratio)
 
@@ -84,6 +165,16 @@ class Tolerance:
         want = torch.as_tensor(what(self.truth)).double()
         return max(_distance(what(plain), want) for plain in self.plains)
 
+    def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
+        """Return the error that a value may have.
+
+        Args:
+            what: takes the value from a run.
+            largest: absolute value of its elements.
+            scale: magnitude of the values that it was computed from.
+        """
+        return 2 * self.own_error(what) + FLOOR * max(largest, scale)
+
     def check(
         self, into: Comparison, check: str, name: str, found: Any, what: Callable[[Result], Any],
         scale: float = 0.0, rank: int | None = None,
@@ -104,9 +195,8 @@ class Tolerance:
         if found.shape != want.shape:
             into.note(check, name, _other_shape(found, want), rank)
             return
-        largest = float(want.abs().max()) if want.numel() else 0.0
-        floor, error = FLOOR * max(largest, scale), _distance(found, want)
-        while not error <= (allowed := 2 * self.own_error(what) + floor) and self.another():
+        largest, error = largest_of({name: want}), _distance(found, want)
+        while not error <= (allowed := self.allowed(what, largest, scale)) and self.another():
             pass
         into.did(check, error / allowed if allowed else 0.0)
         if not error <= allowed:  # also where it is NaN
@@ -114,30 +204,65 @@ class Tolerance:
             into.note(check, name, problem, rank)
 
 
+class FixedTolerance(Tolerance):
+    """Allowed error of a model that runs in the dtype of its truth: a share of the largest value.
+
+    Args:
+        truth: the plain run.
+        relative: that share.
+    """
+
+    def __init__(self, truth: Result, relative: float):
+        super().__init__(truth, ())
+        self.relative = relative
+
+    def own_error(self, what: Callable[[Result], Any]) -> float:
+        """Return 0: the truth is itself a run in this dtype."""
+        return 0.0
+
+    def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
+        """Return the share of the value's own size, and a hundredth of that of what surrounds it."""
+        return self.relative * (largest + 0.01 * scale)
+
+
 def _other_shape(found: Tensor, want: Tensor) -> str:
     return f"found shape {list(found.shape)}, expected {list(want.shape)}"
 
 
 def _distance(found: Any, want: Tensor) -> float:
+    if not want.numel():
+        return 0.0
     found = torch.as_tensor(found).double()
-    return float((found - want).abs().max()) if want.numel() else 0.0
+    apart = (found - want).masked_fill(found == want, 0.0)  # infinities of a mask are equal
+    return float(apart.abs().max())
 
 
 def compare(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Outputs and loss on every rank; gradients, their norm and weights after one step."""
-    truth = near.truth
+    """Compare outputs and loss on every rank; gradients; and, where a step was made, norm and weights."""
+    truth, cached = near.truth, all(result.coords[1] == 0 for result in found)
     for rank, result in enumerate(found):
-        for name in truth.outputs:
-            if name not in result.outputs:
-                into.note("outputs", name, "the model returned none", rank)
-                continue
-            near.check(into, "outputs", name, result.outputs[name], lambda r, n=name: r.outputs[n], rank=rank)  # fmt: skip
+        _outputs(into, near, result, rank, cached)
         if truth.grads:
             near.check(into, "loss", "loss", result.loss, lambda r: r.loss, rank=rank)
+        if truth.weights:
             near.check(into, "gradients", "norm", result.norm, lambda r: r.norm, rank=rank)
     if truth.grads:
         _gradients(into, near, found[0])
+    if truth.weights:
         _weights(into, near, found[0])
+
+
+def _outputs(
+    into: Comparison, near: Tolerance, result: RankResult, rank: int, cached: bool
+) -> None:
+    def of(run: Result) -> dict[str, Tensor]:
+        return run.outputs if cached else run.uncached
+
+    for name in of(near.truth):
+        if name not in result.outputs:
+            into.note("outputs", name, "the model returned none", rank)
+            continue
+        near.check(into, "outputs", name, result.outputs[name], lambda r, n=name: of(r)[n], rank=rank)  # fmt: skip
 
 
 def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
@@ -202,8 +327,9 @@ def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
 
 
 def largest_of(tensors: Mapping[str, Tensor]) -> float:
-    """Return the largest absolute value of all tensors."""
-    return max((float(t.abs().max()) for t in tensors.values() if t.numel()), default=0.0)
+    """Return the largest finite absolute value of all tensors."""
+    finite = (t.nan_to_num(0.0, 0.0, 0.0) for t in tensors.values() if t.numel())
+    return max((float(t.abs().max()) for t in finite), default=0.0)
 
 
 def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterable[str]) -> None:
@@ -215,19 +341,14 @@ def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterab
 
 
 def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
-    """Check that replicas are the same on all ranks, bit for bit, after the step; gradients that differ first."""
+    """Check that what several ranks hold is the same, bit for bit: weights after the step, or else gradients."""
+    held = [result.digests or result.grad_digests for result in found]
     wrong: list[tuple[bool, str, int, int]] = []
-    for name in sorted({n for result in found for n in result.digests}):
-        seen: dict[str, tuple[int, Any, Any]] = {}
-        for rank, result in enumerate(found):
-            if name not in result.digests:
-                continue
-            digest, part = result.digests[name]
-            grad = result.grad_digests.get(name)
-            first, want, like = seen.setdefault(part, (rank, digest, grad))
-            into.did(check)
-            if digest != want:
-                wrong.append((grad == like, name, rank, first))
+    for name, rank, first in unlike_replicas(held):
+        mine, other = (found[i].grad_digests.get(name) for i in (rank, first))
+        wrong.append((mine == other, name, rank, first))
+    for _ in range(sum(map(len, held))):
+        into.did(check)
     for same_gradient, name, rank, first in sorted(wrong):
         also = "" if same_gradient else ", as its gradient does"
         into.note(check, name, f"differs from that of rank {first}{also}", rank)
@@ -235,3 +356,33 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
         into.did("ties")
         for name in result.untied:
             into.note("ties", name, "is a tensor of its own: the tie is lost", rank)
+
+
+def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
+    """Check that with dropout the mesh computes what the scheduled model computes on one rank.
+
+    The masks are drawn by us for every layout alike, so loss and gradients are those of one rank.
+    """
+    truth, largest = near.truth, largest_of(near.truth.grads)
+    errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]
+    # the error of one number may be small by luck: gradients tell how far rounding is amplified
+    scale = abs(truth.loss) * max(errors, default=0.0) / (largest or 1.0) / FLOOR
+    for rank, result in enumerate(found):
+        near.check(into, "dropout", "loss", result.loss, lambda r: r.loss, scale, rank)
+    for name in sorted(truth.grads.keys() & found[0].grads.keys()):
+        near.check(into, "dropout", name, found[0].grads[name], lambda r, n=name: r.grads[n], largest)  # fmt: skip
+
+
+def collective_counts(
+    into: Comparison, found: Sequence[RankResult], want: Mapping[str, int] | None
+) -> None:
+    """Check that the collectives that ran are those of `slapo-zoo show` and `schedule.explain`."""
+    if want is None:
+        return
+    for tp_coord in sorted({result.coords[0] for result in found}):
+        mine = [r for r in found if r.coords[0] == tp_coord and r.coords[2] == 0]
+        into.did("collectives")
+        total = {k: sum(r.collectives.get(k, 0) for r in mine) for k in sorted({*want, *(k for r in mine for k in r.collectives)})}  # fmt: skip
+        if any(total[kind] != want.get(kind, 0) for kind in total):
+            problem = f"found {total}, predicted {dict(want)}"
+            into.note("collectives", "over tp in one step", problem, tp_coord)

@@ -1,4 +1,4 @@
-"""Verify: a block of scheduling steps must leave what any module computes as it was."""
+"""Verify a block of scheduling steps: it must leave what any module computes as it was."""
 
 import copy
 import time
@@ -11,20 +11,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel import gradient_buckets
 from slapo_zoo.parallel.compat import software
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
 from slapo_zoo.parallel.rank_plan import PARTIAL
 from slapo_zoo.parallel.ranks.agreement import together
-from slapo_zoo.verify.blame import Blame, Divergence, directives_at
-from slapo_zoo.verify.compare import Comparison, Tolerance, largest_of
+from slapo_zoo.verify.blame import Blame, directives_at
+from slapo_zoo.verify.compare import Comparison, Divergence, RankResult, Tolerance, largest_of
 from slapo_zoo.verify.events import Recorder
+from slapo_zoo.verify.judge import shaken
 from slapo_zoo.verify.made_up import give_values, take_values
 from slapo_zoo.verify.report import Report, figures
-from slapo_zoo.verify.runs import RankResult, shaken
 from slapo_zoo.verify.safe import NoDropout, agreed_collectives
 
 WHERE, SEED, INPUT = "Verify", 0, "input "
@@ -171,7 +171,7 @@ def _compare_all(
     into: Comparison, near: Tolerance, check: str, found: Mapping[str, Tensor],
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
-    """Tensors of one name; a parameter that a directive put elsewhere has none to compare with."""
+    """Compare tensors by name; a parameter that a directive put elsewhere has none to compare with."""
     largest = largest_of(want)
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]
     if check == "outputs" and found.keys() != want.keys():
@@ -208,7 +208,7 @@ def _whole(x: Any) -> Any:
 
 
 def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
-    """A sum of all outputs with fixed random factors: every element counts."""
+    """Sum all outputs with fixed random factors: every element counts."""
     terms = []
     for i, x in enumerate(outputs.values()):
         if x.requires_grad and x.numel():
@@ -244,7 +244,7 @@ class _Kept:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Context after which every value, gradient, buffer, mode and dropout rate is the one that was there before."""
+    """Enter a context after which every value, gradient, buffer, mode and dropout rate is what it was before."""
     kept = {id(t): (t, _Kept(t.data, t.grad)) for t in _tensors(model)}
     for buffer in model.buffers():  # batch norm writes into them
         buffer.data = buffer.data.clone()
@@ -274,14 +274,14 @@ def _device(name: str) -> torch.device | None:
 
 
 def _is_mask(x: Tensor) -> bool:
-    """An additive mask: nobody wants its gradient, which is a part on each rank by nature."""
+    """Return whether it is an additive mask: nobody wants its gradient, which is a part on each rank by nature."""
     return bool(((x == 0) | (x <= LEAST)).all()) and bool((x <= LEAST).any())
 
 
 def _arguments(
     inputs: Any, device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments, where and in what dtype the model is."""
+    """Return positional and keyword arguments on the device and in the dtype of the model."""
 
     chosen = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(inputs))
 

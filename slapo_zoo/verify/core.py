@@ -1,35 +1,27 @@
-"""verify: a schedule of a `transformers` model on a mesh against the plain model."""
+"""Verify a schedule of a `transformers` model on a mesh against the plain model, and say what is to blame."""
 
 import tempfile
 import time
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slapo_zoo.errors import ArchitectureError, MeshError, ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.ranks.emulation import emulate
-from slapo_zoo.parallel.rng.random_stream import drawn_from
 from slapo_zoo.pipeline.orders import StageMap
-from slapo_zoo.verify import checks
-from slapo_zoo.verify.blame import Blame, Divergence, directives_at, parent_of
-from slapo_zoo.verify.compare import Comparison, Finding, Tolerance, compare, replicas
+from slapo_zoo.verify.blame import Blame, directives_at, parent_of
+from slapo_zoo.verify.case import Trial, case_for, write_weights
+from slapo_zoo.verify.compare import Comparison, Divergence, Finding
+from slapo_zoo.verify.judge import judge, on_mesh, one_rank_run, recorded
 from slapo_zoo.verify.report import Report, figures
-from slapo_zoo.verify.runs import RankResult, plain, recorded, scheduled
-from slapo_zoo.verify.shrink import dropouts, shrink
-from slapo_zoo.verify.subject import Subject, changes_for_comparison, one_rank, write_weights
+from slapo_zoo.zoo.shrink import shrink
 from slapo_zoo.zoo.table import families
 
-TIMEOUT_S = 30.0
-MORE = range(8)  # seeds of plain runs that are made where a value is further off than the first
 DTYPES = (torch.float64, torch.float32)  # the truth, and the same in the dtype under test
 
 
@@ -62,14 +54,12 @@ def verify(
         knobs.get("pipeline_order", "1f1b"), mesh[1], knobs.get("stages_per_rank")
     ).num_stages
     small = shrink(config, Mesh(*mesh), stages, keep_layers) if quick else config
-    subject = Subject(small, cls, mesh, schedule, folder or Path(), seed, knobs)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-verify-") as scratch:
         if folder is None or quick:
-            weights = Path(scratch, "weights")
-            subject = replace(
-                subject, folder=weights, config=write_weights(small, cls, weights, seed)
-            )
-        found = _Verification(subject, Path(scratch)).run()
+            folder = Path(scratch, "weights")
+            small = write_weights(small, cls, folder, seed)
+        trial = Trial(case_for(small, cls, mesh, folder, seed), mesh, schedule, knobs)
+        found = _Verification(trial, Path(scratch)).run()
     how = "shrunken" if quick else "given"
     sizes: dict[str, int] = dict(zip(("tp", "pp", "dp"), mesh, strict=True))
     return Report(
@@ -80,7 +70,7 @@ def verify(
 
 
 def known_schedule(config: Any, schedule: Any) -> Any:
-    """The zoo's for "auto", where it has a table of the family.
+    """Return "zoo" for "auto" where the zoo has a table of the family, and any other schedule as it is.
 
     Raises:
         ArchitectureError: it has none.
@@ -103,63 +93,32 @@ class _Outcome:
 
 
 class _Verification:
-    """One run of all checks; its files lie below `scratch`."""
+    """Runs all checks of a trial once; files lie below `scratch`."""
 
-    def __init__(self, subject: Subject, scratch: Path):
-        self.subject, self.scratch = subject, scratch
-        self.changes = changes_for_comparison(subject.config)
+    def __init__(self, trial: Trial, scratch: Path):
+        self.trial, self.scratch = trial, scratch
         self.comparison = Comparison.empty()
 
     def run(self) -> _Outcome:
         """Run every check; where one fails, find the first module that differs."""
         try:
-            self.subject.outline()
+            self.trial.outline()
         except (ArchitectureError, MeshError) as error:
-            if self.subject.schedule == "zoo":
+            if self.trial.schedule == "zoo":
                 raise  # what was asked for is impossible; no schedule is to blame
             return self._does_not_run(error)
         except SlapoError as error:
             return self._does_not_run(error)
         try:
-            self._compare()
+            judge(self.trial, self.comparison, self.scratch)
         except Exception as error:
             return self._does_not_run(error)
         if not self.comparison.findings:
             return _Outcome(self.comparison)
         return self._located()
 
-    def _compare(self) -> None:
-        subject, into = self.subject, self.comparison
-        near = references(subject)
-        truth = near.truth
-        saved = self.scratch / "saved"
-        found = on_mesh(scheduled, subject, self.changes, torch.float32, saved)
-        for result in found:
-            result.rename(truth.tied)
-        compare(into, found, near)
-        if truth.grads:
-            replicas(into, found)
-            checks.collective_counts(into, found, checks.predicted(subject))
-            checks.files(into, saved, subject, found[0])
-        if truth.grads and not into.findings:
-            self._dropout()
-
-    def _dropout(self) -> None:
-        subject, changes = self.subject, self._with_dropout()
-        if changes is None:
-            return
-        truth, single = (one_rank_run(scheduled, subject, changes, dtype) for dtype in DTYPES)
-        others = (one_rank_run(scheduled, subject, changes, DTYPES[1], None, n) for n in MORE)
-        found = on_mesh(scheduled, subject, changes)
-        checks.dropout(self.comparison, found, Tolerance(truth, [single], others))
-
-    def _with_dropout(self) -> dict[str, Any] | None:
-        """Changes of the config that drop everywhere; None for a family without dropout."""
-        names = dropouts(self.subject.config)
-        return {**self.changes, **dict.fromkeys(names, checks.DROPOUT)} if names else None
-
     def _does_not_run(self, error: Exception) -> _Outcome:
-        """The schedule raised; the module that was running when it did is the divergence."""
+        """Return the outcome of a schedule that raised: the module that was running is the divergence."""
         text = f"{type(error).__name__}: {error}"
         named = isinstance(error, ScheduleError)
         paths = (str(error.where),) if named else self._where_it_raises() or self._named_by(error)
@@ -170,15 +129,15 @@ class _Verification:
         return _Outcome(self.comparison, divergence, self._touching(suspects), text)
 
     def _named_by(self, error: Exception) -> tuple[str, ...]:
-        """The module whose parameter an error names."""
+        """Return the module whose parameter an error names."""
         path = str(getattr(error, "what", "")).rpartition(".")[0]
-        known = path and path in dict(self.subject.outline().model.named_modules())
+        known = path and path in dict(self.trial.outline().model.named_modules())
         return (path,) if known else ()
 
     def _where_it_raises(self) -> tuple[str, ...]:
-        """The module that runs when it raises, and the one that returned last."""
+        """Return the module that runs when the schedule raises, and the one that returned last."""
         try:
-            on_mesh(recorded, self.subject, self.changes)
+            on_mesh(recorded, self.trial, DTYPES[1])
         except Exception as error:
             return getattr(error, "slapo_modules", ())
         return ()
@@ -188,18 +147,19 @@ class _Verification:
         wrong = [f.what for f in self.comparison.findings if f.check == "gradients"]
         divergence = None
         if {f.check for f in self.comparison.findings} != {"dropout"}:
-            events = [events_of_plain(self.subject, dtype) for dtype in DTYPES]
-            divergence = self._blame(self.changes, events, [w for w in wrong if "." in w])
-        elif changes := self._with_dropout():
-            runs = [one_rank_run(recorded, self.subject, changes, dtype) for dtype in DTYPES]
-            divergence = self._blame(changes, [run.events for run in runs], [])
+            events = [events_of_plain(self.trial, dtype) for dtype in DTYPES]
+            divergence = self._blame(False, events, [w for w in wrong if "." in w])
+        elif self.trial.case.draws:
+            alone = self.trial.on_one_rank()
+            runs = [one_rank_run(recorded, alone, dtype, True) for dtype in DTYPES]
+            divergence = self._blame(True, [run.events for run in runs], [])
         divergence = self._beyond_modules(divergence) or self._by_names()
         if divergence is None:
             return _Outcome(self.comparison)
         return _Outcome(self.comparison, divergence, self._touching(divergence.suspects))
 
-    def _blame(self, changes: Any, events: Sequence[Any], wrong: list[str]) -> Divergence | None:
-        found = on_mesh(recorded, self.subject, changes)
+    def _blame(self, dropout: bool, events: Sequence[Any], wrong: list[str]) -> Divergence | None:
+        found = on_mesh(recorded, self.trial, DTYPES[1], dropout)
         truth, plain = events
         partial, experts = self._landed("sync_op_or_fn"), self._landed("count")
         return Blame(found, truth, plain, partial, experts).first(wrong)
@@ -226,7 +186,7 @@ class _Verification:
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _by_names(self) -> Divergence | None:
-        """Every module agrees without dropout: the findings themselves name a parameter."""
+        """Return the divergence that the findings themselves name, where every module agrees without dropout."""
         for finding in (*self._drifts(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)
@@ -234,8 +194,8 @@ class _Verification:
         return None
 
     def _landed(self, kind: str) -> frozenset[str]:
-        """Paths of directives of a kind: what leaves gradients partial, what has experts."""
-        schedule, meant = self.subject.outline().schedule, ("all_reduce_twice", "num_experts")
+        """Return the paths of directives of a kind: those that leave gradients partial, or those of experts."""
+        schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)
         return frozenset(
             path for paths, (_, d) in steps if getattr(d, kind, None) in meant for path in paths
@@ -243,56 +203,19 @@ class _Verification:
 
     def _touching(self, paths: Sequence[str]) -> list[tuple[str, str]]:
         try:
-            schedule = self.subject.outline().schedule
+            schedule = self.trial.outline().schedule
         except SlapoError:
             return []
         return directives_at(schedule, paths)
 
 
-def references(subject: Subject) -> Tolerance:
-    """The fp64 truth, and plain fp32 runs that add in different orders, to know its own error."""
-    kinds = ("sdpa", "eager") if getattr(subject.cls, "_supports_sdpa", False) else ("eager",)
-    truth = plain(subject, torch.float64, kinds[0])
-    ways = [(kind, reverse) for kind in kinds for reverse in (False, True)]
-    others = (plain(subject, DTYPES[1], *way, n) for n, way in zip(MORE, cycle(ways)))
-    return Tolerance(truth, [plain(subject, DTYPES[1], *way) for way in ways], others)
-
-
-def on_mesh(run: Callable[..., RankResult], subject: Subject, *arguments: Any) -> list[RankResult]:
-    """The results of all ranks: of the process group that there is, or of threads."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if subject.mesh.world_size == 1:
-            return [run(subject, *arguments)]
-        if not dist.is_initialized():
-            return emulate(run, subject, *arguments, mesh=subject.sizes, timeout_s=TIMEOUT_S)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, run(subject, *arguments))
-        return everyone
-
-
-def one_rank_run(
-    run: Callable[..., RankResult], subject: Subject, changes: Any, dtype: torch.dtype, *more: Any
-) -> RankResult:
-    """The same schedule on a mesh of one rank, the whole batch at once."""
-    with drawn_from(subject.seed):  # what no directive gives a stream of its own
-        return run(alone_on_one_rank(subject), changes, dtype, *more)
-
-
-def alone_on_one_rank(subject: Subject) -> Subject:
-    """Return the same subject on a mesh of one rank."""
-    return replace(
-        subject, sizes=(1, 1, 1), schedule=one_rank(subject.schedule), knobs={}, like=subject
-    )
-
-
-def events_of_plain(subject: Subject, dtype: torch.dtype) -> Any:
-    """One recorded step of the plain model on one rank; only its attention core is a module."""
+def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:
+    """Record one step of the plain model on one rank; only its attention core is a module."""
 
     def seam(sch: Any) -> None:
-        for pattern, directive in subject.outline().schedule.history:
+        for pattern, directive in trial.outline().schedule.history:
             if directive.name == "core_attention":
                 sch.do(pattern, directive)
 
-    alone = replace(alone_on_one_rank(subject), schedule=seam)
-    return recorded(alone, changes_for_comparison(subject.config), dtype).events
+    alone = replace(trial.on_one_rank(), schedule=seam)
+    return one_rank_run(recorded, alone, dtype).events

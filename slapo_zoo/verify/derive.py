@@ -16,8 +16,9 @@ from slapo_zoo.hf import models as hf
 from slapo_zoo.language.primitives import Shard
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import select_paths
-from slapo_zoo.verify.probe import probe
-from slapo_zoo.verify.specimen import Specimen, specimen
+from slapo_zoo.verify.case import Case, Trial
+from slapo_zoo.verify.judge import judge
+from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.derivation.from_tp_plan import plan_of, table_of_plan
 from slapo_zoo.zoo.derivation.stacks import find_stacks
 from slapo_zoo.zoo.derivation.table_document import freeze, to_document
@@ -67,7 +68,7 @@ class Proof:
 
 
 def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> Proof:
-    """The best proven table of a model on a mesh.
+    """Derive the best proven table of a model on a mesh.
 
     Raises:
         ArchitectureError: none is right, nothing can be sharded, or there is nothing to compare with;
@@ -77,7 +78,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-derive-") as scratch:
         small = Sizes(heads=max(4, 2 * tp), layers=max(2, pp))
         try:
-            subject = specimen(config, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
+            case = tiny_case(config, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
         except Exception as error:
             said = (str(error).strip() or "no words").splitlines()[0]
             problem = (
@@ -85,26 +86,26 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
             )
             hint = "write a table for it (docs/adding_an_architecture.md), or use tp=1, pp=1"
             raise refusal(config, problem, hint) from error
-        search = Search(config, subject, sizes, knobs)
+        search = Search(config, case, sizes, knobs)
         return search.run()
 
 
 class Search:
     """Search for a table that is right, from the one that shards most to the one that shards least."""
 
-    def __init__(self, config: Any, subject: Specimen, sizes: tuple[int, int, int], knobs: Any):
-        self.config, self.subject, self.sizes, self.knobs = config, subject, sizes, knobs
+    def __init__(self, config: Any, case: Case, sizes: tuple[int, int, int], knobs: Any):
+        self.config, self.case, self.sizes, self.knobs = config, case, sizes, knobs
         self.left_whole: dict[str, str] = {}
         self.begin, self.undivided = time.perf_counter(), False
         self.proven: set[str] | None = None
         self.stack = ""
-        self.small = _on_meta(subject.config, subject.cls)
-        groups = find_groups(Modules(self.small, subject.seen), chains=False)
+        self.small = _on_meta(case.config, case.cls)
+        groups = find_groups(Modules(self.small, case.seen), chains=False)
         self.groups = [group.name for group in groups]
 
     def run(self) -> Proof:
-        """The first candidate that is right on the whole mesh."""
-        if unknown := self.subject.seen.spelling.unknown:
+        """Return the first candidate that is right on the whole mesh."""
+        if unknown := self.case.seen.spelling.unknown:
             problem = f"its files hold {unknown[0]} in a form that is not read"
             raise refusal(self.config, problem, "load it with plain transformers")
         problem = ""
@@ -127,12 +128,12 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """The stacks, where there are several: a tower that cannot be cut is held as a whole."""
-        stacks = find_stacks(self.small, self.subject.seen) if self.sizes[1] > 1 else []
+        """Return the stacks, where there are several: a tower that cannot be cut is held as a whole."""
+        stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
     def _ways_to_sum(self) -> tuple[bool, ...]:
-        """Return whether the loss is the sum of its micro-batches', and where nothing asks for that, or not."""
+        """Return which of two kinds of loss to try: one that is the sum of its micro-batches', and one that is not."""
         return (False, True) if self.sizes[1:] == (1, 1) else (False,)
 
     def candidates(self) -> list[Make]:
@@ -142,8 +143,8 @@ class Search:
         return [*plan, *structural, self._gathered]
 
     def _has_plan(self) -> bool:
-        """Return whether there is one that serves the given config too, with its dropouts."""
-        if not plan_of(self.subject.config):
+        """Return whether `transformers` has a tp plan that serves the given config too, with its dropouts."""
+        if not plan_of(self.case.config):
             return False
         with suppress(SlapoError):
             serves = bool(self._planned(self.config, self.small))
@@ -152,17 +153,17 @@ class Search:
         return False
 
     def _planned(self, config: Any, model: Any) -> Table:
-        return table_of_plan(config, model, self.subject.seen)
+        return table_of_plan(config, model, self.case.seen)
 
     def _structural(self, config: Any, model: Any) -> Table:
         return self._table(config, model, True)
 
     def _gathered(self, config: Any, model: Any) -> Table:
-        """Every product is gathered at once: nothing depends on what lies between two of them."""
+        """Make a table that gathers every product at once: nothing depends on what lies between two of them."""
         return self._table(config, model, False)
 
     def _table(self, config: Any, model: Any, chains: bool) -> Table:
-        seen = self.subject.seen
+        seen = self.case.seen
         tokens = bool(self.knobs.get("sequence_parallel"))
         return derive_table(
             config, model, seen, self.left_whole, chains, self.proven, self.stack, tokens
@@ -170,10 +171,10 @@ class Search:
 
     def _probe(self, make: Make, sizes: tuple[int, int, int]) -> str:
         try:
-            table = replace(make(self.subject.config, self.small), undivided=self.undivided)
+            table = replace(make(self.case.config, self.small), undivided=self.undivided)
         except Exception as error:
             return str(error).splitlines()[0]
-        return probe(self.subject, table, sizes, **self.knobs)
+        return problem_of(Trial(self.case, sizes, table, self.knobs))
 
     def _wrong_anyway(self) -> bool:
         """Return whether the fault stays when every module is whole."""
@@ -199,8 +200,8 @@ class Search:
         self.left_whole = {name: reasons.get(name, "") for name in self.groups if name not in kept}
 
     def _found(self, make: Make) -> Proof:
-        model = _on_meta(self.config, self.subject.cls)
-        small = Modules(self.small, self.subject.seen)
+        model = _on_meta(self.config, self.case.cls)
+        small = Modules(self.small, self.case.seen)
         self.proven = {group.name for way in (True, False) for group in find_groups(small, way)}
         table = replace(make(self.config, model), undivided=self.undivided)
         frozen = freeze(table, model)
@@ -213,8 +214,17 @@ class Search:
         return Proof(frozen, self.left_whole, self.sizes, table, shapes, round(share, 3), took)
 
 
+def problem_of(trial: Trial) -> str:
+    """Judge a trial; return what is wrong first, what it raised, or ""."""
+    try:
+        return judge(trial).words()
+    except Exception as error:
+        text = str(error).strip().partition("\n")[0]
+        return text if isinstance(error, SlapoError) else f"{type(error).__name__}: {text}"
+
+
 def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[str, str]:
-    """Pattern, as the table writes it --> the shape of its weight on rank 0."""
+    """Return each pattern, as the table writes it --> the shape of its weight on rank 0."""
     modules, found = dict(model.named_modules()), {}
     for (short, _), (pattern, rule) in zip([*table.body, *table.heads], frozen.heads, strict=True):
         paths = select_paths(pattern, modules)

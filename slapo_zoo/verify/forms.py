@@ -1,4 +1,4 @@
-"""How the tensors of the tp ranks make up one tensor of the plain model.
+"""Tell in which form the tensors of the tp ranks make up one tensor of the plain model.
 
 A module of a correct schedule leaves on the ranks: the same tensor; runs of one axis in the order of
 the ranks (padded, shared by neighbours, or q|k|v run by run); or runs of tokens. A sum over ranks that
@@ -14,7 +14,7 @@ Close = Callable[[Tensor], bool]
 
 
 def form_of(parts: Sequence[Tensor], want: Tensor, close: Close, partial: bool = False) -> str:
-    """The form in which the parts are `want`, or the empty string.
+    """Return the form in which the parts are `want`, or the empty string.
 
     Args:
         parts: of the tp ranks, in order.
@@ -54,7 +54,7 @@ def _candidates(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Te
 
 
 def _joined(parts: Sequence[Tensor], axis: int, want: Tensor) -> Tensor | None:
-    """The parts one after the other; padding beyond the end (less than a unit each) is cut off."""
+    """Join the parts along an axis; padding beyond the end (less than a unit each) is cut off."""
     if not all(part.ndim == want.ndim for part in parts) or not _fit(parts, axis):
         return None
     whole = torch.cat(list(parts), axis)
@@ -70,7 +70,7 @@ def _fit(parts: Sequence[Tensor], axis: int) -> bool:
 
 
 def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Neighbours that hold the same (KV heads) count once."""
+    """Return the parts; neighbours that hold the same (KV heads) count once."""
     kept = [parts[0]]
     for part in parts[1:]:
         if part.shape != kept[-1].shape or not torch.equal(part, kept[-1]):

@@ -1,4 +1,4 @@
-"""Verification layer by layer: of a model that is larger than the memory, a few layers at a time.
+"""Verify layer by layer a model that is larger than the memory, a few layers at a time.
 
 Every run holds the embeddings, the head and LAYERS_AT_ONCE layers of the true widths. Stretches of
 layers that are made and scheduled alike are verified once, so that the zoo's schedule of 96 layers
@@ -18,11 +18,11 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Step
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.verify.blame import Divergence
+from slapo_zoo.verify.compare import Divergence
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.report import Report
-from slapo_zoo.verify.shrink import LAYERS, PER_LAYER
 from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.shrink import LAYERS, PER_LAYER
 from slapo_zoo.zoo.table import base_prefix
 
 LAYERS_AT_ONCE = 2
@@ -67,7 +67,7 @@ def verify_layers(
 
 
 def require_memory(config: Any, cls: Any) -> None:
-    """SlapoError where a verification of this config would be stopped by the system half way."""
+    """Raise a SlapoError where a verification of this config would be stopped by the system half way."""
     needed = BYTES_PER_PARAMETER * hf.count_parameters(config, cls.__name__)
     free = _available()
     if free is not None and needed > free:
@@ -77,7 +77,7 @@ def require_memory(config: Any, cls: Any) -> None:
 
 
 def _available() -> int | None:
-    """Bytes that may be taken without swapping; None where the system does not say."""
+    """Return the bytes that may be taken without swapping; None where the system does not say."""
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
@@ -85,7 +85,7 @@ def _available() -> int | None:
 
 
 def few_layers(config: Any, start: int) -> Any:
-    """The config of LAYERS_AT_ONCE layers from `start` on; all widths stay."""
+    """Return the config of LAYERS_AT_ONCE layers from `start` on; all widths stay."""
     few, stop = copy.deepcopy(config), start + LAYERS_AT_ONCE
     for name in PER_LAYER:
         if isinstance(listed := getattr(config, name, None), list):
@@ -125,7 +125,7 @@ class _Numbers:
         self._shared = bool(outline.table.calls)
 
     def moved(self, steps: Sequence[Step], start: int) -> list[Step]:
-        """The steps of a stretch: what names a block outside of it is left out."""
+        """Return the steps of a stretch: what names a block outside of it is left out."""
         if self._shared:
             return list(steps)
         found = []
@@ -141,7 +141,7 @@ class _Numbers:
         return found
 
     def as_named(self, report: Report, start: int) -> Report:
-        """A report on a stretch, with the numbers that its blocks have in the model."""
+        """Return a report on a stretch with the numbers that its blocks have in the model."""
 
         def named(path: str) -> str:
             number = None if self._shared else self._number(path)

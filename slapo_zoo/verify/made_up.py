@@ -1,4 +1,4 @@
-"""Values for a model on meta while it is verified, and meta again afterwards."""
+"""Give a model on meta values while it is verified, and put it back on meta afterwards."""
 
 import torch
 from torch import Tensor, nn

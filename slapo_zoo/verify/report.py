@@ -5,9 +5,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.verify.blame import Divergence
-from slapo_zoo.verify.checks import CHECKS
-from slapo_zoo.verify.compare import Comparison, Finding
+from slapo_zoo.verify.compare import CHECKS, Comparison, Divergence, Finding
 
 VERIFIED, FAILED, UNMEASURED = "verified", "failed", "unmeasured"
 SHOWN = 3  # findings of one check that the text lists
@@ -98,7 +96,7 @@ class Report:
         return lines + [f"      {path}: {text}" for path, text in self.directives[:NAMED]]
 
     def raise_if_wrong(self, where: str) -> None:
-        """VerifyError with this text, if anything is wrong."""
+        """Raise a VerifyError with this text, if anything is wrong."""
         if not self.ok:
             missing = "add the directive that is missing: a shard, or a sync beside one"
             hint = "repair the directives named above" if self.directives else missing
@@ -110,7 +108,7 @@ class VerifyError(SlapoError, AssertionError):
 
 
 def figures(comparison: Comparison) -> dict[str, Any]:
-    """Per check: how many comparisons, and the largest error by what is allowed."""
+    """Return for each check how many comparisons were made, and the largest error divided by the allowed one."""
     found: dict[str, Any] = dict.fromkeys(CHECKS, UNMEASURED)
     for check, count in comparison.counts.items():
         found[check] = {"compared": count, "worst": round(comparison.worst[check], 4)}

@@ -1,6 +1,7 @@
-"""Guards of a run: collectives are checked before they run, dropout is switched off."""
+"""Around a run: collectives are checked and counted, dropout is switched off."""
 
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ from slapo_zoo.parallel import collectives
 
 @contextmanager
 def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
-    """Context in which ranks that are about to call different collectives raise instead of hanging.
+    """Enter a context in which ranks that are about to call different collectives raise instead of hanging.
 
     Every collective over tp is preceded by a small one of a fixed shape, in which the ranks say
     what they are about to do.
@@ -52,6 +53,33 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
         yield
     finally:
         collectives.OBSERVERS.remove(check)
+
+
+@contextmanager
+def counted(mesh: Any, counts: dict[str, int]) -> Iterator[None]:
+    """Count the collectives over tp that this rank calls within, by kind."""
+    if mesh.tp == 1:
+        yield
+        return
+    group, found = mesh.group("tp"), Counter[str]()
+
+    def count(kind: str, whole: Tensor, over: Any) -> None:
+        if over is group:  # each rank has its own, also where ranks are threads of one process
+            found[kind] += 1
+
+    collectives.OBSERVERS.append(count)
+    try:
+        yield
+    finally:
+        collectives.OBSERVERS.remove(count)
+        counts.update(found)
+
+
+def silence(model: nn.Module) -> None:
+    """Switch off all dropout, also what a class has written into its code."""
+    for module in model.modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd):
+            module.p = 0.0
 
 
 class NoDropout(TorchFunctionMode):

@@ -1,4 +1,4 @@
-"""Checkpoint files to local tensors and back: every rank touches only its own bytes.
+"""Load and save checkpoint files: each rank reads and writes only the slices of its own shards.
 
 Imports `language` and lower.
 """

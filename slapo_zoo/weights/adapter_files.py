@@ -1,4 +1,4 @@
-"""The folder of a peft adapter: adapter_config.json beside adapter_model.safetensors."""
+"""Read and write the folder of a peft adapter: adapter_config.json beside adapter_model.safetensors."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def open_adapter(folder: Path) -> CheckpointFolder:
-    """Open the tensors of an adapter; pickles are refused."""
+    """Open the tensors of a peft adapter folder; raise WeightsError when it has no safetensors file."""
     if not (folder / TENSORS).exists():
         problem = f"found no {TENSORS}"
         raise WeightsError(str(folder), "adapter", problem, "pass a folder that peft saved")
@@ -26,13 +26,13 @@ def open_adapter(folder: Path) -> CheckpointFolder:
 def save_adapter_files(
     mesh: Mesh, folder: Path, tensors: dict[str, Tensor], write_config: Callable[[Path], None]
 ) -> None:
-    """Rank 0 writes whole tensors and the config; the folder appears by one rename.
+    """Write an adapter's unsharded tensors and config on rank 0; the folder appears by one rename.
 
     Args:
-        mesh: all its ranks call this together.
-        folder: new, empty, or of an older adapter.
-        tensors: on rank 0.
-        write_config: is given the folder under construction.
+        mesh: mesh whose ranks all call this function.
+        folder: a new or empty folder, or that of an older adapter, which is replaced.
+        tensors: unsharded tensors by name; only those of rank 0 are used.
+        write_config: writes the config into the folder that it is given, before the rename.
     """
 
     def write() -> None:

@@ -1,4 +1,4 @@
-"""Carry files that are no weights over a save: tokenizer, README, subfolders."""
+"""Keep files that are not weights when a save replaces a folder: tokenizer, README, subfolders."""
 
 import contextlib
 import os
@@ -6,14 +6,14 @@ import re
 import shutil
 from pathlib import Path
 
-# The files that a save replaces: the weights of the model and what belongs to just these weights.
+# Files that a save replaces: weights, and state that belongs to exactly these weights.
 WEIGHT_FILE = re.compile(
     r"(model|pytorch_model|optimizer|adapter_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
     r"|(training_state|checksums)\.json"
 )
 
 
-# What a tokenizer or an image processor of transformers is made of.
+# Files of a tokenizer or an image processor of transformers.
 TOKENIZER_FILE = re.compile(
     r"(tokenizer|spiece|sentencepiece|vocab|merges|added_tokens|special_tokens_map|chat_template"
     r"|source|target)[\w.-]*\.(json|txt|model|jinja|spm)"
@@ -22,12 +22,12 @@ TOKENIZER_FILE = re.compile(
 
 
 def carry_tokenizer(source: Path | None, target: Path, folder: Path) -> None:
-    """Copy the tokenizer beside the loaded weights, so that the saved folder is of use by itself.
+    """Copy the tokenizer of the loaded checkpoint into a saved folder, so that the folder is complete.
 
     Args:
-        source: the folder that was loaded, if it is still there.
-        target: what it has already is left to it.
-        folder: the one under construction that will replace `target`.
+        source: folder that the model was loaded from; None or a missing folder copies nothing.
+        target: folder that will be replaced; tokenizer files that it has are not copied over.
+        folder: temporary folder that will replace `target`.
     """
     if source is None or not source.is_dir():
         return
@@ -38,10 +38,10 @@ def carry_tokenizer(source: Path | None, target: Path, folder: Path) -> None:
 
 
 def carry_over(old: Path, new: Path) -> None:
-    """Bring all files of `old` but its weights into `new`, except those that `new` has already.
+    """Bring all files of `old` except weights into `new`, unless `new` has a file of that name.
 
-    Files are linked where the file system can: that is quick for large ones, and a log that some
-    process still writes to goes on in the new folder.
+    Files are hard-linked where the file system allows it: that is fast, and a log that another process is
+    writing continues in the new folder.
     """
     for item in old.iterdir():
         if not WEIGHT_FILE.fullmatch(item.name):

@@ -1,8 +1,8 @@
-"""`checksums.json`: the CRC-32 of every tensor and file of a save, and the save's id.
+"""`checksums.json`: the CRC-32 of every tensor and file of a save, and the id of the save.
 
-The id is a digest of what was saved, so the same state has the same id on every layout. Every
-safetensors file carries it in its `__metadata__`, and `training_state.json` in its field `save`:
-files of two saves cannot be taken for one checkpoint.
+The id is a digest of the saved tensors, so the same state has the same id on every mesh. It is stored in the
+`__metadata__` of every safetensors file and in the field `save` of `training_state.json`, so that files of two
+saves are never mixed.
 """
 
 import json
@@ -18,8 +18,7 @@ import torch
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.digests import digest
 from slapo_zoo.weights.folder import CheckpointFolder
-from slapo_zoo.weights.header import MAX_HEADER, SAVE_ID
-from slapo_zoo.weights.safetensors_file import SafetensorsFile
+from slapo_zoo.weights.safetensors_file import MAX_HEADER, SAVE_ID, SafetensorsFile
 
 FILE, FORMAT = "checksums.json", "slapo-zoo-checksums/1"
 BLANK = "0" * 32
@@ -32,10 +31,10 @@ Sums = dict[str, int]
 
 @dataclass(frozen=True)
 class Checksums:
-    """CRC-32 of every tensor that a save wrote.
+    """Content of `checksums.json`.
 
     Args:
-        save: its id.
+        save: id of the save.
         tensors: weight file --> tensor --> CRC-32 of its bytes.
         files: other file, or header of a weight file (`model.safetensors#header`) --> CRC-32.
     """
@@ -45,7 +44,7 @@ class Checksums:
     files: Sums = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Write the file; its last field is the CRC-32 of the others."""
+        """Write `checksums.json` into a folder; its last field is the CRC-32 of the other fields."""
         body = {"format": FORMAT, **self._hexadecimal()}
         text = json.dumps({**body, "self": _hex(_of_body(body))}, indent=1)
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
@@ -69,23 +68,23 @@ def _of_body(body: Mapping[str, Any]) -> int:
 
 
 def save_id(sums: Mapping[str, int], stamp: str) -> str:
-    """The id of a save: a digest of all its tensors, and of a text that stands for the rest."""
+    """Return the id of a save: a digest of the CRC-32 of all tensors, and of `stamp`, a text for the rest."""
     return digest(json.dumps([sorted(sums.items()), stamp]))[:32]
 
 
 def save_in(folder: Path) -> str:
-    """The id of the save whose weights lie in a folder."""
+    """Return the id of the save that wrote the model weights in a folder."""
     with SafetensorsFile(min(folder.glob("model*.safetensors"))) as file:
         return file.metadata[SAVE_ID]
 
 
-def stamped(header: bytes, save: str) -> bytes:
-    """The header of a file with the id in the place that was kept for it."""
+def with_save_id(header: bytes, save: str) -> bytes:
+    """Return a safetensors header with the placeholder BLANK replaced by the id of the save."""
     return header.replace(f'"{SAVE_ID}":"{BLANK}"'.encode(), f'"{SAVE_ID}":"{save}"'.encode(), 1)
 
 
 def read_checksums(folder: Path) -> Checksums | None:
-    """The checksums of a folder; None where it has none; WeightsError where they are damaged."""
+    """Return the checksums of a folder; None when it has none; a damaged file raises WeightsError."""
     path = folder / FILE
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -115,7 +114,7 @@ def _damaged(path: Path, problem: str) -> WeightsError:
 
 
 def crc_of_file(path: Path, stop: int | None = None) -> int:
-    """CRC-32 of a file, or of its first bytes."""
+    """Return the CRC-32 of a file, or of its first `stop` bytes."""
     crc, left = 0, path.stat().st_size if stop is None else stop
     with path.open("rb") as file:
         while left > 0 and (piece := file.read(min(PIECE, left))):
@@ -124,7 +123,7 @@ def crc_of_file(path: Path, stop: int | None = None) -> int:
 
 
 def raise_first(damages: Iterable[WeightsError]) -> None:
-    """Raise the first of them, if there is one."""
+    """Raise the first error of an iterable; do nothing when it is empty."""
     for damage in damages:
         raise damage
 
@@ -132,12 +131,12 @@ def raise_first(damages: Iterable[WeightsError]) -> None:
 def damaged_files(
     folder: Path, kept: Checksums, only: re.Pattern[str] = ANY
 ) -> Iterator[WeightsError]:
-    """The small files and headers that are not what was saved.
+    """Yield an error for each small file and safetensors header whose CRC-32 differs from the saved one.
 
     Args:
-        folder: of a save.
-        kept: of the same folder.
-        only: names that count; a person may have edited the others.
+        folder: checkpoint folder.
+        kept: checksums of that folder.
+        only: pattern of file names to check, because a user may have edited other files.
     """
     for name, crc in kept.files.items():
         file, _, header = name.partition("#")
@@ -157,13 +156,13 @@ def damaged_files(
 def damaged_tensors(
     folder: CheckpointFolder, kept: Checksums, part: int = 0, parts: int = 1
 ) -> Iterator[WeightsError]:
-    """The tensors of an opened checkpoint that are not what was saved.
+    """Yield an error for each tensor of an opened checkpoint whose CRC-32 differs from the saved one.
 
     Args:
-        folder: with all files of one stem.
-        kept: of the same folder.
-        part: which share of the tensors is read here; ranks divide them.
-        parts: how many shares there are.
+        folder: opened files of the model, or of the optimizer.
+        kept: checksums of that folder.
+        part: index of this caller's part of the tensors, when ranks share the work.
+        parts: number of parts.
     """
     keys = sorted(folder.key_to_file, key=lambda key: (-folder.nbytes(key), key))
     for key in keys[part::parts]:
@@ -189,8 +188,8 @@ def _end_of_header(path: Path) -> int:
         return 8 + min(int.from_bytes(file.read(8), "little"), MAX_HEADER)
 
 
-def same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
-    """WeightsError unless all files carry the id of the checksums beside them."""
+def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
+    """Raise WeightsError unless all opened files carry the save id of `kept`, or no id if `kept` is None."""
     for folder in folders:
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None

@@ -1,9 +1,8 @@
-"""CRC-32 of a tensor from the pieces that many ranks write, without anybody holding the whole.
+"""CRC-32 of a tensor that many ranks write in pieces, computed without any rank holding all its bytes.
 
 A CRC is linear: crc(M) = L(M) ^ Z(len M), where Z(n) is the CRC of n zeros and L(M) is the sum (XOR)
 over the pieces A of M of L(A) * x^(8 * bytes behind A), modulo the polynomial. So each rank sums what
-it writes, and the sums of all ranks give what `zlib.crc32` says of the file.
-
+it writes, and the XOR of all ranks' sums and Z is the `zlib.crc32` of the tensor.
 Source: W. W. Peterson and D. T. Brown, "Cyclic Codes for Error Detection", Proc. IRE 49, 1961.
 """
 
@@ -13,12 +12,12 @@ from functools import cache
 
 import numpy as np
 
-POLYNOMIAL = 0xEDB88320  # of zlib, reflected: bit 31 is x^0
+POLYNOMIAL = 0xEDB88320  # zlib's, reflected: bit 31 is x^0
 ONES = 0xFFFFFFFF
 
 
 def times(a: int, b: int) -> int:
-    """Multiply two polynomials modulo POLYNOMIAL."""
+    """Multiply two polynomials over GF(2), given as reflected 32-bit integers, modulo the CRC polynomial."""
     product = 0
     for bit in range(31, -1, -1):
         if a >> bit & 1:
@@ -35,7 +34,7 @@ def _power(k: int) -> int:
 
 @cache
 def shift(count: int) -> int:
-    """x^(8 * count): what `count` bytes behind a piece multiply its sum by."""
+    """Return x^(8 * count) modulo the CRC polynomial: the factor of a piece with `count` bytes behind it."""
     found, k = 1 << 31, 0
     while count >> k:
         if count >> k & 1:
@@ -45,21 +44,21 @@ def shift(count: int) -> int:
 
 
 def zeros(count: int) -> int:
-    """Return Z, the CRC of `count` zero bytes."""
+    """Return Z(count), the CRC-32 of `count` zero bytes."""
     return times(ONES, shift(count)) ^ ONES
 
 
 def linear(piece: "memoryview | bytes") -> int:
-    """Return the linear part L of the checksum of one piece (see the head of this file)."""
+    """Return L(piece), the linear part of the CRC of one piece (see the head of this file)."""
     return zlib.crc32(piece) ^ zeros(len(piece))
 
 
 def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
-    """L of rows that lie `stride` bytes apart, from the first byte of the first row to the last one.
+    """Return L of rows that lie `stride` bytes apart in the file, as of one piece from the first to the last byte.
 
     Args:
-        piece: the rows, one behind the other.
-        rows: how many.
+        piece: bytes of the rows, one after the other.
+        rows: number of rows.
         chunk: bytes of one row.
         stride: bytes from the start of one row to the start of the next.
     """
@@ -70,10 +69,10 @@ def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
 
 
 def _fold(sums: np.ndarray, factor: int) -> int:
-    """Horner's rule in a tree: sum over i of sums[i] * factor^(last - i)."""
+    """Return the sum over i of sums[i] * factor^(last - i), by Horner's rule in a binary tree."""
     while len(sums) > 1:
         if len(sums) % 2:
-            sums = np.concatenate([np.zeros(1, np.uint32), sums])  # zeros in front count nothing
+            sums = np.concatenate([np.zeros(1, np.uint32), sums])  # leading zeros do not change L
         sums = _times_each(sums[0::2], factor) ^ sums[1::2]
         factor = times(factor, factor)
     return int(sums[0])
@@ -87,8 +86,8 @@ def _times_each(sums: np.ndarray, factor: int) -> np.ndarray:
     return found
 
 
-def joined(sums: Sequence[int], size: int) -> int:
-    """The CRC of a whole of `size` bytes from the sums of all who wrote a part of it."""
+def combined(sums: Sequence[int], size: int) -> int:
+    """Return the CRC-32 of `size` bytes from the sums L of all ranks that wrote a part of them."""
     total = 0
     for one in sums:
         total ^= one

@@ -1,7 +1,7 @@
-"""From mapped files to a GPU: pinned buffers, and one copy to the device for each byte.
+"""Copy tensors from mapped files to a GPU through two pinned buffers.
 
-Unmeasured: written without a GPU at hand. A copy from pageable memory, which the driver stages by
-itself, would wait for each tensor, and one of strided columns would allocate a tensor on the way.
+Unmeasured: written without a GPU. A direct copy from pageable memory would wait for each tensor, and one of
+strided columns would allocate a temporary tensor on the device.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,11 +14,11 @@ BUFFER = 64 << 20  # bytes; two are enough to keep a bus busy
 
 
 class DeviceCopy:
-    """Fill tensors of a device: one buffer is filled while the other one travels.
+    """Copy CPU tensors to a device: one pinned buffer is filled while the other is being transferred.
 
     Args:
-        device: with another one than CUDA the buffers are plain memory.
-        size: bytes of each of both buffers.
+        device: target device; if it is not CUDA, the buffers are plain memory.
+        size: bytes of each of the two buffers.
     """
 
     def __init__(self, device: torch.device, size: int = BUFFER):
@@ -28,12 +28,12 @@ class DeviceCopy:
         self._turn = 0
 
     def fill(self, tensor: Tensor, axis: int, parts: Sequence[Tensor]) -> None:
-        """Put the parts side by side along `axis`, cast.
+        """Copy `parts`, concatenated along `axis` and cast, into a tensor on the device.
 
         Args:
-            tensor: on the device, of the size of all parts.
-            axis: along which they lie.
-            parts: on the CPU, of any strides and dtype.
+            tensor: target on the device, as large as all parts together.
+            axis: axis of the concatenation.
+            parts: CPU tensors of any strides and dtype.
         """
         for piece, sources in _pieces(tensor, parts, axis, self._buffers[0].nbytes):
             buffer = self._next().narrow(0, 0, piece.nbytes).view(piece.dtype).view(piece.shape)
@@ -47,13 +47,13 @@ class DeviceCopy:
                 self._sent[self._turn].record()
 
     def finish(self) -> None:
-        """Wait for all copies, after which the buffers may be freed."""
+        """Wait for all copies; afterwards the buffers may be freed."""
         for event in self._sent:
             if event is not None:
                 event.synchronize()
 
     def _next(self) -> Tensor:
-        """Return the next buffer, once its last copy has ended."""
+        """Return the pinned buffer to fill next, after waiting for the last transfer from it."""
         self._turn = 1 - self._turn
         if self._sent[self._turn] is not None:
             self._sent[self._turn].synchronize()
@@ -63,7 +63,14 @@ class DeviceCopy:
 def _pieces(
     tensor: Tensor, parts: Sequence[Tensor], axis: int, most: int
 ) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
-    """Runs of rows of the tensor that fit into a buffer, and what fills each, side by side."""
+    """Yield (rows of the target that fit into a buffer, parts to be concatenated for these rows).
+
+    Args:
+        tensor: the target.
+        parts: sources, concatenated along `axis`.
+        axis: axis of the concatenation.
+        most: bytes of a buffer.
+    """
     parts = [part.reshape(1) if not part.ndim else part for part in parts]
     together = [(tensor, list(parts))]
     if axis == 0:

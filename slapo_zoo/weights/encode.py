@@ -1,7 +1,7 @@
-"""Python values as JSON and back, exactly: what optimizers and schedulers remember, without pickle.
+"""Encode Python values as JSON and back without loss, for states of optimizers and schedulers (no pickle).
 
-Numbers, texts, lists and dictionaries stay as they are, so a person can read the file; what JSON
-does not know is a dictionary of one marked key: {"$tuple": [0.9, 0.999]}.
+Numbers, strings, lists and dicts stay readable; any other type becomes a dict with one marked key, such as
+{"$tuple": [0.9, 0.999]}.
 """
 
 from collections import Counter
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
 
-OF_OTHERS = ("$like", "$by_dp")  # marks that records and training states have of their own
-MOST_ELEMENTS = 4096  # a larger tensor belongs into a safetensors file
+OF_OTHERS = ("$like", "$by_dp")  # other marks in records and training states
+MOST_ELEMENTS = 4096  # larger tensors go to a safetensors file
 
 
 def encode(value: Any, where: str) -> Any:
-    """The JSON form of a value; WeightsError names the place of what cannot be written.
+    """Return the JSON form of a value; a type that cannot be written raises WeightsError, which names `where`.
 
     >>> encode({"betas": (0.9, 0.99), 3: None}, "lr")
     {'$items': [['betas', {'$tuple': [0.9, 0.99]}], [3, None]]}
@@ -41,7 +41,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Decode a value that `encode` wrote; WeightsError for anything that it never writes."""
+    """Return the value that `encode` wrote as JSON; anything else raises WeightsError."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Where every tensor of a checkpoint will lie: files, headers and offsets, before a byte is there."""
+"""Plan the files of a checkpoint before any byte is written: which tensor goes where, headers and index."""
 
 import json
 import math
@@ -11,14 +11,15 @@ from huggingface_hub import split_torch_state_dict_into_shards
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.placement import TensorSpec
-from slapo_zoo.weights.header import DTYPES
+from slapo_zoo.weights.index import index_name
+from slapo_zoo.weights.safetensors_file import DTYPES
 
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
 
 
 class Slot(NamedTuple):
-    """A tensor's place: a file and the offset of its first byte from the file's start."""
+    """Place of a tensor: name of the file, and offset of its first byte from the start of the file."""
 
     file: str
     start: int
@@ -26,14 +27,14 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which tensor lies in which file of a checkpoint, at which offset.
+    """Files of a checkpoint, and the place of every tensor in them.
 
     Args:
-        headers: file name --> its first bytes, the length of the header included.
+        headers: file name --> its first bytes: length field and JSON header.
         sizes: file name --> its size in bytes.
         slots: tensor name --> Slot.
-        indexes: name of an index (`model.safetensors.index.json`) --> its text; none for a set of
-            tensors that fits into a single file.
+        indexes: name of an index (`model.safetensors.index.json`) --> its text; empty when the tensors fit into
+            a single file.
     """
 
     headers: dict[str, bytes] = field(default_factory=dict)
@@ -42,10 +43,10 @@ class Layout:
     indexes: dict[str, str] = field(default_factory=dict)
 
     def __or__(self, other: "Layout") -> "Layout":
-        """Both sets of files; no tensor may be in both."""
+        """Return the union of two layouts, e.g. of model and optimizer; a tensor in both raises WeightsError."""
         if twice := self.slots.keys() & other.slots.keys():
-            problem = f"found in two sets of tensors, {len(twice)} in all, expected in one"
-            raise WeightsError("save", min(twice), problem)
+            problem = f"{len(twice)} names are both model and optimizer tensors"
+            raise WeightsError("save", min(twice), problem, "rename the tensor")
         return Layout(
             self.headers | other.headers, self.sizes | other.sizes, self.slots | other.slots,
             self.indexes | other.indexes,
@@ -53,7 +54,7 @@ class Layout:
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    """The torch dtype of a spec; an unknown name is a WeightsError."""
+    """Return the torch dtype that a spec names; raise WeightsError when safetensors cannot hold it."""
     dtype = getattr(torch, spec.dtype, None)
     if dtype not in CODES:
         problem = f"found dtype {spec.dtype!r}, expected one that safetensors can hold"
@@ -62,7 +63,7 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
-    """Return the bytes of an unsharded tensor in a file."""
+    """Return the bytes that the unsharded tensor of a spec takes in a file."""
     return math.prod(spec.shape) * torch_dtype(spec).itemsize
 
 
@@ -72,18 +73,18 @@ def plan_layout(
     metadata: Mapping[str, str],
     stem: str = "model",
 ) -> Layout:
-    """Divide the tensors over files as `save_pretrained` of transformers does, and place them.
+    """Distribute tensors over files, as `save_pretrained` of transformers does, and place each in its file.
 
     Args:
         specs: all tensors of the model, in state-dict order.
-        max_shard_size: "5GB" or bytes; a tensor that is larger gets a file of its own.
+        max_shard_size: largest file, "5GB" or bytes; a larger tensor gets a file of its own.
         metadata: `__metadata__` of every file.
-        stem: how the names of the files begin.
+        stem: begin of the file names.
     """
     by_name = {spec.name: spec for spec in specs}
     if len(by_name) < len(specs) or not specs:
-        problem = f"found {len(specs)} tensors of {len(by_name)} names, expected one of each"
-        raise WeightsError("save", "specs", problem)
+        problem = f"found {len(specs)} tensors with {len(by_name)} names, expected one or more, each with its own name"
+        raise WeightsError("save", "specs", problem, "name every tensor once")
     state = {s.name: torch.empty(s.shape, dtype=torch_dtype(s), device="meta") for s in specs}
     pattern = f"{stem}{{suffix}}.safetensors"
     try:
@@ -111,21 +112,13 @@ def plan_layout(
     return Layout(headers, sizes, slots, indexes)
 
 
-def index_name(stem: str) -> str:
-    """`model.safetensors.index.json`; of a variant "model.fp16", `model.safetensors.index.fp16.json`."""
-    base, _, variant = stem.partition(".")
-    return (
-        f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"
-    )
-
-
 def _aligned(specs: list[TensorSpec]) -> list[TensorSpec]:
-    """The order of the safetensors library: wide dtypes in front, so that every tensor is aligned."""
+    """Sort specs by falling dtype width, as the safetensors library does, so that every tensor is aligned."""
     return sorted(specs, key=lambda spec: (-ORDER[torch_dtype(spec)], spec.name))
 
 
 def _header(specs: list[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file, padded so that the data start at a multiple of 8."""
+    """Return the first bytes of a file (length field and JSON), padded so that data start at a multiple of 8."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for spec in specs:

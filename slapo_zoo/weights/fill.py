@@ -1,4 +1,4 @@
-"""Give a scheduled model on meta its values: from a checkpoint, or newly drawn."""
+"""Give a scheduled model on meta its values: read from a checkpoint, or newly drawn."""
 
 import functools
 import re
@@ -21,11 +21,11 @@ from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.weights.ledger import AnonymousPeak, Ledger, human
-from slapo_zoo.weights.load import LoadOptions, Target, load_tensors
-from slapo_zoo.weights.load_memory import fresh_like
+from slapo_zoo.weights.load import LoadOptions, load_tensors
+from slapo_zoo.weights.load_memory import Target, fresh_like
 from slapo_zoo.weights.names import NameMap, match_names
 
-# What stands beside a quantized weight in the files of bitsandbytes, GPTQ, AWQ and fp8.
+# Keys beside a quantized weight in files of bitsandbytes, GPTQ, AWQ and fp8.
 QUANTIZED = r"\.(SCB|weight_format|qweight|qzeros|scales|g_idx|absmax|quant_map|quant_state\..*|.*_scale(_inv)?)$"
 
 
@@ -35,19 +35,20 @@ def fill_from_folder(
     options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Read this rank's slices; what the checkpoint lacks is drawn as `from_config` draws it.
+    """Allocate this rank's tensors and read its slices from a checkpoint; missing weights are drawn. Return the
+    ledger.
 
     Args:
-        model: scheduled, on meta, only this rank's stage.
-        skeleton: makes the same model unscheduled and whole, on meta.
-        plan: of this rank.
-        folder: the checkpoint.
-        device: where the values go.
-        units: paths of blocks and their neighbours.
-        seed: of new weights.
-        keys: the names that the family's files use.
-        options: limits and checks.
-        over_dp: which rows of each parameter are ours, where dp ranks divide them.
+        model: scheduled model on meta, only with this rank's stages.
+        skeleton: returns the same model unscheduled and unsharded, on meta.
+        plan: plan of this rank.
+        folder: opened checkpoint.
+        device: device of the allocated tensors.
+        units: paths of the blocks and of the modules beside them.
+        seed: seed of newly drawn weights.
+        keys: renames between the model's tensors and keys of the files.
+        options: memory limit and checks.
+        over_dp: rows of each parameter that this rank holds, when they are sharded over dp (ZeRO).
     """
     begin, mesh, specs = time.perf_counter(), plan.mesh, plan.saved
     with AnonymousPeak(exact=False) as peak:
@@ -77,14 +78,14 @@ def fill_from_folder(
                 known[plan.saved_as(name)].shape,
                 known[plan.saved_as(name)].placement,
                 rows_of(tensor),
-                may_map=options.map_weights and held.get(name) is tensor,  # no view of another one
+                may_map=options.map_weights and held.get(name) is tensor,  # not a view
             )
             for name, tensor in local.items()
             if plan.saved_as(name) in names.source
         }
         source = {name: key_of[names.source[plan.saved_as(name)]] for name in targets}
         load = functools.partial(load_tensors, targets, folder, source, mesh, options.check_finite)
-        loaded = together(mesh, "from_pretrained", load)[mesh.rank]  # one cannot read: none goes on
+        loaded = together(mesh, "from_pretrained", load)[mesh.rank]  # raises on all ranks or none
         missing = {name: local[name] for name in local if name not in targets}
         _draw(skeleton, units, missing, plan, seed)
         fill_buffers(model, device)
@@ -100,7 +101,7 @@ def fill_from_config(
     model: Any, skeleton: Callable[[], Any], plan: RankPlan, device: torch.device, units: Sequence[str], seed: int,
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Draw every weight, the same for every layout; arguments as in `fill_from_folder`."""
+    """Allocate this rank's tensors and draw every weight, equal on every mesh; arguments as in `fill_from_folder`."""
     begin = time.perf_counter()
     with AnonymousPeak(exact=False) as peak:
         local = _allocate(model, device, over_dp)
@@ -114,7 +115,7 @@ def fill_from_config(
 
 
 def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfRank | None) -> None:
-    """Refuse, on all ranks, a shard that is too large before any of it is allocated."""
+    """Raise WeightsError on all ranks when a rank's shard exceeds `options.max_memory`, before any allocation."""
     limit = options.max_memory
     if limit is None:
         return
@@ -134,7 +135,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
-    """Allocate a tensor of the size of a parameter on meta, or of this rank's rows of it."""
+    """Allocate a parameter on `device` for one on meta, or for this rank's rows of it when sharded over dp."""
     if over_dp is None or not tensor.ndim:
         return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
     part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)
@@ -144,7 +145,7 @@ def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | Non
 def _allocate(
     model: Any, device: torch.device, over_dp: RowsOfRank | None = None
 ) -> dict[str, Tensor]:
-    """Give parameters and persistent buffers storage; ties stay one parameter.
+    """Allocate all parameters and persistent buffers of a model on meta; tied ones stay one parameter.
 
     Returns:
         name --> local tensor; of tied names, only the first that this stage holds.
@@ -172,7 +173,7 @@ def _draw(
     plan: RankPlan,
     seed: int,
 ) -> None:
-    """Draw full tensors and keep this rank's part of those in `missing`."""
+    """Draw unsharded weights unit by unit, and copy this rank's shard of each into the tensors of `missing`."""
     wanted: dict[str, list[str]] = {}
     for name in missing:
         wanted.setdefault(plan.saved_as(name), []).append(name)
@@ -191,28 +192,28 @@ def _draw(
 def _refuse_foreign(
     names: NameMap, units: Sequence[str], folder: CheckpointFolder, prefix: str
 ) -> None:
-    """A checkpoint may lack a whole head or hold another one; anything else is an error.
+    """Raise WeightsError when missing or unexpected keys mean another architecture or size.
 
-    A part of a unit, or a block, that is missing or too many means another architecture or size.
-    A head of several parts (`cls.predictions`, `cls.seq_relationship`) may lack some of them.
+    A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
+    surplus block, or part of a unit, is an error.
     """
     strip = f"{prefix}."
     body = [unit for unit in units if unit.startswith(strip)] or list(units)
     lists = {child.rpartition(".")[0] for child in body if child.rpartition(".")[2].isdigit()}
-    held = {path for name in names.source for path in _above(name)}
+    held = {path for name in names.source for path in _modules_around(name)}
     parts = {*(unit for unit in body if unit in held), *lists}
     known = {unit.removeprefix(strip) for unit in (*body, *lists)}
     modules = {name.rpartition(".")[0] for name in (*names.source, *names.missing)}
     missing = [
         name
         for name in names.missing
-        if name.rpartition(".")[0] in held or not parts.isdisjoint(_above(name))
+        if name.rpartition(".")[0] in held or not parts.isdisjoint(_modules_around(name))
     ]
     unexpected = [
         key
         for key in names.unexpected
         if key.rpartition(".")[0] in modules
-        or not known.isdisjoint(_above(key.removeprefix(strip)))
+        or not known.isdisjoint(_modules_around(key.removeprefix(strip)))
     ]
     if not missing and not unexpected:
         return
@@ -230,7 +231,7 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Tensors whose shape differs from the file's count as missing."""
+    """Return the name map with tensors whose shape differs from the file's counted as missing."""
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
     source = {name: key for name, key in names.source.items() if name not in differ}
@@ -240,9 +241,9 @@ def _without_mismatched(
 def _refuse_untied(
     doubles: Sequence[tuple[str, ...]], folder: CheckpointFolder, mesh: Mesh
 ) -> None:
-    """WeightsError where a file holds two values for what the config says is one tied tensor.
+    """Raise WeightsError when a file holds two different values for a tensor that the config ties.
 
-    The first rank compares them where they lie in the files; all others wait for its word.
+    Rank 0 compares the values in the files; all ranks get its result.
     """
 
     def check() -> None:
@@ -258,7 +259,7 @@ def _refuse_untied(
         together(mesh, "from_pretrained", check)
 
 
-def _above(name: str) -> list[str]:
-    """The paths of the modules around a tensor: `a.b.weight` --> `a.b`, `a`."""
+def _modules_around(name: str) -> list[str]:
+    """Return the paths of the modules around a tensor: `a.b.weight` --> `a.b`, `a`."""
     parts = name.split(".")
     return [".".join(parts[:i]) for i in range(len(parts) - 1, 0, -1)]

@@ -1,25 +1,83 @@
-"""A checkpoint folder: which file holds which key, opened one file at a time and only if needed."""
+"""An opened checkpoint folder: which file holds which key; each file is opened when first needed.
+
+A `pytorch_model.bin` is read only if the user allows it; its reader has the interface of SafetensorsFile.
+"""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.digests import digest
-from slapo_zoo.weights.file_layout import index_name
-from slapo_zoo.weights.header import SAVE_ID
-from slapo_zoo.weights.index import check_inside, read_index
-from slapo_zoo.weights.pickle_file import PickleFile
-from slapo_zoo.weights.safetensors_file import SafetensorsFile
+from slapo_zoo.weights.index import check_inside, index_name, read_index
+from slapo_zoo.weights.safetensors_file import SAVE_ID, Entry, SafetensorsFile
 
-# Taken, where it is allowed, only if there are no safetensors files.
+
+class PickleFile:
+    """Tensors of a `torch.save`d state dict, read with `weights_only=True`.
+
+    Files of torch >= 1.6 are mapped; older ones are read into memory.
+
+    Args:
+        path: the file; anything but a plain state dict of tensors raises WeightsError.
+
+    Attributes:
+        entries: tensor name --> Entry with dtype and shape; `start` and `stop` are no file offsets.
+        metadata: always empty.
+    """
+
+    metadata: Mapping[str, str] = MappingProxyType({})
+
+    def __init__(self, path: Path):
+        self._tensors = _load(path)
+        self.entries: dict[str, Entry] = {}
+        start = 0
+        for name, tensor in self._tensors.items():
+            stop = start + tensor.numel() * tensor.itemsize
+            self.entries[name] = Entry(tensor.dtype, tuple(tensor.shape), start, stop)
+            start = stop
+
+    def view(self, name: str) -> Tensor:
+        """Return a tensor in the file's shape and dtype."""
+        return self._tensors[name]
+
+    def read_ahead(self, name: str, first: int, count: int) -> None:
+        """Do nothing: the offset of a tensor in a pickle is unknown."""
+
+    def close(self) -> None:
+        """Drop the tensors; existing views stay valid."""
+        self._tensors = {}
+
+
+def _load(path: Path) -> dict[str, Tensor]:
+    try:
+        with path.open("rb") as file:
+            is_zip = file.read(4) == b"PK\x03\x04"
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except Exception as error:  # torch raises many types on damaged bytes
+        problem = f"found no plain state dict: {str(error).partition(chr(10))[0]:.200}"
+        hint = "fetch the file again; a pickle that holds more than tensors is never loaded"
+        raise WeightsError(str(path), "", problem, hint) from error
+    if not isinstance(found, dict):
+        problem = f"found a {type(found).__name__}, expected tensors by name"
+        raise WeightsError(str(path), "", problem, "save model.state_dict() alone")
+    strange = [name for name, value in found.items() if not isinstance(value, Tensor)]
+    if strange:
+        problem = f"found a {type(found[strange[0]]).__name__}, expected a tensor"
+        raise WeightsError(str(path), f"key {strange[0]!r}", problem, "save the state dict alone")
+    return {name: value.detach() for name, value in found.items()}
+
+
+# Read only if allowed, and without safetensors files.
 PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 
 
 class CheckpointFolder:
-    """The tensors of a checkpoint, by key; made by `open_checkpoint`.
+    """The tensors of a checkpoint by key; `open_checkpoint` makes it.
 
     Attributes:
         path: the folder.
@@ -41,7 +99,7 @@ class CheckpointFolder:
 
     @property
     def files_opened(self) -> int:
-        """Number of weight files opened so far."""
+        """Return the number of weight files opened so far."""
         return len(self._files)
 
     def keys(self) -> list[str]:
@@ -49,13 +107,15 @@ class CheckpointFolder:
         return list(self.key_to_file)
 
     def view(self, key: str) -> Tensor:
-        """A tensor over the mapped file, of the file's shape and dtype; no byte is read yet."""
+        """Return a tensor over the mapped file, in the file's shape and dtype; bytes are read on first use."""
         return self._file(self._name(key)).view(key)
 
     def piece(self, key: str, part: Tensor) -> Tensor | None:
-        """Return a contiguous region as a view with a storage of its own, so that a tensor may keep it alive.
+        """Return a copy-on-write tensor over the mapped bytes of `part` with its own storage; None for a pickle.
 
-        None unless the file is privately mapped.
+        Args:
+            key: key of the tensor.
+            part: contiguous part of `view(key)`.
         """
         file = self._file(self._name(key))
         if not isinstance(file, SafetensorsFile):
@@ -63,7 +123,7 @@ class CheckpointFolder:
         return file.piece(key, int(part.storage_offset()), part.shape)
 
     def read_ahead(self, key: str, first: int, count: int) -> None:
-        """Ask the kernel to fetch `count` bytes of a tensor, from its byte `first` on, in time."""
+        """Ask the kernel to prefetch `count` bytes of a tensor, from byte `first` of its data."""
         self._file(self._name(key)).read_ahead(key, first, count)
 
     def shape(self, key: str) -> tuple[int, ...]:
@@ -75,12 +135,12 @@ class CheckpointFolder:
         return self._file(self._name(key)).entries[key].dtype
 
     def nbytes(self, key: str) -> int:
-        """Bytes of the tensor in the file."""
+        """Return the bytes that a tensor takes in the file."""
         entry = self._file(self._name(key)).entries[key]
         return entry.stop - entry.start
 
     def open_all(self) -> "CheckpointFolder":
-        """Open every file now: what is read from here on is of one folder, whatever replaces it."""
+        """Open every file now, so that later reads see one state even if the folder is replaced; return self."""
         try:
             for name in sorted(set(self.key_to_file.values())):
                 self._file(name)
@@ -90,21 +150,21 @@ class CheckpointFolder:
         return self
 
     def saves(self) -> dict[str, str | None]:
-        """File --> the id of the save that wrote it; None where a file has none."""
+        """Return, for each opened file, the id of the save that wrote it; None for a file without id."""
         return {n: file.metadata.get(SAVE_ID) for n, file in self._files.items()}
 
     def digest(self) -> str:
-        """Hash names, dtypes, shapes and places of all tensors, and the save they are of; no values."""
+        """Return a digest of names, dtypes, shapes and offsets of all tensors and the save id, without values."""
         known = {name: (file.metadata, file.entries) for name, file in sorted(self._files.items())}
         return digest(known)
 
     def position(self, key: str) -> tuple[str, int]:
-        """File and offset: tensors are read fastest in this order."""
+        """Return (file, offset) of a tensor; reading in this order is fastest."""
         name = self._name(key)
         return name, self._file(name).entries[key].start
 
     def close(self) -> None:
-        """Close the files; views that are alive stay valid."""
+        """Close the files; existing views stay valid."""
         for file in self._files.values():
             file.close()
 
@@ -116,8 +176,9 @@ class CheckpointFolder:
 
     def _name(self, key: str) -> str:
         if key not in self.key_to_file:
-            problem = f"no such key among {len(self.key_to_file)}"
-            raise WeightsError(str(self.path), f"key {key!r}", problem)
+            problem = f"no such key, the files hold {len(self.key_to_file)} others"
+            hint = "is it the checkpoint of this model?"
+            raise WeightsError(str(self.path), f"key {key!r}", problem, hint)
         return self.key_to_file[key]
 
     def _file(self, name: str) -> SafetensorsFile | PickleFile:
@@ -134,7 +195,7 @@ class CheckpointFolder:
         return self._files[name]
 
     def _check_index(self, name: str, file: SafetensorsFile | PickleFile) -> None:
-        """The index and the file must agree on what the file holds."""
+        """Raise WeightsError when the index and a file disagree on which keys the file holds."""
         indexed = self._indexed.get(name, set())
         absent = indexed - file.entries.keys()
         twice = (file.entries.keys() & self.key_to_file.keys()) - indexed
@@ -153,13 +214,13 @@ class CheckpointFolder:
 def open_checkpoint(
     folder: str | os.PathLike[str], allow_pickle: bool = False, stem: str = "model"
 ) -> CheckpointFolder:
-    """Open `model.safetensors`, or the files that `model.safetensors.index.json` names.
+    """Open `model.safetensors`, or the files listed in `model.safetensors.index.json`, in a folder.
 
     Args:
-        folder: a local folder; of the Hub cache, the snapshot.
-        allow_pickle: take `pytorch_model.bin` where there is no safetensors file. It is read with
-            `weights_only=True`, and costs memory where it was written by an old torch.
-        stem: how the files are named; "optimizer" opens what `save_checkpoint` put beside the model.
+        folder: local folder; for the Hub cache, the snapshot.
+        allow_pickle: accept `pytorch_model.bin` when there is no safetensors file. It is read with
+            `weights_only=True`, and into memory if an old torch wrote it.
+        stem: begin of the file names; "optimizer" opens the optimizer files of `save_checkpoint`.
     """
     path = Path(folder)
     if not path.is_dir():

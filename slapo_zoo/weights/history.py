@@ -1,4 +1,4 @@
-"""Several checkpoints of one training in one folder: `step-00000100`, ..., and `last`, a link to one."""
+"""Several checkpoints of one training in a folder: `step-00000100`, ..., and `last`, a link to the newest."""
 
 import os
 import re
@@ -14,9 +14,9 @@ STEP = re.compile(r"step-\d{8,}")
 
 
 def latest(folder: Path) -> Path | None:
-    """The checkpoint to go on from: the linked one, the folder itself, or the newest step.
+    """Return the checkpoint to resume from: the linked one, the folder itself, or the newest step; None if none.
 
-    What a killed save has moved away is brought back first.
+    A folder that a killed save had moved away is moved back first.
     """
     if (folder / LAST).is_symlink():
         linked = folder / os.readlink(folder / LAST)
@@ -30,25 +30,25 @@ def latest(folder: Path) -> Path | None:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Return the step folders of a checkpoint folder, oldest first."""
+    """Return the step folders in a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def is_history(folder: Path) -> bool:
-    """Return whether all that lies in a folder is step folders and their link."""
+    """Return whether a folder contains step folders and the link `last`, and nothing else."""
     names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
     return bool(names) and all(name == LAST or STEP.fullmatch(name) for name in names)
 
 
 def place_of(folder: Path, step: int, keep: int | None) -> Path:
-    """Return the folder for the checkpoint of a step; without `keep` an existing history is continued."""
+    """Return the folder to save a step in: a step folder when `keep` is given or `last` exists, else `folder`."""
     has_history = keep is not None or (folder / LAST).is_symlink()
     return folder / f"step-{step:08d}" if has_history else folder
 
 
 def keep_newest(folder: Path, saved: Path, keep: int | None) -> None:
-    """Link what was saved last, then remove all but the newest `keep`; by one rank, after a save."""
+    """Point the link `last` to the saved step folder, and delete all but the newest `keep`; called by one rank."""
     if saved == folder:
         return
     link = folder / f".{LAST}.{os.getpid()}"

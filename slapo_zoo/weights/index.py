@@ -1,6 +1,6 @@
-"""The index of a checkpoint of several files, and which paths it may name.
+"""Read the index of a checkpoint of several files, and restrict the paths that it may name.
 
-An index may come from a stranger: it names files beside itself, and nothing else.
+An index can come from an untrusted source, so it may only name files in its own folder.
 """
 
 import json
@@ -15,7 +15,7 @@ MAX_INDEX = 100_000_000
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Key --> file name, every file present and inside the folder of the index."""
+    """Return key --> file name from an index; every file must exist inside the folder of the index."""
     check_inside(path.parent, path)
     weight_map = _weight_map(path)
     for name in sorted(set(weight_map.values())):
@@ -29,15 +29,16 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def check_inside(folder: Path, path: Path) -> None:
-    """Refuse what is not a regular file, or is linked from outside of the checkpoint.
+    """Raise WeightsError when a path is not a regular file, or a link that leads out of the checkpoint.
 
-    In the Hub cache, `models--org--name/snapshots/<sha>/file` links to `../../blobs/<hash>`: a
-    link may lead to the blobs of the same repository.
+    In the Hub cache, `models--org--name/snapshots/<sha>/file` links to `../../blobs/<hash>`: links to the blobs
+    of the same repository are allowed.
     """
     try:
         real, mode = path.resolve(strict=True), path.stat().st_mode
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise WeightsError(str(path), "", f"cannot be opened: {error}") from error
+        problem = f"cannot be opened: {error}"
+        raise WeightsError(str(path), "", problem, "fetch the file again") from error
     if not stat.S_ISREG(mode):
         raise WeightsError(str(path), "", "found no regular file", "pass a checkpoint folder")
     if not any(real.is_relative_to(root) for root in _roots(folder)):
@@ -58,7 +59,7 @@ def _check_name(index: Path, name: str) -> None:
     is_escape = posix.is_absolute() or windows.drive or ".." in (*posix.parts, *windows.parts)
     if is_escape or "\\" in name or "\0" in name or not name:
         problem = f"found the file name {name!r:.120}, expected a name inside the folder"
-        raise WeightsError(str(index), "weight_map", problem, "the index is broken or hostile")
+        raise WeightsError(str(index), "weight_map", problem, "the index is broken: fetch it again")
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -67,14 +68,14 @@ def _weight_map(path: Path) -> dict[str, str]:
         for key, value in pairs:
             if key in found:
                 problem = f"found in {found[key]!r:.60} and {value!r:.60}, expected one file"
-                raise WeightsError(str(path), f"key {key!r}", problem)
+                raise WeightsError(str(path), f"key {key!r}", problem, "fetch the index again")
             found[key] = value
         return found
 
     size = path.stat().st_size
     if size > MAX_INDEX:
         problem = f"found an index of {size} bytes, expected at most {MAX_INDEX}"
-        raise WeightsError(str(path), "", problem)
+        raise WeightsError(str(path), "", problem, "fetch the index again")
     try:
         index = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
     except WeightsError:
@@ -87,3 +88,11 @@ def _weight_map(path: Path) -> dict[str, str]:
         problem = f"found {weight_map!r:.80}, expected file names by key"
         raise WeightsError(str(path), "weight_map", problem, "fetch the index again")
     return weight_map
+
+
+def index_name(stem: str) -> str:
+    """Return an index's file name: "model" --> model.safetensors.index.json, "model.fp16" --> ....index.fp16.json."""
+    base, _, variant = stem.partition(".")
+    return (
+        f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"
+    )

@@ -1,4 +1,4 @@
-"""Values that no file holds: new weights, the same on every layout, and non-persistent buffers."""
+"""Initialise tensors that no file holds: new weights, equal on every mesh, and non-persistent buffers."""
 
 import zlib
 from collections.abc import Callable, Iterable
@@ -20,17 +20,17 @@ def initialize_weights(
     seed: int,
     put: Callable[[str, Tensor], None],
 ) -> None:
-    """Draw full tensors unit by unit, hand each over, and forget them; then what lies around the units.
+    """Draw unsharded tensors unit by unit, then those outside of units, and pass each to `put`.
 
-    Every unit has a generator of its own, so the values depend neither on the layout nor on which
-    units a rank needs. The peak is one unit.
+    Every unit has its own random generator, so values depend neither on the mesh nor on which units a rank
+    needs. Peak memory is one unit.
 
     Args:
-        skeleton: the unscheduled model on meta.
-        units: paths whose modules are initialised as one (blocks, embeddings, heads).
-        names: the parameters and buffers that are wanted.
-        seed: of the run.
-        put: receives (name, full tensor on the CPU).
+        skeleton: unscheduled model on meta.
+        units: paths of modules that are initialised as a whole (blocks, embeddings, heads).
+        names: names of the parameters and buffers to draw.
+        seed: seed of the run.
+        put: receives (name, unsharded tensor on the CPU).
     """
     left = set(names)
 
@@ -56,15 +56,13 @@ def initialize_weights(
     for unit in units:
         draw(unit, whole=True)
     for path in sorted({name.rpartition(".")[0] for name in left}):
-        draw(
-            path, whole=False
-        )  # what a module holds itself around the units (BART's final_logits_bias)
+        draw(path, whole=False)  # tensors outside of units (BART's final_logits_bias)
     for name in sorted(left):
         _check_finite(name, torch.tensor(torch.nan))
 
 
 def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers, tied ones under each name: a tie is drawn once."""
+    """Return names and tensors of a module's parameters and buffers; a tied one under each of its names."""
     return [
         *module.named_parameters(recurse=whole, remove_duplicate=False),
         *module.named_buffers(recurse=whole, remove_duplicate=False),
@@ -72,7 +70,7 @@ def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
 
 
 def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tensor]]:
-    """Give a meta module storage, such that a forgotten tensor is noticed."""
+    """Allocate a meta module on the CPU, filled with NaN; return (dict, name, meta tensor) to undo it."""
     before, made = [], {}
     for sub in module.modules() if whole else (module,):
         for held in (sub._parameters, sub._buffers):
@@ -89,7 +87,7 @@ def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tens
 
 
 def _poisoned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Storage for a meta tensor: NaN until something sets it."""
+    """Return storage for a meta tensor filled with NaN, so that a tensor which is never initialised is noticed."""
     empty = torch.empty_like(tensor, device=device)
     return empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
 
@@ -108,7 +106,7 @@ def _check_finite(name: str, tensor: Tensor) -> None:
 def fill_buffers(model: Any, device: torch.device) -> None:
     """Compute the buffers that no checkpoint holds (masks, position ids, rotary tables).
 
-    rewrite:  buffer on meta  -->  buffer on `device`, as the reference build has it
+    rewrite:  buffer on meta  -->  buffer on `device`, with the values of the unscheduled model
     """
     made: list[str] = []
     for path, module in model.named_modules():
@@ -118,7 +116,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
         own = hf.initialized_as(module)
         for name in names:
             own._buffers[name] = module._buffers[name] = _poisoned(module._buffers[name], device)
-        for parameter in own.parameters():  # some draw those of their children anew (CLIP)
+        for parameter in own.parameters():  # CLIP would draw its children's weights again
             hf.mark_initialized(parameter)
         with torch.no_grad():
             hf.init_own(model, path)
@@ -129,7 +127,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 
 def _set_from_above(model: Any, name: str) -> None:
-    """Some buffers are set by a module further up (Falcon-H1's scales)."""
+    """Initialise a buffer that a module further up sets (Falcon-H1's scales), if it is still NaN."""
     path = name.rpartition(".")[0]
     while path and model.get_buffer(name).isnan().any():
         path = path.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""All that is wrong with a checkpoint folder, without a model."""
+"""Check a checkpoint folder against its checksums, without a model."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from slapo_zoo.weights.checksums import (
     damaged_files,
     damaged_tensors,
     read_checksums,
-    same_save,
+    require_same_save,
 )
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.snapshot import read_whole
@@ -18,10 +18,10 @@ from slapo_zoo.weights.training_state import read_state
 
 
 def damages_of(folder: Path) -> tuple[int, list[WeightsError]]:
-    """Return the number of tensors of a checkpoint, and every file and tensor that differs from what was saved.
+    """Return (number of tensors, errors): one error for every file and tensor that differs from what was saved.
 
     Raises:
-        WeightsError: it has no checksums, or is no checkpoint.
+        WeightsError: the folder is no checkpoint, or has no checksums.
     """
     return read_whole(folder, lambda: _damages(folder), lambda found: None)
 
@@ -38,7 +38,7 @@ def _damages(folder: Path) -> tuple[int, list[WeightsError]]:
     try:
         found += _damages_inside(folder, kept, opened)
     except WeightsError as error:
-        found = found or [error]  # what follows from a damaged header or index says nothing new
+        found = found or [error]  # a consequence of damage already found
     finally:
         for one in opened:
             one.close()
@@ -50,7 +50,7 @@ def _damages_inside(
 ) -> list[WeightsError]:
     for name in sorted(kept.tensors):
         opened.append(CheckpointFolder(folder, name))
-    same_save(opened, kept)
+    require_same_save(opened, kept)
     if (folder / STATE).exists():
         read_state(folder)
     return [damage for one in opened for damage in damaged_tensors(one, kept)]

@@ -1,4 +1,4 @@
-"""Names and pieces under which a family's files hold what the model holds as one tensor."""
+"""Map tensors of a model to the keys of its checkpoint files: renames, and tensors stored in several pieces."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -12,25 +12,24 @@ from slapo_zoo.parallel.local_tensors import marked_as, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import HeldBy, TensorSpec
 
-# Spellings of old files (BERT of 2018) that `transformers` keeps when it saves.  (in files, in the model)
+# Spellings of old files (BERT of 2018), which `transformers` keeps in a save: (in files, in the model)
 OLDER = (("LayerNorm.gamma", "LayerNorm.weight"), ("LayerNorm.beta", "LayerNorm.bias"))
-NUMBER = "{}"  # in the names of pieces: the index on axis 0; in whole keys: any number
-ANY = "*"  # in a part of a file's key: the number of any layer; it is written as it is (ESM-2)
-WHOLE = "^"  # begins both sides of a pair that are whole keys, not parts of one
+NUMBER = "{}"  # in names of pieces: index on axis 0; in whole keys: any number
+ANY = "*"  # in a substring of a file's key: any layer number; saved as `*` (ESM-2)
+WHOLE = "^"  # prefix of both sides of a rename of whole keys
 
 
 @dataclass(frozen=True)
 class Pieces:
-    """A tensor [E, parts * s, ...] of the model that files hold as E * parts tensors [s, ...].
+    """Rule for a tensor [E, parts * s, ...] of the model that files store as E * parts tensors [s, ...].
 
     rewrite:  experts.gate_up_proj [E, 2 F, D]  <->  experts.{e}.w1.weight [F, D] and
               experts.{e}.w3.weight [F, D], for e in 0..E
               conv1d.weight [3 D, 1, K]  <->  q_conv1d.weight, k_conv1d.weight, v_conv1d.weight
 
     Args:
-        tensor: how the model's name ends.
-        names: what stands there in files instead, part by part of axis 1; where they have no
-            number, of axis 0.
+        tensor: suffix of the model's tensor name.
+        names: suffixes in the files, one for each part of axis 1; without "{}" for each part of axis 0.
     """
 
     tensor: str
@@ -39,12 +38,12 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of a file: the `part`-th of axis 1 at index `number` of axis 0.
+    """One file tensor of a model tensor: part `part` of axis 1 at index `number` of axis 0.
 
     Args:
-        spec: of the piece, under a name like those of the model.
-        number: global index; None where axis 0 itself has the parts.
-        part: which of the equal parts of axis 1.
+        spec: spec of the piece, under a name in the style of the model.
+        number: global index on axis 0 (the expert); None when the parts lie along axis 0 itself.
+        part: index among the equal parts.
     """
 
     spec: TensorSpec
@@ -52,7 +51,7 @@ class Piece:
     part: int
 
     def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
-        """The piece in this rank's tensor; none of its elements where another rank holds it."""
+        """Return the view of this piece in the rank's local tensor; an empty tensor when another rank holds it."""
         held, length, place = self.spec.placement, self.spec.shape[0], self.number
         rows = rows_of(tensor)  # where dp ranks divide it
         own = rows.first if rows else 0
@@ -76,20 +75,20 @@ class Piece:
 class KeyMap:
     """Renames between the tensors of a model and the keys of its files.
 
-    rewrite:  vit.encoder.layer.0.intermediate.dense.bias  <->  vit.layers.0.mlp.fc1.bias
+    rewrite: vit.encoder.layer.0.intermediate.dense.bias <-> vit.layers.0.mlp.fc1.bias
 
     Args:
-        renames: pairs (in files, in the model); each is a substring that is replaced, in order, or
-            a whole key: "^model.llm.layers.{}.wq.weight". A `*` in files is the number of any
-            layer, of which all hold the same.
-        pieces: tensors that files hold in pieces.
+        renames: pairs (in files, in the model), applied in order; each is a substring to replace, or a whole
+            key such as "^model.llm.layers.{}.wq.weight". A `*` on the file side stands for any layer number,
+            when all layers hold the same tensor.
+        pieces: rules for tensors that files store in pieces.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     pieces: tuple[Pieces, ...] = ()
 
     def as_in(self, keys: Collection[str]) -> "KeyMap":
-        """Return the map with the older spellings of a checkpoint's own keys, so that a save writes them again."""
+        """Return this map with the older spellings (`LayerNorm.gamma`) among `keys`, for a save to write again."""
         older = [
             (file, model) for file, model in OLDER
             if any(file in key for key in keys) and not any(model in key for key in keys)
@@ -97,33 +96,33 @@ class KeyMap:
         return replace(self, renames=(*self.renames, *older))
 
     def to_model(self, key: str) -> str:
-        """A key of a file --> the model's name; a name of the model stays."""
+        """Return the model's name of a file key; a name of the model is returned unchanged."""
         for file, model in self.renames:
             key = _respell(key, file, model)
         return key
 
     def to_file(self, name: str) -> str:
-        """A name of the model --> the key that `transformers` writes."""
+        """Return the file key that `transformers` writes for a name of the model."""
         for file, model in reversed(self.renames):
             name = _respell(name, model, file)
         return name
 
     def renamed(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """The specs under the keys of files, each in one piece (for an optimizer's tensors)."""
+        """Return the specs under file keys, without splitting into pieces (for optimizer tensors)."""
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
 
     def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs of the tensors in files: those of the model, or their pieces, under the keys of files."""
+        """Return the specs of the tensors in files, under file keys: those of the model, or their pieces."""
         return self.renamed(self.read_specs(specs))
 
     def read_specs(
         self, specs: Sequence[TensorSpec], found: Collection[str] = ()
     ) -> list[TensorSpec]:
-        """The specs, or their pieces, under names of the model.
+        """Return the specs under names of the model, split into pieces where files store pieces.
 
         Args:
-            specs: of the model.
-            found: names in a checkpoint; what it holds whole stays whole.
+            specs: specs of the model.
+            found: model-style names in a checkpoint; a tensor that it stores whole is not split.
         """
         return [part for spec in specs for part in self._parts(spec, found)]
 
@@ -132,7 +131,7 @@ class KeyMap:
         return [piece.spec for piece in pieces] or [spec]
 
     def pieces_of(self, spec: TensorSpec) -> Iterator[Piece]:
-        """The pieces of a tensor; none when files hold it whole."""
+        """Yield the pieces of a tensor; nothing when files store it whole."""
         for rule in self.pieces:
             if not spec.name.endswith(rule.tensor):
                 continue
@@ -153,7 +152,14 @@ class KeyMap:
         self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh,
         found: Collection[str] = (),
     ) -> dict[str, Tensor]:  # fmt: skip
-        """This rank's tensors, or views of their pieces, under the names of `read_specs`."""
+        """Return this rank's tensors, or views of their pieces, under the names of `read_specs`.
+
+        Args:
+            local: name --> local tensor of this rank.
+            specs: specs of the model.
+            mesh: mesh with the coordinates of this rank.
+            found: model-style names in a checkpoint, as in `read_specs`.
+        """
         whole = {spec.name: spec for spec in specs if not _holds(found, spec.name)}
         views = {}
         for name, tensor in local.items():
@@ -164,7 +170,7 @@ class KeyMap:
     def to_files(
         self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
     ) -> dict[str, Tensor]:
-        """Return this rank's tensors under their keys in the files."""
+        """Return this rank's tensors, or views of their pieces, under their keys in the files."""
         views = self.split(local, specs, mesh)
         return {self.to_file(name): tensor for name, tensor in views.items()}
 
@@ -191,7 +197,7 @@ def _numbered(pattern: str) -> re.Pattern[str]:
 def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piece]:
     if spec.placement is not None:
         problem = f"files hold it in {len(rule.names)} tensors, so it cannot be sharded"
-        raise WeightsError("weights", spec.name, problem, "leave it whole")
+        raise WeightsError("weights", spec.name, problem, "do not shard this parameter")
     rows, *rest = spec.shape
     for part, name in enumerate(rule.names):
         new = replace(spec, name=stem + name, shape=(rows // len(rule.names), *rest))
@@ -199,5 +205,5 @@ def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piec
 
 
 def _holds(found: Collection[str], name: str) -> bool:
-    """Return whether a checkpoint has the tensor whole, with or without the base model's prefix."""
+    """Return whether a checkpoint stores the tensor unsplit, with or without the base model's prefix."""
     return name in found or name.partition(".")[2] in found

@@ -1,4 +1,4 @@
-"""Ledger of a load: tensors, bytes, files, seconds, peak memory."""
+"""Record of a load (tensors, bytes, files, seconds, peak memory), and the formatting of sizes and tables."""
 
 import mmap
 import os
@@ -14,9 +14,9 @@ PAGE = mmap.PAGESIZE
 
 
 def anonymous_bytes() -> int:
-    """Anonymous memory of this process in bytes; 0 where the kernel does not tell.
+    """Return the anonymous memory of this process in bytes; 0 where the kernel does not report it.
 
-    Resident memory would count the mapped pages of the checkpoint, which cost nothing.
+    Resident memory would also count mapped pages of the checkpoint, which the kernel can drop.
     """
     try:
         text = SMAPS.read_text()
@@ -27,17 +27,16 @@ def anonymous_bytes() -> int:
 
 
 class AnonymousPeak:
-    """Watch anonymous memory: `with AnonymousPeak() as peak: ...; peak.growth`.
+    """Measure the peak of anonymous memory: `with AnonymousPeak() as peak: ...; peak.growth`.
 
-    A thread glances at the kernel's counter, which costs a microsecond but lags by some pages per
-    core before Linux 6.17; the exact figure, for which the kernel walks all page tables, takes
-    tens of milliseconds.
+    A thread polls a counter of the kernel, which takes a microsecond but lags by some pages per core before
+    Linux 6.17. The exact figure, for which the kernel walks all page tables, takes tens of milliseconds.
 
     Args:
-        exact: take the exact figure too, at both ends.
+        exact: also read the exact figure on entry and exit.
 
     Attributes:
-        growth: bytes by which the process grew over what it held at entry, at most.
+        growth: largest growth in bytes since entry.
     """
 
     INTERVAL = 0.002
@@ -59,7 +58,7 @@ class AnonymousPeak:
         return self
 
     def _now(self) -> int:
-        """Resident bytes that are no pages of files or shared memory."""
+        """Return the resident bytes of this process without pages of files and shared memory."""
         _, resident, shared, *_ = os.pread(self._statm, 256, 0).split()
         return (int(resident) - int(shared)) * PAGE
 
@@ -78,7 +77,7 @@ class AnonymousPeak:
 
     def _glance(self) -> None:
         grown = self._now() - self._counted
-        with self._lock:  # two threads glance; the smaller figure must not come last
+        with self._lock:  # two threads poll
             self.growth = max(self.growth, grown)
 
 
@@ -88,15 +87,15 @@ class Ledger:
 
     Args:
         tensors: number of local tensors filled from files.
-        bytes_read: bytes of the slices read, in the dtype of the files; those of `mapped` tensors
-            count, although the kernel fetches them when they are first used.
-        shard_bytes: bytes of this rank's own tensors, in the dtype of the model.
+        bytes_read: bytes of the slices read, in the dtype of the files; includes `mapped` tensors, although the
+            kernel fetches them on first use.
+        shard_bytes: bytes of this rank's tensors, in the dtype of the model.
         files_opened: number of weight files opened.
         seconds: wall time.
-        peak_anonymous: growth of anonymous memory over the process before the load, at its peak.
-        newly_initialized: names that no file holds.
-        unexpected: keys of the files that the model has no place for.
-        mapped: names of tensors that are still pages of the files; `train()` makes them memory.
+        peak_anonymous: peak growth of the process's anonymous memory during the load, in bytes.
+        newly_initialized: names of tensors that no file holds.
+        unexpected: keys of the files that fill no tensor of the model.
+        mapped: names of tensors that are still mapped pages of the files; `train()` copies them to memory.
     """
 
     tensors: int = 0
@@ -119,7 +118,7 @@ class Ledger:
 
 
 def human(size: float) -> str:
-    """A size as a person reads it: 1536 --> "1.5 KB", decimal units as in file listings.
+    """Return a size in bytes as text in decimal units: 1536 --> "1.5 KB".
 
     >>> human(999), human(1_500_000)
     ('999 B', '1.5 MB')
@@ -132,7 +131,7 @@ def human(size: float) -> str:
 
 
 def filled(text: str) -> str:
-    """Break the lines of a text between words where the terminal is narrower."""
+    """Wrap the lines of a text at the width of the terminal, without breaking words."""
     fill = textwrap.TextWrapper(
         shutil.get_terminal_size().columns, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     ).fill  # fmt: skip
@@ -140,12 +139,12 @@ def filled(text: str) -> str:
 
 
 def as_table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return aligned columns; where the terminal is narrower, a list: no word is broken.
+    """Return a text table with aligned columns; a list where the terminal is too narrow for the columns.
 
     Args:
-        title: a line above.
-        names: of the columns.
-        rows: a cell of each column; an empty one, or "-", is left out of a list.
+        title: line above the table.
+        names: names of the columns.
+        rows: one cell per column; a list omits empty cells and "-".
     """
     lines = [[*names], *([str(cell) for cell in row] for row in rows)]
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]

@@ -1,4 +1,4 @@
-"""Copy every rank's slices out of the mapped files, straight into its parameters."""
+"""Copy each rank's slices from the mapped checkpoint files directly into its parameters."""
 
 import contextlib
 import re
@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.parallel.local_tensors import Rows, runs_within
+from slapo_zoo.parallel.local_tensors import runs_within
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import CheckpointFolder
-from slapo_zoo.weights.load_memory import can_stay_mapped
+from slapo_zoo.weights.load_memory import Target, can_stay_mapped
 from slapo_zoo.weights.progress import byte_progress
 
 MOST_SHOWN = 20
@@ -27,33 +26,14 @@ AHEAD = 256 << 20  # bytes that the kernel may fetch before they are copied
 
 
 @dataclass(frozen=True)
-class Target:
-    """A local tensor that a load fills, and its place in the whole tensor.
-
-    Args:
-        tensor: allocated, of any dtype and device; the copy casts.
-        shape: the shape that the checkpoint's tensor must have.
-        placement: how the mesh divides it, or None when the rank holds all of it.
-        rows: that the tensor has, where dp ranks divide them.
-        may_map: the tensor may be given other memory (its `.data`): the pages of the file.
-    """
-
-    tensor: Tensor
-    shape: tuple[int, ...]
-    placement: Placement | None = None
-    rows: Rows | None = None
-    may_map: bool = False
-
-
-@dataclass(frozen=True)
 class LoadOptions:
     """Memory limit, checks and file mapping of a load.
 
     Args:
         max_memory: most bytes that this rank's tensors may take; None sets no limit.
-        check_finite: warn about tensors that hold NaN or infinity.
-        map_weights: leave in the mapped file what lies there in one piece.
-        redraw_mismatched: tensors whose shape differs are drawn anew, as new ones are.
+        check_finite: warn about tensors that contain NaN or infinity.
+        map_weights: leave slices in the mapped file when they are contiguous there.
+        redraw_mismatched: draw tensors anew whose shape in the checkpoint differs, instead of raising.
     """
 
     max_memory: int | None = None
@@ -63,7 +43,7 @@ class LoadOptions:
 
 
 def parse_size(size: int | str | None, what: str) -> int | None:
-    """Bytes of "8GB" or of a number; None stays.
+    """Return the number of bytes that a text such as "8GB" means; numbers and None are returned unchanged.
 
     >>> parse_size("1.5GB", "max_load_memory"), parse_size(7, "max_load_memory")
     (1500000000, 7)
@@ -79,10 +59,7 @@ def parse_size(size: int | str | None, what: str) -> int | None:
 
 
 class Loaded(NamedTuple):
-    """Tensors and bytes that a load read, and the names that stayed in the file.
-
-    What is left in the file counts as read: it will be, when it is first used.
-    """
+    """Result of `load_tensors`: number of tensors, bytes read (mapped ones included), names of mapped tensors."""
 
     tensors: int
     bytes_read: int
@@ -96,21 +73,20 @@ def load_tensors(
     mesh: Mesh,
     check_finite: bool = False,
 ) -> Loaded:
-    """Fill every target from its checkpoint key; padding becomes zeros.
+    """Fill every target from its checkpoint key, with zeros for padding; return what was read.
 
     rewrite:  w [..., size, ...] in the file  -->  tensor [..., local_size(size, n, r), ...]
 
-    All targets are checked first: if any is missing from `source`, misshaped, or of another kind
-    of dtype, one WeightsError lists them all and no tensor is touched. On the CPU no copy is made
-    on the way; only the bytes of the slices are read, rounded to pages, or left in the mapped file
-    where the target allows it and they lie there as the tensor will: in one piece, of its dtype.
+    All targets are checked first: missing keys, wrong shapes and dtypes are listed in one WeightsError, and no
+    tensor is changed. On the CPU only the pages of the slices are read, without an intermediate copy. A
+    contiguous slice of the target's dtype stays in the mapped file if the target allows it.
 
     Args:
-        targets: model name --> where its values go.
-        folder: the checkpoint.
-        source: model name --> checkpoint key, of `match_names`.
-        mesh: sizes of the mesh, and our coordinates.
-        check_finite: warn about tensors that hold NaN or infinity.
+        targets: model name --> tensor to fill.
+        folder: opened checkpoint.
+        source: model name --> checkpoint key, from `match_names`.
+        mesh: mesh with the coordinates of this rank.
+        check_finite: warn about tensors that contain NaN or infinity.
     """
     check_targets(targets, folder, source, mesh)
     bytes_read, strange, mapped = 0, [], []
@@ -148,7 +124,7 @@ def _read_ahead(
     order: Sequence[str], targets: Mapping[str, Target], folder: CheckpointFolder,
     source: Mapping[str, str], mesh: Mesh,
 ) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
-    """The parts of every tensor in the file, while the kernel fetches those that come next."""
+    """Yield (name, slices in the mapped file) in file order, while the kernel prefetches the next ones."""
     waiting: deque[tuple[str, list[Tensor]]] = deque()
     asked = 0
     for name in order:
@@ -165,20 +141,20 @@ def _read_ahead(
 
 
 def _extent(part: Tensor) -> int:
-    """Return the bytes from the first element of a part to its last."""
+    """Return the bytes from the first element of a strided part to its last."""
     steps = zip(part.shape, part.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * part.itemsize
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor holds no NaN or infinity, piece by piece: a whole mask would take a byte per element."""
+    """Return whether a tensor has no NaN or infinity, checked in pieces: a full mask takes a byte per element."""
     if tensor.dtype not in FLOATS:
         return True
     return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(PIECE))
 
 
 def _parts(target: Target, view: Tensor, mesh: Mesh) -> list[Tensor]:
-    """Return the slices of a tensor in the file that this rank holds, in local order."""
+    """Return the slices of a mapped file tensor `view` that this rank holds, in local order."""
     placement, rows = target.placement, target.rows
     if placement is None:
         return [view if rows is None else view.narrow(0, *rows[:2])]
@@ -196,7 +172,7 @@ def _stays(target: Target, parts: Sequence[Tensor]) -> bool:
 
 
 def _place_of(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return the region of the target that the parts fill, and their axis; the rest becomes zeros."""
+    """Return (region of the target that the parts fill, axis of their concatenation); zero the rest (padding)."""
     tensor, axis = target.tensor, target.placement.axis if target.placement else 0
     if not tensor.ndim:
         return tensor.view(1), axis
@@ -206,7 +182,7 @@ def _place_of(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
 
 
 def _copy(tensor: Tensor, axis: int, parts: Sequence[Tensor]) -> None:
-    """Copy the parts side by side."""
+    """Copy the parts into `tensor`, concatenated along `axis`."""
     filled = 0
     for part in parts:
         size = part.shape[axis] if part.ndim else 1
@@ -215,9 +191,9 @@ def _copy(tensor: Tensor, axis: int, parts: Sequence[Tensor]) -> None:
 
 
 def _copy_words(tensor: Tensor, part: Tensor) -> None:
-    """Copy eight bytes at a time where rows allow it: a tenth faster than two by two."""
+    """Copy a part as 8-byte words where its rows allow it, which is a tenth faster than 2 bytes at a time."""
     if tensor.dtype == part.dtype:
-        with contextlib.suppress(RuntimeError):  # rows or steps of an odd number of bytes
+        with contextlib.suppress(RuntimeError):  # rows or strides are no multiple of 8 bytes
             tensor, part = tensor.view(torch.int64), part.view(torch.int64)
     tensor.copy_(part)
 
@@ -225,7 +201,7 @@ def _copy_words(tensor: Tensor, part: Tensor) -> None:
 def check_targets(
     targets: Mapping[str, Target], folder: CheckpointFolder, source: Mapping[str, str], mesh: Mesh
 ) -> None:
-    """One WeightsError lists every target that the checkpoint cannot fill; nothing is touched."""
+    """Raise one WeightsError that lists every target which the checkpoint cannot fill; change nothing."""
     problems = []
     for name, target in targets.items():
         if name not in source:
@@ -244,7 +220,7 @@ def check_targets(
 
 
 def _problem(target: Target, folder: CheckpointFolder, key: str, mesh: Mesh) -> str:
-    """Return why a key cannot fill a target, or the empty string."""
+    """Return why a checkpoint key cannot fill a target, or ''."""
     shape, placement = tuple(target.shape), target.placement
     if folder.shape(key) != shape:
         return f"found shape {list(folder.shape(key))}, expected {list(shape)}"
@@ -263,5 +239,5 @@ def _problem(target: Target, folder: CheckpointFolder, key: str, mesh: Mesh) -> 
 
 
 def _can_cast(found: torch.dtype, expected: torch.dtype) -> bool:
-    """Only between real floating dtypes: an 8-bit or integer weight means nothing without scales."""
+    """Return whether dtypes are equal or both real floats; 8-bit and integer weights need scales to be cast."""
     return found == expected or (found in FLOATS and expected in FLOATS)

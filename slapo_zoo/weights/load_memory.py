@@ -1,32 +1,35 @@
-"""Memory of weights: fresh pages, large ones where the kernel has them, and pages of a mapped file.
+"""Memory that a load fills: the local tensor and its place, large pages for it, or pages of a mapped file.
 
-Measured on one core, warm page cache, 400 MiB: copying into fresh small pages 0.18 s (`readinto`
-too), into fresh large ones 0.06 s; the first write to pages of a private map 0.21 s.
+Measured on one core, warm page cache, 400 MiB: copying into fresh small pages 0.18 s (`readinto` too), into
+fresh large ones 0.06 s; the first write to pages of a private map 0.21 s.
 """
 
 import contextlib
 import mmap
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.local_tensors import Rows
+from slapo_zoo.parallel.placement import Placement
 
 LARGE_PAGE = 2 << 20
-MOST_UNUSED = 0.03  # of a tensor's bytes, behind it in a last large page
-LEAST_MAPPED = 64 << 10  # of smaller tensors a map saves nothing
+MOST_UNUSED = 0.03  # of a tensor's bytes, unused in its last large page
+LEAST_MAPPED = 64 << 10  # bytes; mapping smaller tensors saves nothing
 
 
 def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    """An uninitialised tensor of the same shape and dtype, without a gradient.
+    """Return an uninitialised tensor of the same shape and dtype, without a gradient.
 
-    Large ones on the CPU lie in memory of their own, for which the kernel is asked for large pages:
-    it fills them three times as fast, and less of the processor's address cache goes into them.
+    A large one on the CPU gets memory of its own with large pages, which the kernel fills three times as fast
+    and which need fewer TLB entries.
 
     Args:
-        tensor: of any device, meta too.
-        device: where the new one goes; None takes that of `tensor`.
+        tensor: tensor on any device, also meta.
+        device: device of the new tensor; None for that of `tensor`.
     """
     device = device or tensor.device
     if not tensor.is_contiguous():
@@ -34,7 +37,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     is_large = device.type == "cpu" and tensor.nbytes >= LARGE_PAGE
     if not is_large or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-    whole = -(-tensor.nbytes // LARGE_PAGE) * LARGE_PAGE  # else the kernel may not align the map
+    whole = -(-tensor.nbytes // LARGE_PAGE) * LARGE_PAGE  # so that the kernel aligns the mapping
     try:
         pages = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
@@ -42,13 +45,13 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
         hint = "more tp or pp, or a smaller model; is config.json right?"
         raise WeightsError("memory", "", problem, hint) from error
     is_full = whole - tensor.nbytes <= MOST_UNUSED * tensor.nbytes
-    with contextlib.suppress(OSError):  # a kernel that was built without
+    with contextlib.suppress(OSError):  # a kernel without large pages
         pages.madvise(mmap.MADV_HUGEPAGE, 0, whole if is_full else whole - LARGE_PAGE)
     return torch.frombuffer(pages, dtype=tensor.dtype, count=tensor.numel()).view(tensor.shape)
 
 
 def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
-    """Return whether a part of a mapped file can serve in place of an allocated tensor as it is."""
+    """Return whether a slice of a mapped file can be used unchanged in place of the allocated `tensor`."""
     fits = part.shape == tensor.shape and part.dtype == tensor.dtype
     in_place = tensor.device.type == "cpu" and part.is_contiguous()
     is_aligned = part.data_ptr() % part.itemsize == 0
@@ -56,10 +59,29 @@ def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
 
 
 def settle(tensors: Iterable[Tensor]) -> None:
-    """Copy tensors that are pages of a file into memory of their own, each tensor staying itself.
+    """Copy tensors that are pages of a mapped file into memory, in place (`.data`).
 
-    Writing to such pages would do the same one small page at a time, at three times the cost.
+    Writing to such pages would copy them too, but one small page at a time at three times the cost.
     """
     held = list(tensors)
     for tensor, own in [(tensor, fresh_like(tensor)) for tensor in held]:  # neighbours share pages
         tensor.data = own.copy_(tensor.detach())
+
+
+@dataclass(frozen=True)
+class Target:
+    """A local tensor to be filled from a checkpoint tensor.
+
+    Args:
+        tensor: allocated local tensor of any dtype and device; the copy casts.
+        shape: shape that the checkpoint tensor must have.
+        placement: how the tensor is sharded over the mesh; None when this rank holds all of it.
+        rows: rows that the local tensor has, when they are sharded over dp.
+        may_map: the tensor's `.data` may be replaced by pages of the mapped file.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    placement: Placement | None = None
+    rows: Rows | None = None
+    may_map: bool = False

@@ -1,16 +1,16 @@
-"""Which checkpoint key fills which tensor of the model; the rules are data."""
+"""Match checkpoint keys to tensor names of the model."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-# Older spellings, tried only where a key has no place as it is.  (pattern, replacement)
+# Older spellings, tried when a key matches no name: (pattern, replacement)
 LEGACY = (
     (r"([^.]*LayerNorm[^.]*)\.gamma$", r"\1.weight"),
     (r"([^.]*LayerNorm[^.]*)\.beta$", r"\1.bias"),
 )
 
-# Buffers that older releases saved and that the model computes by itself.
+# Buffers that older releases saved, and that the model now computes.
 LEFTOVERS = (
     r"(^|\.)h\.\d+\.attn\.(attention\.)?(bias|masked_bias)$",  # causal masks of GPT-2 and GPT-Neo
     r"(^|\.)position_ids$",
@@ -20,13 +20,13 @@ LEFTOVERS = (
 
 @dataclass(frozen=True)
 class NameMap:
-    """Which key of the files fills which tensor of the model, and what is left over.
+    """Result of matching checkpoint keys to a model's tensor names.
 
     Args:
         source: model name --> checkpoint key.
         missing: model names that no key fills, in model order.
-        unexpected: keys that fill nothing, in checkpoint order.
-        doubles: keys of which each stands for the same tied tensor, where a file holds several.
+        unexpected: keys that fill no tensor, in checkpoint order.
+        doubles: groups of keys that all stand for one tied tensor.
     """
 
     source: dict[str, str] = field(default_factory=dict)
@@ -44,17 +44,17 @@ def match_names(
 ) -> NameMap:
     """Match the names of a model against the keys of a checkpoint.
 
-    A key is taken as it is, else with the base-model prefix stripped or added (`h.0.ln_1.weight`
-    <-> `transformer.h.0.ln_1.weight`), else so in its modern spelling. The best spelling of a name
-    wins over the others, in whatever order the file lists them.
+    A key is used as it is, else with the base-model prefix removed or added (`h.0.ln_1.weight` <->
+    `transformer.h.0.ln_1.weight`), else in its modern spelling (`LayerNorm.gamma`). Of several keys for a name
+    the best spelling wins, whatever their order in the file.
 
     Args:
         expected: names of the whole model, before it was scheduled.
         found: keys of the checkpoint.
         base_model_prefix: the model's `base_model_prefix`, or "".
         ignore: regular expressions (`re.search`) of keys that may stay unused.
-        tied: tied name --> the name it shares memory with. Whichever of them the file holds fills
-            the others; several that the file holds are `doubles`: their values decide.
+        tied: tied name --> the name it shares memory with. Whichever of them the file has fills the others;
+            several in the file become `doubles`.
     """
     expected, found, tied = list(expected), list(found), tied or {}
     known = {*expected, *tied, *tied.values()}
@@ -92,7 +92,7 @@ def _spellings(key: str, prefix: str) -> Iterator[str]:
 
 
 def _families(tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """Name --> all names that share its memory, the first source in front."""
+    """Return, for each tied name, all names that share its memory; the name they are tied to comes first."""
     members: dict[str, list[str]] = {}
     for name in dict.fromkeys((*tied.values(), *tied)):
         root, seen = name, {name}

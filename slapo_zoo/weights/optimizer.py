@@ -1,6 +1,6 @@
-"""The state of an optimizer as data and tensors: what is a parameter's size is placed like it.
+"""Convert the state of an optimizer to JSON and tensors; a state tensor is sharded like its parameter.
 
-rewrite:  state[p] = {step, exp_avg [as p], ...}  <-->  "<name of p>.exp_avg" in a file, step in JSON
+rewrite: state[p] = {step, exp_avg [as p], ...} <--> "<name of p>.exp_avg" in a file, step in JSON
 """
 
 import math
@@ -15,11 +15,11 @@ from slapo_zoo.parallel.local_tensors import marked_as, rows_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.encode import decode, encode
-from slapo_zoo.weights.load import Target
+from slapo_zoo.weights.load_memory import Target
 
-# Options that say how to compute, not what: the given optimizer keeps its own.
+# Options about the implementation, not the result: the optimizer keeps its own.
 OWN_OPTIONS = {"params", "foreach", "fused", "capturable", "differentiable"}
-# what Megatron keeps in a group for itself; another engine has no use for it
+# Megatron's own options in a group, unknown to other engines
 OF_MEGATRON = {"is_expert_parallel", "default_config", "wd_mult", "lr_mult", "is_decoupled_lr"}
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"
@@ -27,10 +27,10 @@ Record = dict[str, Any]
 
 
 def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str, Tensor]]:
-    """State of this rank's optimizer: a JSON record, and its tensors by name.
+    """Return the state of this rank's optimizer as (JSON record, state tensors by name).
 
     Args:
-        optimizer: of torch.
+        optimizer: a torch optimizer.
         names: id of a parameter --> its name in the checkpoint.
     """
     groups, state, tensors = [], {}, {}
@@ -46,13 +46,13 @@ def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str,
 
 def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
     if id(parameter) not in names:
-        problem = f"it holds a parameter of shape {list(parameter.shape)} that the model has not"
+        problem = f"it holds a parameter of shape {list(parameter.shape)} that is not in the model"
         raise WeightsError(step, "optimizer", problem, "make it from model.parameters()")
     return names[id(parameter)]
 
 
 def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Split one parameter's state into a record and tensors, which go into `tensors`."""
+    """Return the JSON part of one parameter's state; tensors of the parameter's shape go into `tensors`."""
     record = {}
     for key, value in remembered.items():
         if isinstance(value, Tensor) and value.shape == p.shape:
@@ -68,7 +68,7 @@ def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[s
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """Merge the records of the stages into that of the whole model; a parameter tied over stages is listed once."""
+    """Merge the records of all pipeline stages into one; a parameter tied over stages is listed once."""
     first = records[0]
     for record in records[1:]:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]
@@ -87,7 +87,7 @@ def merge(records: Sequence[Record]) -> Record:
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return the placements of the tensors of a merged record: each is sharded as its parameter."""
+    """Return specs of the state tensors of a merged record, each with its parameter's shape and placement."""
     return [
         TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
         for spec in specs
@@ -97,7 +97,7 @@ def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorS
 
 
 def tensor_names(record: Record) -> set[str]:
-    """The tensors of a merged record, by their names in the files."""
+    """Return the keys, in the files, of all state tensors of a merged optimizer record."""
     return {
         f"{name}.{key}"
         for name, state in record["state"].items()
@@ -111,7 +111,7 @@ def _is_tensor(kept: Any) -> bool:
 
 
 def check_record(record: Any) -> str:
-    """Return why a merged record of a file is none, or the empty string."""
+    """Return why JSON from a file is no valid merged optimizer record, or ''."""
     if not isinstance(record, dict) or set(record) != {"class", "groups", "state"}:
         return f"found {record!r:.60}, expected class, groups and state"
     groups, state = record["groups"], record["state"]
@@ -144,17 +144,17 @@ def _is_dtype(kept: Mapping[str, Any]) -> bool:
 
 
 class Restored:
-    """A saved state made ready for this rank's optimizer, which is not touched before `apply`.
+    """A saved state prepared for this rank's optimizer, which is changed only by `apply`.
 
     Args:
-        optimizer: of the same class and groups as the saved one.
+        optimizer: optimizer of the same class and groups as the saved one.
         record: the merged record.
         names: id of a parameter --> its name in the checkpoint.
         specs: name --> spec of the model's tensors.
-        mesh: sizes of the mesh, and our coordinates.
+        mesh: mesh with the coordinates of this rank.
 
     Attributes:
-        targets: tensors to be filled from the file, by their names there.
+        targets: name in the files --> tensor to fill before `apply`.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Restored:
         return state
 
     def apply(self) -> None:
-        """Give the optimizer its state; the tensors are filled by now."""
+        """Put the saved options and state into the optimizer; the tensors of `targets` must be filled by then."""
         for group, saved in zip(self.optimizer.param_groups, self.record["groups"], strict=True):
             group.update(decode(saved["options"]))
         self.optimizer.state.clear()
@@ -197,10 +197,10 @@ class Restored:
 
 
 def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Require that a saved group sets the options that this optimizer has, of the same kind, and finite."""
+    """Raise WeightsError unless the saved options of a group exist in this optimizer, with like types and finite."""
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:
-            problem = f"found the option {name!r}, which this optimizer has not"
+            problem = f"found the option {name!r}, which the given optimizer lacks"
             raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
         ours = group.get(name)
         if None not in (value, ours) and _kinds(value) != _kinds(ours):
@@ -213,14 +213,14 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
 
 
 def _kinds(value: Any) -> Any:
-    """Numbers of all kinds are one kind: lr may be a tensor here and a float there."""
+    """Return the kind of an option for comparison; floats, integers and tensors are all "number"."""
     if isinstance(value, tuple | list):
         return [_kinds(one) for one in value]
     return bool if isinstance(value, bool) else "number" if isinstance(value, int | float | Tensor) else type(value)  # fmt: skip
 
 
 def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
-    """Require that all parameters of a group that have a state have the same entries."""
+    """Raise WeightsError unless all parameters of a group that have a state have the same entries."""
     found = {name: state[name].keys() for name in names if state.get(name)}
     most = max(found.values(), key=len, default=())
     for name, keys in found.items():
@@ -238,6 +238,6 @@ def _check_kind(optimizer: Any, record: Record) -> None:
 
 
 def disagreement(digests: Sequence[str], mesh: Mesh) -> list[int]:
-    """Ranks whose optimizer differs from that of the first rank of their stage."""
+    """Return the ranks whose optimizer digest differs from that of the first rank of their pipeline stage."""
     firsts = {rank: mesh.seen_by(rank).at(tp=0, loss=0) for rank in range(mesh.world_size)}
     return [rank for rank, first in firsts.items() if digests[rank] != digests[first]]

@@ -1,20 +1,20 @@
-"""A progress bar for bytes: on a terminal, on one rank, and only when there is a while to wait."""
+"""Progress bar for bytes: only on a terminal, on one rank, and for long operations."""
 
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 OnBytes = Callable[[int], None]
-LEAST = 256 << 20  # less is there before a person has seen the bar
+LEAST = 256 << 20  # bytes; less is loaded too fast to see a bar
 
 
 @contextmanager
 def byte_progress(what: str, total: int, visible: bool = True) -> Iterator[OnBytes]:
-    """Yield a function to be called with the bytes that were done since the last call.
+    """Yield a function to call with the number of bytes done since its last call; it advances a progress bar.
 
     Args:
-        what: shown before the bar.
-        total: bytes in all.
+        what: text before the bar.
+        total: total bytes; below LEAST no bar is shown.
         visible: False on all ranks but one.
     """
     if not visible or total < LEAST or not sys.stderr.isatty():

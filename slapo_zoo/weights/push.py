@@ -1,20 +1,20 @@
-"""Bring a saved model to the Hub, as `save_pretrained(..., push_to_hub=True)` of transformers does."""
+"""Upload a saved model to the Hub, for `save_pretrained(..., push_to_hub=True)`."""
 
 from pathlib import Path
 from typing import Any
 
 from slapo_zoo.errors import WeightsError
 
-# What a save writes; other files of the folder are nobody's business.
+# Files that a save writes; other files of the folder are not uploaded.
 PATTERNS = ["model*.safetensors", "model.safetensors.index.json", "*config.json", "README.md",
             "schedule.json", "checksums.json"]  # fmt: skip
 
 
 class Push:
-    """One repository: made before the save, so that a missing token is found out early.
+    """Upload to one Hub repository, which is created before the save so that a missing token fails early.
 
     Args:
-        folder: what is saved; its name is the default of `repo_id`.
+        folder: folder of the saved model; its name is the default of `repo_id`.
         arguments: repo_id, token, private, commit_message, commit_description, create_pr, revision.
     """
 
@@ -27,7 +27,7 @@ class Push:
         self.private = self.options.pop("private", None)
 
     def create(self) -> None:
-        """Make the repository if it is not there; the Hub completes the name by the user's."""
+        """Create the repository unless it exists; a `repo_id` without organisation gets the user's name."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import (
             HfHubHTTPError,
@@ -45,7 +45,7 @@ class Push:
         self.repo_id = made.repo_id
 
     def upload(self) -> None:
-        """Upload what was saved as one commit."""
+        """Upload the files that the save wrote as one commit."""
         from huggingface_hub import HfApi
         from huggingface_hub.errors import HfHubHTTPError
 

@@ -1,4 +1,4 @@
-"""Where the generators of torch, Python and NumPy stand on every rank; equal states are kept once."""
+"""Save and restore the random generators of torch, Python and NumPy of every rank; equal states are stored once."""
 
 import base64
 import json
@@ -16,7 +16,7 @@ CUDA_BYTES = 16
 
 
 def states_here(device: torch.device) -> dict[str, str]:
-    """The states of this rank's generators, by kind: torch's per device, Python's and NumPy's."""
+    """Return the states of this rank's generators as base64 text, by kind: cpu, cuda, python, numpy."""
     states = {"cpu": _text(torch.get_rng_state().numpy().tobytes())}
     if device.type == "cuda":
         states["cuda"] = _text(torch.cuda.get_rng_state(device).numpy().tobytes())
@@ -28,7 +28,7 @@ def states_here(device: torch.device) -> dict[str, str]:
 
 
 def pack_states(by_rank: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """JSON of all ranks: {"cpu": {"states": [...], "of_rank": [0, 0, 1, 1]}}."""
+    """Return the states of all ranks as JSON: {"cpu": {"states": [...], "of_rank": [0, 0, 1, 1]}}."""
     packed = {}
     for kind in by_rank[0]:
         found = [states.get(kind, "") for states in by_rank]
@@ -38,11 +38,11 @@ def pack_states(by_rank: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 
 def check_states(packed: Any, ranks: int) -> str:
-    """Return why `restore_states` could not use what a file holds, or the empty string.
+    """Return why `restore_states` could not use the content of a file, or ''.
 
     Args:
-        packed: of `pack_states`.
-        ranks: of the mesh that was saved.
+        packed: result of `pack_states`, read from the file.
+        ranks: number of ranks of the saved mesh.
     """
     if "cpu" not in packed or not packed.keys() <= set(TAKE):
         return f"found generators of {sorted(packed)!r:.60}, expected some of {sorted(TAKE)}"
@@ -63,10 +63,10 @@ def check_states(packed: Any, ranks: int) -> str:
 
 
 def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torch.device) -> None:
-    """Set this rank's generators: to its own states on the same mesh.
+    """Set this rank's generators to its saved states, if the mesh is the saved one.
 
-    On another mesh all ranks of a copy take the states that the first rank of a copy had, so that
-    what is drawn for replicated activations stays the same on tp peers.
+    On another mesh, all ranks of a data-parallel replica take the states of the first rank of a saved replica,
+    so that tp peers draw the same numbers for replicated activations.
     """
     same = (saved.tp, saved.pp, saved.dp) == (mesh.tp, mesh.pp, mesh.size("loss"))
     rank = mesh.rank if same else saved.at(tp=0, pp=0, dp=mesh.coord("loss") % saved.dp)
@@ -77,7 +77,7 @@ def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torc
 
 def _take_cpu(text: str, device: torch.device | None) -> None:
     state = _tensor(text)
-    torch.Generator().set_state(state)  # raises for what is none
+    torch.Generator().set_state(state)  # raises for an invalid state
     if device is not None:
         torch.set_rng_state(state)
 

@@ -1,7 +1,7 @@
-"""Rewrite a checkpoint with other file sizes or another dtype, one tensor in memory at a time.
+"""Rewrite a checkpoint with other file sizes or another dtype, with one tensor in memory at a time.
 
-Checkpoints hold whole tensors, so they fit every mesh as they are; what changes here is how they
-are cut into files. The optimizer of a training checkpoint goes along in its own dtype.
+Checkpoints hold unsharded tensors and fit every mesh; only their distribution over files changes. The optimizer
+of a training checkpoint is rewritten too, in its own dtype.
 """
 
 import functools
@@ -27,7 +27,7 @@ from slapo_zoo.weights.checksums import (
     damaged_tensors,
     raise_first,
     read_checksums,
-    same_save,
+    require_same_save,
     save_in,
 )
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
@@ -40,14 +40,14 @@ from slapo_zoo.weights.training_state import FILE, write_state
 
 @dataclass(frozen=True)
 class Unread:
-    """Stands for a tensor that is read, and converted, when it is written."""
+    """Placeholder of a tensor that is read and converted only when it is written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
 
     def detach(self) -> Tensor:
-        """The tensor itself; nothing keeps it but the caller."""
+        """Read, convert and return the tensor, without keeping a reference."""
         return self.read()
 
 
@@ -55,20 +55,21 @@ def reshard(
     source: Path, target: Path, max_shard_size: int | str = "5GB",
     dtype: torch.dtype | None = None, allow_pickle: bool = False,
 ) -> None:  # fmt: skip
-    """Write the checkpoint of one folder into another, or anew into its own.
+    """Rewrite the checkpoint of a folder into another folder, or in place.
 
-    The target appears, or changes, by one rename; all files that are no weights come along.
+    The target appears or changes by one rename; files that are not weights are copied, too.
 
     Args:
-        source: a checkpoint folder, also of `save_checkpoint`.
+        source: checkpoint folder, also of `save_checkpoint`.
         target: a new folder, an older checkpoint, or `source` itself.
         max_shard_size: largest file, "5GB" or bytes.
-        dtype: of the model's floating tensors; None keeps them. Integers and 8-bit floats stay.
-        allow_pickle: read a `.bin` checkpoint.
+        dtype: new dtype of the model's floating tensors, except 8-bit floats; None keeps theirs.
+        allow_pickle: accept a `.bin` checkpoint.
     """
     if dtype is not None and dtype not in FLOATS:
         names = ", ".join(str(one).removeprefix("torch.") for one in FLOATS)
-        raise WeightsError("reshard", "dtype", f"found {dtype}, expected one of {names}")
+        problem = f"found {dtype}, expected one of {names}"
+        raise WeightsError("reshard", "dtype", problem, "pass one of them, or None")
     with ExitStack() as stack:
         opened, kept = read_whole(source, lambda: _open(source, allow_pickle), _close)
         stack.callback(_close, (opened, kept))
@@ -96,7 +97,7 @@ def _open(source: Path, allow_pickle: bool) -> tuple[list[CheckpointFolder], Che
     if any(source.glob("optimizer*.safetensors*")):
         found.append(open_checkpoint(source, stem="optimizer").open_all())
     if kept is not None:
-        same_save(found, kept)
+        require_same_save(found, kept)
         raise_first(damaged_files(source, kept, WEIGHT_FILE))
     return found, kept
 
@@ -126,7 +127,7 @@ def _unread(folder: CheckpointFolder, spec: TensorSpec, done: OnBytes) -> Unread
 def _write_others(
     source: Path, dtype: torch.dtype | None, kept: Checksums | None, folder: Path
 ) -> None:
-    """Copy what is no weights; a link between two folders would change both at the next edit."""
+    """Copy the files that are not weights; hard links would let an edit of one folder change the other."""
     for item in source.iterdir():
         if WEIGHT_FILE.fullmatch(item.name) and item.name != FILE:
             continue

@@ -1,7 +1,6 @@
-"""Save a model from all ranks at once: each writes its slices into files that stand ready.
+"""Save a model from all ranks at once: each rank writes its slices into files of full size.
 
-No rank ever holds more of the model than it trains, and a crash at any moment leaves the old
-folder as it was.
+No rank holds more of the model than it trains, and a crash at any moment leaves the old folder unchanged.
 """
 
 import errno
@@ -24,8 +23,7 @@ from slapo_zoo.weights import checksums, crc
 from slapo_zoo.weights.carry import WEIGHT_FILE
 from slapo_zoo.weights.checksums import BLANK, Checksums
 from slapo_zoo.weights.file_layout import Layout, Slot, plan_layout, tensor_bytes, torch_dtype
-from slapo_zoo.weights.header import SAVE_ID
-from slapo_zoo.weights.safetensors_file import SafetensorsFile
+from slapo_zoo.weights.safetensors_file import SAVE_ID, SafetensorsFile
 from slapo_zoo.weights.staging import Staging
 from slapo_zoo.weights.write import Written, write_tensors
 
@@ -47,27 +45,27 @@ def save_folder(
     rows: Mapping[str, Rows | None] | None = None,
     check_finite: bool = True,
 ) -> None:
-    """Write a checkpoint that plain `transformers` loads; a collective call on all ranks.
+    """Write a checkpoint that plain `transformers` loads; a collective call of all ranks.
 
     rewrite:  w_r [..., local_size(size, n, r), ...]  -->  w [..., size, ...] in the file
 
-    If it fails on one rank it raises on all of them, and the folder is as it was. Files of the old
-    folder that are not weights stay, unless `write_extras` wrote them anew.
+    A failure on one rank raises on all ranks and leaves the old folder unchanged. Files of the old folder that
+    are not weights are kept, unless `write_extras` wrote them anew.
 
     Args:
-        folder: the folder, on a file system that all ranks share; rank 0 decides where it is.
+        folder: target folder, on a file system that all ranks share; rank 0 decides where it is.
         specs: all tensors of the whole model in state-dict order, the same on every rank.
         local: this rank's tensors, at least for the specs of its stage, in the dtype of the spec.
-        mesh: sizes of the mesh, and our coordinates.
-        write_extras: called on rank 0 with the folder under construction: config, tokenizer.
+        mesh: mesh with the coordinates of this rank.
+        write_extras: called on rank 0 with the temporary folder; writes config and tokenizer.
         max_shard_size: largest file, "5GB" or bytes.
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
-        beside: more tensors, in files of their own: {"optimizer": specs}.
-        stem: how the names of the files of `specs` begin.
-        stamp: stands for what `write_extras` writes; it counts in the id of the save, which every
-            file carries (see checksums.py).
-        rows: of a local tensor that dp ranks divide: which rows of the rank's part it has.
-        check_finite: refuse to replace a folder by weights that are not finite.
+        beside: specs of more tensors that get files of their own: {"optimizer": specs}.
+        stem: begin of the file names for `specs`.
+        stamp: text that identifies the content of `write_extras`, for the id of the save that every file
+            carries (see checksums.py).
+        rows: name --> rows of the rank's shard that its local tensor has, when sharded over dp.
+        check_finite: raise when NaN or infinite weights would replace an older checkpoint.
     """
     save = _Save(_resolved(folder), {stem: specs, **(beside or {})}, local, mesh, rows or {})
     kept = {**(metadata or PYTORCH), SAVE_ID: BLANK}
@@ -87,11 +85,11 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise WeightsError(str(folder), "", f"is no folder: {error}", "pass another one") from error
+        raise WeightsError(str(folder), "", f"is no folder: {error}", "pass another") from error
 
 
 class _Save:
-    """The steps of one save on one rank; files and folders are made by rank 0 alone."""
+    """The steps of one save on one rank; only rank 0 creates folders and files."""
 
     def __init__(
         self,
@@ -104,10 +102,10 @@ class _Save:
         self.target, self.sets, self.local, self.mesh, self.rows = target, sets, local, mesh, rows
         self.specs = [spec for specs in sets.values() for spec in specs]
         self.staging, self.layout = Staging(target), Layout()
-        self.finite: list[str] = []  # of these tensors none may hold NaN where it replaces another
+        self.finite: list[str] = []  # tensors that may not be NaN in place of an older checkpoint
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
-        """Plan the files, check our tensors; return a digest of what all ranks must agree on."""
+        """Plan the files and check this rank's tensors; return a digest that must be equal on all ranks."""
         for stem, specs in self.sets.items():
             self.layout |= plan_layout(specs, max_shard_size, metadata, stem)
         for spec in self.specs:
@@ -118,11 +116,11 @@ class _Save:
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
             problem = f"found {len(strange)} tensors that no spec names, expected none"
-            raise WeightsError(STEP, min(strange), problem, "they would be lost")
+            raise WeightsError(STEP, min(strange), problem, "add specs for them")
         return digest(self.layout, self.specs)
 
     def _require_finite(self) -> None:
-        """Refuse NaN and infinity: one pass over each tensor, and one wait for the device."""
+        """Raise WeightsError when a weight has NaN or infinity: one pass per tensor, one synchronisation."""
         held = {n: self.local[n].detach() for n in self.finite if n in self.local}
         held = {n: x for n, x in held.items() if x.is_floating_point() and x.numel()}
         if not held:
@@ -133,11 +131,11 @@ class _Save:
             problem = (
                 f"found NaN or infinity in {len(bad)} tensors, and an older checkpoint is there"
             )
-            hint = "it is as it was: load it again; another folder, or check_finite=False, takes these weights"
+            hint = "resume from it, it is unchanged; check_finite=False or another folder saves these weights"
             raise WeightsError(str(self.target), bad[0], problem, hint)
 
     def create(self) -> str:
-        """Make the folder and its files in full size, so that a full disk fails here."""
+        """Create the folder and its files in full size on rank 0, so that a full disk fails here; return its path."""
         if self.mesh.rank == 0:
             with self._io_errors():
                 self.staging.create()
@@ -146,7 +144,7 @@ class _Save:
         return str(self.staging.path)
 
     def write(self, path: Path) -> Written:
-        """Write this rank's share; return its bytes and checksums."""
+        """Write this rank's slices; return its bytes and checksums."""
         with self._io_errors():
             return write_tensors(
                 path, self.layout.slots, self.specs, self.local, self.mesh, self.rows
@@ -155,7 +153,7 @@ class _Save:
     def finish(
         self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
     ) -> None:
-        """Add what is no tensor, check all, and publish."""
+        """On rank 0: write index, extras and checksums, check all files, and publish the folder."""
         if self.mesh.rank != 0:
             return
         found, expected = sum(one.bytes for one in written), sum(map(tensor_bytes, self.specs))
@@ -175,16 +173,16 @@ class _Save:
             self.staging.publish()
 
     def _stamp(self, written: Sequence[Written], stamp: str) -> Checksums:
-        """Write the id of the save into every file; return the checksums so far."""
+        """Write the id of the save into the header of every file; return the checksums of headers and tensors."""
         sums = {
-            spec.name: crc.joined(
+            spec.name: crc.combined(
                 [one.sums.get(spec.name, 0) for one in written], tensor_bytes(spec)
             )
             for spec in self.specs
         }
         kept = Checksums(checksums.save_id(sums, stamp))
         for name, blank in self.layout.headers.items():
-            header = checksums.stamped(blank, kept.save)
+            header = checksums.with_save_id(blank, kept.save)
             with (self.staging.path / name).open("r+b", buffering=0) as file:
                 file.write(header)
             kept.files[f"{name}#header"] = zlib.crc32(header)
@@ -194,7 +192,7 @@ class _Save:
 
     @contextmanager
     def _io_errors(self) -> Iterator[None]:
-        """Say which save failed, what it needs, and that nothing is lost."""
+        """Context that turns an OSError into a WeightsError: which folder, what it needs, that nothing is lost."""
         try:
             yield
         except OSError as error:
@@ -211,10 +209,10 @@ class _Save:
 def _check_spec(
     spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh, rows: Rows | None
 ) -> None:
-    """Refuse a tensor that nobody, or not the spec's owner, could write."""
+    """Raise WeightsError when this rank should write a tensor but lacks it, or has another shape or dtype."""
     if not 0 <= spec.stage < mesh.pp:
         problem = f"found stage {spec.stage}, expected 0..{mesh.pp - 1}"
-        raise WeightsError(STEP, spec.name, problem)
+        raise WeightsError(STEP, spec.name, problem, "name a stage of this mesh in its spec")
     if spec.stage != mesh.coord("pp"):
         return
     if spec.name not in local:
@@ -235,7 +233,7 @@ def _check_spec(
 
 
 def _reserve(path: Path, header: bytes, size: int) -> None:
-    """Create a file with its header and room for its tensors."""
+    """Create a file with its header and allocate its full size on disk."""
     with path.open("xb") as file:
         file.write(header)
         file.flush()
@@ -249,14 +247,14 @@ def _reserve(path: Path, header: bytes, size: int) -> None:
 
 
 def _small_files(path: Path, layout: Layout) -> dict[str, int]:
-    """CRC-32 of what belongs to these weights and is none; a tokenizer may change later."""
+    """Return the CRC-32 of config and state files; a tokenizer is left out, because it may change later."""
     found = sorted(item.name for item in path.iterdir() if item.name not in layout.headers)
     ours = [name for name in found if WEIGHT_FILE.fullmatch(name) or name == "config.json"]
     return {name: checksums.crc_of_file(path / name) for name in ours}
 
 
 def _check_files(path: Path, layout: Layout) -> None:
-    """Read back what a reader will see, after strangers' code has written beside it."""
+    """Read the headers back, and raise WeightsError when `write_extras` has changed the weight files."""
     found = {}
     for name in layout.headers:
         with SafetensorsFile(path / name) as file:

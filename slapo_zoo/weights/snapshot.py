@@ -1,4 +1,4 @@
-"""Read a folder as one thing while another job may replace it."""
+"""Read a consistent state of a folder that another job may replace at any time."""
 
 import os
 import time
@@ -18,23 +18,22 @@ PAUSE_S = 0.05
 
 
 def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) -> T:
-    """Return the result of `read` on a folder that was not replaced meanwhile.
+    """Return the result of `read` on a folder that was not replaced meanwhile; retry otherwise.
 
-    A save exchanges folders: while we hold the folder, no other one can be mistaken for it. So if
-    the path still leads to it when `read` has opened all its files, they are all of this folder,
-    and stay readable whatever happens to it. Otherwise all is read again.
+    A save swaps folders. If the path still leads to the same folder (held open) after `read` has opened all its
+    files, they belong together and stay readable.
 
     Args:
-        folder: that a save may replace.
+        folder: folder that a save may replace.
         read: opens every file that it will need.
-        close: undoes a `read` that mixed two folders.
+        close: closes the result of a `read` that mixed two folders.
     """
     for _ in range(TRIES):
         try:
             held = os.open(folder, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
         except OSError:
             if is_missing(folder):
-                return read()  # whatever it says
+                return read()  # raises its own error
             continue
         try:
             found = read()
@@ -51,7 +50,7 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
 
 
 def is_missing(folder: Path) -> bool:
-    """Return whether there is no folder, also a moment later: without RENAME_EXCHANGE a save blinks."""
+    """Return whether there is no folder, also a moment later: without RENAME_EXCHANGE it vanishes briefly."""
     if not folder.is_dir():
         bring_back(folder)
         time.sleep(PAUSE_S)
@@ -70,15 +69,15 @@ def read_by_all(
     mesh: Mesh, what: str, folder: Path, read: Callable[[], T], identity: Callable[[T], str],
     close: Callable[[T], None],
 ) -> T:  # fmt: skip
-    """Read a folder on every rank until all have read the same save; a collective call.
+    """Read a folder on every rank, and retry until all ranks have read the same save; a collective call.
 
     Args:
-        mesh: of all ranks.
-        what: the step, as error messages name it.
-        folder: on a file system that all ranks share, or a copy of it on each.
+        mesh: mesh of all ranks.
+        what: name of the calling step, for errors.
+        folder: folder on a file system that all ranks share, or a copy of it on each.
         read: opens every file that it will need.
-        identity: the same for what is one save.
-        close: undoes a `read`.
+        identity: returns a text that is equal for files of the same save.
+        close: closes the result of a `read`.
     """
     mine: list[T] = []
 

@@ -1,4 +1,4 @@
-"""A folder that appears whole or not at all: built beside its target, then swapped with it."""
+"""Replace a folder atomically: it is built beside its target, then swapped with it."""
 
 import contextlib
 import ctypes
@@ -18,20 +18,20 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights.carry import TOKENIZER_FILE, carry_over
 
 BLINK_S = 0.5
-TURN_S = 60.0  # another save's turn takes a moment; one that hangs is not waited for
-LEFT_S = 86400.0  # without locks, what is older was left by a save that was killed
+TURN_S = 60.0  # longest wait for another save to publish
+LEFT_S = 86400.0  # without locks, older folders are remains of killed saves
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 
 
 class Staging:
-    """The unpublished folder of one save; used by one rank.
+    """Temporary folder of one save; used by one rank.
 
     Args:
-        target: the folder to be published, an absolute path.
-        mark: a file by which a folder of the kind is known; None stands for a model's.
+        target: absolute path of the folder to be published.
+        mark: file by which an older folder of the kind is recognised; None for a model's.
 
     Attributes:
-        path: the hidden sibling of the target that `create` makes.
+        path: hidden sibling of the target, which `create` makes.
     """
 
     def __init__(self, target: Path, mark: str | None = None):
@@ -40,9 +40,9 @@ class Staging:
         self._lock = -1
 
     def create(self) -> None:
-        """Refuse a bad target, remove what killed saves left behind, and make the folder."""
+        """Check the target, remove the remains of killed saves, and create the temporary folder."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        with _turn(self.target.parent):  # or another's sweep takes it before it has its lock
+        with _turn(self.target.parent):  # else another save may sweep it before it is locked
             _sweep(self.target)
             check_target(self.target, self._mark)
             self.path.mkdir()
@@ -50,12 +50,12 @@ class Staging:
             _has_locked(self._lock)
 
     def publish(self) -> None:
-        """Carry the old folder's other files over, then put the new folder in its place.
+        """Carry over the old folder's other files, then swap the two folders.
 
-        At every moment a reader finds the whole old folder or the whole new one.
+        At every moment a reader finds either the whole old folder or the whole new one.
         """
-        _sync_tree(self.path)  # what is large, before others wait for us
-        with _turn(self.target.parent):  # or another's publication takes the old folder away
+        _sync_tree(self.path)  # before taking the lock
+        with _turn(self.target.parent):  # one publication at a time
             if not self.target.exists():
                 os.rename(self.path, self.target)
             else:
@@ -66,7 +66,7 @@ class Staging:
             _sync(self.target.parent)
 
     def discard(self) -> None:
-        """Remove what is not published: the new folder, or, after `publish`, the old one."""
+        """Delete the temporary folder, which after `publish` holds the old content."""
         if self._lock >= 0:
             _unlock(self._lock)
             self._lock = -1
@@ -75,9 +75,9 @@ class Staging:
 
 @contextlib.contextmanager
 def _turn(parent: Path) -> Iterator[None]:
-    """One save at a time beside each other: a lock on the folder that holds their targets.
+    """Context that holds a lock on a folder, so that saves into its subfolders publish one at a time.
 
-    Where there are no locks, or one save holds it for `TURN_S` seconds, the others go on.
+    Without locks on the file system, or after waiting TURN_S seconds, the save continues without it.
     """
     lock, end = os.open(parent, os.O_RDONLY), time.monotonic() + TURN_S
     try:
@@ -89,7 +89,7 @@ def _turn(parent: Path) -> Iterator[None]:
 
 
 def _has_locked(lock: int) -> bool:
-    """Return whether the lock is ours now, or there are no locks here."""
+    """Try to take a lock; return True when it is taken, or the file system has no locks."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -100,7 +100,7 @@ def _has_locked(lock: int) -> bool:
 
 
 def _unlock(lock: int) -> None:
-    """Give a lock back, also where a child that was forked meanwhile still has it open."""
+    """Release and close a lock explicitly, because a forked child may still have it open."""
     with suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_UN)
     os.close(lock)
@@ -111,7 +111,13 @@ def _sibling(target: Path, kind: str) -> Path:
 
 
 def check_target(target: Path, mark: str | None = None, option: str = "") -> None:
-    """Never replace a folder that may be something else than a checkpoint."""
+    """Raise WeightsError when a target exists and may be something else than a checkpoint.
+
+    Args:
+        target: folder that a save would replace.
+        mark: file by which such a folder is recognised; None for a model's.
+        option: name of the option that gave the target, for errors.
+    """
     if not os.path.lexists(target):
         return
     if not target.is_dir():
@@ -124,17 +130,17 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
     is_model = (target / "config.json").exists() or any(target.glob("model*.safetensors"))
     is_same_kind = is_model if mark is None else (target / mark).exists() and not is_model
     others = [item for item in target.iterdir() if not TOKENIZER_FILE.fullmatch(item.name)]
-    if others and not is_same_kind:  # a tokenizer is often saved first
+    if others and not is_same_kind:  # a tokenizer alone is often saved first
         names = ", ".join(sorted(os.listdir(target))[:5])
         problem = f"found a folder that is no checkpoint ({names}), expected none or an empty one"
         raise WeightsError(str(target), option, problem, hint)
 
 
 def bring_back(target: Path) -> None:
-    """Undo a save that was killed between its two renames, where folders cannot be exchanged."""
+    """Undo a save that was killed between its two renames, on systems that cannot swap folders."""
     if os.path.lexists(target) or not _moved_away(target):
         return
-    time.sleep(BLINK_S)  # a save that lives is between them for a moment only
+    time.sleep(BLINK_S)  # a running save is between its renames only briefly
     found = _moved_away(target)
     if found and not os.path.lexists(target):
         with suppress(OSError):  # another rank was faster
@@ -150,7 +156,7 @@ def _moved_away(target: Path) -> list[Path]:
 
 
 def _sweep(target: Path) -> None:
-    """Finish what killed saves began: bring a moved-away folder back, remove the rest."""
+    """Clean up after killed saves of a target: move a moved-away folder back, delete temporary ones."""
     bring_back(target)
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|previous)-[0-9a-f]{{8}}")
     for path in sorted(target.parent.iterdir()):
@@ -161,7 +167,7 @@ def _sweep(target: Path) -> None:
 
 
 def _is_alive(path: Path) -> bool:
-    """Return whether another process is saving into `path`, or may be: where there are no locks, for a day."""
+    """Return whether another process may be saving into `path`; without locks, whether it is less than a day old."""
     try:
         lock = os.open(path, os.O_RDONLY)
     except OSError:
@@ -178,7 +184,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def _exchange(path: Path, target: Path) -> None:
-    """Swap two folders, at once where the kernel can."""
+    """Swap two folders, atomically where the kernel supports it, else by three renames."""
     if _renameat2(path, target):
         return
     previous = _sibling(target, "previous")
@@ -192,7 +198,7 @@ def _exchange(path: Path, target: Path) -> None:
 
 
 def _renameat2(path: Path, target: Path) -> bool:
-    """Swap by RENAME_EXCHANGE; False where the C library, kernel or file system has none."""
+    """Swap by RENAME_EXCHANGE; return False where the C library, kernel or file system lacks it."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False
@@ -212,7 +218,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Force a file, or the names in a folder, onto the disk."""
+    """Flush a file, or the names in a folder, to disk."""
     fileno = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fileno)

@@ -1,4 +1,4 @@
-"""The opened files of a training checkpoint, all of one save."""
+"""Open the files of a training checkpoint, and check that all belong to the same save."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from slapo_zoo.weights.checksums import (
     damaged_files,
     raise_first,
     read_checksums,
-    same_save,
+    require_same_save,
 )
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.weights.training_state import FILE, read_state
@@ -22,13 +22,13 @@ from slapo_zoo.weights.training_state import FILE, read_state
 
 @dataclass(frozen=True)
 class TrainingFolder:
-    """Open files of a checkpoint; they do not change when the folder is replaced.
+    """Open files of a training checkpoint; they stay readable when the folder is replaced.
 
     Args:
-        state: of training_state.json.
-        model: the weights.
-        optimizer: its tensors, where they are asked for and there are any.
-        kept: the checksums; None for a checkpoint of a version that had none.
+        state: content of training_state.json.
+        model: model weights.
+        optimizer: optimizer tensors; None when not requested or not saved.
+        kept: checksums; None for a checkpoint of a version that had none.
     """
 
     state: dict[str, Any]
@@ -37,14 +37,14 @@ class TrainingFolder:
     kept: Checksums | None
 
     def identity(self) -> str:
-        """Return a text that is equal for all files of one save."""
+        """Return a text that is equal for all ranks that opened the same save."""
         if self.kept is not None:
             return self.kept.save
         digests = [one.digest() for one in (self.model, self.optimizer) if one is not None]
         return digest(json.dumps([self.state, digests]))
 
     def close(self) -> None:
-        """Close all files."""
+        """Close the files of the model and of the optimizer."""
         for one in (self.model, self.optimizer):
             if one is not None:
                 one.close()
@@ -57,11 +57,11 @@ class TrainingFolder:
 
 
 def open_training(path: Path, with_optimizer: bool = True) -> TrainingFolder:
-    """Open and check all files but the values of tensors.
+    """Open a training checkpoint and check everything but the values of tensors.
 
     Args:
-        path: what `save_checkpoint` wrote.
-        with_optimizer: open its tensors too.
+        path: folder that `save_checkpoint` wrote.
+        with_optimizer: open the optimizer tensors too.
 
     Raises:
         WeightsError: a file is damaged, or of another save.
@@ -80,7 +80,7 @@ def open_training(path: Path, with_optimizer: bool = True) -> TrainingFolder:
         if with_optimizer and any(path.glob("optimizer*.safetensors*")):
             opened.append(open_checkpoint(path, stem="optimizer").open_all())
         if kept is not None:
-            same_save(opened, kept)
+            require_same_save(opened, kept)
     except BaseException:
         for one in opened:
             one.close()

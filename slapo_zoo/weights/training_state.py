@@ -1,4 +1,4 @@
-"""The part of a training checkpoint that is no tensor: `training_state.json`."""
+"""`training_state.json`: the part of a training checkpoint that is no tensor."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -14,18 +14,18 @@ from slapo_zoo.weights.random_state import check_states
 FILE, FORMAT = "training_state.json", "slapo-zoo-training-state/1"
 MAX_BYTES = 100_000_000
 AGAIN = "pass the folder that save_checkpoint wrote"
-OF_COPY = ("data_position", "extra")  # each data-parallel rank has its own
+OF_COPY = ("data_position", "extra")  # one value per data-parallel rank
 BY_DP = "$by_dp"
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the fields of a training checkpoint."""
+    """Write the fields of a training checkpoint to `training_state.json`."""
     text = json.dumps({"format": FORMAT, **state}, indent=1)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON part; every field is of the form and within the bounds that a save writes."""
+    """Read and check `training_state.json`; a field of unexpected form or range raises WeightsError."""
     place = str(folder / FILE)
     state = _json(folder / FILE)
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
@@ -65,7 +65,7 @@ def _problem(check: Callable[[Any], str], value: Any) -> str:
 
 
 def _check_together(place: str, state: Mapping[str, Any]) -> None:
-    """Check the fields of a training state against each other."""
+    """Raise WeightsError when fields of a training state contradict each other, e.g. states for too few ranks."""
     mesh = Mesh(**state["mesh"])
     if problem := check_states(state["torch_random"], mesh.world_size):
         raise WeightsError(place, "torch_random", problem, AGAIN)
@@ -140,16 +140,16 @@ CHECKS: dict[str, Callable[[Any], str]] = {
 
 
 def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
-    """One value where all ranks have the same, else one for each data-parallel rank.
+    """Return one value when all ranks have the same, else {"$by_dp": one value per data-parallel rank}.
 
     Args:
-        name: of the field.
-        values: encoded, by rank.
-        mesh: of all ranks.
-        where: the step, as error messages name it.
+        name: name of the field.
+        values: encoded values, by rank.
+        mesh: mesh of all ranks.
+        where: name of the calling step, for errors.
 
     Raises:
-        WeightsError: tp or pp peers, which are fed the same rows, have different ones.
+        WeightsError: tp or pp peers, which get the same batch rows, have different values.
     """
     firsts = {rank: mesh.seen_by(rank).at(tp=0, pp=0) for rank in range(mesh.world_size)}
     differ = [rank for rank, first in firsts.items() if values[rank] != values[first]]
@@ -165,9 +165,9 @@ def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
 
 def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the values of a field: one for each data-parallel rank of the saved mesh, or one `extra` that was equal on all."""
+    """Return the values of a field, one per data-parallel rank of the saved mesh; one for an `extra` equal on all."""
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:
         return [decode(one) for one in kept[BY_DP]]
-    # equal places in the data are still each rank's own: rows are dealt anew at another dp
+    # an equal data position is still per rank: rows are redistributed at another dp
     return [decode(kept)] * (1 if name == "extra" else state["mesh"]["dp"])

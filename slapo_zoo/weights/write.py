@@ -1,6 +1,6 @@
-"""Write one rank's share of the tensors at their offsets.
+"""Write one rank's slices of the tensors at their offsets in the files.
 
-`pwrite` and no map: on a full disk it raises, where a store to a mapped page kills the process.
+`pwrite` is used and no mapping: on a full disk it raises, where a store to a mapped page kills the process.
 """
 
 import math
@@ -23,7 +23,7 @@ LEAST_FLUSHED = 2**20  # bytes
 
 
 class Share(NamedTuple):
-    """Indices start..stop of the placed axis that this rank writes; `offset` is local."""
+    """Indices start..stop of the sharded axis that this rank writes; `offset` is the start in the local tensor."""
 
     start: int
     stop: int
@@ -31,7 +31,7 @@ class Share(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Record of what one rank wrote: bytes, and its part of each tensor's CRC (see crc.py)."""
+    """Result of one rank's writes: bytes, and its part L of each tensor's CRC (see crc.py)."""
 
     bytes: int
     sums: dict[str, int]
@@ -45,17 +45,17 @@ def write_tensors(
     mesh: Mesh,
     rows: Mapping[str, Rows | None] | None = None,
 ) -> Written:
-    """Write our shares into the files below `path` and force them onto the disk.
+    """Write this rank's slices into the files below `path` and flush them to disk.
 
     At most one tensor at a time is copied (to the CPU, or to make it contiguous).
 
     Args:
-        path: the folder in which the files stand ready in full size.
+        path: folder in which the files exist in full size.
         slots: tensor name --> file and offset.
         specs: all tensors of the model.
-        local: this rank's tensors.
-        mesh: sizes of the mesh, and our coordinates.
-        rows: tensor name --> what of it we have, where dp ranks divide it.
+        local: this rank's tensors by name.
+        mesh: mesh with the coordinates of this rank.
+        rows: tensor name --> rows of the shard that this rank has, when sharded over dp.
     """
     rows = rows or {}
     held = {spec.name: shares(spec, mesh, rows.get(spec.name)) for spec in specs}
@@ -71,7 +71,7 @@ def write_tensors(
                 )
                 written += count
                 del tensor  # before the next one is copied
-    for name in sorted({slots[spec.name].file for spec in mine}):  # not one by one: no disk idles
+    for name in sorted({slots[spec.name].file for spec in mine}):  # after all writes
         with (path / name).open("r+b", buffering=0) as file:
             os.fsync(file.fileno())
     return Written(written, sums)
@@ -80,9 +80,9 @@ def write_tensors(
 def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share]:
     """Return the slices of a tensor that this rank writes; all ranks together write each element once.
 
-    Of ranks that hold the same elements the first one writes: coordinate 0 of the mesh dims that
-    do not divide the tensor, and the first holder of a replicated run. A tensor without a
-    placement counts as one piece, 0..1; where dp ranks divide it, its rows are the placed axis.
+    Of several ranks with the same elements the first one writes: coordinate 0 of mesh dims that do not shard
+    the tensor, and the first holder of a replicated run. A tensor without placement is one slice, 0..1; when
+    its rows are sharded over dp, the rows are the sharded axis.
     """
     placement = spec.placement
     divided = placement.mesh_dim if placement else ""
@@ -92,20 +92,17 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
     if placement is None:
         return [Share(0, 1, 0) if rows is None else Share(rows.first, rows.first + rows.count, 0)]
     size, n, r = spec.shape[placement.axis], mesh.size(divided), mesh.coord(divided)
-    before = {run for rank in range(r) for run in placement.runs(size, n, rank)}
     found: list[Share] = []
-    offset = 0
-    for run in placement.runs(size, n, r):
-        if found and found[-1].stop == run.start and run not in before:
+    for run, offset in placement.owned(size, n, r):
+        if found and found[-1].stop == run.start:
             found[-1] = found[-1]._replace(stop=run.stop)  # adjacent groups: one write
-        elif run not in before:
+        else:
             found.append(Share(run.start, run.stop, offset))
-        offset += run.stop - run.start
     return found if rows is None or placement.axis else list(_within(found, rows))
 
 
 def _within(shares: Sequence[Share], rows: Rows) -> Iterator[Share]:
-    """Cut shares along axis 0 to this rank's rows; offsets then count from the first of these rows."""
+    """Restrict slices along axis 0 to this rank's rows; `offset` then counts from the first of these rows."""
     for share in shares:
         low = max(share.offset, rows.first)
         high = min(share.offset + share.stop - share.start, rows.first + rows.count)
@@ -118,17 +115,17 @@ def _write(
     file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, held: Sequence[Share],
     own: Rows | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Write the shares of one CPU tensor whose first byte lies at `start` of the file.
+    """Write the slices of one CPU tensor whose first byte lies at `start` of the file.
 
     Returns:
-        their bytes, and their part of the tensor's CRC.
+        The number of bytes, and their part L of the tensor's CRC.
     """
     axis = spec.placement.axis if spec.placement else 0
     is_piece = spec.placement is None and own is None
     shape = (1, *spec.shape) if is_piece else spec.shape
     tensor = tensor.unsqueeze(0) if is_piece else tensor
     inner = math.prod(shape[axis + 1 :]) * tensor.itemsize
-    above = math.prod(shape[1:axis]) if axis else 1  # rows of the file in a row of the tensor
+    above = math.prod(shape[1:axis]) if axis else 1  # file rows per index of axis 0
     first, count = (own.first, own.count) if own and axis else (0, shape[0] if axis else 1)
     whole = math.prod(shape) * tensor.itemsize
     start += (skipped := first * above * shape[axis] * inner)
@@ -138,7 +135,7 @@ def _write(
         piece = _bytes(tensor.narrow(axis, share.offset, width))
         rows, chunk = count * above, width * inner
         if width == shape[axis]:
-            rows, chunk = 1, rows * chunk  # rows that lie side by side in the file: one write
+            rows, chunk = 1, rows * chunk  # rows are contiguous in the file: one write
         for row in range(rows if chunk else 0):
             place = start + row * shape[axis] * inner + share.start * inner
             _pwrite(file, piece[row * chunk : (row + 1) * chunk], place)
@@ -153,23 +150,22 @@ def _write(
 
 
 def _start_flush(file: BinaryIO, begin: int, count: int) -> None:
-    """Start writing a range of the file to the disk, without waiting.
+    """Start to write a range of the file to disk, without waiting.
 
-    Left to fsync, the disk would idle until the last byte is in memory. Pages that are not yet on
-    the disk are only queued by this advice, those that are may be dropped: so never for rows that
-    share pages with another rank's, which would wait for each page, or read it back.
+    Left to fsync, the disk would idle until the last byte is in memory. Used only for ranges that share no page
+    with another rank's slices: pages already on disk may be dropped and would have to be read again.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), begin, count, os.POSIX_FADV_DONTNEED)
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The elements of a CPU tensor as bytes, in row-major order."""
+    """Return the elements of a CPU tensor as bytes, in row-major order."""
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _pwrite(file: BinaryIO, piece: memoryview, place: int) -> None:
-    """Write all of `piece` at offset `place`; the kernel takes at most 2 GiB at once."""
+    """Write all of `piece` at byte offset `place`; the kernel takes at most 2 GiB at once."""
     while piece:
         done = os.pwrite(file.fileno(), piece, place)
         piece, place = piece[done:], place + done

@@ -144,7 +144,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
-        problem = "its table has no row that divides tokens"
+        problem = "its table has no row that shards tokens"
         hint = "leave sequence_parallel out: the model has no axis of tokens"
         raise ArchitectureError("zoo", f"sequence_parallel of {table.model_type}", problem, hint)
     prefix, found = base_prefix(sch.model), []
@@ -174,7 +174,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return the pattern, or the paths of its modules that have the parameter: ModernBERT's first block has no norm."""
+    """Return the pattern, or the paths of those of its modules that have the parameter which the directive names."""
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]
     name, modules = directive.param_name, sch.state.modules

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,24 @@ from slapo_zoo.zoo.options import INSTEAD, KNOBS, unknown_knob
 from slapo_zoo.zoo.table import families, table_for
 
 
-def make_mesh(tp: int, pp: int, dp: int | None) -> Mesh:
-    """Return the mesh of this process, in the launcher's process group; MeshError if the sizes do not match."""
+def make_mesh(**sizes: int | None) -> Mesh:
+    """Return the mesh of this process, in the launcher's process group; MeshError if the sizes do not match.
+
+    Args:
+        **sizes: of the mesh dims by name; None takes the processes that are left.
+    """
     if not dist.is_initialized() and is_distributed_launch():
         init_distributed()
     world = dist.get_world_size() if dist.is_initialized() else 1
-    sizes = Mesh(tp, pp, 1 if dp is None else dp)
-    dp = world // (tp * pp) if dp is None else sizes.dp
-    if tp * pp * max(dp, 1) != world:
-        found = f"{world} process{'es' if world > 1 else ''}"
-        problem = f"found {found}, expected tp * pp * dp = {tp} * {pp} * {max(dp, 1)}"
-        hint = f"torchrun --nproc-per-node {tp * pp * max(dp, 1)} ..., or change tp, pp, dp"
+    fixed = Mesh(**{name: 1 if size is None else size for name, size in sizes.items()}).world_size
+    found = {n: max(world // fixed, 1) if size is None else size for n, size in sizes.items()}
+    if prod(found.values()) != world:
+        names, product = " * ".join(found), " * ".join(map(str, found.values()))
+        processes = f"{world} process{'es' if world > 1 else ''}"
+        problem = f"found {processes}, expected {names} = {product}"
+        hint = f"torchrun --nproc-per-node {prod(found.values())} ..., or change {', '.join(found)}"
         raise MeshError("mesh", "world size", problem, hint)
-    return Mesh(tp, pp, dp, dist.get_rank() if dist.is_initialized() else 0)
+    return Mesh(**found, rank=dist.get_rank() if dist.is_initialized() else 0)
 
 
 def local_folder(
@@ -179,7 +185,7 @@ def checkpoint_config(name: str) -> Any:
 
 
 def _no_folder(name: str) -> str:
-    """Return why a name that can only be a local folder is none, or ""."""
+    """Return why a name that looks like a path is no folder with a config, or "" (as for a Hub id)."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return "" if (folder / "config.json").exists() else "found no config.json"

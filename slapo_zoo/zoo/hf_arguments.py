@@ -64,7 +64,7 @@ class HubArguments:
 
     @staticmethod
     def taken(given: dict[str, Any]) -> "HubArguments":
-        """Remove these arguments from `given` and return them; arguments that ask for the usual are removed too."""
+        """Move the arguments of this class from `given` to a new instance; drop others whose value changes nothing."""
         for name, allowed in ANYWAY.items():
             if name in given and any(given[name] is one for one in allowed):
                 del given[name]
@@ -118,13 +118,13 @@ def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
     """Return the first part of weight file names that arguments of transformers' `save_pretrained` ask for.
 
     Args:
-        given: the arguments; `variant` and those that ask for the usual are removed.
+        given: the arguments; `variant` and those with their default values are removed.
         allowed: names that may remain; SlapoError for others.
     """
     where = "save_pretrained"
     for name, (values, hint) in SAVED_ANYWAY.items():
         if name in given and not any(given[name] is value for value in values):
-            raise SlapoError(where, f"{name}=", "it cannot be had here", hint)
+            raise SlapoError(where, f"{name}=", "this value is not supported here", hint)
         given.pop(name, None)
     variant = given.pop("variant", None)
     if not allowed:

@@ -14,8 +14,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, Run, TensorSpec
 from slapo_zoo.parallel.rank_plan import TensorPlan
 from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.header import DTYPES
 from slapo_zoo.weights.names import match_names
+from slapo_zoo.weights.safetensors_file import DTYPES
 from slapo_zoo.zoo.outline import Outline
 
 

@@ -141,7 +141,7 @@ def _refuse_knobs(options: BuildOptions) -> None:
     ):
         value = getattr(options, name)
         if value and value not in ("auto", "reference"):
-            problem = "the schedule that you pass says this itself"
+            problem = "your own schedule decides this"
             hint = f'leave {name}= out and put it into the program, or use schedule="zoo"'
             raise SlapoError("from_pretrained", f"{name}={value!r}", problem, hint)
 

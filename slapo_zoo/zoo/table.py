@@ -148,7 +148,8 @@ ZOO: dict[str, Table] = {}
 def register(table: Table) -> Table:
     """Add a table to the zoo and return it; ArchitectureError if its family has one."""
     if table.model_type in ZOO:
-        raise ArchitectureError("zoo", table.model_type, "is registered already")
+        problem, hint = "this family has a table already", "register each model_type once"
+        raise ArchitectureError("zoo", f"model_type={table.model_type!r}", problem, hint)
     ZOO[table.model_type] = table
     return table
 

@@ -59,7 +59,7 @@ def loaded(hub, folder, published):
     return run(hub, folder, "load", "reader")
 
 
-def test_a_commit_is_atomic_and_nobody_is_overtaken(hub, published):
+def test_push_is_one_commit_and_refuses_concurrent_changes(hub, published):
     repository = hub.repositories[REPO]
     first = repository.commits[published["first"].partition("@")[2]]
     assert set(first) == {"README.md", "schedule.json", "verify.json", "bench.json", "tuning.json"}
@@ -68,7 +68,7 @@ def test_a_commit_is_atomic_and_nobody_is_overtaken(hub, published):
     assert len({published[name] for name in ("first", "second", "live")}) == 3
 
 
-def test_large_files_go_by_lfs(hub, published):
+def test_large_files_are_uploaded_by_lfs(hub, published):
     stored = hub.repositories["me/picture"]
     files = stored.commits[stored.branches["main"]]
     assert len(files["plot.png"]) == 5004
@@ -77,7 +77,7 @@ def test_large_files_go_by_lfs(hub, published):
 
 
 @pytest.mark.slow
-def test_a_fresh_process_loads_by_sha_and_by_tag(loaded, published):
+def test_fresh_process_loads_card_by_sha_and_by_tag(loaded, published):
     found, said = loaded
     assert found["same"]
     assert published["first"].partition("@")[2] in said, "a tag is resolved to a sha and shown"
@@ -105,7 +105,7 @@ def test_weights_are_published_with_their_schedule(loaded, hub):
         ("no card", "schedule.json is missing"),
     ],
 )
-def test_what_is_not_there_or_does_not_fit(loaded, case, words):
+def test_missing_or_unfitting_card_is_refused_with_reason(loaded, case, words):
     assert words in loaded[0][case]
 
 
@@ -130,7 +130,7 @@ def test_offline_a_cached_card_loads_and_others_are_refused(hub, folder, loaded,
     assert "take one from the cache" in found["no sha"]
 
 
-def test_python_runs_only_when_trusted_and_pinned(hub, folder, published):
+def test_python_schedule_runs_only_when_trusted_and_pinned(hub, folder, published):
     found, said = run(hub, folder, "python", "stranger")
     assert "trust_remote_code=True" in found["main"]
     assert "schedule.json is missing" in found["untrusted"]

@@ -165,13 +165,13 @@ def everything(folder: Path):
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_the_good_card_is_accepted(card):
+def test_valid_card_is_accepted(card):
     assert read_card(card) == CARD
     assert Program.parse(CARD.program.to_bytes()).resolve(CONFIG, MESH)
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_a_program_is_refused(case):
+def test_malicious_program_is_refused(case):
     with pytest.raises(CardError) as caught:
         Program.parse(PROGRAMS[case])
     assert str(caught.value).count("\n") <= 2
@@ -180,13 +180,13 @@ def test_a_program_is_refused(case):
 
 
 @pytest.mark.parametrize("case", RESOLVED)
-def test_a_program_does_not_fit(case):
+def test_program_with_unfitting_arithmetic_is_refused(case):
     with pytest.raises(CardError):
         Program.parse(RESOLVED[case]).resolve(CONFIG, MESH)
 
 
 @pytest.mark.parametrize("case", PAGES)
-def test_a_page_is_refused(case, card):
+def test_malicious_readme_is_refused(case, card):
     (card / "README.md").write_bytes(PAGES[case])
     with pytest.raises(CardError):
         read_card(card)
@@ -247,7 +247,7 @@ def _missing(card, tmp_path):
     [_link, _link_out_of_the_cache, _pipe, _folder, _pickle, _code, _tampered, _too_large,
      _report_list, _missing],
 )  # fmt: skip
-def test_a_folder_is_refused(plant, card, tmp_path):
+def test_folder_with_foreign_files_is_refused(plant, card, tmp_path):
     root = plant(card, tmp_path)
     with pytest.raises(CardError):
         read_card(card, root)
@@ -258,12 +258,12 @@ def test_a_folder_is_refused(plant, card, tmp_path):
     ["../x", "/etc", "a/b/c", "a/../b", "a b/c", "org/name@", "org/name@a b", "org/name@../x",
      "https://x/y", "\u043e/n", "", "org/name@" + "a" * 500],
 )  # fmt: skip
-def test_a_reference_is_refused(name):
+def test_malformed_card_reference_is_refused(name):
     with pytest.raises(CardError):
         Reference.parse(name)
 
 
-def test_the_corpus_is_large():
+def test_corpus_of_malicious_cards_has_60_cases():
     assert len({*PROGRAMS, *RESOLVED, *(f"page: {name}" for name in PAGES)}) >= 60
 
 

@@ -25,7 +25,7 @@ def test_no_picture_is_drawn_of_unmeasured_values(tmp_path):
     assert "![" not in (tmp_path / "README.md").read_text()
 
 
-def test_what_was_measured_is_drawn(tmp_path):
+def test_measured_values_are_drawn(tmp_path):
     replace(card(), bench={**BENCH, "device": "2 cores"}).write(tmp_path)
     assert [path.name for path in tmp_path.glob("*.png")] == ["throughput.png"]
     assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
@@ -33,7 +33,7 @@ def test_what_was_measured_is_drawn(tmp_path):
     assert read_card(tmp_path).bench["tokens_per_s"] == 1000
 
 
-def test_the_picture_shows_the_figures():
+def test_picture_shows_the_figures_of_the_card():
     """Other figures, another picture; the same ones, the same bytes. Text from a card is no markup."""
     first, again = draw(BENCH), draw(dict(BENCH))
     assert first == again

@@ -83,7 +83,7 @@ def test_another_size_or_class_is_refused_unless_the_card_is_for_any_size(tmp_pa
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", families())
-def test_the_zoo_s_card_is_the_zoo_s_schedule(family, tmp_path):
+def test_published_card_equals_the_zoo_schedule(family, tmp_path):
     """Written, read, resolved and replayed: the same program, of every family."""
     config, head = config_of(family)
     mesh = Mesh(tp=2, pp=2)
@@ -107,7 +107,7 @@ def test_a_live_schedule_cannot_be_published():
         make_program(sch, config, type(model))
 
 
-def test_the_committed_schema_is_that_of_the_primitives(request):
+def test_committed_schema_matches_the_primitives(request):
     if request.config.getoption("update_golden"):
         file = Path(cards.__file__).with_name("schedule.schema.json")
         file.write_text(json.dumps(build_schema(), indent=1) + "\n", encoding="utf-8")
@@ -115,7 +115,7 @@ def test_the_committed_schema_is_that_of_the_primitives(request):
     assert schema() == build_schema(), "on purpose? then run with --update-golden"
 
 
-def test_the_hash_does_not_see_spaces_or_order():
+def test_card_hash_ignores_spaces_and_order():
     config = transformers.GPT2Config(n_layer=2, architectures=["GPT2LMHeadModel"])
     program = zoo_card(config, None, Mesh(), "gpt2").program
     text = program.to_bytes()
@@ -125,7 +125,7 @@ def test_the_hash_does_not_see_spaces_or_order():
     assert Program.parse(changed).hash != program.hash
 
 
-def test_published_cards_are_what_the_code_says():
+def test_published_cards_equal_those_made_from_the_code():
     """hub_cards/<family>: `python3 ci/run.py cards --verify` writes them, and runs what is new."""
     folder = Path(__file__).parents[2] / "hub_cards"
     wanted = dict(card_collection.cards())
@@ -147,7 +147,7 @@ def test_published_cards_are_what_the_code_says():
     ],
     ids=str,
 )  # fmt: skip
-def test_looking_at_one_rule_of_a_step_changes_no_answer(step):
+def test_fast_schema_check_agrees_with_jsonschema(step):
     document = json.loads(
         Path(__file__).parents[2].joinpath("hub_cards/gpt2/schedule.json").read_text()
     )

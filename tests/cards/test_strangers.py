@@ -49,7 +49,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
-def test_a_large_file_is_read_in_one_pass(case):
+def test_parsers_take_linear_time_on_large_files(case):
     """A parser that is quadratic in its input would take the time of the whole suite for one."""
     parse, make = BOMBS[case]
     with contextlib.suppress(CardError):
@@ -58,7 +58,7 @@ def test_a_large_file_is_read_in_one_pass(case):
 
 @given(st.text(alphabet='{}[]",:\\ a1\n', max_size=60))
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-def test_the_depth_is_that_of_the_document(text):
+def test_depth_scan_equals_depth_of_the_parsed_json(text):
     """The scanner that runs before the parser sees every bracket that the parser will."""
 
     def depth(value):

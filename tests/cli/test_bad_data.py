@@ -80,7 +80,7 @@ def test_unusable_data_is_refused_with_its_reason(name, stream, place, capsys):
 
 
 @pytest.mark.parametrize("name", LABELLED)
-def test_labels_without_an_answer(name, place, capsys):
+def test_dataset_without_usable_labels_is_refused_with_reason(name, place, capsys):
     task, wanted = LABELLED[name]
     said = failure(capsys, *words_of(place, name, "--set", f"task={task}"))
     assert wanted in said
@@ -88,7 +88,7 @@ def test_labels_without_an_answer(name, place, capsys):
 
 
 @pytest.mark.parametrize("keys", [("stream=true",), ("stream=false",), ("task=classify",)])
-def test_rows_with_gaps_are_left_out_aloud(keys, place, capsys):
+def test_rows_without_text_or_label_are_dropped_with_a_message(keys, place, capsys):
     """A row lacks a text, another one a label; what is trained on is what is left."""
     sets = [word for key in keys for word in ("--set", key)]
     run(*words_of(place, "some.parquet", "--max-steps", 1, "--batch-size", 4, *sets))
@@ -107,7 +107,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_is_left_is_classified(name, place, capsys):
+def test_rows_with_labels_are_trained_on_after_others_are_dropped(name, place, capsys):
     run(*words_of(place, name, "--max-steps", 9, "--batch-size", 4, "--set", "task=classify"))
     told = capsys.readouterr()
     assert LEFT[name][0] in told.err
@@ -116,7 +116,7 @@ def test_what_is_left_is_classified(name, place, capsys):
 
 
 @pytest.mark.parametrize("name", ["TEXT.JSONL", "text.ndjson"])
-def test_endings_of_tables(name, place, capsys):
+def test_table_formats_by_file_ending_train_alike(name, place, capsys):
     run(*words_of(place, name, "--max-steps", 1, "--batch-size", 2))
     other = capsys.readouterr().out.partition("training: ")[2]
     run(*words_of(place, "text.jsonl", "--max-steps", 1, "--batch-size", 2))
@@ -131,7 +131,7 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("key", EVALUATED)
-def test_what_is_evaluated_on_is_named(key, place, capsys, monkeypatch):
+def test_bad_evaluation_data_is_named_in_the_error(key, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     (place / "notes.txt").write_text("to be")
     sets = ("--set", "task=classify", "--set", key)
@@ -142,7 +142,7 @@ def test_what_is_evaluated_on_is_named(key, place, capsys, monkeypatch):
     ("key", "said"),
     [("columns.text=body", "no column 'body' among text"), ("data_split=test", "one split")],
 )
-def test_text_has_one_column_and_one_split(key, said, place, capsys):
+def test_plain_text_data_has_only_column_text_and_split_train(key, said, place, capsys):
     (place / "plain.txt").write_text("to be or not " * 50)
     assert said in failure(capsys, *words_of(place, "plain.txt", "--set", key))
 
@@ -150,7 +150,7 @@ def test_text_has_one_column_and_one_split(key, said, place, capsys):
 @pytest.mark.parametrize(
     "names", [("a.jsonl", "b.csv"), ("a.jsonl", "b.txt", "c.txt"), ("a.csv", "b.tsv")]
 )
-def test_a_folder_is_of_one_kind(names, tmp_path):
+def test_folder_with_several_file_kinds_is_refused(names, tmp_path):
     """`datasets` reads the most frequent one; the others would be left out in silence."""
     for name in names:
         (tmp_path / name).write_text("text\nto be\n")
@@ -162,7 +162,7 @@ def test_a_folder_is_of_one_kind(names, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["classify", "pairs"])
-def test_a_token_that_only_fills_is_one_of_the_model(task, place, tmp_path, capsys):
+def test_pad_token_beyond_the_vocabulary_is_refused(task, place, tmp_path, capsys):
     """Added to the tokenizer alone, as many do for GPT-2."""
     write_gpt2(tmp_path / "gpt2")
     words = AutoTokenizer.from_pretrained(tmp_path / "gpt2")
@@ -185,7 +185,7 @@ def test_a_token_that_only_fills_is_one_of_the_model(task, place, tmp_path, caps
     )
 
 
-def test_a_head_that_knows_the_classes_numbers_them(place, tmp_path, capsys):
+def test_labels_are_numbered_as_in_the_checkpoint(place, tmp_path, capsys):
     """Trained on: c, b, a would be 0, 1, 2 and are 2, 1, 0; a class may be missing."""
     run(
         *words_of(

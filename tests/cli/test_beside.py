@@ -25,7 +25,7 @@ def team(name, losses=(4.0, 3.9, 3.8), seconds=(0.1, 0.2), norm=2.0, failure="",
     )
 
 
-def test_ratios_are_those_of_the_rounds():
+def test_speed_ratios_are_computed_per_round():
     teams = [team("slapo_zoo", size=50), team("transformers", seconds=(0.3, 0.4))]
     found = summarize(teams, WORK, {"DTensor": "no plan"})
     assert found["green"]
@@ -39,7 +39,7 @@ def test_ratios_are_those_of_the_rounds():
 @pytest.mark.parametrize(
     "wrong", [{"losses": (4.0, 3.9, 3.7)}, {"norm": 2.1}, {"norm": float("nan")}]
 )
-def test_no_speed_is_told_of_a_wrong_model(wrong):
+def test_contender_with_wrong_results_gets_no_speed(wrong):
     found = summarize([team("slapo_zoo", **wrong), team("transformers")], WORK, {})
     assert not found["green"]
     assert found["speed"] == []
@@ -47,7 +47,7 @@ def test_no_speed_is_told_of_a_wrong_model(wrong):
     assert [row["contender"] for row in peer["speed"]] == ["slapo_zoo", "transformers"]
 
 
-def test_a_peer_that_failed_is_told_with_its_error():
+def test_failed_peer_is_reported_with_its_error():
     found = summarize(
         [team("slapo_zoo"), team("transformers"), team("DTensor", failure="ValueError: x")],
         WORK,
@@ -62,7 +62,7 @@ def test_percentiles_interpolate_between_values():
     )
 
 
-def test_the_report_has_all_files(tmp_path):
+def test_report_writes_json_markdown_and_png(tmp_path):
     found = summarize([team("slapo_zoo"), team("transformers")], WORK, {"DTensor": "no plan"})
     files = write_report(
         {"tiny": {"work": {"rounds": 2}, **found}}, tmp_path / "new", "the command"
@@ -85,7 +85,7 @@ def test_families_without_a_plan_are_refused_with_a_reason():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_every_contender_trains_the_same(family, tmp_path):
+def test_all_contenders_have_equal_losses(family, tmp_path):
     write(shape(family, quick=True), tmp_path, seed=0)
     found = side_by_side(Work(str(tmp_path), 2, 16), rounds=1)
     verdicts = {row["contender"]: row["verdict"] for row in found["parity"]}

@@ -127,7 +127,7 @@ OF_CI = {"coverage": of_ci(type_coverage.coverage), "demo": of_ci(demo.demo)}
 
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
-def test_json_output_holds_nothing_else(command, gpt2, tmp_path, capfd, monkeypatch):
+def test_json_output_contains_only_json(command, gpt2, tmp_path, capfd, monkeypatch):
     """Also where a library prints on stdout, as DeepSpeed does, or a child process does."""
     place, arguments, instead = JSON_COMMANDS[command]
     module, _, name = place.rpartition(".")
@@ -174,7 +174,7 @@ def test_every_json_option_is_tested():
         (["bench", "m", "--tp", "2", "--beside", "r"], "ci/run.py beside m r --tp 2"),
     ],
 )
-def test_what_moved_into_the_source_says_where(old, new, capsys):
+def test_removed_command_names_its_replacement(old, new, capsys):
     with pytest.raises(SystemExit) as caught:
         main(old)
     assert caught.value.code == 2
@@ -232,7 +232,7 @@ def losses(capfd, *arguments):
     return [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
 
 
-def test_train_goes_on_from_its_checkpoint_on_another_mesh(gpt2, text, tmp_path, capfd):
+def test_train_resumes_on_another_mesh(gpt2, text, tmp_path, capfd):
     """3 steps at once are 2 with tp=2, and the third in one process; a third start finds nothing to do."""
     numbers = ("--data", text, "--seq-len", 16, "--batch-size", 4, "--lr", 1e-3)
     kept = ("--checkpoint", tmp_path / "kept", "--save-every", 1)
@@ -292,7 +292,7 @@ def test_every_mesh_prints_the_same_losses(family, request, text, capfd):
     assert losses(capfd, folder, "--data", text, "--tp", 2) == alone
 
 
-def test_bad_arguments_are_found_before_any_work(gpt2, text, tmp_path, capsys, monkeypatch):
+def test_bad_arguments_are_refused_before_any_work(gpt2, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
     start = ("train", gpt2, "--data")
     assert "found nothing there" in failure(capsys, *start, tmp_path / "none")
@@ -310,7 +310,7 @@ def test_bad_arguments_are_found_before_any_work(gpt2, text, tmp_path, capsys, m
     assert "found no config.json" in failure(capsys, "train", tmp_path, "--data", text)
 
 
-def test_a_family_without_a_table_is_named(text, tmp_path, capsys):
+def test_unknown_family_is_named_in_the_error(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet"}))
     assert "the zoo has no table for it" in failure(capsys, "train", tmp_path, "--data", text)
 

@@ -60,7 +60,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_told_without_a_traceback(line, gpt2, tmp_path, capfd, monkeypatch):
+def test_user_mistake_prints_an_error_without_traceback(line, gpt2, tmp_path, capfd, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         huggingface_hub.constants, "HF_HUB_OFFLINE", True
@@ -88,7 +88,7 @@ def test_plan_as_json_has_sizes_and_times(gpt2, capfd):
     assert json.loads(out)["training"]["ranks"][0]["optimizer"] < states
 
 
-def test_cards_and_a_calibration_for_programs(gpt2, tmp_path, capfd, monkeypatch):
+def test_card_and_calibrate_print_json(gpt2, tmp_path, capfd, monkeypatch):
     def data(*words):
         code, out, _ = run(capfd, *words, "--json")
         assert code == 0
@@ -152,7 +152,7 @@ def test_output_fits_the_terminal_and_breaks_no_word(line, gpt2, capfd, monkeypa
         assert [w for w in wide if w not in seen and w not in COLUMNS and w not in HEADS] == []
 
 
-def test_a_plan_says_what_it_counted_and_on_which_hardware(gpt2, capfd):
+def test_plan_prints_count_of_configurations_and_hardware(gpt2, capfd):
     """More configurations fitted than were looked at; two bubbles; only meshes without any fit were explained."""
     tight = ("--batch", 64, "--memory", "1537MiB", "--explain", "--hardware", "h100")
     _, out, _ = run(capfd, "plan", gpt2, "--gpus", 1, *tight)
@@ -167,7 +167,7 @@ def test_a_plan_says_what_it_counted_and_on_which_hardware(gpt2, capfd):
     assert f"bubble {share:.0f}%" in out
 
 
-def test_an_older_option_is_taken_with_a_warning(gpt2, capfd):
+def test_older_option_name_works_with_a_warning(gpt2, capfd):
     line = ("plan", gpt2, "--no-weights", "--json")
     _, new, _ = run(capfd, *line, "--precision", "fp32")
     _, old, err = run(capfd, *line, "--dtype=float32")
@@ -192,19 +192,19 @@ def test_without_a_network_one_answer_and_no_traceback(line):
 
 
 @pytest.mark.parametrize("word", ["--version", "-h"])
-def test_the_first_words_that_people_type(word, capfd):
+def test_help_and_version_words_exit_with_0(word, capfd):
     code, out, _ = run(capfd, word)
     assert code == 0
     assert ("slapo-zoo 0." if word == "--version" else "Usage") in out
 
 
-def test_rows_fit_the_model_when_nobody_says(gpt2, capfd):
+def test_show_limits_default_rows_to_the_positions_of_the_model(gpt2, capfd):
     code, out, err = run(capfd, "show", gpt2)
     assert code == 0, err
     assert "1 x 64" in out
 
 
-def test_what_a_library_logs_is_no_part_of_a_file(tmp_path):
+def test_library_logs_do_not_reach_stdout_of_derive(tmp_path):
     """`slapo-zoo derive X > x.py` began with a warning of DeepSpeed, which transformers imports."""
     (tmp_path / "deepspeed.py").write_text(
         "import logging, sys\n"

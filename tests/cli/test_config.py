@@ -62,7 +62,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_what_is_wrong_in_a_file(text, tmp_path):
+def test_mistake_in_a_config_file_is_named(text, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_config(tmp_path / "run.yaml")
@@ -70,7 +70,7 @@ def test_what_is_wrong_in_a_file(text, tmp_path):
     assert caught.value.where == str(tmp_path / "run.yaml")
 
 
-def test_names_of_other_tools_lead_to_keys_of_ours():
+def test_option_names_of_other_tools_map_to_existing_keys():
     known = set(described())
     assert not known & set(ELSEWHERE)
     for name, ours in ELSEWHERE.items():
@@ -78,7 +78,7 @@ def test_names_of_other_tools_lead_to_keys_of_ours():
         assert key in known, f"{name}: {key}"
 
 
-def test_names_of_the_release_before_go_on_working(tmp_path, capsys):
+def test_renamed_keys_still_work_with_a_message(tmp_path, capsys):
     """Each with a word that names the new one, in a file, by --set and as a flag."""
     (tmp_path / "run.yaml").write_text("model: m\nsteps: 3\nlr: 1e-3\n")
     assert read_config(tmp_path / "run.yaml") == {"model": "m", "max_steps": 3, "learning_rate": 1e-3}  # fmt: skip
@@ -95,7 +95,7 @@ def test_names_of_the_release_before_go_on_working(tmp_path, capsys):
     assert renamed(["bench", "m", "--steps", "3"]) == ["bench", "m", "--steps", "3"]
 
 
-def test_keys_are_those_of_the_trainer():
+def test_renamed_keys_are_fields_of_training_arguments():
     """Every key that TrainingArguments has too means the same, and is passed on."""
     from transformers import TrainingArguments
 
@@ -114,7 +114,7 @@ def test_knobs_of_a_layout_are_flags_of_train(capsys, tmp_path, monkeypatch):
     assert said["load"] == {"kernels": "reference", "checkpoint_ratio": 0.5, "sequence_parallel": True}  # fmt: skip
 
 
-def test_flags_that_are_none_name_the_nearest(capsys):
+def test_unknown_flag_names_the_nearest(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", "m", "--max-stps", "3"])
     assert ended.value.code == 2
@@ -124,7 +124,7 @@ def test_flags_that_are_none_name_the_nearest(capsys):
     assert "data: found none" in failure(capsys, "train", "m", "--max_steps", "3")
 
 
-def test_types_of_values(tmp_path):
+def test_config_values_are_converted_to_their_types(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "learning_rate: 1e-4\nmax_grad_norm: 1\nreport_to: [a, b]\nsave_total_limit: null\nmax_steps: 1e5\n"
     )
@@ -142,28 +142,28 @@ def test_types_of_values(tmp_path):
     }  # fmt: skip
 
 
-def test_a_home_is_found_where_no_shell_has_looked(monkeypatch):
+def test_tilde_in_paths_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert read_sets(["output=~/run", "task=null"]) == {"output": "/home/me/run", "task": None}
 
 
-def test_later_sources_win():
+def test_flags_override_sets_override_file():
     file = {"model": "m", "max_steps": 5, "columns": {"text": "a", "label": "b"}}
     options = make_options(file, read_sets(["columns.text=c", "tp=2"]), {"max_steps": 7})
     assert options == TrainOptions("m", max_steps=7, tp=2, columns={"text": "c", "label": "b"})
 
 
-def test_back_to_yaml():
+def test_options_survive_yaml_round_trip():
     options = TrainOptions("m", learning_rate=1e-5, report_to=("a",), columns={"text": "b"}, dp=2)
     assert make_options(checked(yaml.safe_load(as_yaml(options)), "")) == options
 
 
-def test_every_bound_is_of_a_key():
+def test_bounds_belong_to_existing_keys():
     assert LEAST.keys() | ONE_OF.keys() <= TrainOptions.__dataclass_fields__.keys()
     checked({k: v for k, v in vars(TrainOptions("m")).items() if v is not None}, "")
 
 
-def test_every_key_is_on_the_page():
+def test_training_page_lists_every_key():
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     found = re.findall(
         r"^\| `(\w+)` \| (?:`(.*)`)? \| (.+) \|$", page.partition("## All keys")[2], re.MULTILINE
@@ -178,7 +178,7 @@ def test_every_key_is_on_the_page():
         )
 
 
-def test_four_questions_write_a_configuration(tmp_path, monkeypatch, capsys):
+def test_init_writes_a_config_from_four_answers(tmp_path, monkeypatch, capsys):
     from typer.testing import CliRunner
 
     from slapo_zoo.cli.main import app
@@ -203,12 +203,12 @@ def test_four_questions_write_a_configuration(tmp_path, monkeypatch, capsys):
     assert "it is there already" in failure(capsys, "init", file)
 
 
-def test_a_configuration_fits_its_ranks(tmp_path):
+def test_init_batch_size_is_divisible_by_ranks(tmp_path):
     run("init", tmp_path / "a", "--model", "m", "--data", "d", "--task", "auto", "--ranks", 3)
     check_batch(read_config(tmp_path / "a")["batch_size"], 3, None)
 
 
-def test_the_first_words_come_before_the_slow_imports(tmp_path):
+def test_train_command_imports_no_torch_at_start(tmp_path):
     code = "import sys, slapo_zoo.cli.commands.train, slapo_zoo.cli.training.options; print('torch' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
@@ -216,7 +216,7 @@ def test_the_first_words_come_before_the_slow_imports(tmp_path):
     assert result.stdout.split() == ["False"]
 
 
-def test_arguments_of_the_loader():
+def test_unknown_loader_argument_names_the_nearest():
     config = SimpleNamespace(resid_pdrop=0.1)
     check_load({"sequence_parallel": True, "resid_pdrop": 0.2}, config)
     with pytest.raises(ConfigError, match="did you mean 'sequence_parallel'"):
@@ -257,7 +257,7 @@ def test_arguments_of_the_loader():
         ({"log_file": "notes/log"}, "log_file: .*notes cannot be written to"),
     ],
 )
-def test_keys_that_need_each_other(changes, said, tmp_path, monkeypatch):
+def test_conflicting_or_missing_keys_are_refused(changes, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old" / "step-00000001").mkdir(parents=True)
     for name in ("d.txt", "e", "notes"):
@@ -267,7 +267,7 @@ def test_keys_that_need_each_other(changes, said, tmp_path, monkeypatch):
         resolved(options)
 
 
-def test_rows_fit_behind_the_padding():
+def test_row_length_excludes_positions_of_padding():
     """RoBERTa's positions begin at 2 of 66."""
     config = SimpleNamespace(model_type="roberta", max_position_embeddings=66, pad_token_id=1)
     assert row_length(None, config) == row_length(64, config) == 64
@@ -275,7 +275,7 @@ def test_rows_fit_behind_the_padding():
         row_length(65, config, "target_len")
 
 
-def test_the_command_says_what_it_will_do_first(tmp_path, capsys):
+def test_train_prints_its_plan_first(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(
         f"model: {tmp_path / 'none'}\nmax_steps: 3\nlearning_rate: 1e-3\n"
     )
@@ -306,7 +306,7 @@ def test_the_command_says_what_it_will_do_first(tmp_path, capsys):
     assert "max_steps=[1: found no YAML" in failure(capsys, "train", "m", "--set", "max_steps=[1")
 
 
-def test_an_entry_after_a_value_that_has_none():
+def test_last_of_repeated_sets_counts():
     """The last one counts, as with a key that is given twice."""
     assert read_sets(["columns=null", "columns.text=body"]) == {"columns": {"text": "body"}}
     assert read_sets(["columns.text=a", "columns.label=b", "learning_rate=1", "learning_rate=2"]) == {

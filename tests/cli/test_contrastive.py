@@ -12,7 +12,7 @@ from tiny_models import BASE
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def test_a_pair_alone_learns_nothing():
+def test_single_pair_per_batch_is_refused():
     from slapo_zoo.cli.training.checks import check_pairs
 
     with pytest.raises(ConfigError, match="--batch-size: found 1, expected more"):

@@ -54,7 +54,7 @@ def test_files_are_read_by_name_and_binaries_are_not(tmp_path):
     assert documents(tmp_path / "b.txt") == ["second"]
 
 
-def test_a_file_that_is_no_text_is_left_out_aloud(tmp_path, capsys):
+def test_binary_file_is_skipped_with_a_message(tmp_path, capsys):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text("first\r\nline", encoding="utf-8-sig", newline="")
@@ -80,7 +80,7 @@ def test_a_saved_data_set_streams_and_keeps_its_splits(several, tmp_path):
     assert len(read.open_table(path, "test" if several else "train")) == (1 if several else 20)
 
 
-def test_no_data_and_no_text_are_errors(tmp_path):
+def test_missing_data_or_text_raises(tmp_path):
     with pytest.raises(DataError, match="found nothing there"):
         read.kind_of(str(tmp_path / "none"))
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
@@ -104,7 +104,7 @@ def test_every_part_of_a_document_is_known():
     assert not len(packed(Causal(Letters(), 6), "abc"))
 
 
-def test_documents_of_a_row_are_told_apart():
+def test_packed_documents_get_their_own_position_ids():
     task = Causal(Letters(eos=0), 4, document_masks=True)
     batch = task.collate(packed(task, "ab", "cdefg")[[0, 1]], GENERATOR())
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
@@ -138,7 +138,7 @@ def test_every_row_comes_once_per_epoch():
 @pytest.mark.parametrize(
     "task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=["next", "masked"]
 )
-def test_data_parallel_parts_make_the_whole(task):
+def test_dp_parts_concatenate_to_the_whole_batch(task):
     batches = Batches(ten_rows(task), task, 4, seed=3)
     for name, whole in batches.part(1).items():
         assert torch.equal(whole, torch.cat([batches.part(1, i, 2)[name] for i in (0, 1)]))
@@ -200,7 +200,7 @@ def test_the_same_rows_from_every_format(kind, tmp_path):
     assert checksum(stream) == checksum(packed(Causal(words, 16), *(r["text"] for r in ROWS)))
 
 
-def test_tokens_are_made_once(tmp_path, monkeypatch):
+def test_tokenized_rows_are_cached_between_processes(tmp_path, monkeypatch):
     """The second process of a node finds those of the first; another task or length does not."""
     path, calls = write_rows(tmp_path, "jsonl", ROWS), []
     encode = Classify.encode
@@ -224,7 +224,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_in_columns_are_named(name, tmp_path):
+def test_wrong_columns_are_named_in_the_error(name, tmp_path):
     data = read.open_table(write_rows(tmp_path, "jsonl", ROWS), "train")
     work, said = MISTAKES[name]
     with pytest.raises(DataError, match=said):
@@ -232,7 +232,7 @@ def test_mistakes_in_columns_are_named(name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_a_file_has_one_split(kind, tmp_path):
+def test_evaluating_on_another_split_of_a_single_file_raises(kind, tmp_path):
     """Else the rows of the training would be what is evaluated on."""
     (tmp_path / f"a.{kind}").write_text('{"text": "to be"}\n' * 8)
     with pytest.raises(DataError, match="have one split"):
@@ -242,7 +242,7 @@ def test_a_file_has_one_split(kind, tmp_path):
         other_rows(Causal(tokenizer(eos_token=END), 4), options)
 
 
-def test_the_hub_is_asked_once(monkeypatch):
+def test_hub_is_asked_once_per_data_set(monkeypatch):
     from huggingface_hub import HfApi
 
     asked = []
@@ -258,7 +258,7 @@ def test_the_hub_is_asked_once(monkeypatch):
     assert asked == ["nobody/nothing"]
 
 
-def test_broken_files_and_unknown_names(tmp_path, monkeypatch):
+def test_broken_file_or_unknown_data_set_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     (tmp_path / "a.jsonl").write_text("{not json")
@@ -270,7 +270,7 @@ def test_broken_files_and_unknown_names(tmp_path, monkeypatch):
         read.kind_of("gone.parquet")
 
 
-def test_batches_of_the_other_tasks():
+def test_tag_translate_and_pair_batches_have_the_right_tensors():
     words = tokenizer(eos_token=END)
     tag = Tag(words, 64, names=("O", "NAME"))
     rows = tag.encode({"tokens": [["to", "bee"], ["or"]], "tags": [["NAME", "O"], ["O"]]})
@@ -294,7 +294,7 @@ def test_batches_of_the_other_tasks():
 
 
 @pytest.mark.parametrize("task", [Causal, Translate])
-def test_a_stream_goes_on_where_it_stood(task, tmp_path):
+def test_stream_resumes_where_it_stopped(task, tmp_path):
     """From the position of any step, through the end of the data, and with a block in memory only."""
     rows = [{"text": "word " * (i % 7), "source": f"{i} in", "target": f"{i}"} for i in range(20)]
     path, words = write_rows(tmp_path, "jsonl", rows), tokenizer(eos_token=END)

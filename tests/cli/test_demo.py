@@ -35,7 +35,7 @@ def test_demo_from_the_command_line(tmp_path):
 
 
 @pytest.mark.parametrize("beside", [[5.0, 4.2], [5.0, float("nan")]])
-def test_columns_that_differ_are_noticed(beside, capsys):
+def test_demo_reports_differing_loss_columns(beside, capsys):
     assert demo.verdict([5.0, 4.0], [5.0, 4.0])
     assert not demo.verdict([5.0, 4.0], beside)
     assert "The two columns differ" in capsys.readouterr().out

@@ -40,12 +40,12 @@ def test_learning_rates_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("name", ["linaer", "reduce_lr_on_plateau"])
-def test_a_schedule_that_is_none_is_named(name):
+def test_unknown_lr_scheduler_type_raises(name):
     with pytest.raises(ConfigError, match=f"lr_scheduler_type={name}"):
         make_schedule(TrainOptions("m", lr_scheduler_type=name))
 
 
-def test_matrices_decay_and_vectors_do_not():
+def test_weight_decay_applies_to_matrices_only():
     model = torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))  # fmt: skip
     decays, others = parameter_groups(model.parameters(), 0.1)
     assert decays["weight_decay"] == 0.1
@@ -54,7 +54,7 @@ def test_matrices_decay_and_vectors_do_not():
     assert [p.ndim for p in others["params"]] == [1, 1, 1]
 
 
-def test_the_best_is_kept_and_what_came_after_counted():
+def test_best_keeps_the_best_loss_and_counts_worse_evaluations():
     best = Best("loss")
     found = [best.judge(step, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.0, 2.5])]
     assert found == [True, True, False, False]
@@ -123,7 +123,7 @@ def test_resumes_exactly_on_another_layout(job, tmp_path, capfd):
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-4)
 
 
-def test_an_evaluation_is_the_mean_of_transformers(job, tmp_path, capfd):
+def test_evaluation_loss_equals_transformers(job, tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     best = tmp_path / "best"
@@ -139,7 +139,7 @@ def test_an_evaluation_is_the_mean_of_transformers(job, tmp_path, capfd):
     assert f"loss {loss:.4f}" in line
 
 
-def test_training_ends_when_it_gets_no_better(job, tmp_path, capfd):
+def test_early_stopping_ends_training(job, tmp_path, capfd):
     run("train", "--config", job / "run.yaml", "--learning-rate", 10, "--max-steps", 50, "--checkpoint", tmp_path / "c",
         "--set", "warmup_steps=0", "--set", "patience=2")  # fmt: skip
     found = evaluations(capfd.readouterr().out)

@@ -24,12 +24,12 @@ def cli(*words):
 
 
 @pytest.mark.parametrize("command", [plan, show, verify])
-def test_flags_are_the_loaders_options(command):
+def test_layout_flags_equal_loader_options(command):
     usual, flags = {**vars(LoaderOptions()), "dp": 1}, inspect.signature(command).parameters
     assert {name: flags[name].default for name in LAYOUT} == {name: usual[name] for name in LAYOUT}
 
 
-def test_a_layout_that_a_search_finds_can_be_asked_about(capsys):
+def test_plan_accepts_flags_of_a_found_layout(capsys):
     """Virtual stages, a policy and tokens in shares, as `plan --gpus` prints them."""
     words = ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2, "--checkpoint-ratio", 1,
              "--checkpoint-policy", "save_matmuls")  # fmt: skip
@@ -53,12 +53,12 @@ def test_a_layout_that_a_search_finds_can_be_asked_about(capsys):
         ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2),
     ],
 )
-def test_verify_takes_them(words, capsys):
+def test_verify_accepts_layout_flags(words, capsys):
     assert cli("verify", "gpt2", *words) == 0
     assert "verified" in capsys.readouterr().out
 
 
-def test_what_a_card_says_is_not_said_beside_it(capsys):
+def test_verify_refuses_flags_that_a_card_fixes(capsys):
     assert (
         cli("verify", "gpt2", "--tp", 2, "--schedule", "hub_cards/gpt2", "--sequence-parallel") == 2
     )

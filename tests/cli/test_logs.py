@@ -25,7 +25,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_a_step_also_after_a_kill(job, tmp_path):
+def test_log_has_one_line_per_step_after_a_kill_and_resume(job, tmp_path):
     path, kept = tmp_path / "logs" / "run.jsonl", tmp_path / "kept"
     more = ["--set", f"log_file={path}", "--checkpoint", kept, "--set", "eval_share=0.2", "--set", "eval_steps=2"]  # fmt: skip
     run(*job, "--max-steps", 2, *more)
@@ -49,7 +49,7 @@ def test_a_full_disk_under_the_log_ends_in_one_error(job, capsys):
     assert "error: disk: No space left on device\n  hint: make room there" in said
 
 
-def test_a_tracker_of_trainer(job, tmp_path):
+def test_tensorboard_files_contain_loss_and_rate(job, tmp_path):
     run(*job, "--max-steps", 2, "--set", "report_to=[tensorboard]", "--output", tmp_path / "out")
     files = list((tmp_path / "out-logs").rglob("*tfevents*"))
     data = b"".join(file.read_bytes() for file in files)
@@ -60,12 +60,12 @@ def test_a_tracker_of_trainer(job, tmp_path):
     ("name", "said"),
     [("tensorbord", "report_to: tensorbord is not supported"), ("wandb", "requires wandb")],
 )
-def test_a_tracker_that_is_not_there(name, said):
+def test_missing_tracker_package_is_refused(name, said):
     with pytest.raises(ConfigError, match=said):
         records.check_trackers(TrainOptions("m", report_to=(name,)))
 
 
-def test_the_share_of_the_peak(monkeypatch):
+def test_mfu_is_flops_over_peak(monkeypatch):
     from transformers import GPT2Config
 
     from slapo_zoo import AutoScheduledModel
@@ -82,20 +82,20 @@ def test_the_share_of_the_peak(monkeypatch):
     assert found["mfu"] == pytest.approx(6 * meter.parameters * 32 / 1e12)
 
 
-def test_a_line_every_n_steps(job, capfd):
+def test_logging_steps_writes_every_nth_step(job, capfd):
     run(*job, "--max-steps", 6, "--set", "logging_steps=2")
     found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
     assert [line.split()[2] for line in found] == ["2/6", "4/6", "6/6"]
 
 
-def test_the_bubble_of_a_pipeline(job, tmp_path):
+def test_log_reports_pipeline_bubble(job, tmp_path):
     """With one micro-batch no two stages ever compute at a time, so half or more is waited."""
     path = tmp_path / "run.jsonl"
     run(*job, "--max-steps", 2, "--pp", 2, "--set", "micro_batches=1", "--set", f"log_file={path}")
     assert all(0.5 <= line["bubble"] < 1 for line in lines(path))
 
 
-def test_the_waits_of_each_rank_count(ranks):
+def test_bubble_averages_the_waits_of_all_ranks(ranks):
     """0.2 of 1 s and 0.4 of 0.9 s: of two ranks' second each, 0.6 s were computed."""
     for found in ranks.run(_waited, 2):
         assert found == [pytest.approx(0.7), None]

@@ -11,7 +11,7 @@ from slapo_zoo.cli.data.tasks import IGNORED, DataError, Masked, Spans
 GENERATOR = torch.Generator
 
 
-def test_masking_guesses_fifteen_percent():
+def test_masking_masks_fifteen_percent():
     ids = torch.randint(10, 1000, (200, 100))
     task = Masked(Letters(cls=1, sep=0), 102)
     batch = task.collate({"input_ids": ids.tolist()}, GENERATOR())
@@ -32,7 +32,7 @@ def t5_words():
     return tokenizer(marks, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
 
 
-def test_a_batch_without_a_guess_has_no_loss():
+def test_small_batch_masks_at_least_one_token():
     """So a small one guesses a token of its own."""
     for seed in range(20):
         task = Masked(Letters(cls=1, sep=0), 4)
@@ -62,6 +62,6 @@ def test_spans_and_sentinels_hold_every_token_once(seq_len):
     assert sum(map(len, spans.values())) == max(1, round(0.15 * task.row_tokens))
 
 
-def test_spans_need_sentinels():
+def test_span_task_without_sentinel_tokens_raises():
     with pytest.raises(DataError, match="sentinels"):
         Spans(tokenizer(eos_token="</s>", unk_token="<unk>"), 32)

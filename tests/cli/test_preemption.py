@@ -81,13 +81,13 @@ def test_a_signal_finishes_the_step_and_saves(job, tmp_path, number, code, more)
     assert f"the same command goes on from {tmp_path / 'out'}" in text
 
 
-def test_what_is_said_without_a_checkpoint():
+def test_stop_without_checkpoint_says_nothing_was_saved():
     stopped = StoppedError(signal.SIGTERM, 3, TrainOptions("m", max_steps=9))
     assert stopped.code == 75
     assert "nothing was saved" in str(stopped)
 
 
-def test_step_folders_and_the_link(job, tmp_path, capsys):
+def test_last_links_to_the_newest_step_folder(job, tmp_path, capsys):
     out = tmp_path / "out"
     more = ["--checkpoint", str(out), "--save-steps", "1", "--save-total-limit", "2"]
     run(*job, "--max-steps", "4", *more)
@@ -101,7 +101,7 @@ def test_step_folders_and_the_link(job, tmp_path, capsys):
     assert state_of(out / "last")["optimizer"]["groups"][0]["options"]["lr"] == 0.5
 
 
-def test_another_text_of_the_same_size_is_noticed(job, tmp_path, capfd):
+def test_resume_with_other_text_of_same_size_is_refused(job, tmp_path, capfd):
     out = tmp_path / "out"
     run(*job, "--max-steps", "1", "--checkpoint", str(out))
     text = Path(job[3]).read_text()
@@ -116,7 +116,7 @@ def test_another_text_of_the_same_size_is_noticed(job, tmp_path, capfd):
     ("loss", "norm", "stops"),
     [(1.0, 1.0, False), (math.nan, 1.0, True), (1.0, math.inf, True), (1.0, math.nan, True)],
 )
-def test_numbers_that_are_not_finite_end_the_training(loss, norm, stops):
+def test_nan_loss_ends_the_training(loss, norm, stops):
     options = TrainOptions("m", checkpoint="out")
     if not stops:
         check_finite(3, loss, norm, options)
@@ -125,7 +125,7 @@ def test_numbers_that_are_not_finite_end_the_training(loss, norm, stops):
         check_finite(3, loss, norm, options)
 
 
-def test_no_save_over_a_good_one_after_a_loss_of_nan(job, tmp_path, monkeypatch, capfd):
+def test_nan_loss_does_not_replace_a_good_checkpoint(job, tmp_path, monkeypatch, capfd):
     out = tmp_path / "out"
     run(*job, "--max-steps", "2", "--checkpoint", str(out))
     good = (out / "model.safetensors").read_bytes()
@@ -149,7 +149,7 @@ def make(folder, step):
     (folder / "config.json").write_text("{}")
 
 
-def test_a_link_that_was_lost(tmp_path):
+def test_latest_step_is_found_without_the_link(tmp_path):
     for step in (9, 10, 100):
         make(place_of(tmp_path, step, 3), step)
         keep_newest(tmp_path, place_of(tmp_path, step, 3), 3)

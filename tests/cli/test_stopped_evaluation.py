@@ -54,7 +54,9 @@ def ranks_of(launcher):
     ("number", "code", "says"),
     [(signal.SIGKILL, 2, "killed by SIGKILL"), (signal.SIGTERM, 75, "the same command goes on")],
 )
-def test_it_ends_and_goes_on_elsewhere(folder, tmp_path, number, code, says):
+def test_stopped_evaluation_saves_and_resumes_on_another_layout(
+    folder, tmp_path, number, code, says
+):
     """A killed rank ends all at once; a request lets the evaluation end, and saves what it found."""
     expected = finished(folder, tmp_path / "whole", "--max-steps", "5")
     place, keep = tmp_path / "cut", ("--checkpoint", "saved", "--save-steps", "1")

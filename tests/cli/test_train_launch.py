@@ -146,7 +146,7 @@ def test_the_deepspeed_launcher_gives_the_losses_of_local_ranks(engine, job):
     assert launched(run, DS_ACCELERATOR="cpu") == expected
 
 
-def test_option_of_the_deepspeed_launcher(job, capsys):
+def test_local_rank_option_of_deepspeed_is_accepted(job, capsys):
     """What the launcher adds is taken, also where the rest is wrong."""
     err = failure(capsys, "--local_rank=1", *job[0], "--engine", "horovod")
     assert "found 'horovod'" in err
@@ -177,7 +177,7 @@ def test_wrong_options_are_errors_without_a_traceback(wrong, job, capsys, monkey
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
-def test_an_engine_that_is_not_installed(engine, job, capsys, monkeypatch):
+def test_missing_engine_package_names_pip_install(engine, job, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     err = failure(capsys, *job[0], "--engine", engine)
     assert f"pip install slapo-zoo[{engine}]" in err
@@ -192,14 +192,14 @@ def srun(monkeypatch, rank=0, **changes):
         monkeypatch.setenv(name, value)
 
 
-def test_srun_with_a_wrong_number_of_tasks(job, capsys, monkeypatch):
+def test_srun_with_wrong_task_count_is_refused(job, capsys, monkeypatch):
     srun(monkeypatch, SLURM_STEP_NUM_TASKS="3")
     assert world_size_of_launch() == 3
     err = failure(capsys, *job[0], "--tp", 2)
     assert "found 3 processes, expected a multiple of tp*pp = 2" in err
 
 
-def test_what_srun_says(monkeypatch):
+def test_slurm_variables_become_torchrun_variables(monkeypatch):
     changes = {"SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
                "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1"}  # fmt: skip
     srun(monkeypatch, rank=9, **changes)
@@ -213,7 +213,7 @@ def test_what_srun_says(monkeypatch):
     assert is_distributed_launch()
 
 
-def test_a_batch_script_and_a_shell_are_no_launch(monkeypatch):
+def test_slurm_batch_script_and_shell_are_no_launch(monkeypatch):
     """A batch script has the job's variables and no step's; `srun --pty` is a step of one task."""
     srun(monkeypatch)
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")

@@ -7,7 +7,7 @@ import pytest
 from slapo_zoo.cli.waiting import waiting
 
 
-def test_a_line_now_and_then(capsys):
+def test_waiting_prints_progress_lines(capsys):
     with waiting("verify gpt2", first_s=0.01, every_s=0.01):
         deadline = time.monotonic() + 30
         said = ""

@@ -19,11 +19,11 @@ from corpus_training import Trained, config_of, distance, on_rank, plain, quiet
 from mutants import mutate
 from slapo_zoo import SlapoError, create_schedule, emulate
 from slapo_zoo.hf.models import no_progress_bars
-from slapo_zoo.language.missing_sums import missing_sums
+from slapo_zoo.model.missing_sums import missing_sums
+from slapo_zoo.verify.case import Trial, case_for, write_weights
 from slapo_zoo.verify.context import Verify
-from slapo_zoo.verify.core import alone_on_one_rank, verify
+from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.report import Report, VerifyError
-from slapo_zoo.verify.subject import Subject, changes_for_comparison, write_weights
 
 RIGHT = Fault()
 LATEST = 5  # modules that a report may name before the one that is to blame
@@ -63,11 +63,12 @@ def _weights(cls: str, config: Any, root: Path) -> tuple[Path, Any]:
         return folder, write_weights(made, getattr(transformers, cls), folder, 0)
 
 
-def subject_of(bug: Bug, root: Path) -> Subject:
+def trial_of(bug: Bug, root: Path) -> Trial:
     """The model, the mesh and the batches of a bug, its schedule mutated."""
     sizes, knobs = LAYOUTS[bug.layout]
     folder, config = _weights(bug.cls, bug.config, root)
-    right = Subject(config, getattr(transformers, bug.cls), sizes, "zoo", folder, 0, dict(knobs))
+    case = case_for(config, getattr(transformers, bug.cls), sizes, folder)
+    right = Trial(case, sizes, "zoo", dict(knobs))
     if not bug.fault.edits:
         return right
     steps = right.outline().schedule.history
@@ -75,9 +76,9 @@ def subject_of(bug: Bug, root: Path) -> Subject:
     return replace(right, schedule=mutate(bug.fault, steps), knobs=own)
 
 
-def right_subject(bug: Bug, root: Path) -> Subject:
+def right_trial(bug: Bug, root: Path) -> Trial:
     """The same without the bug."""
-    return subject_of(replace(bug, fault=RIGHT), root)
+    return trial_of(replace(bug, fault=RIGHT), root)
 
 
 @cache
@@ -86,11 +87,10 @@ def _reference(
 ) -> Trained:
     """Plain `transformers`; with dropout, or a loop that it does not know, our right one on one rank."""
     bug = Bug("", (), "", "", cls, RIGHT, "", "", layout, config, dropout)
-    subject = right_subject(bug, root)
+    trial = right_trial(bug, root)
     if not dropout and right is None:
-        return plain(subject)
-    whole = alone_on_one_rank(subject)
-    return on_rank(whole, right or RIGHT.training, dropout, False, False)
+        return plain(trial)
+    return on_rank(trial.on_one_rank(), right or RIGHT.training, dropout, False, False)
 
 
 def damage(bug: Bug, root: Path) -> float:
@@ -98,13 +98,13 @@ def damage(bug: Bug, root: Path) -> float:
     right = bug.fault.training.right
     want = _reference(bug.cls, bug.config, bug.dropout, bug.layout, right, root)
     with quiet():
-        return distance(_trained(bug, subject_of(bug, root), False), want)
+        return distance(_trained(bug, trial_of(bug, root), False), want)
 
 
-def _trained(bug: Bug, subject: Subject, guarded: bool, watched: bool = False) -> list[Trained]:
-    arguments = (subject, bug.fault.training, bug.dropout, guarded, watched)
+def _trained(bug: Bug, trial: Trial, guarded: bool, watched: bool = False) -> list[Trained]:
+    arguments = (trial, bug.fault.training, bug.dropout, guarded, watched)
     with bug.fault.patch(), nullcontext() if guarded else _checks_off():
-        return emulate(on_rank, *arguments, mesh=subject.sizes, timeout_s=TIMEOUT_S)
+        return emulate(on_rank, *arguments, mesh=trial.sizes, timeout_s=TIMEOUT_S)
 
 
 @contextmanager
@@ -129,21 +129,21 @@ def _texts(run: Callable[[], Any]) -> tuple[str, ...]:
 
 
 def _build(bug: Bug, root: Path) -> tuple[str, ...]:
-    subject = subject_of(bug, root)
-    return _texts(subject.outline) or tuple(missing_sums(subject.outline().schedule))
+    trial = trial_of(bug, root)
+    return _texts(trial.outline) or tuple(missing_sums(trial.outline().schedule))
 
 
 def _guard(bug: Bug, root: Path) -> tuple[str, ...]:
-    return _texts(lambda: _trained(bug, subject_of(bug, root), True))
+    return _texts(lambda: _trained(bug, trial_of(bug, root), True))
 
 
 def _watch(bug: Bug, root: Path) -> tuple[str, ...]:
-    return _texts(lambda: _trained(bug, subject_of(bug, root), False, True))
+    return _texts(lambda: _trained(bug, trial_of(bug, root), False, True))
 
 
 def _verify(bug: Bug, root: Path) -> tuple[str, ...]:
     sizes, knobs = LAYOUTS[bug.layout]
-    schedule = subject_of(bug, root).schedule
+    schedule = trial_of(bug, root).schedule
     own = {k: v for k, v in knobs.items() if schedule == "zoo" or k != "sequence_parallel"}
     config = config_of(bug.cls, bug.config)
     with bug.fault.patch(), quiet():
@@ -159,21 +159,21 @@ def _named_by(report: Report) -> tuple[str, ...]:
 
 
 def _context(bug: Bug, root: Path) -> tuple[str, ...]:
-    subject = subject_of(bug, root)
+    trial = trial_of(bug, root)
     with bug.fault.patch(), quiet():
-        reports = emulate(_in_context, subject, mesh=subject.sizes, timeout_s=TIMEOUT_S)
+        reports = emulate(_in_context, trial, mesh=trial.sizes, timeout_s=TIMEOUT_S)
     return next((names for names in map(_named_by, reports) if names), ())
 
 
-def _in_context(subject: Subject) -> Any:
-    changes = changes_for_comparison(subject.config)
+def _in_context(trial: Trial) -> Any:
+    case = trial.case
     with no_progress_bars():
-        model = subject.cls.from_pretrained(subject.folder, dtype=torch.float32, **changes)
-    inputs = {k: v for k, v in subject.batch().items() if k != "labels"}
+        model = case.cls.from_pretrained(case.folder, dtype=torch.float32, **case.changes())
+    inputs = {k: v for k, v in case.batch.items() if k != "labels"}
     sch = create_schedule(model)
     try:
         with Verify(sch, inputs) as context:
-            subject.schedule(sch)
+            trial.schedule(sch)
     except VerifyError:
         pass
     return context.report

@@ -10,10 +10,11 @@ import transformers
 from mutants import CONFIGS as FAMILIES
 from mutants import IDS, LLAMA
 from slapo_zoo.hf.models import no_progress_bars
-from slapo_zoo.model.numerics import NumericsWatch
-from slapo_zoo.verify.runs import LEARNING_RATE, MAX_NORM, digests, load, optimizer_of
-from slapo_zoo.verify.shrink import dropouts
-from slapo_zoo.verify.subject import Subject, changes_for_comparison
+from slapo_zoo.model.numerics import NumericsWatch, digests, unlike_replicas
+from slapo_zoo.verify.case import Trial
+from slapo_zoo.verify.compare import LEARNING_RATE, MAX_NORM
+from slapo_zoo.verify.judge import load, optimizer_of
+from slapo_zoo.zoo.shrink import dropouts
 
 STEPS = 2
 CONFIGS = {
@@ -53,7 +54,7 @@ class Training:
 
     Args:
         model: of AutoScheduledModel.
-        subject: tells the batches.
+        trial: tells the batches.
 
     Attributes:
         right: the loop without a bug, where it is another one than plain `transformers` trains by.
@@ -61,8 +62,8 @@ class Training:
 
     right: type["Training"] | None = None
 
-    def __init__(self, model: Any, subject: Subject):
-        self.model, self.subject = model, subject
+    def __init__(self, model: Any, trial: Trial):
+        self.model, self.trial = model, trial
         self.optimizer = self.new_optimizer()
 
     def new_optimizer(self) -> torch.optim.Optimizer:
@@ -71,13 +72,17 @@ class Training:
 
     def feed(self, step: int) -> dict[str, torch.Tensor]:
         """The rows of this rank."""
-        whole = self.subject.batch(step)
-        return self.subject.part(whole, self.model.mesh.coord("dp"))
+        whole = self.trial.case.batch_of(step)
+        return self.trial.part(whole, self.model.mesh.coord("dp"))
 
     def backward(self, step: int) -> float:
         """Forward and backward of one step."""
         batch = self.feed(step)
-        return float(self.model.train_step(batch, micro_batches=self.subject.micro_batches))
+        return float(
+            self.model.train_step(
+                batch, micro_batches=self.trial.micro_batches(self.model._slapo.table)
+            )
+        )
 
     def clip(self) -> float:
         """Scale the gradients; returns their norm."""
@@ -116,7 +121,7 @@ class Training:
 
 class _Plain(Training):
     def feed(self, step: int) -> dict[str, torch.Tensor]:
-        return self.subject.batch(step)
+        return self.trial.case.batch_of(step)
 
     def backward(self, step: int) -> float:
         loss = self.model(**self.feed(step)).loss
@@ -144,28 +149,28 @@ class _Plain(Training):
 
 
 @no_progress_bars()
-def plain(subject: Subject) -> Trained:
+def plain(trial: Trial) -> Trained:
     """The reference: plain `transformers`, one process, whole batches."""
-    model = subject.cls.from_pretrained(subject.folder, **changes_for_comparison(subject.config))
-    return _Plain(model, subject).run()
+    model = trial.case.cls.from_pretrained(trial.case.folder, **trial.case.changes())
+    return _Plain(model, trial).run()
 
 
 def on_rank(
-    subject: Subject, training: type[Training], dropout: float, guarded: bool, watched: bool
+    trial: Trial, training: type[Training], dropout: float, guarded: bool, watched: bool
 ) -> Trained:  # fmt: skip
     """This rank of a training.
 
     Args:
-        subject: the model, the mesh and the batches.
+        trial: the model, the mesh and the batches.
         training: the loop.
         dropout: probability of every dropout.
         guarded: whether each step is looked at.
         watched: whether NumericsWatch looks on.
     """
-    drops = dict.fromkeys(dropouts(subject.config), dropout) if dropout else {}
-    model = load(subject, {**changes_for_comparison(subject.config), **drops}, torch.float32)
+    drops = dict.fromkeys(dropouts(trial.case.config), dropout) if dropout else {}
+    model = load(trial, {**trial.case.changes(), **drops}, torch.float32)
     model.input_check_interval = int(guarded)
-    run = training(model, subject)
+    run = training(model, trial)
     if not watched:
         return run.run()
     with NumericsWatch(model) as watch:
@@ -174,7 +179,7 @@ def on_rank(
 
 def distance(found: list[Trained], want: Trained) -> float:
     """The largest relative difference of losses, norms, gradients and weights; infinity where replicas differ."""
-    if _drifted(found):
+    if any(unlike_replicas([one.digests for one in found])):
         return float("inf")
     first = found[0]
     errors = [_apart(torch.tensor(one.losses), torch.tensor(want.losses)) for one in found]
@@ -193,15 +198,6 @@ def _apart(found: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> float
         return float("inf")
     error = (found.double() - want.double()).abs().max()
     return float(error / max(least, float(want.double().abs().max())))
-
-
-def _drifted(found: list[Trained]) -> bool:
-    seen: dict[Any, str] = {}
-    return any(
-        seen.setdefault((name, part), value) != value
-        for one in found
-        for name, (value, part) in one.digests.items()
-    )
 
 
 def quiet() -> Any:

@@ -12,7 +12,7 @@ from corpus_training import Training
 from slapo_zoo import load_checkpoint, save_checkpoint
 from slapo_zoo.parallel.ranks.agreement import once_for_all, together
 from slapo_zoo.parallel.rng.random_stream import drawn_from
-from slapo_zoo.verify.runs import LEARNING_RATE, MAX_NORM
+from slapo_zoo.verify.compare import LEARNING_RATE, MAX_NORM
 
 GPT2, BERT, LLAMA, T5 = (
     "GPT2LMHeadModel", "BertForMaskedLM", "LlamaForCausalLM", "T5ForConditionalGeneration",
@@ -42,7 +42,7 @@ class ClipsOnOneRank(Training):
 class WithLora(Training):
     """Adapters beside a frozen model."""
 
-    def __init__(self, model, subject):
+    def __init__(self, model, trial):
         from peft import LoraConfig
 
         model.add_adapter(LoraConfig(r=4, target_modules=["q_proj", "o_proj"]))
@@ -50,7 +50,7 @@ class WithLora(Training):
             for name, p in model.named_parameters():
                 if "lora_B" in name and name not in divided(model):
                     torch.nn.init.normal_(p, std=0.1)
-        super().__init__(model, subject)
+        super().__init__(model, trial)
 
     def grads(self):
         return {}
@@ -59,8 +59,8 @@ class WithLora(Training):
 class LoraDrawnByRank(WithLora):
     """Each tp rank draws its own first values."""
 
-    def __init__(self, model, subject):
-        super().__init__(model, subject)
+    def __init__(self, model, trial):
+        super().__init__(model, trial)
         for name, p in model.named_parameters():
             if "lora_" in name and name not in divided(model):
                 p.data.mul_(1.0 + 0.5 * model.mesh.coord("tp"))
@@ -119,8 +119,8 @@ def other_rows(mesh_dim):
 
     class Fed(Training):
         def feed(self, step):
-            whole = self.subject.batch(step + 10 * self.model.mesh.coord(mesh_dim))
-            return self.subject.part(whole, self.model.mesh.coord("dp"))
+            whole = self.trial.case.batch_of(step + 10 * self.model.mesh.coord(mesh_dim))
+            return self.trial.part(whole, self.model.mesh.coord("dp"))
 
     return Fed
 
@@ -129,7 +129,7 @@ class SameRows(Training):
     """All dp ranks read the same rows."""
 
     def feed(self, step):
-        return self.subject.part(self.subject.batch(step), 0)
+        return self.trial.part(self.trial.case.batch_of(step), 0)
 
 
 class Orthogonal(torch.optim.Optimizer):

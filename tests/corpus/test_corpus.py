@@ -37,7 +37,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize("bug", marked(BUGS), ids=label)
-def test_is_a_fault_is_found_and_named(bug, root):
+def test_injected_bug_changes_training_and_its_checker_names_it(bug, root):
     """With all checks off a training goes another way; the check of its row finds it, and says where."""
     assert damage(bug, root) > REAL
     found = look(bug, bug.checker, root) if bug.always else first_to_find(bug, root)
@@ -53,20 +53,20 @@ def test_without_its_fault_a_training_is_right_and_nothing_is_found(bug, root):
     assert not first_to_find(bug, root).checker
 
 
-def test_the_corpus_is_data():
+def test_corpus_rows_are_valid():
     assert len({bug.name for bug in BUGS}) == len(BUGS)
     assert all(bug.threads and bug.met and bug.wrong and bug.layout in LAYOUTS for bug in BUGS)
     assert {bug.checker for bug in BUGS} <= {*CHECKERS, ""}
     assert all(bug.checker in asked_of(bug) for bug in BUGS if bug.checker)
 
 
-def test_most_are_found():
+def test_95_percent_of_bugs_have_a_checker():
     found = [bug for bug in BUGS if bug.checker]
     assert len(found) >= 0.95 * len(BUGS)
     assert all(bug.named for bug in found)
 
 
-def test_the_page_tells_of_these_bugs():
+def test_corpus_page_lists_these_bugs():
     """All but the seconds, which are those of one machine."""
     text = corpus_page.PAGE.read_text(encoding="utf-8")
     seconds = corpus_page.measured(text)

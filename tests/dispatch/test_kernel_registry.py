@@ -30,12 +30,12 @@ def test_replace_puts_a_kernel_into_a_module():
         sch["0"].replace("layer_norm")
 
 
-def test_what_runs_on_a_cpu():
+def test_layer_norm_on_cpu_runs_torch():
     assert KERNELS["layer_norm"].runs("cpu") == ("F.layer_norm", "the best of what runs on a CPU")
     assert not runs_triton("layer_norm", torch.zeros(2, 8))
 
 
-def test_a_gpu_that_nobody_measured_runs_what_torch_has():
+def test_unmeasured_gpu_runs_torch_operations():
     path, why = KERNELS["layer_norm"].runs("Some GPU 9000")
     assert path == "torch"
     assert why == "unmeasured on Some GPU 9000"
@@ -50,7 +50,7 @@ def test_a_measured_gpu_chooses_by_its_times(monkeypatch, tmp_path):
     assert bucket("layer_norm", torch.zeros(5, 768, dtype=torch.bfloat16)) in table
 
 
-def test_a_taken_kernel_name_is_refused():
+def test_duplicate_kernel_name_is_refused():
     assert slug("NVIDIA H200") == "nvidia-h200"
     assert bucket("x", torch.zeros(3, 1025)) == "x:float32:2048"
     with pytest.raises(ScheduleError, match="already registered"):
@@ -75,7 +75,7 @@ def test_every_kernel_imports_without_triton():
     assert result.returncode == 0, result.stderr
 
 
-def test_what_whole_steps_weighed_outlives_a_measurement_of_kernels(tmp_path, monkeypatch):
+def test_kernel_benchmark_keeps_results_of_whole_steps(tmp_path, monkeypatch):
     from slapo_zoo.dispatch import benchmark as kernel_times
 
     older = {"dispatch": {"unpadded_encoder:float32:1024": "ours", "geglu:float32:64": "ours"},

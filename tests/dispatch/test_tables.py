@@ -27,7 +27,7 @@ def measured(monkeypatch, tmp_path):
     return write
 
 
-def test_a_table_speaks_for_its_compute_capability(measured):
+def test_table_serves_gpus_of_the_same_capability(measured):
     measured(H100, {"rms_norm:bfloat16:4096": 2.0}, capability="9.0")
     found = decide("rms_norm", "bfloat16", 4096, H200)
     assert found.runs
@@ -35,7 +35,7 @@ def test_a_table_speaks_for_its_compute_capability(measured):
     assert not decide("rms_norm", "bfloat16", 4096, "NVIDIA A100-SXM4-80GB").runs
 
 
-def test_sizes_between_are_interpolated_and_far_ones_unmeasured(measured):
+def test_sizes_are_interpolated_and_far_sizes_are_unmeasured(measured):
     measured(H100, {"rms_norm:bfloat16:1024": 0.25, "rms_norm:bfloat16:16384": 4.0})
     assert not decide("rms_norm", "bfloat16", 1500, H100).runs  # 2048: 0.25 * 16 ** 0.25 = 0.5
     assert decide("rms_norm", "bfloat16", 4096, H100).runs
@@ -44,7 +44,7 @@ def test_sizes_between_are_interpolated_and_far_ones_unmeasured(measured):
     assert decide("rms_norm", "bfloat16", 64, H100).reason.startswith("unmeasured")
 
 
-def test_what_the_user_measured_lies_over_the_package(measured):
+def test_user_measurements_override_the_package(measured):
     measured(H100, {"geglu:bfloat16:1024": 0.5, "swiglu:bfloat16:1024": 2.0}, "package")
     measured(H100, {"geglu:bfloat16:1024": 3.0})
     assert decide("geglu", "bfloat16", 1024, H100).runs

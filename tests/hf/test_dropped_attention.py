@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from slapo_zoo.hf import cpu_dropout_attention as dropped_attention
+from kernel_checks import recorded_operators
 from slapo_zoo.hf.attention import CoreAttention
+from slapo_zoo.kernels import blocked_attention, device_dropout
 from slapo_zoo.parallel.rng.random_stream import RandomStream
 
 
@@ -13,7 +14,8 @@ class Attention(torch.nn.Module):
 
 
 def run(q, k, v, mask, p=0.3):
-    core = CoreAttention(RandomStream(7, step=2, first_row=1, num_rows=3), "a", range(2, 6)).train()
+    stream = RandomStream(7, step=2, first_row=1, num_rows=3)
+    core = CoreAttention(stream, "a", range(2, 6), device=device_dropout.DEVICE_DROPOUT).train()
     out, _ = core(q, k, v, mask, attention=Attention(), dropout=p)
     scale = torch.linspace(0.5, 1.5, out.numel(), dtype=out.dtype).view(out.shape)
     return out, torch.autograd.grad((out * scale).sum(), (q, k, v))
@@ -29,15 +31,19 @@ def masks():
 
 @pytest.mark.parametrize("block", [1, 200, 1 << 19])
 @pytest.mark.parametrize("kind", masks())
-def test_blocks_are_the_explicit_form(kind, block, monkeypatch):
+def test_blockwise_attention_with_dropout_equals_explicit(kind, block, monkeypatch):
     q, *kv = (torch.randn(3, n, s, 8, dtype=torch.float64, requires_grad=True)
               for n, s in ((4, 9), (2, 13), (2, 13)))  # fmt: skip
     want, want_grads = run(q, *kv, masks()[kind])
-    monkeypatch.setattr(dropped_attention, "SMALL", 0)
-    monkeypatch.setattr(dropped_attention, "BLOCK", block)
-    found, grads = run(q, *kv, masks()[kind])
-    assert found.grad_fn is not None
-    assert type(found.grad_fn).__name__ == "_DroppedAttentionBackward"
+    monkeypatch.setattr(device_dropout, "SMALL", 0)
+    monkeypatch.setattr(blocked_attention, "SCORES", block)
+    calls = []
+    with recorded_operators(calls):
+        found, grads = run(q, *kv, masks()[kind])
+    assert [call[0]._schema.name.split("::")[1] for call in calls] == [
+        "attention",
+        "attention_backward",
+    ]
     torch.testing.assert_close(found, want)
     for grad, want_grad in zip(grads, want_grads, strict=True):
         torch.testing.assert_close(grad, want_grad)

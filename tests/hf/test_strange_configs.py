@@ -11,7 +11,7 @@ from parity import Case, checkpoint
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.errors import SlapoError, WeightsError
 from slapo_zoo.hf.configs import read_config
-from slapo_zoo.weights.pickle_file import PickleFile
+from slapo_zoo.weights.folder import PickleFile
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 
 CASE = Case("GPT2LMHeadModel", ("tokens",))
@@ -40,7 +40,7 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_strange_value_is_an_error_of_ours(source, tmp_path, case):
+def test_strange_config_value_raises_slapo_error(source, tmp_path, case):
     config = json.loads((source / "config.json").read_text())
     for item in source.iterdir():
         (tmp_path / item.name).write_bytes(item.read_bytes())
@@ -49,7 +49,7 @@ def test_a_strange_value_is_an_error_of_ours(source, tmp_path, case):
         AutoScheduledModel.from_pretrained(tmp_path)
 
 
-def test_code_beside_a_config_never_runs_and_nobody_is_asked(tmp_path, monkeypatch):
+def test_remote_code_of_a_config_never_runs(tmp_path, monkeypatch):
     config = {"model_type": "unknown_family", "auto_map": {"AutoConfig": "code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     ran = tmp_path / "ran"
@@ -61,7 +61,7 @@ def test_code_beside_a_config_never_runs_and_nobody_is_asked(tmp_path, monkeypat
     assert not ran.exists()
 
 
-def test_damaged_pickles_are_errors_of_ours(tmp_path):
+def test_damaged_pickle_raises_slapo_error(tmp_path):
     path, draw = tmp_path / "pytorch_model.bin", random.Random(4)
     torch.save({"a": torch.ones(3), "b": torch.zeros(2, 2)}, path)
     new = path.read_bytes()
@@ -89,7 +89,7 @@ def test_a_pickle_that_calls_something_is_refused(tmp_path):
         PickleFile(tmp_path / "x.bin")
 
 
-def test_half_of_a_surrogate_pair_is_no_name(tmp_path):
+def test_tensor_name_with_lone_surrogate_is_refused(tmp_path):
     header = b'{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))

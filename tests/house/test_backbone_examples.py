@@ -62,7 +62,7 @@ def among(found, samples, times=2.0):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["ema", "embeddings"])
-def test_figures_without_dropout(name, mesh, folder):
+def test_example_figures_equal_plain_without_dropout(name, mesh, folder):
     found, want = (
         torch.tensor(flat(x)) for x in (ours(name, folder(0.0), mesh), plain(name, folder(0.0)))
     )
@@ -70,14 +70,14 @@ def test_figures_without_dropout(name, mesh, folder):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_gradients_of_a_cache(mesh, folder):
+def test_grad_cache_gradients_equal_whole_batch(mesh, folder):
     apart, losses = ours("grad_cache", folder(0.1), mesh)
     assert apart < 1e-5
     assert losses[0] == pytest.approx(losses[1])
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_views_differ_as_much(mesh, folder):
+def test_simcse_views_differ_as_in_plain(mesh, folder):
     losses, alike = ours("simcse", folder(0.1), mesh)
     runs = [plain("simcse", folder(0.1), seed) for seed in SEEDS]
     assert alike[0] < 0.9999
@@ -87,7 +87,7 @@ def test_views_differ_as_much(mesh, folder):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_samples_spread_as_far(mesh, folder):
+def test_mc_dropout_spread_equals_plain(mesh, folder):
     mean, spread = ours("mc_dropout", folder(0.1), mesh)
     runs = [plain("mc_dropout", folder(0.1), seed) for seed in SEEDS]
     among(mean, [run[0] for run in runs])

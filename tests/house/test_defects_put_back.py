@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 DEFECTS = "tests/house/test_known_defects.py"
 CONTEXT = "tests/verify/test_context.py"
 SHARD, SYNC = "slapo_zoo/language/primitives/shard.py", "slapo_zoo/language/primitives/sync.py"
-LOGITS = "slapo_zoo/parallel/losses/vocab_parallel.py"
+LOGITS, LOSS = "kernels/vocab_logits.py", "kernels/lm_loss.py"
 
 
 @dataclass(frozen=True)
@@ -29,37 +29,37 @@ class Defect:
 
 ALL = [
     Defect("vocabulary: an id at the edge of a shard", SHARD, "(input >= self.stop)",
-           "(input > self.stop)", f"{DEFECTS}::test_vocabulary_every_id_on_every_rank"),
+           "(input > self.stop)", f"{DEFECTS}::test_vocab_embedding_is_right_for_every_id_on_every_rank"),
     Defect("vocabulary: ids of later ranks are not moved", SHARD, "ids = (input - self.start)",
-           "ids = input.clamp(max=self.stop - self.start - 1)", f"{DEFECTS}::test_vocabulary_every_id_on_every_rank"),
+           "ids = input.clamp(max=self.stop - self.start - 1)", f"{DEFECTS}::test_vocab_embedding_is_right_for_every_id_on_every_rank"),
     Defect("axis 0 changes in_features", SHARD, '{0: "out_features", 1: "in_features"}',
-           '{0: "in_features", 1: "out_features"}', f"{DEFECTS}::test_axis_0_leaves_in_features_alone"),
+           '{0: "in_features", 1: "out_features"}', f"{DEFECTS}::test_shard_axis_0_keeps_in_features"),
     Defect("a double shard is accepted", SHARD, "if earlier := site.placed(self.param_name):",
-           "if (earlier := site.placed(self.param_name)) and not earlier:", f"{DEFECTS}::test_a_second_division_is_refused"),
+           "if (earlier := site.placed(self.param_name)) and not earlier:", f"{DEFECTS}::test_sharding_a_weight_twice_is_refused"),
     Defect("ties come apart when they are sharded", SHARD, "names = site.state.set_parameter(old, nn.Parameter(part, old.requires_grad))",
-           "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_keeps_ties"),
+           "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_keeps_tied_weights"),
     Defect("ties come apart when they get values", "slapo_zoo/load/build.py", "if id(module._parameters[n]) not in tied]",
-           "]; tied.clear()", f"{DEFECTS}::test_build_keeps_ties"),
+           "]; tied.clear()", f"{DEFECTS}::test_build_keeps_tied_weights"),
     Defect("a default counts as an input", "slapo_zoo/language/graph/insert.py", "if p.default is p.empty]",
            "]", f"{DEFECTS}::test_a_function_with_a_default_replaces_a_subgraph"),
     Defect("dropout in eval", "slapo_zoo/language/primitives/fork_rng.py", "if not module.training or module.p == 0.0:\n            return input",
-           "if module.p == 0.0:\n            return input", f"{DEFECTS}::test_nothing_is_dropped_in_eval"),
+           "if module.p == 0.0:\n            return input", f"{DEFECTS}::test_eval_mode_drops_nothing"),
     Defect("dropout in eval of a graph", "slapo_zoo/language/graph/modes.py", "both = (mine, theirs) if training else (theirs, mine)",
            "both = (mine, mine)", "tests/language/graph"),
     Defect("tanh for erf", "slapo_zoo/language/graph/canonical.py", 'IGNORED = {"_stacklevel",',
-           'IGNORED = {"_stacklevel", "approximate",', f"{DEFECTS}::test_one_gelu_is_never_taken_for_the_other"),
-    Defect("the parallel loss drops label smoothing", LOGITS, "x.local(), target, x.vocab_size, x.group, ignore_index, label_smoothing",
-           "x.local(), target, x.vocab_size, x.group, ignore_index", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
-    Defect("the parallel loss smooths over local classes", LOGITS, "loss = loss - smoothing / vocab_size * total[2]",
-           "loss = loss - smoothing / logits.shape[1] * valid.sum(1)", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
-    Defect("the parallel loss counts ignored labels", LOGITS, "total / (target != ignore_index).sum()",
-           "total / len(target)", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
+           'IGNORED = {"_stacklevel", "approximate",', f"{DEFECTS}::test_erf_and_tanh_gelu_are_distinguished"),
+    Defect("the parallel loss drops label smoothing", LOGITS, '{"ignore_index": ignore_index, "label_smoothing": label_smoothing}',
+           '{"ignore_index": ignore_index}', f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
+    Defect("the parallel loss smooths over local classes", LOSS, "row_losses(whole, target >= 0, smoothing, vocab_size)",
+           "row_losses(whole, target >= 0, smoothing, logits.shape[1])", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
+    Defect("the parallel loss counts ignored labels", LOSS, "number = counts.sum()\n    return torch.where(number",
+           "number = torch.tensor(len(counts))\n    return torch.where(number", f"{DEFECTS}::test_the_parallel_loss_knows_smoothing_and_ignored_labels"),
     Defect("a pre-hook drops the other arguments", SYNC, "return (*args[:i], op(value), *args[i + 1 :]), kwargs",
            "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_a_sync_of_the_input_keeps_the_other_arguments"),
     Defect("a reshard without a gradient", "slapo_zoo/language/primitives/sync_reshard.py", "return collectives.all_to_all(x, target, source, group)",
            "return collectives.all_to_all(x.detach(), target, source, group)", f"{DEFECTS}::test_reshard_is_differentiable"),
     Defect("a switched off Verify runs the model", "slapo_zoo/verify/context.py", "if self.enable:",
-           "if self.sch is not None:", f"{CONTEXT}::test_switched_off_it_touches_nothing"),
+           "if self.sch is not None:", f"{CONTEXT}::test_disabled_verify_changes_nothing"),
 ]  # fmt: skip
 
 

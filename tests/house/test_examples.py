@@ -58,7 +58,7 @@ def test_an_example_runs_and_its_losses_are_finite(script, tmp_path, ranks):
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
 
 
-def test_preferences(tmp_path, ranks):
+def test_dpo_example_has_equal_losses_on_all_ranks(tmp_path, ranks):
     folder = checkpoint(CASES["gpt2"], tmp_path)
     script = ROOT / "post_training" / "dpo.py"
     losses = ranks.run(run, 4, script, folder, tmp_path, timeout=300)
@@ -69,7 +69,7 @@ def test_preferences(tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_sampled_reward(tmp_path):
+def test_sampled_reward_example_runs_under_torchrun(tmp_path):
     """As torchrun starts it: the sampler is a process of its own, which finds its function by name."""
     folder = checkpoint(CASES["gpt2"], tmp_path)
     script = ROOT / "post_training" / "sampled_reward.py"

@@ -39,7 +39,7 @@ def embed(weight, padding_idx, ids, upstream):
 @pytest.mark.parametrize("padding_idx", [None, 0, "last", "edge"])
 @pytest.mark.parametrize("size", [5, 99, 50257])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_vocabulary_every_id_on_every_rank(n, size, padding_idx, ranks):
+def test_vocab_embedding_is_right_for_every_id_on_every_rank(n, size, padding_idx, ranks):
     """arange(V), forward and backward: ten random ids hardly ever show the defect."""
     share = -(-size // n)
     padding_idx = {"last": size - 1, "edge": min(share, size - 1)}.get(padding_idx, padding_idx)
@@ -60,7 +60,7 @@ def test_vocabulary_every_id_on_every_rank(n, size, padding_idx, ranks):
 # --- sizes and divisions -------------------------------------------------------------------------
 
 
-def test_axis_0_leaves_in_features_alone():
+def test_shard_axis_0_keeps_in_features():
     sch = Schedule(nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)), Mesh(tp=2))
     columns, rows = sch["0"].shard("weight", 0).mod, sch["1"].shard("weight", 1).mod
     assert (columns.out_features, columns.in_features) == (15, 20)
@@ -69,7 +69,7 @@ def test_axis_0_leaves_in_features_alone():
 
 @pytest.mark.parametrize("second", [0, 1])
 @pytest.mark.parametrize("n", [1, 2])
-def test_a_second_division_is_refused(second, n):
+def test_sharding_a_weight_twice_is_refused(second, n):
     sch = Schedule(nn.Sequential(nn.Linear(8, 8)), Mesh(tp=n))
     sch["0"].shard("weight", 0)
     with pytest.raises(ScheduleError, match="already divided by shard"):
@@ -84,10 +84,10 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")  # never run
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")  # never run
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_build_keeps_ties(on_meta, n):
+def test_build_keeps_tied_weights(on_meta, n):
     with slapo_zoo.init_empty_weights(enable=on_meta):
         sch = slapo_zoo.create_schedule(Tied(), mesh=Mesh(tp=n))
     sch["embed"].shard("weight", 0)
@@ -117,7 +117,7 @@ def test_a_function_with_a_default_replaces_a_subgraph():
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
-def test_nothing_is_dropped_in_eval(family):
+def test_eval_mode_drops_nothing(family):
     """Also not in a graph that was traced, grouped and recomputed while the model trained."""
     sch, plain = Schedule(tiny_model(family).train()), tiny_model(family)
     block = {"bert": "bert.encoder.layer.0", "gpt2": "transformer.h.0"}.get(
@@ -135,7 +135,7 @@ def test_nothing_is_dropped_in_eval(family):
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
-def test_one_gelu_is_never_taken_for_the_other(name):
+def test_erf_and_tanh_gelu_are_distinguished(name):
     """erf and tanh differ by up to 5e-4: the zoo, and a fused pattern, keep the one that is there."""
     x = torch.linspace(-4, 4, 101)
     exact, tanh = functional.gelu(x), functional.gelu(x, approximate="tanh")
@@ -177,7 +177,7 @@ def parallel_loss(weight, x, labels, options):
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"ignore_index": 5}, {}], ids=str)
 @pytest.mark.parametrize("n", [2, 4])
-def test_the_parallel_loss_knows_smoothing_and_ignored_labels(n, options, ranks):
+def test_vocab_parallel_loss_supports_smoothing_and_ignored_labels(n, options, ranks):
     """Smoothing over the local vocabulary is off by 0.04; a counted -100 gives a finite, wrong loss."""
     weight, x = torch.randn(11, 4), torch.randn(6, 4)
     labels = LABELS.masked_fill(LABELS == -100, options.get("ignore_index", -100))

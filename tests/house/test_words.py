@@ -1,8 +1,9 @@
 """The field's words: what a person reads says sharded, dry run, simulated, speed-up."""
 
+import ast
 import re
 
-from sources import ROOT, files, label, text
+from sources import ROOT, files, label, text, tree
 
 OTHER_WORDS = {
     r"rehears": "dry run (on fake tensors)",
@@ -22,5 +23,20 @@ def test_pages_and_sources_use_the_words_of_the_field():
         f"{label(path)}: {match[0]!r}, say {better}"
         for path in [*pages, *code] for pattern, better in OTHER_WORDS.items()
         for match in re.finditer(pattern, text(path), re.IGNORECASE)
+    ]  # fmt: skip
+    assert not found, found
+
+
+READ = ("cards", "dispatch", "hf", "language", "parallel", "pipeline", "tune", "weights", "zoo")
+OPENINGS = r"(Of|What|Whether|Which|Where|How|Why|As|In which)\b"
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun():
+    """CONTRIBUTING, How we write; packages of which every docstring was read for it."""
+    paths = files(*(f"slapo_zoo/{package}" for package in READ), "schedules")
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
+    found = [
+        f"{label(path)}: {text!r}" for path in paths for node in ast.walk(tree(path))
+        if isinstance(node, kinds) and re.match(OPENINGS, text := ast.get_docstring(node) or "")
     ]  # fmt: skip
     assert not found, found

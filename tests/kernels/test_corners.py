@@ -41,7 +41,7 @@ def check_keep_is_seeds(name):
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_a_mask_and_its_seeds_give_the_same(interpreter, name):
+def test_dropout_mask_and_seeds_give_equal_results(interpreter, name):
     check_keep_is_seeds(name)
     interpreter.run(check_keep_is_seeds, name)
 
@@ -102,7 +102,7 @@ def check_real_heads():
     check_attention("t5_attention", attention_inputs(40, 70, 64, weight=weight, bidirectional=True))
 
 
-def test_real_heads_over_several_tiles(interpreter):
+def test_attention_with_real_head_sizes_over_several_tiles_is_right(interpreter):
     check_real_heads()
     interpreter.run(check_real_heads)
 

@@ -38,7 +38,7 @@ def hub(tmp_path_factory):
     return folder
 
 
-def test_it_needs_torch_alone(hub):
+def test_exported_kernels_need_torch_only(hub):
     """Not slapo_zoo, and on a CPU not even Triton."""
     command = [sys.executable, "-P", "-c", LOAD, str(hub / "build" / "torch-cpu")]
     result = subprocess.run(
@@ -48,7 +48,7 @@ def test_it_needs_torch_alone(hub):
 
 
 @pytest.mark.parametrize("variant", ["torch-cpu", "torch-cuda"])
-def test_metadata(hub, variant):
+def test_exported_metadata_has_file_digests(hub, variant):
     folder = hub / "build" / variant
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["backend"]["type"] == variant.removeprefix("torch-")
@@ -119,7 +119,7 @@ torch.testing.assert_close(fast(x), want)
 """
 
 
-def test_the_kernels_package_loads_them(hub):
+def test_kernels_package_loads_exported_kernels(hub):
     """In a process of its own, whose path has not our folder of the same name."""
     command = [sys.executable, "-P", "-c", KERNELIZE, str(hub)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")

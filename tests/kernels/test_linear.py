@@ -22,7 +22,7 @@ def onednn(monkeypatch):
     monkeypatch.setattr(products, "BLOCK", 64)
 
 
-def test_the_operator_of_torch_is_there():
+def test_private_torch_operator_of_linear_exists():
     """It is not public: when it moves, slapo_zoo.dispatch.cpu_matmul has to."""
     assert hasattr(torch.ops.mkldnn, "_linear_pointwise")
     schema = str(torch.ops.mkldnn._linear_pointwise.default._schema)
@@ -42,7 +42,7 @@ def matrices(M, K, N, layout):
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
 @pytest.mark.parametrize("size", [(5, 8, 3), (1, 64, 40), (70, 129, 33), (4, 1, 4)])
-def test_products_are_those_of_fp32(size, layout):
+def test_products_are_as_exact_as_fp32(size, layout):
     a, b = matrices(*size, layout)
     want = a.double() @ b.double()
     own = float((a @ b - want).abs().max())
@@ -57,7 +57,7 @@ def test_products_are_those_of_fp32(size, layout):
 
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
-def test_no_operand_has_gaps(layout):
+def test_operands_are_contiguous_for_onednn(layout):
     """oneDNN would multiply them element by element: minutes instead of a second."""
     seen = []
 
@@ -112,7 +112,7 @@ def test_the_kernel_equals_the_module(kind, shape):
 
 
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
-def test_what_is_frozen_costs_nothing(frozen, monkeypatch):
+def test_frozen_parameters_compute_no_gradient(frozen, monkeypatch):
     module, calls = served(layer("Linear")), []
     if frozen != "input":
         getattr(module, frozen).requires_grad_(False)
@@ -164,7 +164,7 @@ def test_a_compiled_layer_is_one_graph(bias, monkeypatch):
     torch.testing.assert_close(found, torch.autograd.grad(module(x).sum(), x)[0])
 
 
-def test_a_gradient_of_a_gradient_is_refused():
+def test_second_derivative_of_linear_is_refused():
     """Silence would be a wrong gradient."""
     x = torch.randn(6, 24, requires_grad=True)
     y = served(layer("Linear"))(x)
@@ -195,7 +195,7 @@ def test_a_model_trains_with_it(tmp_path, kind):
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 64 * 30 * 4])
-def test_the_loss_of_a_head_multiplies_so_too(chunk_bytes):
+def test_linear_cross_entropy_uses_the_same_products(chunk_bytes):
     torch.manual_seed(0)
     given = [torch.randn(150, 16), torch.randn(30, 16)]
     target = torch.randint(30, (150,))
@@ -208,7 +208,7 @@ def test_the_loss_of_a_head_multiplies_so_too(chunk_bytes):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-def test_kept_by_the_policy_that_keeps_products():
+def test_save_matmuls_policy_keeps_the_linear_kernel():
     from slapo_zoo.language.primitives.checkpoint import POLICIES
 
     assert str(torch.ops.slapo_zoo.linear.default) in POLICIES["save_matmuls"]
@@ -240,7 +240,7 @@ def test_a_convolution_of_one_pixel_is_a_product(dtype):
 
 
 @pytest.mark.parametrize("seen_by", ["nobody", "a hook", "a forward"])
-def test_down_proj_is_called_where_somebody_sees_it(seen_by):
+def test_down_proj_with_hooks_is_called_as_a_module(seen_by):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     torch.manual_seed(0)

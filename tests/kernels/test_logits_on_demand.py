@@ -71,7 +71,7 @@ USES = [through_own_loss, through_a_view, through_a_loss_in_cpp, through_both, w
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen-body"])
-def test_gradients_are_those_of_logits(family, use, frozen):
+def test_gradients_equal_those_of_plain_logits(family, use, frozen):
     grads = []
     for kernels in ("auto", "reference"):
         model = AutoScheduledModel.from_config(CONFIGS[family], seed=0, kernels=kernels).train()
@@ -87,7 +87,7 @@ def test_gradients_are_those_of_logits(family, use, frozen):
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_a_gradient_that_will_not_be_is_no_silent_none():
+def test_retain_grad_of_logits_unused_by_the_loss_raises():
     model = AutoScheduledModel.from_config(CONFIGS["gpt2"], seed=0).train()
     with pytest.raises(SlapoError, match="reference"):
         model(input_ids=IDS, labels=IDS).logits.retain_grad()
@@ -99,7 +99,7 @@ def test_a_gradient_that_will_not_be_is_no_silent_none():
     assert len(seen) == 1
 
 
-def test_no_logits_are_made_for_a_loss():
+def test_loss_computes_no_logits():
     model = AutoScheduledModel.from_config(CONFIGS["gpt2"], seed=0).train()
     logits = model(input_ids=IDS, labels=IDS).logits
     assert logits.requires_grad
@@ -111,9 +111,9 @@ def test_no_logits_are_made_for_a_loss():
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_the_loss_divides_where_its_gradients_are_made(family, micro_batches, monkeypatch):
+def test_loss_scale_is_applied_when_gradients_are_computed(family, micro_batches, monkeypatch):
     """To divide it later takes a pass over the gradient of the whole vocabulary."""
-    from slapo_zoo.kernels import linear_cross_entropy as kernel
+    from slapo_zoo.kernels import lm_loss as kernel
 
     seen, own = [], kernel._times
     monkeypatch.setattr(kernel, "_times", lambda t, d: seen.append(float(d)) or own(t, d))
@@ -234,7 +234,7 @@ def gradients_of_losses(tp):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at its inputs
 @pytest.mark.parametrize("tp", [1, 2])
-def test_any_loss_on_them_has_the_plain_gradient(ranks, tp):
+def test_own_loss_on_logits_has_the_plain_gradient(ranks, tp):
     found = ranks.run(gradients_of_losses, tp, tp)[0]
     for number, loss_of in enumerate(LOSSES):
         (loss, grads), (expected, theirs) = found["auto", number], found["reference", number]

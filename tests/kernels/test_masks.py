@@ -44,7 +44,7 @@ def test_packed_sequences_do_not_see_each_other(name):
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-def test_which_masks_hide_only_padding(kind):
+def test_padding_only_masks_are_recognised(kind):
     def made(seen):
         return seen if kind == torch.bool else torch.where(seen, 0.0, torch.finfo(kind).min)
 
@@ -58,7 +58,7 @@ def test_which_masks_hide_only_padding(kind):
     assert not hides_only_padding(made(OWN.tril()[None, None]), 8, 8, causal=True)
 
 
-def test_weights_of_attention_are_there_when_asked_for():
+def test_attention_weights_are_returned_when_requested():
     found = []
     for kernels in ("auto", "reference"):
         model = AutoScheduledModel.from_config(NEO, seed=0, kernels=kernels).eval()

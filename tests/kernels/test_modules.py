@@ -138,7 +138,7 @@ class Doubles(nn.Module):
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["hooked", "replaced"])
 @pytest.mark.parametrize(("name", "child"), CHILDREN)
-def test_what_is_done_to_a_child_acts_as_in_transformers(name, child, replaced):
+def test_replaced_or_hooked_child_acts_as_in_transformers(name, child, replaced):
     module, fast, arguments = pair(name)
     before = module.eval()(*arguments)
     for m in (module, fast.eval()):
@@ -154,7 +154,7 @@ def test_what_is_done_to_a_child_acts_as_in_transformers(name, child, replaced):
 
 
 @pytest.mark.parametrize("name", ["bert_output", "t5_gated", "t5_relu", "bert_embeddings"])
-def test_plain_dropout_drops_in_training_only(name):
+def test_fused_dropout_drops_in_training_only(name):
     _, fast, arguments = pair(name)
     torch.manual_seed(0)
     one, two = fast.train()(*arguments), fast(*arguments)
@@ -164,7 +164,7 @@ def test_plain_dropout_drops_in_training_only(name):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (8, 20), (64, 512)])
-def test_buckets_are_those_of_transformers(bidirectional, num_buckets, max_distance):
+def test_t5_relative_buckets_equal_transformers(bidirectional, num_buckets, max_distance):
     from slapo_zoo.kernels.t5_attention import relative_buckets
 
     distance = torch.arange(-3000, 3000)
@@ -193,7 +193,7 @@ def whole_pair(kind, kernel_name):
 @pytest.mark.parametrize("kind, kernel_name", [
     ("T5ForConditionalGeneration", "t5_attention"), ("GPTNeoForCausalLM", "local_causal_attention"),
 ])  # fmt: skip
-def test_whole_model_with_padding(kind, kernel_name, use_cache):
+def test_model_with_kernels_and_padding_equals_plain(kind, kernel_name, use_cache):
     model, fast = whole_pair(kind, kernel_name)
     ids = torch.randint(1, 31, (3, 19))
     mask = torch.ones_like(ids)
@@ -211,7 +211,7 @@ def test_whole_model_with_padding(kind, kernel_name, use_cache):
 @pytest.mark.parametrize("kind, kernel_name", [
     ("T5ForConditionalGeneration", "t5_attention"), ("GPTNeoForCausalLM", "local_causal_attention"),
 ])  # fmt: skip
-def test_generation(kind, kernel_name):
+def test_generate_with_kernels_equals_plain(kind, kernel_name):
     model, fast = whole_pair(kind, kernel_name)
     ids = torch.randint(1, 31, (2, 9))
     options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
@@ -242,7 +242,7 @@ def test_t5_dropout_of_a_schedule_is_used():
     torch.testing.assert_close(t5_attention(q, k, v), (q @ k.mT).softmax(-1) @ v)
 
 
-def test_refusals_name_the_reason():
+def test_kernel_refusal_names_the_reason():
     cases = {
         "layer_norm": (nn.LayerNorm((3, 4)), "2 axes"),
         "rms_norm": (nn.LayerNorm(4), "T5LayerNorm"),
@@ -265,7 +265,7 @@ def test_llama_norm_gives_the_dtype_of_transformers(dtypes):
     torch.testing.assert_close(norm(x), want)
 
 
-def test_a_norm_that_was_changed_is_not_passed_by():
+def test_changed_or_hooked_norm_is_still_called():
     """A schedule gives norms statistics over ranks; a hook sees what the norm returned."""
     torch.manual_seed(0)
     bottleneck = WideResNetBottleneck(WideResNetConfig(), 16, 4, 1)

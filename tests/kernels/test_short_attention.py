@@ -53,13 +53,13 @@ def run(core, attention, given, **options):
 
 
 @pytest.mark.parametrize("length, groups, causal", [(9, 1, False), (9, 2, True), (300, 3, True)])
-def test_errors_are_no_larger_than_those_of_sdpa(length, groups, causal):
+def test_short_attention_is_as_exact_as_sdpa(length, groups, causal):
     attention, given = Attention(causal, groups), tensors(length, groups, torch.bfloat16)
     found, ran = run(make_core(groups, True), attention, given, scaling=0.3)
     plain, _ = run(make_core(groups, False), attention, given, scaling=0.3)
     wide = [x.detach().double().requires_grad_() for x in given]
     truth, _ = run(make_core(groups, False), attention, wide, scaling=0.3)
-    assert ran == {"short_attention", "short_attention_backward"}
+    assert ran == {"attention", "attention_backward"}
     for ours, theirs, want in zip(found, plain, truth, strict=True):
         assert ours.shape == theirs.shape
         assert ours.dtype == theirs.dtype
@@ -71,7 +71,7 @@ def test_errors_are_no_larger_than_those_of_sdpa(length, groups, causal):
     {"mask": torch.ones(2, 1, 9, 9, dtype=torch.bool)}, {"position_bias": torch.zeros(1, HEADS, 9, 9)},
     {"dropout": 0.5}, "eval", "float32", "long", "amx",
 ], ids=str)  # fmt: skip
-def test_sdpa_runs_elsewhere(change, monkeypatch):
+def test_unsupported_calls_fall_back_to_sdpa(change, monkeypatch):
     core, options = make_core(1, True), change if isinstance(change, dict) else {}
     core.train(change != "eval")
     if change == "amx":
@@ -84,7 +84,7 @@ def test_sdpa_runs_elsewhere(change, monkeypatch):
     assert not ran
 
 
-def test_a_compiled_core_is_one_graph(monkeypatch):
+def test_compiled_attention_core_is_one_graph(monkeypatch):
     """As it runs: only the answer about the CPU is put in place, not the function that gives it."""
     monkeypatch.undo()
     monkeypatch.setattr(products, "CPU", {"mkl": True, "avx512_bf16": True})
@@ -99,7 +99,7 @@ def test_a_compiled_core_is_one_graph(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels, ran", [("short_attention", 2), ("reference", 0)])
-def test_a_model_trains_with_it(tmp_path, kernels, ran):
+def test_model_trains_with_the_kernel_as_without(tmp_path, kernels, ran):
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=40, num_hidden_layers=2, vocab_size=50,
                                       num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
@@ -107,7 +107,7 @@ def test_a_model_trains_with_it(tmp_path, kernels, ran):
     ids, calls = torch.arange(24).view(2, 12), []
     with recorded_operators(calls):
         model(input_ids=ids, labels=ids).loss.backward()
-    names = [func._schema.name for func, *_ in calls if "short_attention" in func._schema.name]
+    names = [func._schema.name for func, *_ in calls if "attention" in func._schema.name]
     assert len(names) == 2 * ran
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).train()
     plain(input_ids=ids, labels=ids).loss.backward()

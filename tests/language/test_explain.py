@@ -49,7 +49,7 @@ in one training step, on this rank:
     forward: 3 all_reduce over tp, 240 bytes"""
 
 
-def test_it_groups_what_is_alike():
+def test_explain_groups_like_modules():
     sch = scheduled(Mesh(tp=2, rank=1))
     x = torch.randn(5, 4, requires_grad=True)
     found = sch.explain({"x": x})
@@ -61,7 +61,7 @@ def test_it_groups_what_is_alike():
     assert sch.state.forward.tape is None
 
 
-def test_on_one_rank_nothing_is_sent():
+def test_explain_on_one_rank_lists_no_transfers():
     text = str(scheduled(Mesh()).explain())
     assert "    checkpoint()" in text
     assert text.endswith("    no collectives")
@@ -78,7 +78,7 @@ def test_a_failed_dry_run_leaves_the_model_as_it_was():
         sch.explain()
 
 
-def test_what_lands_later_is_not_what_landed():
+def test_replaced_module_is_not_listed_under_earlier_directives():
     """A module that a later directive put there was not divided by the earlier one."""
     sch = Schedule(Net())
     sch["layers.0.*:Linear"].annotate("weight", "note", 1)

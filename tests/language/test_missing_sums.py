@@ -10,7 +10,7 @@ from heads import HEADS
 from parity import tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule, emulate
 from slapo_zoo.errors import ScheduleError
-from slapo_zoo.language.missing_sums import ScheduleWarning, missing_sums
+from slapo_zoo.model.missing_sums import ScheduleWarning, missing_sums
 from slapo_zoo.zoo.outline import Outline
 
 CONFIG = transformers.GPT2Config(
@@ -89,7 +89,7 @@ def built(write):
     return [str(each.message) for each in caught if each.category is ScheduleWarning]
 
 
-def test_a_model_is_built_with_a_word_of_it(ranks):
+def test_build_warns_of_a_missing_all_reduce(ranks):
     for found in ranks.run(built, 2, without_forward):
         (text,) = found
         assert "transformer.h.0.mlp.c_proj" in text
@@ -122,7 +122,7 @@ def run_two(write):
     return model(input_ids=torch.arange(8)[None]).logits.shape[-1]
 
 
-@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
 @pytest.mark.parametrize(
     ("write", "path", "said"),
     [
@@ -130,7 +130,7 @@ def run_two(write):
         (of_outputs, "transformer.h.0.mlp.c_proj", "its input has 16 features"),
     ],
 )
-def test_a_shard_of_the_wrong_axis_is_told_where_it_meets_its_input(write, path, said):
+def test_weight_sharded_on_the_wrong_axis_raises_at_its_input(write, path, said):
     with pytest.raises(ScheduleError) as caught:
         emulate(run_two, write, mesh=(2, 1, 1))
     assert caught.value.where == path
@@ -138,6 +138,6 @@ def test_a_shard_of_the_wrong_axis_is_told_where_it_meets_its_input(write, path,
     assert "[inputs, outputs]" in caught.value.hint
 
 
-@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")
-def test_a_part_of_the_input_is_what_a_part_of_the_weight_takes():
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
+def test_sharded_input_fits_sharded_weight():
     assert emulate(run_two, given_a_part, mesh=(2, 1, 1)) == [11, 11]

@@ -91,7 +91,7 @@ def test_selections_show_the_module_tree():
     assert sch["layers.*"]["mlp.*"].paths == [f"layers.{i}.mlp.{j}" for i in (0, 1) for j in (0, 1)]
 
 
-def test_named_schedules():
+def test_named_schedules_follow_named_modules():
     model = Model()
     sch = Schedule(model)
     found = dict(sch.named_schedules())
@@ -103,7 +103,7 @@ def test_named_schedules():
     assert not any("layers.0" in name for name in below)
 
 
-def test_primitives_are_attributes():
+def test_primitives_are_methods_and_typos_name_the_nearest():
     here = Schedule(Model())["layers.0"]
     assert {*PRIMITIVES} <= {*dir(here)}
     assert here.shard.__doc__ == PRIMITIVES["shard"].__doc__
@@ -125,7 +125,7 @@ def test_a_view_follows_a_replacement():
 # --- check all, then apply ----------------------------------------------------------------------
 
 
-def test_one_bad_site_leaves_all_untouched():
+def test_directive_failing_at_one_site_changes_no_site():
     """The first block could be sharded; the second could not."""
     model = Model(second=7)
     sch, before = Schedule(model, TP2), state_of(model)
@@ -212,7 +212,7 @@ def test_an_error_has_four_parts(name):
     assert (sch.history, str(sch)) == ([], "")
 
 
-def test_twice_is_an_error():
+def test_applying_a_directive_twice_raises():
     sch = Schedule(Model(), TP2)
     sch["layers.0.attention.query"].shard("weight", 0)
     with pytest.raises(ScheduleError, match=r"already divided by shard\(.*axis=0") as caught:
@@ -249,7 +249,7 @@ def program(sch):
     return sch
 
 
-def test_history_reads_as_it_was_written():
+def test_history_prints_as_the_source_calls():
     sch = program(Schedule(Model(), TP2))
     lines = str(sch).splitlines()
     assert lines[0] == "sch['embed'].shard(param_name='weight', axis=0, pad=True)"
@@ -296,7 +296,7 @@ def test_json_is_canonical_and_plain():
     assert text == program(Schedule(Model(), Mesh(tp=2, rank=0))).to_json()  # the same on each rank
 
 
-def test_live_objects_stay_local():
+def test_live_objects_are_refused_by_to_json():
     """They run and are recorded, and the refusal says which line and why."""
     calls = []
     for use, why in (
@@ -341,7 +341,7 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize("name", BAD_JSON)
-def test_bad_json_is_refused_with_its_place(name):
+def test_bad_json_names_the_step(name):
     document, problem = BAD_JSON[name]
     text = document if isinstance(document, str) else json.dumps(document)
     with pytest.raises(ScheduleError) as caught:

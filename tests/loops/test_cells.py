@@ -63,7 +63,10 @@ def outcome(request, tmp_path_factory, columns):
     """How a cell ended; the first of a column that is asked for runs all that were selected."""
     root, found, chosen = tmp_path_factory.mktemp("cells"), {}, defaultdict(list)
     for item in request.session.items:
-        if getattr(item, "originalname", "") == test_a_cell.__name__:
+        if (
+            getattr(item, "originalname", "")
+            == test_loop_on_a_layout_has_the_expected_outcome.__name__
+        ):
             name, family, layout = (
                 item.callspec.params[key] for key in ("name", "family", "layout")
             )
@@ -88,7 +91,7 @@ def check(name, layout, found):
 
 
 @pytest.mark.parametrize(("name", "family", "layout"), CELLS)
-def test_a_cell(name, family, layout, outcome, record_property):
+def test_loop_on_a_layout_has_the_expected_outcome(name, family, layout, outcome, record_property):
     found = outcome(name, family, layout)
     record_property("outcome", found.kind)
     check(name, layout, found)
@@ -97,7 +100,7 @@ def test_a_cell(name, family, layout, outcome, record_property):
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", CELL_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_cell(family, layout, tmp_path, columns):
+def test_every_loop_on_every_layout_has_the_expected_outcome(family, layout, tmp_path, columns):
     """8,000 of them, for a night."""
     names = [
         n

@@ -141,7 +141,7 @@ def plain(case, folder, adapter, dtype, attention):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "layout"), SIDE_BY_SIDE, ids=str)
-def test_trains_as_plain_peft(ranks, root, tmp_path, name, layout):
+def test_sharded_lora_trains_as_plain_peft(ranks, root, tmp_path, name, layout):
     case = CASES[name]
     folder, size = checkpoint(case, root), layout[0] * layout[1] * layout[2]
     found = ranks.run(on_a_mesh, size, case, folder, layout, tmp_path)
@@ -171,7 +171,7 @@ def load_saved(case, folder, layout, adapter, dropout):
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_loads_what_plain_peft_saved(ranks, root, tmp_path, name):
+def test_adapter_saved_by_plain_peft_loads(ranks, root, tmp_path, name):
     case, dropout = CASES[name], 0.3
     folder = checkpoint(case, root)
     base = getattr(transformers, name).from_pretrained(folder)
@@ -204,7 +204,7 @@ def draw(case, folder, layout, out, init):
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian"], ids=str)
-def test_drawn_alike_on_every_layout(ranks, root, tmp_path, init):
+def test_lora_matrices_are_drawn_alike_on_every_layout(ranks, root, tmp_path, init):
     case = CASES["LlamaForCausalLM"]
     folder = checkpoint(case, root)
     for i, layout in enumerate([(1, 1, 1), (2, 1, 1), (1, 2, 2)]):
@@ -243,7 +243,7 @@ def refuse(case, folder, layout, options):
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_is_not_plain_lora_is_refused_and_nothing_changes(ranks, root, reason):
+def test_other_adapters_than_plain_lora_are_refused_unchanged(ranks, root, reason):
     options, problem = REFUSED[reason]
     case = CASES["GPT2LMHeadModel"]
     for text in ranks.run(refuse, 2, case, checkpoint(case, root), (2, 1, 1), options):
@@ -264,7 +264,7 @@ def other_ways(case, folder, adapter):
     return texts
 
 
-def test_other_ways_are_refused_with_the_right_one(ranks, root, tmp_path):
+def test_wrong_adapter_calls_are_refused_with_the_right_one(ranks, root, tmp_path):
     case = CASES["GPT2LMHeadModel"]
     folder = checkpoint(case, root)
     model = load(case, folder, (1, 1, 1))
@@ -285,7 +285,7 @@ def test_a_folder_of_a_model_is_not_replaced_by_an_adapter(root, tmp_path):
     model.add_adapter(lora(case))
     with pytest.raises(SlapoError, match="that is no checkpoint"):
         model.save_adapter(tmp_path / "model")
-    with pytest.raises(SlapoError, match="with adapters is not saved whole"):
+    with pytest.raises(SlapoError, match="models with adapters are not supported"):
         save_checkpoint(model, tmp_path / "whole")
     model.save_adapter(tmp_path / "adapter")
     model.save_adapter(tmp_path / "adapter")  # an older adapter is replaced
@@ -355,7 +355,7 @@ def stages(case, folder, layout, targets, options):
 
 
 @pytest.mark.parametrize("targets", [["lm_head", "q_proj"], "all-linear"], ids=str)
-def test_stages_adapt_what_they_hold(root, targets):
+def test_each_pipeline_stage_has_the_adapters_of_its_layers(root, targets):
     case = CASES["LlamaForCausalLM"]
     folder = checkpoint(case, root)
     ((loss, norm, want),) = emulate(stages, case, folder, (1, 1, 1), targets, {}, mesh=(1, 1, 1))
@@ -375,7 +375,7 @@ def test_stages_adapt_what_they_hold(root, targets):
      ("GPT2LMHeadModel", ["lm_head"], {}, r"stages \[0\] of pp=2 hold none"),
      ("GPT2LMHeadModel", ["lm_head", "c_fc"], {}, "weight that stages share")],
 )  # fmt: skip
-def test_targets_of_one_stage_are_refused(root, name, targets, options, problem):
+def test_adapter_targets_missing_on_a_stage_are_refused(root, name, targets, options, problem):
     case = CASES[name]
     with pytest.raises(SlapoError, match=f"add_adapter: .*{problem}"):
         emulate(stages, case, checkpoint(case, root), (1, 2, 1), targets, options, mesh=(1, 2, 1))

@@ -60,7 +60,7 @@ def test_a_wrong_world_size_is_refused(n, options, found, sources, ranks):
 
 @pytest.mark.parametrize("bad", [0, -2, 1.5, "two"])
 @pytest.mark.parametrize("name", ["tp", "pp", "dp"])
-def test_sizes_that_are_no_sizes(name, bad, sources):
+def test_mesh_size_that_is_no_positive_integer_is_refused(name, bad, sources):
     text = refused(MeshError, sources["gpt2"], **{name: bad})
     assert f"mesh | {name} | found {bad!r}, expected an integer of at least 1" in text
 
@@ -186,7 +186,7 @@ def without_a_head(tp, pp):
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2)])
-def test_a_model_without_a_head(tp, pp, ranks):
+def test_train_step_without_a_head_raises(tp, pp, ranks):
     ranks.run(without_a_head, tp * pp, tp, pp)
 
 
@@ -246,7 +246,7 @@ def save_a_diverged_model(folder, out, tp, dp, options):
 
 
 @pytest.mark.parametrize(("tp", "dp", "options"), [(1, 1, {}), (2, 1, {}), (1, 2, {"dp_shard": 2})])
-def test_weights_that_are_not_finite_replace_no_checkpoint(sources, tmp_path, tp, dp, options):
+def test_saving_nan_weights_does_not_replace_a_checkpoint(sources, tmp_path, tp, dp, options):
     """A run that had diverged wrote NaN over its last good checkpoint without a word."""
     out, mesh = tmp_path / "out", (tp, 1, dp)
     emulate(save_a_diverged_model, sources["gpt2"], out, tp, dp, options, mesh=mesh)
@@ -255,7 +255,7 @@ def test_weights_that_are_not_finite_replace_no_checkpoint(sources, tmp_path, tp
         assert not written.isfinite().all()
 
 
-def test_arguments_of_save_that_we_do_not_have(sources, tmp_path):
+def test_unknown_argument_of_save_pretrained_raises(sources, tmp_path):
     model = AutoScheduledModel.from_pretrained(sources["gpt2"])
     with pytest.raises(SlapoError, match="quantize") as caught:
         model.save_pretrained(tmp_path / "out", quantize="int8")
@@ -267,7 +267,7 @@ def test_arguments_of_save_that_we_do_not_have(sources, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", 3.5])
-def test_a_device_that_is_not_there(device, sources):
+def test_missing_device_is_refused(device, sources):
     assert "device=" in refused(SlapoError, sources["gpt2"], device=device)
 
 
@@ -278,7 +278,7 @@ def test_a_folder_without_a_config_is_refused(folders, tmp_path):
     assert "pass a folder with config.json" in refused(SlapoError, tmp_path / "empty")
 
 
-def test_a_seed_that_is_no_number(sources):
+def test_seed_that_is_no_integer_is_refused(sources):
     assert "expected an integer, or None" in refused(SlapoError, sources["gpt2"], seed="one")
 
 
@@ -294,7 +294,7 @@ SHORT = {  # config, the longest row
 
 
 @pytest.mark.parametrize("family", SHORT)
-def test_tokens_without_a_row_are_named(family):
+def test_token_ids_beyond_the_vocabulary_are_named(family):
     config, longest = SHORT[family]
     model = AutoScheduledModel.from_config(config, seed=0)
     long, beyond = torch.arange(longest + 1)[None] + 3, torch.tensor([[3, 40]])
@@ -309,7 +309,7 @@ def test_tokens_without_a_row_are_named(family):
     assert model(input_ids=long[:, :-1]).logits.shape == (1, longest, 31)
 
 
-def test_an_error_of_another_kind_stays_as_it_is():
+def test_other_torch_errors_pass_unchanged():
     model = AutoScheduledModel.from_config(SHORT["gpt2"][0], seed=0)
     ids = torch.ones(1, 8, dtype=torch.long)  # as many as there are positions
     with pytest.raises(RuntimeError, match="size of tensor") as caught:

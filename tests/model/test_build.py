@@ -26,7 +26,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def test_create_apply_build_run():
+def test_schedule_of_a_module_is_built_and_runs():
     torch.manual_seed(0)
     model, ids = Net(), torch.arange(6).view(2, 3)
     want = model(ids)
@@ -43,7 +43,7 @@ def test_a_schedule_starts_at_the_root():
         slapo_zoo.create_schedule(Net(), path="blocks.0")
 
 
-@pytest.mark.filterwarnings("ignore::slapo_zoo.language.missing_sums.ScheduleWarning")  # never run
+@pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")  # never run
 @pytest.mark.parametrize("include_buffers", [False, True])
 def test_meta_models_draw_the_same_weights_on_every_layout(include_buffers):
     def built(tp, rank):
@@ -82,7 +82,7 @@ def _ones(module):
         parameter.fill_(1.0)
 
 
-def test_ties_and_lists():
+def test_analyze_tie_weights_and_is_module_list():
     model = Net()
     (names,) = slapo_zoo.analyze_tie_weights(model, False).values()
     assert names == {("embed.weight", 0), ("head.weight", 0)}
@@ -92,7 +92,7 @@ def test_ties_and_lists():
     assert not slapo_zoo.is_module_list(model)
 
 
-def test_seeds_per_rank():
+def test_set_random_seed_differs_per_rank():
     assert slapo_zoo.set_random_seed(1, dp_rank=0, pp_rank=1, tp_rank=0) == 101
     assert slapo_zoo.is_random_seed_set()
     first = torch.rand(2)
@@ -110,7 +110,7 @@ def test_seeds_per_rank():
         pass
 
 
-def test_dialects_and_logger():
+def test_dialect_lookup_and_logger():
     sch = slapo_zoo.create_schedule(Net())
     engine, optimizer = slapo_zoo.init_target_engine(sch, "torch", optimizer="mine")
     assert engine is sch.model

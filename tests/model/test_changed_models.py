@@ -134,7 +134,7 @@ def loaded_whole(folder, layout, strict):
 @pytest.mark.parametrize(
     ("layout", "strict"), [("tp2", True), ("tp2", False), ("rows", False), ("pp2", True)]
 )
-def test_whole_tensors_are_refused_before_one_changes(folder, layout, strict):
+def test_load_state_dict_of_unsharded_tensors_is_refused(folder, layout, strict):
     assert all(emulate(loaded_whole, folder, layout, strict, mesh=LAYOUTS[layout][0]))
 
 
@@ -157,7 +157,7 @@ def train(folder, place, change, layout, by_hand):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("layout", "by_hand"), CELLS)
 @pytest.mark.parametrize("change", [hooked, recomputed, hooked_parameter, tied])
-def test_trains_and_saves_as_the_plain_model(folder, tmp_path, change, layout, by_hand):
+def test_changed_model_trains_and_saves_as_plain(folder, tmp_path, change, layout, by_hand):
     _equal(folder, tmp_path, change, layout, by_hand, emulate)
 
 
@@ -219,7 +219,7 @@ def test_moved_blocks_are_refused_in_evaluation_too(folder, change):
 @pytest.mark.parametrize(
     ("change", "layout"), [(change, layout) for change, all_ in REFUSED.items() for layout in all_]
 )
-def test_is_refused_before_a_gradient(folder, tmp_path, change, layout):
+def test_unsupported_model_change_is_refused_before_training(folder, tmp_path, change, layout):
     with pytest.raises(SlapoError) as raised:
         emulate(train, folder, tmp_path, change, layout, False, mesh=LAYOUTS[layout][0])
     assert "hint:" in str(raised.value)

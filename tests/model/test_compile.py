@@ -93,7 +93,7 @@ def _assert_equal(pairs):
     [pytest.param(family, tp, marks=() if (family, tp) in CHEAP else pytest.mark.slow)
      for family in HEADS for tp in (1, 2)],
 )  # fmt: skip
-def test_a_block_is_one_graph(ranks, family, tp):
+def test_compiled_block_is_one_graph(ranks, family, tp):
     _assert_equal(ranks.run(_both, tp, family, tp))
 
 
@@ -105,7 +105,7 @@ def test_compiled_dropout_draws_the_same_masks(ranks, family, tp):
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_what_is_recomputed_draws_its_own_masks(ranks, on_device):
+def test_recomputed_compiled_blocks_draw_the_same_masks(ranks, on_device):
     """The stream has gone on to the second micro-batch, or the next stage's, by then."""
     options = {"checkpoint_ratio": 1.0, "micro_batches": 2}
     _assert_equal(ranks.run(_both, 1, "gpt2", 1, on_device, options))
@@ -148,7 +148,7 @@ def _graphs(family, tp, blocks):
 @pytest.mark.parametrize("family, tp", [
     ("gpt2", 2), *(pytest.param(f, tp, marks=pytest.mark.slow) for f, tp in (("bert", 1), ("bart", 2), ("t5", 2), ("llama", 2), ("opt", 1))),
 ])  # fmt: skip
-def test_like_blocks_share_a_graph(ranks, family, tp):
+def test_equal_compiled_blocks_share_a_graph(ranks, family, tp):
     """Torch compiles one piece of code for eight modules at most."""
     for blocks, graphs in ranks.run(_graphs, tp, family, tp, 10):
         assert blocks >= 10

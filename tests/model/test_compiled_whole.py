@@ -39,7 +39,7 @@ def compiled(folder, layout, what):
     [((2, 1, 1), "whole"), ((2, 1, 1), "blocks"), ((1, 2, 1), "blocks"),
      pytest.param((1, 1, 2), "whole", marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_compiled_as_it_is(layout, what, tmp_path, ranks):
+def test_compiled_model_or_blocks_equal_uncompiled(layout, what, tmp_path, ranks):
     for plain, again, said in ranks.run(compiled, 2, checkpoint(GPT2, tmp_path), layout, what):
         assert bool(said) == (what == "whole" and layout[2] == 1)
         for name, grad in plain.items():

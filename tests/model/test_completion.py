@@ -88,7 +88,7 @@ def of_unlike_lengths(folder):
         loss.backward()
 
 
-def test_forwards_that_divide_their_tokens_unlike_are_refused(ranks, tmp_path):
+def test_backward_through_forwards_with_and_without_sharded_tokens_is_refused(ranks, tmp_path):
     ranks.run(of_unlike_lengths, 2, folder_of("qwen3", tmp_path))
 
 
@@ -169,9 +169,9 @@ def outside(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_part_is_not_taken_for_the_whole(ranks, stage, tmp_path):
+def test_calling_a_sharded_module_alone_is_refused(ranks, stage, tmp_path):
     for said in ranks.run(outside, 2, folder_of("gpt2", tmp_path), stage):
-        assert ["alone" in words for words in said] == [True, True, False]
+        assert ["outside the model" in words for words in said] == [True, True, False]
 
 
 def of_a_stage(folder):
@@ -184,6 +184,6 @@ def of_a_stage(folder):
     return str(error.value)
 
 
-def test_a_layer_that_another_stage_holds_is_not_called_alone(ranks, tmp_path):
+def test_calling_a_layer_of_another_stage_is_refused(ranks, tmp_path):
     for words in ranks.run(of_a_stage, 2, folder_of("gpt2", tmp_path)):
-        assert "beside the model's forward" in words
+        assert "outside the model's forward" in words

@@ -217,7 +217,7 @@ def test_a_copy_of_wideresnet_owns_its_tensors():
     assert emulate(copied_after_a_step, config, (2, 1, 1), {}, mesh=(2, 1, 1)) == [[], []]
 
 
-def test_a_pickle_is_refused(tmp_path):
+def test_pickling_a_model_is_refused(tmp_path):
     from slapo_zoo import AutoScheduledModel, SlapoError
 
     model = AutoScheduledModel.from_pretrained(checkpoint(CASES[0], tmp_path))

@@ -45,7 +45,7 @@ def ids(value):
 
 
 @pytest.mark.parametrize(("case", "precision", "layout", "order", "stage"), DIAGONAL, ids=ids)
-def test_equals_plain_transformers(case, precision, layout, order, stage, root, ranks):
+def test_dp_shard_equals_plain_transformers(case, precision, layout, order, stage, root, ranks):
     folder, world = checkpoint(case, root), layout[0] * layout[1] * layout[2]
     result = ranks.run(train, world, case, folder, layout, order, stage, precision)[0][0]
     if precision == "fp32":
@@ -57,8 +57,10 @@ def test_equals_plain_transformers(case, precision, layout, order, stage, root, 
 
 @pytest.mark.slow  # 176 runs
 @pytest.mark.parametrize(("case", "precision", "layout", "order", "stage"), GRID, ids=ids)
-def test_the_grid_equals_plain_transformers(case, precision, layout, order, stage, root, ranks):
-    test_equals_plain_transformers(case, precision, layout, order, stage, root, ranks)
+def test_dp_shard_on_all_layouts_equals_plain_transformers(
+    case, precision, layout, order, stage, root, ranks
+):
+    test_dp_shard_equals_plain_transformers(case, precision, layout, order, stage, root, ranks)
 
 
 @pytest.mark.slow  # eight ranks, as threads
@@ -113,7 +115,9 @@ MORE_PAIRS = [
     PAIRS + [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS],
     ids=str,
 )
-def test_saved_anywhere_resumed_anywhere(wrote, with_, reads, then, root, ranks, tmp_path):
+def test_dp_shard_checkpoint_resumes_on_any_layout(
+    wrote, with_, reads, then, root, ranks, tmp_path
+):
     folder, worlds = checkpoint(GPT2, root), [a * b * c for a, b, c in (wrote, reads)]
     (whole,) = ranks.run(steps, 1, folder, (1, 1, 1), {}, 0, 4)
     first = ranks.run(steps, worlds[0], folder, wrote, with_, 0, 2, tmp_path / "saved")
@@ -134,7 +138,7 @@ def read_parts(folder, tp, map_weights):
 
 @pytest.mark.parametrize("map_weights", [True, False])
 @pytest.mark.parametrize(("cls", "tp"), [("GPT2LMHeadModel", 2), ("MixtralForCausalLM", 1)])
-def test_a_load_reads_its_rows_alone(cls, tp, map_weights, root, ranks):
+def test_dp_shard_load_reads_only_own_rows(cls, tp, map_weights, root, ranks):
     case = Case(cls, ("tokens",))
     folder = checkpoint(case, root)
     plain = getattr(transformers, cls).from_pretrained(folder).state_dict()
@@ -187,7 +191,7 @@ def saved_by_rows(folder, layout, saved, size):
     [("GPT2LMHeadModel", {"n_embd": 240}, (2, 1, 2), 2),
      ("MixtralForCausalLM", {"intermediate_size": 1024}, (1, 1, 4), 2)],
 )  # fmt: skip
-def test_each_rank_writes_its_own_rows(cls, sizes, layout, size, root, ranks, tmp_path):
+def test_dp_shard_save_writes_only_own_rows(cls, sizes, layout, size, root, ranks, tmp_path):
     case = Case(cls, ("tokens",), tuple(sizes.items()))
     folder = checkpoint(case, root)
     found = ranks.run(saved_by_rows, 4, folder, layout, tmp_path / "rows", size)
@@ -213,7 +217,7 @@ MORE_HSDP = [
 @pytest.mark.parametrize(
     ("layout", "options"), HSDP + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE_HSDP]
 )
-def test_two_copies_of_two_shards_equal_one_process(layout, options, root, ranks):
+def test_two_replicas_of_two_shards_equal_one_process(layout, options, root, ranks):
     """dp=4 is two copies of a model that two ranks divide."""
     folder, world = checkpoint(GPT2, root), layout[0] * layout[1] * layout[2]
     (whole,) = ranks.run(steps, 1, folder, (1, 1, 1), {}, 0, 2)
@@ -245,7 +249,7 @@ def copied(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_copies_with_frozen_weights_get_equal_gradients(stage, root, ranks):
+def test_dp_shard_copy_with_frozen_weights_has_equal_gradients(stage, root, ranks):
     for mine, average in ranks.run(copied, 2, checkpoint(GPT2, root), stage):
         assert mine.pop("transformer.wpe.weight") is average.pop("transformer.wpe.weight") is None
         assert all(torch.equal(grad, average[name]) for name, grad in mine.items())
@@ -285,7 +289,7 @@ IN_STAGES = [pytest.param(name, "interleaved_1f1b", marks=[pytest.mark.slow] * (
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("recomputed", "order"), [(name, "") for name in RECOMPUTED] + IN_STAGES)
-def test_a_block_is_whole_only_while_it_runs(recomputed, order, root, ranks):
+def test_zero3_gathers_a_block_only_while_it_runs(recomputed, order, root, ranks):
     for two, three in ranks.run(stages_of_zero, 4 if order else 2, checkpoint(DEEP, root), recomputed, order):  # fmt: skip
         assert torch.equal(two[0], three[0])
         assert torch.equal(two[2], three[2])
@@ -347,7 +351,7 @@ def adapted_by_hand(folder, **options):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_adapters_in_a_loop_of_ones_own(stage, root, ranks):
+def test_adapters_with_dp_shard_train_in_own_loop(stage, root, ranks):
     folder = checkpoint(GPT2, root)
     want = ranks.run(adapted_by_hand, 2, folder)
     for mine, other in zip(ranks.run(by_hand_over_shards, 2, folder, stage), want, strict=True):

@@ -49,7 +49,7 @@ def all_runs(runs):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)], ids=["dp2", "tp2-dp2"])
 @pytest.mark.parametrize("family", CASES)
-def test_zero_equals_one_process(family, layout, root, ranks):
+def test_deepspeed_zero_equals_one_process(family, layout, root, ranks):
     case, folder = CASES[family], checkpoint(CASES[family], root)
     runs = [
         (case, folder, layout, "deepspeed", {"config": config(stage, 2 - stage % 2)})
@@ -77,7 +77,7 @@ def shared_heads(case, folder):
     return found
 
 
-def test_clips_where_ranks_share_heads(root, ranks):
+def test_deepspeed_clipping_counts_shared_kv_heads_once(root, ranks):
     """One KV head on two tp ranks counts once in the norm."""
     case = Case("LlamaForCausalLM", ("tokens",), (("num_key_value_heads", 1),))
     folder = checkpoint(case, root)
@@ -91,7 +91,7 @@ def test_clips_where_ranks_share_heads(root, ranks):
 
 @pytest.mark.parametrize("stages", [(0, 1)], ids=["zero0-zero1"])
 @pytest.mark.parametrize("family", CASES)
-def test_pipeline_equals_one_process(family, stages, root, ranks):
+def test_deepspeed_pipeline_equals_one_process(family, stages, root, ranks):
     """DeepSpeed's PipelineModule; GPT-2, BERT and T5 tie weights of the first and the last stage."""
     case, folder = CASES[family], checkpoint(CASES[family], root)
     runs = [
@@ -135,7 +135,7 @@ MICRO = {"torch": 1, "fsdp2": 1, "zero2": 1, "zero3": 1, "pipeline": 2}
 PAIRS = [("torch", "zero2"), ("zero2", "torch"), ("zero3", "fsdp2"), ("fsdp2", "zero3"), ("pipeline", "fsdp2")]  # fmt: skip
 
 
-def test_resumes_under_another_engine(root, ranks, tmp_path):
+def test_deepspeed_checkpoint_resumes_under_another_engine(root, ranks, tmp_path):
     """Weights, optimizer and its step: as if one engine had run all four steps."""
     case, folder = CASES["gpt2"], checkpoint(CASES["gpt2"], root)
     found = ranks.run(one_after_the_other, 2, case, folder, PAIRS, tmp_path)[0]

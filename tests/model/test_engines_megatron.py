@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine_runs import CASES, assert_same_run, trained
-from parity import EPS, LEARNING_RATE, batch_of, checkpoint
+from parity import batch_of, checkpoint
 from slapo_zoo import Mesh, create_schedule, get_dialect_cls
 from slapo_zoo.errors import MeshError
 
@@ -32,7 +32,7 @@ def all_families(runs):
     return found
 
 
-def test_equals_one_process(root, ranks):
+def test_megatron_engine_equals_one_process(root, ranks):
     folders = {family: checkpoint(case, root) for family, case in CASES.items()}
     options = {"clip": 1.0}
     runs = [(CASES[f], folder, (2, 1, 1), "megatron", options) for f, folder in folders.items()]
@@ -41,105 +41,42 @@ def test_equals_one_process(root, ranks):
         assert_same_run(run, CASES[family], folder)
 
 
-def own_optimizer():
-    from megatron.core.optimizer import OptimizerConfig
-
-    return OptimizerConfig(
-        optimizer="adam", lr=LEARNING_RATE, weight_decay=0.1, adam_eps=EPS, clip_grad=0.0
-    )
-
-
-def ddp_and_optimizer(folders, layouts, out):
-    """Runs in Megatron's DDP with Megatron's optimizer; the last one stops, and goes on without."""
+def on_two_ranks_of_dp(folder, out):
+    """A run over dp that stops and goes on under torch at tp2, and under Megatron again."""
     warnings.simplefilter("ignore")
     from slapo_zoo.model.integrations.dialects.megatron import import_megatron
 
-    found, state = [], import_megatron().parallel_state
-    for (family, folder), layout in zip(folders.items(), layouts, strict=True):
-        options = {"clip": 1.0, "optimizer": own_optimizer(), "ddp": {}}
-        found.append(trained(CASES[family], folder, layout, "megatron", options, micro_batches=2))
-        state.destroy_model_parallel()
-    case, folder = CASES["gpt2"], folders["gpt2"]
+    case, state, options = CASES["gpt2"], import_megatron().parallel_state, {"clip": 1.0}
     before, _ = trained(case, folder, (1, 1, 2), "megatron", options, saved=(2, out))
     state.destroy_model_parallel()
-    after, weights = trained(case, folder, (2, 1, 1), "torch", {"clip": 1.0}, resumed=out)
+    after, weights = trained(case, folder, (2, 1, 1), "torch", options, resumed=out)
     again, same = trained(case, folder, (1, 1, 2), "megatron", options, resumed=out)
     state.destroy_model_parallel()
-    return found, [(before + after, weights), (before + again, same)]
+    return [(before + after, weights), (before + again, same)]
 
 
-def test_its_ddp_and_optimizer(root, ranks, tmp_path):
-    """dp2 and tp2; and a checkpoint of it goes on under torch, and under Megatron."""
-    folders = {family: checkpoint(case, root) for family, case in CASES.items()}
-    layouts = [(1, 1, 2), (2, 1, 1), (1, 1, 2)]
-    found, resumed = ranks.run(
-        ddp_and_optimizer, 2, folders, layouts, tmp_path / "saved", timeout=300
-    )[0]
-    for run, (family, folder) in zip(found, folders.items(), strict=True):
-        assert_same_run(run, CASES[family], folder)
-    for run in resumed:
-        assert_same_run(run, CASES["gpt2"], folders["gpt2"])
-
-
-def by_name():
-    """Where Megatron's DDP and optimizer ask for CUDA when nothing answers in its place."""
-    import traceback
-
-    warnings.simplefilter("ignore")
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-    from megatron.core.optimizer.optimizer import FP32Optimizer
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    from slapo_zoo.model.integrations.dialects.megatron import import_megatron, take_groups
-
-    take_groups(Mesh(tp=2, rank=torch.distributed.get_rank()))
-    config = TransformerConfig(num_layers=1, hidden_size=2, num_attention_heads=2)
-    model, options = torch.nn.Linear(2, 2), DistributedDataParallelConfig()
-    base = torch.optim.AdamW(model.parameters())
-    found = []
-    for build in (
-        lambda: DistributedDataParallel(config, options, model),
-        lambda: FP32Optimizer(base, own_optimizer(), None),
-    ):
-        try:
-            build()
-        except AssertionError as error:
-            lines = [frame.line for frame in traceback.extract_tb(error.__traceback__)]
-            found.append((str(error), " ".join(line for line in lines if "cuda" in line)))
-    import_megatron().parallel_state.destroy_model_parallel()
-    return found
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it asks for CUDA, and gets it")
-def test_what_asks_for_cuda_by_name(ranks):
-    """What README.md says of it; when this fails, Megatron may have learned to do without."""
-    ddp, optimizer = ranks.run(by_name, 2)[0]
-    assert ddp[0] == optimizer[0] == "Torch not compiled with CUDA enabled"
-    assert "device=torch.cuda.current_device()" in ddp[1]
-    assert "device='cuda'" in optimizer[1]
+def test_resumes_under_torch_and_under_megatron(root, ranks, tmp_path):
+    folder = checkpoint(CASES["gpt2"], root)
+    for run in ranks.run(on_two_ranks_of_dp, 2, folder, tmp_path / "saved", timeout=300)[0]:
+        assert_same_run(run, CASES["gpt2"], folder)
 
 
 def refused(folder):
+    from megatron.core import parallel_state
+    from megatron.core.optimizer import OptimizerConfig
+
     from slapo_zoo import AutoScheduledModel, SlapoError, init_target_engine
 
-    model, found = AutoScheduledModel.from_pretrained(folder, tp=2), []
-    config = own_optimizer()
-    for changes in ({"clip_grad": 1.0}, {"use_distributed_optimizer": True}):
-        vars(config).update(changes)
-        try:
-            init_target_engine(model, "megatron", optimizer=config)
-        except SlapoError as error:
-            found.append((error.what, error.hint))
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    return found
+    model = AutoScheduledModel.from_pretrained(folder, tp=2)
+    with pytest.raises(SlapoError) as refusal:
+        init_target_engine(model, "megatron", optimizer=OptimizerConfig(optimizer="adam"))
+    return refusal.value.what, refusal.value.hint, parallel_state.is_initialized()
 
 
-def test_what_its_optimizer_cannot_do_here(root, ranks):
-    found = ranks.run(refused, 2, checkpoint(CASE, root))[0]
-    assert [what for what, _ in found] == ["clip_grad", "use_distributed_optimizer"]
-    assert all(hint for _, hint in found)
+def test_megatrons_own_optimizer_is_refused_before_its_groups_are_made(root, ranks):
+    what, hint, has_groups = ranks.run(refused, 2, checkpoint(CASE, root))[0]
+    assert (what, has_groups) == ("optimizer", False)
+    assert "torch.optim.AdamW" in hint
 
 
 def with_layers(folder):
@@ -173,7 +110,7 @@ def with_layers(folder):
     return type(model.bert.encoder.layer[0].output.dense.layer).__name__
 
 
-def test_layers_are_replacement_targets(root, ranks):
+def test_megatron_layers_replace_linears(root, ranks):
     assert ranks.run(with_layers, 2, checkpoint(CASE, root))[0] == "RowParallelLinear"
 
 

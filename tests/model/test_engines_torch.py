@@ -25,7 +25,7 @@ def root(tmp_path_factory):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", CASES)
-def test_equals_one_process(family, layout, root, ranks):
+def test_torch_ddp_and_fsdp2_equal_one_process(family, layout, root, ranks):
     tp, pp, dp, data_parallel = LAYOUTS[layout]
     case, folder = CASES[family], checkpoint(CASES[family], root)
     options = {"data_parallel": data_parallel, "clip": 1.0}

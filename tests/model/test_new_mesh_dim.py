@@ -40,9 +40,9 @@ def use(monkeypatch):
     """Let the loader make a mesh with `x` ranks on the new dim."""
 
     def with_x(x):
-        def make(tp, pp, dp):
+        def make(**sizes):
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-            return WithX(tp, pp, dp, rank, x=x)
+            return WithX(**sizes, rank=rank, x=x)
 
         monkeypatch.setattr(loader, "make_mesh", make)
 

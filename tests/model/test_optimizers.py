@@ -65,7 +65,7 @@ def stepped(folder, tp, name):
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_a_matrix_is_seen_as_a_whole(case, name, tmp_path, ranks):
+def test_matrix_optimizers_on_shards_equal_one_process(case, name, tmp_path, ranks):
     folder = checkpoint(case, tmp_path)
     want, _ = ranks.run(stepped, 1, folder, 1, name)[0]
     found, sizes = ranks.run(stepped, 2, folder, 2, name)[0]
@@ -134,7 +134,7 @@ def normed(folder, layout, asked):
     return model.consolidated_state_dict()
 
 
-def test_an_unknown_optimizer_is_named_and_can_be_helped(tmp_path, ranks):
+def test_unknown_optimizer_warns_unless_whole_matrices(tmp_path, ranks):
     folder = checkpoint(CASES[0], tmp_path)
     want = ranks.run(normed, 1, folder, (1,), False)[0]
     found = ranks.run(normed, 2, folder, (2,), True)[0]

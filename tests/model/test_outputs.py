@@ -31,7 +31,7 @@ def outputs(folder, case, layout, options, train):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_hidden_states_are_whole(case, sequence_parallel, tmp_path, ranks):
+def test_hidden_states_are_unsharded(case, sequence_parallel, tmp_path, ranks):
     folder = checkpoint(case, tmp_path)
     plain = getattr(transformers, case.cls).from_pretrained(folder, **changes_of(case)).train()
     want = plain(**batch_of(case), output_hidden_states=True)
@@ -62,7 +62,7 @@ def as_tuple(folder, case, layout):
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.cls)
-def test_a_tuple_instead_of_an_output_object(case, layout, tmp_path, ranks):
+def test_return_dict_false_equals_plain_on_all_layouts(case, layout, tmp_path, ranks):
     folder = checkpoint(case, tmp_path)
     plain = getattr(transformers, case.cls).from_pretrained(folder)
     want = plain(**batch_of(case), return_dict=False)
@@ -91,7 +91,7 @@ def refusals(folder, case, layout, options):
     ],
     ids=["pp2-states", "pp2-attentions", "tp2-attentions", "sdpa-attentions"],
 )
-def test_what_no_rank_has_as_a_whole_is_refused(layout, option, words, tmp_path, ranks):
+def test_sharded_outputs_are_refused(layout, option, words, tmp_path, ranks):
     folder = checkpoint(CASES[0], tmp_path)
     n = 2 if layout else 1
     for texts in ranks.run(refusals, n, folder, CASES[0], layout, {option: True}):
@@ -135,5 +135,5 @@ def counted(folder, case):
         model.train_step({k: v[:0] for k, v in mine.items()})
 
 
-def test_num_items_in_batch_and_no_rows_under_dp(tmp_path, ranks):
+def test_num_items_in_batch_counts_rows_of_all_dp_ranks(tmp_path, ranks):
     ranks.run(counted, 2, checkpoint(CASES[0], tmp_path), CASES[0])

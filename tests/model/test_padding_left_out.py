@@ -200,7 +200,7 @@ def cells(*columns):
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize(("case", "layout", "change"), cells(*CHANGES))
-def test_a_step_of_a_changed_model_is_the_plain_one(case, layout, change, root, packed):
+def test_changed_model_keeps_padding_and_equals_plain(case, layout, change, root, packed):
     compare(case, layout, change, root)
     assert not packed
 
@@ -211,7 +211,7 @@ def nothing(model, seen):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("case", "layout", "change"), cells(nothing, replaced_head))
-def test_a_step_leaves_padding_out(case, layout, change, root, packed):
+def test_train_step_runs_encoder_without_padding(case, layout, change, root, packed):
     compare(case, layout, change, root)
     assert packed
 
@@ -243,7 +243,7 @@ def logits_of_plain(model, batch):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("case", "layout", "run"), cells(by_hand, by_loss_fn, logits_of_a_step))
-def test_what_is_read_at_padding_is_the_plain_model_s(case, layout, run, root):
+def test_logits_at_padding_equal_plain(case, layout, run, root):
     """Found before: logits at padding were those of hidden states of 0, and so was a loss over them."""
     plain = logits_of_plain if run is logits_of_a_step else by_hand
     compare(case, layout, nothing, root, run, plain, kernels="auto")

@@ -108,7 +108,7 @@ def other_schedule(source):
 
 def test_ranks_with_another_schedule_are_refused(ranks, source):
     found = ranks.run(other_schedule, 2, source)
-    assert all("ranks [1] have another one than rank 0" in text for text in found), found
+    assert all("on ranks [1] it differs from rank 0's" in text for text in found), found
 
 
 def from_other_config():
@@ -120,7 +120,7 @@ def from_other_config():
     return "accepted"
 
 
-def test_new_weights_of_another_config(ranks):
+def test_from_config_with_different_configs_is_refused(ranks):
     found = ranks.run(from_other_config, 2)
     assert all("config.n_layer: rank 1 has 3, rank 0 has 2" in text for text in found), found
 
@@ -137,11 +137,11 @@ def test_device_and_paths_may_differ_between_ranks(ranks, source, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 19_299_072])
-def test_a_tensor_of_more_elements_than_a_float_counts(count):
+def test_samples_of_huge_tensors_are_taken_from_valid_places(count):
     assert set(_samples({"w": torch.ones(1).expand(count)})["w"]) == {1.0}
 
 
-def test_a_checkout_that_nobody_installed_has_a_version(source, monkeypatch):
+def test_uninstalled_checkout_has_a_version(source, monkeypatch):
     """A bare machine runs it by its path: no package metadata says which version it is."""
     installed = metadata.distribution
 

@@ -41,8 +41,8 @@ def skip_once(by_hand):
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_a_replica_that_skips_a_step_is_told_at_the_next_backward(by_hand):
-    with pytest.raises(MeshError, match="dp ranks hold other weights") as caught:
+def test_replica_that_skipped_a_step_raises_at_the_next_backward(by_hand):
+    with pytest.raises(MeshError, match="dp ranks have different weights") as caught:
         emulate(skip_once, by_hand, mesh=(1, 1, 2))
     assert "step on all ranks or on none" in caught.value.hint
 
@@ -59,13 +59,13 @@ def by_autograd(averages):
     return [(p.grad, grad) for p, grad in zip(named.values(), grads, strict=True)]
 
 
-def test_gradients_of_autograd_grad_are_no_average_and_are_refused():
+def test_autograd_grad_over_dp_is_refused():
     with pytest.raises(MeshError, match="not their average over dp") as caught:
         emulate(by_autograd, False, mesh=(1, 1, 2))
     assert "no_sync" in caught.value.hint
 
 
-def test_gradients_of_autograd_grad_that_are_averaged_by_hand():
+def test_autograd_grad_in_no_sync_averaged_by_hand_equals_plain():
     for found in emulate(by_autograd, True, mesh=(1, 1, 2)):
         for want, grad in found:
             torch.testing.assert_close(grad, want)
@@ -79,7 +79,7 @@ def of_a_prompt():
     torch.autograd.grad(model(inputs_embeds=prompt + 0).logits.sum(), prompt)
 
 
-def test_a_gradient_of_a_soft_prompt_alone_is_refused_too():
+def test_autograd_grad_of_a_soft_prompt_over_dp_is_refused():
     with pytest.raises(MeshError, match="not their average over dp"):
         emulate(of_a_prompt, mesh=(1, 1, 2))
 
@@ -109,7 +109,7 @@ def with_a_backward_in_it():
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_a_backward_within_a_backward_keeps_what_has_come():
+def test_nested_backward_keeps_gradients_so_far():
     one, other = emulate(with_a_backward_in_it, mesh=(1, 1, 2))
     for name, grad in one.items():
         torch.testing.assert_close(grad, other[name], msg=name)
@@ -133,7 +133,7 @@ def of_inputs_alone():
     torch.autograd.grad(model(inputs_embeds=embeds).logits.sum(), embeds)
 
 
-def test_gradients_of_inputs_are_nobodys_average():
+def test_autograd_grad_of_inputs_is_not_averaged_over_dp():
     emulate(of_inputs_alone, mesh=(1, 1, 2))
 
 
@@ -149,7 +149,7 @@ def line_search(mesh):
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
-def test_an_optimizer_of_dot_products_is_refused_where_a_rank_has_a_part(mesh):
+def test_lbfgs_on_shards_is_refused(mesh):
     with pytest.raises(SlapoError, match="dot products over all parameters"):
         emulate(line_search, mesh, mesh=mesh)
 
@@ -214,7 +214,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_a_rank_that_others_left_behind_says_so_on_all_ranks(name, monkeypatch):
+def test_step_taken_by_some_ranks_raises_on_all(name, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     loop, mesh = LEFT[name]
     told = {}
@@ -235,7 +235,7 @@ def test_a_rank_that_others_left_behind_says_so_on_all_ranks(name, monkeypatch):
         assert "imed out" not in str(error)
 
 
-def test_a_replica_evaluates_alone():
+def test_dp_replica_can_evaluate_alone():
     emulate(evaluate_alone, lambda m: m(IDS), dp=2, mesh=(1, 1, 2))
 
 
@@ -251,7 +251,7 @@ def wait_alone(what):
 
 
 @pytest.mark.parametrize("what", ["logits", "backward"])
-def test_a_rank_that_waits_alone_says_at_which_lines_all_are(what, monkeypatch):
+def test_timeout_names_the_lines_of_all_ranks(what, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     monkeypatch.setattr(process_group, "ERROR_WAIT_S", 0.2)
     monkeypatch.setattr(process_group, "SILENT_S", 0.2)
@@ -262,7 +262,7 @@ def test_a_rank_that_waits_alone_says_at_which_lines_all_are(what, monkeypatch):
     assert "rank 1 is at test_ranks_that_part.py" in told, told
 
 
-def test_gradients_add_up_in_the_memory_that_they_have():
+def test_accumulated_gradients_keep_their_memory():
     model = made()
     model.train_step(rows_of(model))
     before = {name: (p.grad, 2 * p.grad) for name, p in model.named_parameters()}

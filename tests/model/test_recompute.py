@@ -63,14 +63,16 @@ def forms(folder, case, layout, by_hand):
         ("t5", {"pp": 2}, False), ("opt", {}, False),
     ],
 )  # fmt: skip
-def test_both_forms_change_nothing_but_memory(name, layout, by_hand, ranks, tmp_path):
+def test_gradient_checkpointing_enable_keeps_losses_and_gradients(
+    name, layout, by_hand, ranks, tmp_path
+):
     case = CASES[name]
     nprocs = max([1, *(v for v in layout.values() if v is not True)])
     found = ranks.run(forms, nprocs, checkpoint(case, tmp_path), case, layout, by_hand)
     assert found[0] == [1, 2, 2, 2, 1]
 
 
-def test_what_cannot_be_recomputed_says_so(tmp_path):
+def test_gradient_checkpointing_of_unsupported_models_raises(tmp_path):
     from slapo_zoo import AutoScheduledModel
 
     gpt2 = AutoScheduledModel.from_pretrained(checkpoint(CASES["gpt2"], tmp_path))

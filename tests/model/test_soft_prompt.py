@@ -86,7 +86,7 @@ def plain(folder, dp, even=False):
      ((1, 2, 1), {"pipeline_order": "zbv"}), ((1, 2, 1), {"pipeline_order": "interleaved_zero_bubble"}),
      ((1, 2, 2), {}), ((2, 2, 1), {}), ((1, 1, 2), {"dp_shard": 2}), ((1, 2, 2), {"dp_shard": 2})],
 )  # fmt: skip
-def test_it_trains_as_in_one_process(folder, mesh, options):
+def test_soft_prompt_trains_as_in_one_process(folder, mesh, options):
     losses, prompt = plain(folder, mesh[2])
     for found, mine in emulate(on_a_mesh, folder, *mesh, options, mesh=mesh):
         assert found == pytest.approx(losses, rel=1e-5)
@@ -115,7 +115,7 @@ def by_hand(folder, tp, dp, options):
     ("tp", "dp", "options"),
     [(1, 2, {}), (2, 1, {"sequence_parallel": True}), (2, 2, {}), (1, 2, {"dp_shard": 2})],
 )
-def test_it_trains_in_a_loop_by_hand(folder, tp, dp, options):
+def test_soft_prompt_trains_in_own_loop(folder, tp, dp, options):
     _, want = plain(folder, dp, even=True)
     for _, mine in emulate(by_hand, folder, tp, dp, options, mesh=(tp, 1, dp)):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
@@ -132,8 +132,8 @@ def drawn_unlike(folder, tp, dp, by_hand):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_hand", [True, False])
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
-def test_ranks_that_drew_another_one_are_told(folder, tp, dp, by_hand):
-    with pytest.raises(MeshError, match=r"\[1\].* other values of \[4, 32\]|fed another batch"):
+def test_soft_prompts_that_differ_between_ranks_raise(folder, tp, dp, by_hand):
+    with pytest.raises(MeshError, match=r"\[1\].* \[4, 32\] with other values|fed another batch"):
         emulate(drawn_unlike, folder, tp, dp, by_hand, mesh=(tp, 1, dp))
 
 
@@ -192,7 +192,7 @@ def test_prompts_of_peft_train_as_on_one_rank(folder, config, tp, dp, sp):
     ("pp", "dp", "options"), [(2, 1, {}), (1, 2, {"dp_shard": 2})], ids=["pp", "rows"]
 )
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_prompts_of_peft_are_refused_where_the_table_is_elsewhere(folder, pp, dp, options):
+def test_peft_prompt_in_a_pipeline_is_refused(folder, pp, dp, options):
     """peft finds no table by its size, and called None."""
     with pytest.raises(SlapoError, match="hint: call the model"):
         emulate(method, folder, METHODS[0], 1, pp, dp, options, mesh=(1, pp, dp))
@@ -205,7 +205,7 @@ def embeds_beside_the_model(folder):
     model.train_step(prompted.batch(IDS))
 
 
-def test_the_table_of_one_stage_is_refused_at_once(folder):
+def test_embedding_called_outside_its_stage_raises_on_all_ranks(folder):
     """The stage that holds it goes on and waits for the others: it must learn of their error."""
     began = time.monotonic()
     with pytest.raises(SlapoError, match="inputs_embeds: of a table of your own"):
@@ -222,5 +222,5 @@ def with_peft(folder, pp):
 
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_a_prompt_that_no_step_reaches_is_refused(folder, pp):
+def test_unused_soft_prompt_is_refused(folder, pp):
     emulate(with_peft, folder, pp, mesh=(1, pp, 1))

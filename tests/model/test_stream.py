@@ -51,7 +51,7 @@ def _given(model):
 
 
 @pytest.mark.parametrize(("family", "layout"), CELLS)
-def test_the_stream_is_what_is_saved(family, layout, tmp_path, ranks):
+def test_streamed_weights_equal_saved_files(family, layout, tmp_path, ranks):
     case, options, out = CASES[family], LAYOUTS[layout], tmp_path / "out"
     folder, n = checkpoint(case, tmp_path), size(options)
     found = ranks.run(streamed, n, folder, case, options, out, None, (0,))
@@ -61,7 +61,7 @@ def test_the_stream_is_what_is_saved(family, layout, tmp_path, ranks):
     assert all(not each for each in found[1:])
 
 
-def test_a_dtype_and_two_ranks(tmp_path, ranks):
+def test_stream_weights_to_two_ranks_in_bfloat16(tmp_path, ranks):
     case, out = CASES["gpt2"], tmp_path / "out"
     folder = checkpoint(case, tmp_path)
     found = ranks.run(streamed, 4, folder, case, {"tp": 2, "pp": 2}, out, "bfloat16", (1, 2))
@@ -72,7 +72,7 @@ def test_a_dtype_and_two_ranks(tmp_path, ranks):
         assert all(torch.equal(each[key], want[key].bfloat16()) for key in want)
 
 
-def test_what_does_not_fit_is_told(tmp_path):
+def test_bad_stream_arguments_raise(tmp_path):
     model = AutoScheduledModel.from_pretrained(checkpoint(CASES["gpt2"], tmp_path))
     with pytest.raises(SlapoError, match="ranks"):
         next(model.stream_weights(ranks=(1,)))
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_told(tmp_path):
         model.load_stream([("strange", torch.zeros(2))])
     with pytest.raises(SlapoError, match=r"expected \[99, 30\]"):
         model.load_stream([("transformer.wte.weight", torch.zeros(2))])
-    with pytest.raises(SlapoError, match="did not come"):
+    with pytest.raises(SlapoError, match="missing from the stream"):
         model.load_stream(list(model.stream_weights())[1:])
 
 
@@ -104,7 +104,7 @@ def most_held(folder, bucket):
     return most
 
 
-def test_no_more_than_a_bucket_is_held(tmp_path, ranks):
+def test_stream_holds_at_most_one_bucket(tmp_path, ranks):
     """The largest tensor takes 39600 bytes, the model 166 kB."""
     case = Case("GPT2LMHeadModel", ("tokens",), (("vocab_size", 330),))
     folder = checkpoint(case, tmp_path)

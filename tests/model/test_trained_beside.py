@@ -91,9 +91,9 @@ def test_a_head_within_a_loss_has_the_whole_gradient(
                 torch.testing.assert_close(mine, times * whole, **close)
 
 
-def test_stages_must_know_what_a_loss_trains(folder):
+def test_loss_with_own_parameters_in_a_pipeline_is_refused(folder):
     args = (folder, (1, 2, 1), {}, 1, False, 1)
-    with pytest.raises(SlapoError, match="the other stages do not know them"):
+    with pytest.raises(SlapoError, match="that the other stages"):
         emulate(step, *args, mesh=(1, 2, 1), timeout_s=5)
 
 
@@ -124,7 +124,7 @@ def with_little_gradients(folder):
     optimizer.step()
 
 
-def test_large_weights_hide_no_gradient(folder):
+def test_unequal_head_gradients_are_found_beside_large_weights(folder):
     with pytest.raises(MeshError, match="dp ranks have other values or gradients"):
         emulate(with_little_gradients, folder, mesh=(1, 1, 2))
 
@@ -144,7 +144,7 @@ def by_hand(folder, mesh, seeds, wraps):
 
 
 @pytest.mark.parametrize(("mesh", "wraps"), [((2, 1, 1), False), ((1, 1, 2), True)])
-def test_a_head_in_a_loop_by_hand(folder, want, mesh, wraps):
+def test_own_head_in_own_loop_has_the_whole_gradient(folder, want, mesh, wraps):
     for found in emulate(by_hand, folder, mesh, 0, wraps, mesh=mesh):
         for mine, whole in zip(found, want, strict=True):
             torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-6)
@@ -153,8 +153,10 @@ def test_a_head_in_a_loop_by_hand(folder, want, mesh, wraps):
 @pytest.mark.parametrize(
     ("mesh", "seeds", "which"), [((2, 1, 1), 1, "tp"), ((1, 1, 2), 0, "dp"), ((1, 1, 2), 1, "dp")]
 )
-def test_a_head_that_ranks_train_apart_is_refused(folder, mesh, seeds, which):
-    with pytest.raises(MeshError, match=rf"{which} ranks .* what is not the model's: \[2, 32\]"):
+def test_own_head_that_differs_between_ranks_is_refused(folder, mesh, seeds, which):
+    with pytest.raises(
+        MeshError, match=rf"{which} ranks .* parameters outside the model: \[2, 32\]"
+    ):
         emulate(by_hand, folder, mesh, seeds, False, mesh=mesh)
 
 
@@ -163,6 +165,6 @@ def fed_unlike(folder):
     model(IDS.roll(model.mesh.rank, 0)).last_hidden_state.sum().backward()
 
 
-def test_tp_ranks_of_a_loop_by_hand_are_fed_alike(folder):
+def test_own_loop_with_different_batches_on_tp_ranks_raises(folder):
     with pytest.raises(MeshError, match=r"ranks \[1\] were fed another batch than rank 0"):
         emulate(fed_unlike, folder, mesh=(2, 1, 1))

@@ -95,7 +95,7 @@ def assert_same(found, expected):
         pytest.param((1, 2, 1), 2, id="pp2-accumulated"),
     ],
 )
-def test_equals_plain_trainer(layout, accumulation, tmp_path, ranks):
+def test_scheduled_trainer_equals_plain_trainer(layout, accumulation, tmp_path, ranks):
     folder = checkpoint(CASE, tmp_path)
     dp = layout[2]
     # a mean of means depends on how rows are grouped, so dp ranks evaluate one row at a time
@@ -109,7 +109,7 @@ def test_equals_plain_trainer(layout, accumulation, tmp_path, ranks):
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_other_families_equal_plain_trainer(family, tmp_path, ranks):
+def test_scheduled_trainer_equals_plain_for_other_families(family, tmp_path, ranks):
     """tp2, unaccumulated: their plain Trainer takes a mean of means."""
     folder = checkpoint(CASES[family], tmp_path)
     changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
@@ -119,7 +119,7 @@ def test_other_families_equal_plain_trainer(family, tmp_path, ranks):
         assert_same((*each[:2], each[2] or expected[2], each[3]), expected)
 
 
-def test_resumes_on_another_mesh(tmp_path, ranks):
+def test_scheduled_trainer_resumes_on_another_mesh(tmp_path, ranks):
     """Stopped after 2 steps with tp=2, gone on with dp=2: as if it had never stopped."""
     folder, out = checkpoint(CASE, tmp_path), tmp_path / "run"
     expected = plain(folder, tmp_path, per_device_train_batch_size=4)
@@ -153,7 +153,7 @@ def pushed(folder, out, layout, changes, url):
     return losses, weights
 
 
-def test_pushes_to_a_hub(tmp_path, ranks):
+def test_scheduled_trainer_pushes_to_the_hub(tmp_path, ranks):
     """Under tp2 and dp2: one repository with the weights of the last step, once, and a card."""
     from hub_server import Hub
 
@@ -180,7 +180,7 @@ def test_pushes_to_a_hub(tmp_path, ranks):
             )
 
 
-def test_refuses_a_plain_model(tmp_path):
+def test_scheduled_trainer_refuses_an_unscheduled_model(tmp_path):
     from slapo_zoo import SlapoError
     from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 
@@ -369,7 +369,7 @@ def test_a_model_in_fp16_trains_by_the_trainer(layout, given, clip, tmp_path, ra
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_refuses_what_it_cannot_honour(option, words, tmp_path):
+def test_scheduled_trainer_refuses_unsupported_options(option, words, tmp_path):
     from slapo_zoo import AutoScheduledModel, SlapoError
     from slapo_zoo.model.integrations.trainer_options import refuse_options
 
@@ -386,7 +386,7 @@ def wrapped(folder, layout, out):
     from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError
 
     model = AutoScheduledModel.from_pretrained(folder, tp=layout[0], pp=layout[1], dp=layout[2])
-    with pytest.raises(SlapoError, match="take ScheduledTrainer"):
+    with pytest.raises(SlapoError, match="use ScheduledTrainer"):
         transformers.Trainer(model=model, args=arguments(out), train_dataset=rows())
     if layout[1] > 1:
         for given in ({"compute_loss_func": squared}, {}):
@@ -396,5 +396,5 @@ def wrapped(folder, layout, out):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["tp2", "pp2", "dp2"])
-def test_a_stock_trainer_is_told(layout, tmp_path, ranks):
+def test_plain_trainer_with_a_sharded_model_raises(layout, tmp_path, ranks):
     ranks.run(wrapped, 2, checkpoint(CASE, tmp_path), layout, tmp_path)

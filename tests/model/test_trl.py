@@ -122,7 +122,7 @@ def test_rows_of_a_generation_are_counted_over_dp():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_stages_are_refused_in_words(kind):
+def test_trl_with_pipeline_is_refused(kind):
     """Losses of TRL begin at whole logits, which the last stage alone has."""
     import trl
 

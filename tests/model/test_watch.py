@@ -45,16 +45,16 @@ def test_peers_with_different_batches_stop_on_every_rank(layout):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
-def test_right_batches_pass(layout):
+def test_equal_batches_on_tp_peers_pass(layout):
     assert set(emulate(fed, "by dp", None, *layout, mesh=layout)) == {"ok"}
 
 
-def test_copies_with_the_same_batch_are_reported():
+def test_dp_ranks_with_the_same_batch_warn():
     with pytest.warns(InputWarning, match="fed the same rows"):
         assert set(emulate(fed, "same", None, 1, 1, 2, mesh=(1, 1, 2))) == {"ok"}
 
 
-def test_it_can_be_switched_off():
+def test_batch_check_can_be_switched_off():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert set(emulate(fed, "same", 0, 1, 1, 2, mesh=(1, 1, 2))) == {"ok"}
@@ -65,13 +65,13 @@ def test_it_can_be_switched_off():
     [lambda x: x.flip(0), lambda x: x + 1, lambda x: x[:, :-1], lambda x: x.roll(1, 1),
      lambda x: x.float()],
 )  # fmt: skip
-def test_the_hash_sees_order_values_and_shape(change):
+def test_batch_hash_depends_on_order_values_and_shape(change):
     x = torch.arange(24).reshape(4, 6) % 5
     assert int(digest({"input_ids": x})) == int(digest({"input_ids": x.clone()}))
     assert int(digest({"input_ids": x})) != int(digest({"input_ids": change(x)}))
 
 
-def test_names_count_and_large_tensors_are_sampled():
+def test_batch_hash_depends_on_names_and_samples_large_tensors():
     x, y = torch.arange(6), torch.arange(6) + 1
     assert int(digest({"a": x, "b": y})) != int(digest({"a": y, "b": x}))
     large = torch.zeros(4 * SAMPLE)
@@ -123,7 +123,7 @@ def shards_drift(zero_stage):
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.numerics.NumericsWarning")
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_parts_of_copies_are_compared_with_their_like(zero_stage):
+def test_replicas_check_compares_equal_shards_of_zero(zero_stage):
     found = emulate(shards_drift, zero_stage, mesh=(1, 1, 4))
     assert all(same == [] for same, _ in found)
     assert all(

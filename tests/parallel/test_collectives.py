@@ -113,12 +113,12 @@ def same_bits():
     return collectives.summed(torch.randn(1000, generator=g), dist.group.WORLD)
 
 
-def test_a_sum_is_the_same_on_all_ranks(ranks):
+def test_all_reduce_is_equal_on_all_ranks(ranks):
     first, *others = ranks.run(same_bits, 4)
     assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_without_a_group_it_is_the_identity(name):
+def test_collectives_without_group_are_the_identity(name):
     x = torch.randn(4, 2, requires_grad=True)
     assert OURS[name](x, 0, None) is x

@@ -39,7 +39,7 @@ def test_device_seeds_equal_those_of_the_host(heads, num_rows, step):
         assert found == at.cells(4, SITE, heads)
 
 
-def test_a_word_of_64_bits_is_an_int64():
+def test_signed_reinterprets_64_bit_words_as_int64():
     for word in (0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1):
         assert torch.tensor(signed(word)).item() & ((1 << 64) - 1) == word & ((1 << 64) - 1)
     assert mix(1, 2) != mix(2, 1)
@@ -71,7 +71,7 @@ def test_tokens_of_a_rank_are_a_slice_of_the_mask(flat):
         assert torch.equal(found, whole[:, 2 * r : 2 * r + 2])
 
 
-def test_tokens_of_a_packed_batch():
+def test_packed_tokens_get_their_part_of_the_mask():
     real = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0]]).bool()
     at = stream()
     whole = at.keep_mask(torch.empty(2, 4, 6), P, SITE) > 0

@@ -77,7 +77,7 @@ def meet(store, number, rank, answers):
     answers[number, rank] = agree_on_round(store, rank, 3, 20)
 
 
-def test_a_start_takes_nothing_from_an_earlier_one():
+def test_restart_reads_nothing_of_an_earlier_start():
     """Three starts over one store; the ranks of each come in another order."""
     store, answers = dist.HashStore(), {}
     for number, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 0, 2)]):
@@ -92,7 +92,7 @@ def test_a_start_takes_nothing_from_an_earlier_one():
     assert len(set.union(*found)) == 3
 
 
-def test_a_start_without_rank_0_is_told():
+def test_start_without_rank_0_raises():
     store = dist.HashStore()
     store.set("slapo_zoo/round", "left by an earlier start")
     store.set("left by an earlier start/answers", "one two")

@@ -80,12 +80,12 @@ def raised_within_itself():
     raise first
 
 
-def test_an_error_that_was_raised_within_itself_comes_out():
+def test_emulate_raises_an_error_with_circular_causes():
     with pytest.raises(ValueError, match="first"):
         emulate(raised_within_itself, mesh=(1, 1, 1))
 
 
-def test_a_rank_that_waits_in_a_group_of_its_own_learns_of_an_error():
+def test_rank_waiting_in_own_group_gets_the_error_of_a_peer():
     """Its limit is torch's half an hour, and the error's frames keep the group of the other open."""
     began = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 fails"):
@@ -103,7 +103,7 @@ def fail_in_the_last_stage(said):
         raise
 
 
-def test_a_stage_that_waits_for_one_that_failed_learns_why():
+def test_waiting_stage_gets_the_error_of_a_failed_stage():
     said = {}
     with pytest.raises(StageError, match="found one beyond") as raised:
         emulate(fail_in_the_last_stage, said, mesh=(1, 2, 1), timeout_s=5)
@@ -125,7 +125,7 @@ def agree_five_times():
     return [together(mesh, "a step", lambda: mesh.rank) for _ in range(5)]
 
 
-def test_ranks_that_are_threads_agree_again_and_again():
+def test_emulated_ranks_can_call_together_repeatedly():
     """Each has a group of its own to wait on: none takes another thread's."""
     for _ in range(3):
         assert emulate(agree_five_times, mesh=(2, 1, 1)) == [[[0, 1]] * 5] * 2
@@ -141,7 +141,7 @@ def changes_in_a_step(changed):
     return before > 0, len(changed) - before
 
 
-def test_no_step_changes_the_default_dtype_of_all_ranks(monkeypatch):
+def test_emulated_step_keeps_the_default_dtype(monkeypatch):
     """The other stage would make a tensor of another dtype, and gloo ends the process when it comes."""
     changed, change = [], torch.set_default_dtype
     monkeypatch.setattr(torch, "set_default_dtype", lambda d: (changed.append(d), change(d))[1])
@@ -155,7 +155,7 @@ def set_aside(fail):
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_what_is_set_aside_from_collections_comes_back(fail):
+def test_emulate_freezes_and_unfreezes_garbage_collection(fail):
     """Torch and transformers are passed by meanwhile; what somebody else froze stays frozen."""
     expected = pytest.raises(ZeroDivisionError) if fail else nullcontext()
     assert gc.get_freeze_count() == 0

@@ -164,7 +164,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_program_that_destroys_its_group_ends_in_peace(tmp_path):
+def test_program_that_destroys_its_process_group_exits_cleanly(tmp_path):
     """As loops of one's own and Accelerate do: no thread of ours is in the store when Python ends."""
     (tmp_path / "leaves.py").write_text(LEAVES)
     with socket.socket() as free:

@@ -138,7 +138,7 @@ def test_an_error_names_stage_module_and_micro_batch(order, how, guilty, folder)
         assert same_stream
 
 
-def test_a_circle_of_causes_ends():
+def test_lost_peer_check_ends_with_circular_causes():
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_lost_peer(first)

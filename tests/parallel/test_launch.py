@@ -131,12 +131,12 @@ def test_a_timeout_names_the_ranks_that_run_and_ends_them():
     assert_nothing_is_left()
 
 
-def test_a_result_that_cannot_travel_is_an_error():
+def test_unpicklable_result_raises():
     with pytest.raises(RankError, match="rank 0: unpicklable:"):
         run_local(unpicklable, 1, threads=1)
 
 
-def test_no_rank_is_an_error():
+def test_run_local_with_0_ranks_raises():
     with pytest.raises(MeshError, match="found 0"):
         run_local(rank_sum, 0)
 
@@ -166,7 +166,7 @@ def test_ranks_die_with_their_parent(tmp_path):
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_this_process_is_no_rank(monkeypatch):
+def test_process_without_launcher_is_no_rank(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert not is_distributed_launch()
@@ -176,7 +176,7 @@ def test_this_process_is_no_rank(monkeypatch):
         raise ValueError("as it was")
 
 
-def test_slurm_variables_count(monkeypatch):
+def test_slurm_variables_make_a_distributed_launch(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"):
@@ -224,7 +224,7 @@ def vanish():
     return None
 
 
-def test_a_peer_that_vanishes_in_silence_is_an_error_too(ranks):
+def test_peer_that_exits_silently_raises(ranks):
     text, nothing = ranks.run(vanish, 2)
     assert text.startswith("rank 0: step: lost contact with ")
     assert nothing is None
@@ -241,7 +241,7 @@ with rank_guard("step"):
 """
 
 
-def test_under_torchrun_too(tmp_path):
+def test_torchrun_peers_stop_with_the_error_of_the_guilty_rank(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", "--redirects=3", f"--log-dir={tmp_path}", "train.py"]

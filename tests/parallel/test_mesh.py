@@ -75,7 +75,7 @@ def timeouts():
     return [group._get_backend(cpu).options._timeout for group in groups]
 
 
-def test_groups_wait_no_longer_than_the_whole(ranks):
+def test_mesh_groups_have_the_timeout_of_the_default_group(ranks):
     """torch would let them wait for 30 minutes."""
     for world, tp, pp in ranks.run(timeouts, 4):
         assert world == tp == pp == timedelta(seconds=COLLECTIVE_TIMEOUT_S)
@@ -111,7 +111,7 @@ def test_an_unknown_mesh_dim_and_no_process_group():
     assert Mesh(tp=2).group("pp") is None  # of size 1: no group is needed
 
 
-def test_errors_travel_with_their_parts():
+def test_slapo_errors_survive_pickling():
     error = MeshError("mesh", "rank", "found 2, expected 0..1", "do this")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is MeshError

@@ -121,7 +121,7 @@ def stalled(rank, place, seconds):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", ["start", "before", "first"])
-def test_a_stall_beyond_the_limit_of_a_collective(place):
+def test_together_waits_longer_than_the_collective_timeout(place):
     found = as_by_srun(stalled, 2, place, 4.0)
     assert [text for text, _ in found] == [[0, 1], [0, 1]], found
 
@@ -156,14 +156,14 @@ def test_a_slow_disk_fails_no_save(tmp_path, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["start", "before", "first"])
-def test_a_stall_of_two_minutes(place):
+def test_together_waits_two_minutes(place):
     found = as_by_srun(stalled, 2, place, 120.0, timeout=300)
     assert [text for text, _ in found] == [[0, 1], [0, 1]], found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["create", "publish"])
-def test_a_disk_that_takes_two_minutes(tmp_path, place):
+def test_save_waits_two_minutes_for_a_slow_disk(tmp_path, place):
     found = as_by_srun(stalled_save, 2, tmp_path / "out", place, 120.0, timeout=300)
     assert [text for text, _ in found] == ["saved", "saved"], found
 
@@ -216,7 +216,7 @@ def as_by_srun_but_first(fn, *args):
             process.join()
 
 
-def test_the_limit_is_an_argument_and_a_variable(monkeypatch):
+def test_timeout_is_set_by_argument_or_variable(monkeypatch):
     assert process_group.timeout_of(None) == 60
     monkeypatch.setenv(process_group.VARIABLE, "300")
     assert process_group.timeout_of(None) == 300
@@ -264,7 +264,7 @@ def hearts():
     return sum(thread.name == "heartbeat" for thread in threading.enumerate())
 
 
-def test_a_world_has_one_heart(ranks):
+def test_each_process_group_has_one_heartbeat_thread(ranks):
     for _ in range(3):
         assert ranks.run(hearts, 2) == [1, 1]
 

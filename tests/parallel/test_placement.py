@@ -40,7 +40,7 @@ def test_ranks_partition_the_axis(case):
 
 @settings(max_examples=200, deadline=None)
 @given(divided())
-def test_units_stay_whole_and_groups_are_divided_alike(case):
+def test_placement_keeps_units_and_shards_groups_alike(case):
     placement, size, n = case
     start = 0
     for group in placement.groups or (size,):
@@ -118,7 +118,7 @@ def test_keys_of_a_fused_projection_stay_beside_their_queries():
     ]
 
 
-def test_a_shared_end_is_divided_by_itself():
+def test_placement_shards_the_shared_end_separately():
     """Falcon-7B: 5 query heads of 4 columns, then k and v of the only KV head."""
     fused = Placement(0, unit=4, shared=8)
     assert fused.units(28) == [5]
@@ -147,11 +147,11 @@ def test_a_shared_end_is_divided_by_itself():
         (Placement(0, groups=(8, 8, 8), together=4), 24, 2, "groups of [8, 8] units beside 2 runs of 4"),
     ],
 )  # fmt: skip
-def test_axes_that_do_not_divide_are_refused(placement, size, n, problem):
+def test_placement_that_does_not_divide_is_refused(placement, size, n, problem):
     assert problem in placement.problem(size, n)
 
 
-def test_the_thirds_of_a_fused_projection():
+def test_placement_of_fused_qkv_shards_each_third():
     """5 heads of 2 over 2 ranks: q, k and v of heads 0..2, then of heads 3..4."""
     placement = Placement(1, groups=(10, 10, 10), unit=2)
     assert placement.runs(30, 2, 0) == [Run(0, 6), Run(10, 16), Run(20, 26)]

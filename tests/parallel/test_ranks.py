@@ -78,7 +78,7 @@ def test_results_come_in_rank_order(ranks):
     assert [result[3] for result in results] == ranks.pids[:3]
 
 
-def test_workers_stay_and_jobs_are_quick(ranks):
+def test_rank_pool_reuses_its_workers(ranks):
     ranks.run(all_reduce, 2, Box(0))
     before, begin = ranks.pids, time.perf_counter()
     for _ in range(20):
@@ -135,7 +135,7 @@ def test_a_hang_is_stopped_and_shown(ranks):
     assert_works(ranks)
 
 
-def test_a_function_that_cannot_travel_costs_no_worker(ranks):
+def test_unpicklable_function_kills_no_worker(ranks):
     assert_works(ranks)
     before = ranks.pids
     with pytest.raises((AttributeError, TypeError), match="local object"):

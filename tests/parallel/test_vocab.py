@@ -14,7 +14,7 @@ from parity import EPS, LEARNING_RATE, ROWS, Case, batch_of, checkpoint, tiny_co
 from sharded_logits import wrapped
 from slapo_zoo import AutoScheduledModel, Mesh
 from slapo_zoo.errors import RankError
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.parallel.placement import Placement
 
 VOCAB = Placement(0, pad=True)
@@ -196,7 +196,7 @@ def test_loss_and_gradient_equal_torch(n, scale, ranks):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_all_labels_ignored_is_nan_as_in_torch(n, ranks):
+def test_vocab_loss_with_all_labels_ignored_is_nan(n, ranks):
     full, ignored = torch.randn(2, 5, 11), torch.full((2, 4), -100)
     assert plain_losses(full, ignored)["mean"][0].isnan()
     for r, found in enumerate(ranks.run(parallel_losses, n, full, ignored)):
@@ -212,7 +212,7 @@ def backward_twice(full, targets):
     assert torch.equal(local.grad, 2 * once)
 
 
-def test_backward_may_run_twice(ranks):
+def test_vocab_loss_backward_runs_twice_with_retain_graph(ranks):
     ranks.run(backward_twice, 2, torch.randn(6, 11), torch.arange(6))
 
 
@@ -224,7 +224,7 @@ def gathered_gradient(full, upstream):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_gradient_through_a_gather(n, ranks):
+def test_gathered_logits_have_the_gradient_of_full_logits(n, ranks):
     full, upstream = torch.randn(3, 11), torch.randn(3, 11)
     leaf = full.clone().requires_grad_()
     (leaf.softmax(-1) * upstream).sum().backward()
@@ -255,7 +255,7 @@ def with_huge_padding(folder, batch):
 
 
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_padded_rows_never_win(cls, ranks, tmp_path):
+def test_padding_of_the_vocabulary_never_wins_argmax(cls, ranks, tmp_path):
     case = Case(cls, ("tokens",))
     folder, batch = checkpoint(case, tmp_path), batch_of(case)
     model = tiny_config(case)[1].from_pretrained(folder).eval()
@@ -305,7 +305,7 @@ def gather_equal(group, x):
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 3)])
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_tied_copies_stay_equal(cls, tp, pp, ranks, tmp_path):
+def test_tied_weight_on_two_stages_stays_equal(cls, tp, pp, ranks, tmp_path):
     """Embedding on the first stage, head on the last: the same bits after every step.
 
     With three stages the middle one holds neither.

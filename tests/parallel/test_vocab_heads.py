@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional
 
 from sharded_logits import wrapped
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 
 HEADS = {  # what models do to logits before the loss, and whether all columns are then needed
     "scale": (lambda x: x * 0.25, True),

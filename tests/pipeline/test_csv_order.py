@@ -49,16 +49,16 @@ def write_order(folder, name, pp, micro_batches):
         ("0F0,0F1,0B0,0B1\n1F1,1F0,1B1,1B0\n", r"row 2 .* '1F1': the last stage needs micro-batch 0"),
         (GOOD.splitlines()[0], "found 1 rows, expected one per rank: pp=2"),
         ("0F0,0B0,1F0,1B0\n2F0,2B0\n", r"the ranks hold \[2, 1\] stages"),
-        ("0F0,0B0\n2F0,2B0\n", "none of the cells names stage 1"),
+        ("0F0,0B0\n2F0,2B0\n", "no cell names stage 1"),
         ("(0F0;0F1)OVERLAP_F_B,\n1F0,1B0\n", "stage 0: no cell 0B0"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_named_with_its_cell(text, problem, tmp_path):
+def test_csv_order_mistake_names_its_cell(text, problem, tmp_path):
     with pytest.raises(MeshError, match=problem):
         read_order(write(tmp_path, text), pp=2)
 
 
-def test_no_such_file_and_other_numbers(tmp_path):
+def test_csv_order_missing_file_or_other_micro_batches_raise(tmp_path):
     with pytest.raises(MeshError, match="No such file"):
         StageMap.make(str(tmp_path / "none.csv"), 2, None)
     places = StageMap.make(write(tmp_path, GOOD), 2, None)
@@ -69,7 +69,7 @@ def test_no_such_file_and_other_numbers(tmp_path):
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_every_built_in_order_is_a_right_file(name, tmp_path):
+def test_built_in_orders_are_valid_csv_orders(name, tmp_path):
     places = StageMap.make(name, 4, None)
     custom = StageMap.make(write_order(tmp_path, name, 4, 8), 4, None)
     assert [list(a) for a in custom.custom.actions] == places.actions(8)
@@ -78,7 +78,7 @@ def test_every_built_in_order_is_a_right_file(name, tmp_path):
 
 
 @pytest.mark.parametrize("text", [GOOD, BLOCKED])
-def test_torch_reads_the_same_order(text, tmp_path):
+def test_torch_reads_csv_orders_alike(text, tmp_path):
     """`_load_csv` of torch is semi-private: this tells when it moves."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -108,7 +108,7 @@ def train(folder, path):
 
 
 @pytest.mark.parametrize("kind", ["blocked", "zbv"])
-def test_trains_as_plain_transformers(kind, tmp_path, ranks):
+def test_csv_order_trains_as_plain_transformers(kind, tmp_path, ranks):
     """Two neighbouring stages on one rank, which no built-in order has; and a written ZBV."""
     text = BLOCKED if kind == "blocked" else ""
     path = write(tmp_path, text) if text else write_order(tmp_path, "zbv", 2, 4)
@@ -127,7 +127,7 @@ def train_on_own_file(folder, root):
         train(folder, write(mine, text))
 
 
-def test_what_a_file_says_counts_beside_its_name(tmp_path):
+def test_ranks_compare_the_content_of_csv_orders(tmp_path):
     found = []
     for text in (GOOD, GOOD.replace("0F1,,0B0", "0F1,0B0")):
         options = LoaderOptions(pipeline_order=str(write(tmp_path, text)))

@@ -52,7 +52,7 @@ def calls_of(mask):
     return calls
 
 
-def test_what_inputs_say_is_seen_and_blocks_are_taken_to_keep_their_shape():
+def test_dry_run_reads_inputs_and_guesses_block_output_shapes():
     calls = calls_of(torch.tensor([True, True, False]))
     assert [call.leaves[0].shape for call in calls] == [(3, 4), (2, 4)]
     assert all(call.guessed and call.leaves[0].requires_grad for call in calls)
@@ -61,7 +61,7 @@ def test_what_inputs_say_is_seen_and_blocks_are_taken_to_keep_their_shape():
     ] * 2
 
 
-def test_an_output_that_is_not_as_guessed_is_refused():
+def test_block_output_with_unexpected_shape_raises():
     leaves, spec = tree_flatten(torch.zeros(2, 3))
     call = Call("h.0", spec, (Shape((2, 3), torch.float32, True),), frozenset(), guessed=True)
     call.check(leaves[0])
@@ -70,14 +70,14 @@ def test_an_output_that_is_not_as_guessed_is_refused():
             call.check(other)
 
 
-def test_micro_batches_that_would_be_cut_differently_are_refused():
-    looking = SimpleNamespace(looks=True, plans=lambda part: part["n"])
+def test_micro_batches_with_different_plans_are_refused():
+    looking = SimpleNamespace(depends_on_data=True, plans=lambda part: part["n"])
     assert Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 1}]) == 1
     with pytest.raises(ScheduleError, match="differs between micro-batches"):
         Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 2}])
 
 
-def test_what_another_stage_holds_is_looked_at_and_not_computed_with():
+def test_computing_with_weights_of_another_stage_raises():
     """A sum of a real tensor and one without data is that real tensor, in torch: nothing would tell."""
     with torch.device("meta"):
         unit = Chooser().half()
@@ -92,6 +92,6 @@ def test_what_another_stage_holds_is_looked_at_and_not_computed_with():
         ScheduleError, match=r"a.linear.weight: pipeline: it is computed with beside"
     ):
         torch.ones(4, 4).add_(weight.t())
-    with pytest.raises(ScheduleError, match=r"a.linear: pipeline: it is called beside"):
+    with pytest.raises(ScheduleError, match=r"a.linear: pipeline: it is called outside"):
         root["a"].linear(torch.ones(4))
     assert "a.rows" in dict(root.named_buffers())  # computed on every stage

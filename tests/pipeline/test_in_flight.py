@@ -48,7 +48,7 @@ def as_file(folder, order, pp, count):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", ["zbv", "a file"])
-def test_memory_forgets_the_micro_batches(order, root, ranks):
+def test_pipeline_memory_does_not_grow_with_micro_batches(order, root, ranks):
     names = [as_file(root, "1f1b", 2, n) if order == "a file" else order for n in (4, 32)]
     runs = list(zip(names, (4, 32), strict=True))
     for few, many in ranks.run(peaks, 2, checkpoint(GPT2, root), 2, runs):
@@ -57,7 +57,7 @@ def test_memory_forgets_the_micro_batches(order, root, ranks):
 
 @pytest.mark.slow  # four ranks, 64 micro-batches
 @pytest.mark.parametrize("order", [name for name in ORDERS if name not in ALL_AT_ONCE])
-def test_middle_stages_of_four_ranks(order, root, ranks):
+def test_middle_stage_memory_does_not_grow_with_micro_batches(order, root, ranks):
     found = ranks.run(peaks, 4, checkpoint(GPT2, root), 4, [(order, 8), (order, 64)])
     for few, many in found[1:3]:
         assert many <= 1.05 * few
@@ -88,13 +88,13 @@ def sent_bytes(folder, order):
 
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
-def test_what_was_sent_takes_no_memory(order, root, ranks):
+def test_sent_tensors_are_released(order, root, ranks):
     first, second = ranks.run(sent_bytes, 2, checkpoint(GPT2, root), order)
     assert (first, second) == ([4] * 8, [])  # one number each
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_sends_are_given_up_in_time(order):
+def test_send_buffers_are_released_once_received(order):
     """Sent gradients that a rank holds are of micro-batches in flight; none is given up unsent."""
     places = StageMap.make(order, 4, None)
     ranks = places.actions(64)
@@ -147,7 +147,9 @@ BLOCK_INPUT = 2 * 64 * 64 * 4  # bytes for a micro-batch of GPT2
      (GPT2, (2, 1, 2), "", {"dp_shard": 2, "precision": "bf16"}, 1)],
     ids=str,
 )  # fmt: skip
-def test_tp_ranks_share_what_they_keep_of_inputs(case, layout, order, options, least, root, ranks):
+def test_sharded_policy_shards_kept_inputs_over_tp(
+    case, layout, order, options, least, root, ranks
+):
     """least: inputs of blocks by which the fullest moment shrinks; 0: the tokens are divided already."""
     world = layout[0] * layout[1] * layout[2]
     found = ranks.run(in_shares, world, checkpoint(case, root), layout, order, options)

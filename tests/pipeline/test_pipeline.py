@@ -37,7 +37,7 @@ def run(case, folder, layout, order, micro_batches):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "order", "layout"), RUNS, ids=lambda x: getattr(x, "cls", str(x)))
-def test_equals_plain_transformers(case, order, layout, root, ranks):
+def test_pipeline_equals_plain_transformers(case, order, layout, root, ranks):
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
     count = 4 // layout[2]
@@ -53,7 +53,7 @@ def test_a_parameter_beside_the_units_is_held_by_every_stage():
     assert stages_of("text.norm.weight", held) == (1, 2)
 
 
-def test_stages_of_ranks():
+def test_each_order_places_stages_on_ranks():
     assert [StageMap.make("zbv", 4, None).stages_of(r) for r in range(4)] == [
         [0, 7],
         [1, 6],
@@ -74,18 +74,18 @@ def test_stages_of_ranks():
         (lambda: balanced_cuts([1, 1], [0, 1], 4), "the model has 2 places to cut"),
     ],
 )  # fmt: skip
-def test_errors_name_the_numbers(make, problem):
+def test_bad_pipeline_sizes_are_named(make, problem):
     with pytest.raises(MeshError, match=problem):
         make()
 
 
-def test_cuts_balance_the_head():
+def test_cuts_count_the_cost_of_the_head():
     """A head that costs two blocks moves the cut forward."""
     assert balanced_cuts([0, 1, 1, 1, 1, 2], [1, 2, 3, 4], 2) == [3]
     assert balanced_cuts([1] * 12, range(11), 4) == [2, 5, 8]
 
 
-def test_cuts_are_the_best_of_all():
+def test_balanced_cuts_equal_the_best_of_all_cuts():
     """Against every choice of cuts."""
     from itertools import combinations
 

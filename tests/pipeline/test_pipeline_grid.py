@@ -63,7 +63,7 @@ def grid():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "order", "layout"), list(grid()))
-def test_equals_plain_transformers(case, order, layout, root, ranks):
+def test_pipeline_on_all_layouts_equals_plain_transformers(case, order, layout, root, ranks):
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
     results = ranks.run(run, 2 if layout == "1x2x1" else 4, case, folder, LAYOUTS[layout], order)

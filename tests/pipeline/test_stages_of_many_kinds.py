@@ -7,7 +7,7 @@ from type_coverage import default_config
 
 from slapo_zoo.hf.models import dtype_of
 from slapo_zoo.verify.derive import Search
-from slapo_zoo.verify.specimen import specimen
+from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.derivation.tiny import Sizes
 
 # the first parameter of DeBERTa's second stage is in fp32, whatever the others are (q_bias); names of
@@ -19,11 +19,11 @@ KINDS = [("DebertaForMaskedLM", (1, 2, 1)), ("MobileBertForMaskedLM", (2, 2, 1))
 def test_a_derived_table_is_proven(cls, mesh, tmp_path):
     known = getattr(transformers, cls)
     config = default_config(known.config_class.model_type, known)
-    subject = specimen(config, known, tmp_path, Sizes())
-    assert subject.dtype == torch.float64
-    assert Search(subject.config, subject, mesh, {}).run().sizes == mesh
+    case = tiny_case(config, known, tmp_path, Sizes())
+    assert case.dtype == torch.float64
+    assert Search(case.config, case, mesh, {}).run().sizes == mesh
 
 
-def test_the_dtype_of_a_model_is_that_of_most_numbers():
+def test_model_dtype_is_that_of_most_parameters():
     wide, narrow = torch.nn.Linear(2, 2), torch.nn.Linear(8, 8, dtype=torch.bfloat16)
     assert dtype_of(torch.nn.Sequential(wide, narrow)) == torch.bfloat16

@@ -239,18 +239,18 @@ ELSEWHERE = {
 # class, or option of the config --> layout dimension that it cannot have --> the words of its refusal
 REFUSED = {
     "ViTForMaskedImageModeling": {"dp": "no mean over", "micro": "no mean over"},
-    "SwinForImageClassification": {"sp": "no row that divides tokens"},
+    "SwinForImageClassification": {"sp": "no row that shards tokens"},
     "SwinForMaskedImageModeling": {
         "dp": "no mean over",
         "micro": "no mean over",
-        "sp": "no row that divides tokens",
+        "sp": "no row that shards tokens",
     },
-    "SwinModel": {"sp": "no row that divides tokens"},
+    "SwinModel": {"sp": "no row that shards tokens"},
     "use_weighted_layer_sum": {
         "pp": "expected False with pp=2",
         "sp": "expected False with sequence_parallel",
     },
-    "CLIPModel": {"dp": "do not add up", "micro": "do not add up"},
+    "CLIPModel": {"dp": "no mean over rows", "micro": "no mean over rows"},
 }
 # Heads that no power of two divides, at the sizes of published models.
 UNEVEN = [

@@ -9,7 +9,7 @@ from torch.nn import functional
 from loop_families import MASKED, ONE_STACK, PAIRS, TEXT
 from loops import Trainee, loop
 
-MODES = "sequence_parallel=True: it goes through one forward that divides its tokens"
+MODES = "sequence_parallel=True: this backward goes through a forward with sharded tokens"
 PART = {"pp": "pp=1", "dp_shard": "dp_shard="}  # what a part alone is told
 PARTS = (*ONE_STACK, *PAIRS, "clip")
 STEPS = 2

@@ -117,7 +117,7 @@ def penalty_by_hand(t: Trainee) -> None:
         t.optimizer.step()
 
 
-@loop("a penalty in loss_fn", families=TEXT, pp="a term on weights")
+@loop("a penalty in loss_fn", families=TEXT, pp="a term on the weight")
 def penalty_in_loss(t: Trainee) -> None:
     before = _began(t)
 

@@ -13,10 +13,10 @@ import torch
 import transformers
 from torch import nn
 
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives import ForkRng, Shard, Sync
 from slapo_zoo.parallel import collectives
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
 
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 99, "intermediate_size": 48}
 BASE = {**WIDTHS, "num_attention_heads": 4, "max_position_embeddings": 32, "pad_token_id": 0}

@@ -86,7 +86,7 @@ def test_a_full_disk_is_an_error(monkeypatch, tmp_path):
         db.commit("a", 1)
 
 
-def test_a_key_names_all_that_a_measurement_holds_for():
+def test_database_key_contains_all_conditions():
     scope = Scope("cpu x2", "gpt2 1a2b", versions={"torch": "2.13"}, setting={"seq_len": 128})
     key = scope.key({"b": 1, "a": 2}, 5)
     assert key == scope.key({"a": 2, "b": 1}, 5)

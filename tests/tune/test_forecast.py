@@ -35,7 +35,7 @@ def outline_of(case, mesh=None, **options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_operations_are_those_of_torch(case, monkeypatch):
+def test_forecast_flops_equal_torch_counter(case, monkeypatch):
     monkeypatch.setattr(costs, "ELEMENT", 0.0)
     costs._unit_costs.cache_clear()
     outline = outline_of(case)
@@ -114,7 +114,7 @@ ANSWERS = [  # a layout of each family at every run, all of them in the slow gri
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "tp", "pp", "order"), ANSWERS)
-def test_both_commands_give_one_answer(case, tp, pp, order, tmp_path, capsys):
+def test_plan_and_search_give_the_same_forecast(case, tp, pp, order, tmp_path, capsys):
     """`plan` of a layout and `plan --gpus`, which looks at it among others: to the byte."""
     planner = planner_of(case)
     virtual = places_of(Layout(pp=pp, pipeline_order=order)).per_rank
@@ -127,7 +127,7 @@ def test_both_commands_give_one_answer(case, tp, pp, order, tmp_path, capsys):
     assert [s.rank for s in stages] == [places_of(at).rank_of(i) for i in range(len(stages))]
 
 
-def test_a_dear_head_and_a_long_decoder_move_the_cuts():
+def test_expensive_head_or_decoder_moves_the_cuts():
     plain = outline_of(GPT2, Mesh(pp=2)).state.cuts
     dear = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8), ("vocab_size", 6000)))
     assert plain == [("transformer.h.3", 0)]
@@ -137,7 +137,7 @@ def test_a_dear_head_and_a_long_decoder_move_the_cuts():
     assert t5.state.cuts[0][0].startswith("decoder.block")
 
 
-def test_a_head_that_looks_into_its_input_is_estimated():
+def test_cost_of_a_data_dependent_head_is_estimated():
     """T5's classifier takes the last end token of each row, which no dry run can know."""
     case = Case("T5ForSequenceClassification", ("class",), (("num_labels", 3),))
     found = costs.unit_costs(outline_of(case).skeleton, outline_of(case).units, seq_len=8)

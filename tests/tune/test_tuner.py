@@ -113,7 +113,7 @@ def test_every_strategy_ends_and_measures_nothing_twice(search):
         assert len(numbers) + sum(found.pruned.values()) == 91
 
 
-def test_what_needs_more_than_what_failed_is_not_tried():
+def test_configurations_above_a_memory_failure_are_skipped():
     grid = Grid(space().all_points())
     found = tune(SURFACES["little"], 0, 91, "exhaustive", grid)
     failed = [t for t in found.trials if t.outcome.kind == OUT_OF_MEMORY]
@@ -121,7 +121,7 @@ def test_what_needs_more_than_what_failed_is_not_tried():
     assert found.best.outcome.throughput == truth(SURFACES["little"], grid)
 
 
-def test_the_planner_and_patience_end_it_early():
+def test_planner_refusals_and_patience_shorten_the_search():
     grid = Grid(space().all_points())
     refused = {i: "needs more" for i, p in enumerate(grid.points) if SURFACES["half"](p).kind != OK}
     found = tune(SURFACES["half"], 0, 91, "exhaustive", grid, refused=refused)
@@ -149,7 +149,7 @@ def test_slow_points_are_given_up_after_a_few_steps():
     assert found.best.outcome.throughput == truth(SURFACES["flat"], grid)
 
 
-def test_a_known_point_is_not_measured_again(tmp_path):
+def test_stored_outcome_is_not_measured_again(tmp_path):
     path, scope = tmp_path / "db.jsonl", Scope("cpu", "gpt2")
     first = tune(SURFACES["half"], database=Database(path), scope=scope)
     again = tune(lambda *_: pytest.fail("measured"), database=Database(path).load(), scope=scope)
@@ -159,7 +159,7 @@ def test_a_known_point_is_not_measured_again(tmp_path):
     assert not any(trial.was_known for trial in other.trials)
 
 
-def test_a_point_that_takes_the_tuner_down_is_left_alone(tmp_path):
+def test_configuration_that_killed_the_tuner_twice_is_skipped(tmp_path):
     class Dead(BaseException):
         pass
 
@@ -249,7 +249,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_failures_are_told_apart(kind):
+def test_worker_failures_are_classified(kind):
     outcome = run_trial(
         [sys.executable, "-S", "-c", PROGRAMS[kind]], 1.0 if kind == TIMEOUT else 30.0
     )

@@ -54,7 +54,7 @@ def step(blocks, **options):
 
 
 @pytest.mark.parametrize("eval_mode", [True, False])
-def test_right_steps_pass(eval_mode):
+def test_correct_schedule_passes_verification(eval_mode):
     for report in emulate(step, [(column, row)], eval_mode=eval_mode, mesh=(2, 1, 1)):
         assert report.ok
         assert report.checks["outputs"]["compared"] == 2
@@ -74,7 +74,7 @@ def test_a_missing_collective_is_named(parts, phase, suspect):
         assert f"sch['{suspect}'].shard" in str(report)
 
 
-def test_a_second_block_starts_from_the_first():
+def test_second_verify_block_starts_from_the_first():
     steps = [(column, row), (lambda sch: sch["1"].checkpoint(),)]
     assert all(report.ok for report in emulate(step, steps, mesh=(2, 1, 1)))
 
@@ -83,7 +83,7 @@ def replaced(sch):
     sch["1"].replace(nn.GELU(approximate="tanh"))
 
 
-def test_another_function_is_found_in_one_process():
+def test_changed_function_is_named_in_one_process():
     report = step([(replaced,)])
     assert report.divergence.path == "1"
     assert "replace" in str(report)
@@ -114,7 +114,7 @@ def test_no_dropout_reaches_fused_attention_too():
     assert not torch.equal(attention(x, x, x, dropout_p=0.9), attention(x, x, x))
 
 
-def test_switched_off_it_touches_nothing():
+def test_disabled_verify_changes_nothing():
     """The original deep-copied the model and left a trace function behind."""
     trace = sys.gettrace()
     with Verify(Refuses(), Refuses(), enable=False) as verify:  # pyright: ignore[reportArgumentType]
@@ -123,7 +123,7 @@ def test_switched_off_it_touches_nothing():
     assert set(vars(verify)) == {"sch", "inputs", "device", "eval_mode", "enable", "report"}
 
 
-def test_switched_on_it_leaves_the_model_as_it_was():
+def test_enabled_verify_restores_the_model():
     model = two_layers()
     model(INPUTS[0]).sum().backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
@@ -175,7 +175,7 @@ CAUSAL = torch.ones(5, 5, dtype=torch.bool).tril()
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min, -1e4, None])
-def test_nobody_wants_the_gradient_of_a_mask(least):
+def test_missing_gradient_of_a_mask_passes(least):
     mask = CAUSAL if least is None else torch.zeros(5, 5).masked_fill(~CAUSAL, least)
     for report in emulate(attend, mask, True, mesh=(2, 1, 1)):
         assert report.ok, str(report)
@@ -205,7 +205,7 @@ def test_a_model_on_meta_gets_values_meanwhile():
     assert not emulate(on_meta, (column, no_forward), mesh=(2, 1, 1))[0][0].ok
 
 
-def test_factors_of_the_loss_are_a_rank_s_own(monkeypatch):
+def test_probe_loss_factors_ignore_the_shared_generator(monkeypatch):
     """Another rank, a thread, may put torch's generator back between a seed and a draw."""
     draw, seeds = torch.randn, iter(range(100))
 

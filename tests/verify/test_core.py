@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,15 +10,14 @@ import transformers
 
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf import models as hf
+from slapo_zoo.hf.example_inputs import padded_batch
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.verify.batch import example
-from slapo_zoo.verify.checks import predicted
+from slapo_zoo.verify.case import Trial, case_for
 from slapo_zoo.verify.core import known_schedule, verify
+from slapo_zoo.verify.judge import cast, tensors_of
 from slapo_zoo.verify.report import Report, VerifyError
-from slapo_zoo.verify.runs import cast, tensors_of
-from slapo_zoo.verify.shrink import expressive, shrink
-from slapo_zoo.verify.subject import Subject
 from slapo_zoo.zoo.argument_values import config_of, usual_head
+from slapo_zoo.zoo.shrink import expressive, shrink
 from slapo_zoo.zoo.table import families
 
 LAYOUTS = {
@@ -37,7 +37,7 @@ OPTIONAL = {"dropout", "collectives"}  # a family without dropout; one rank of t
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("family", "layout"), GRID)
-def test_no_false_alarm(family, layout):
+def test_correct_schedules_have_no_false_alarm(family, layout):
     config, head = config_of(family)
     sizes, knobs = LAYOUTS[layout]
     if family in ("wideresnet", "swin") and knobs:
@@ -55,7 +55,7 @@ def test_no_false_alarm(family, layout):
 
 
 @pytest.mark.parametrize(("family", "seed"), [("mt5", 1), ("wideresnet", 3)])
-def test_luck_is_no_fault(family, seed):
+def test_lucky_rounding_is_no_finding(family, seed):
     """One rank's rounding is lucky in one gradient; one rank's ReLU gets 1e-7, the other's -1e-7."""
     config, head = config_of(family)
     report = verify(
@@ -116,7 +116,7 @@ def test_every_small_model_runs_in_float64(family):
     small._experts_implementation = "eager"
     cls = hf.resolve_class(small, hf.resolve_class(config, usual_head(config, head)).__name__)
     model = cls._from_config(small, attn_implementation="eager").double().eval()
-    batch = cast(example(model, 4, 16, seed=100, tp=4), torch.float64)
+    batch = cast(padded_batch(model, 4, 16, seed=100, tp=4), torch.float64)
     with torch.no_grad():
         outputs = tensors_of(model(**batch))
     assert outputs
@@ -128,12 +128,13 @@ def test_collectives_are_predicted_whatever_the_main_input_is(family):
     config, head = config_of(family)
     small = shrink(config, Mesh(2))
     cls = hf.resolve_class(small, hf.resolve_class(config, usual_head(config, head)).__name__)
-    counts = predicted(Subject(small, cls, (2, 1, 1), knobs={"sequence_parallel": True}))
+    case = case_for(small, cls, (2, 1, 1), Path())
+    counts = Trial(case, (2, 1, 1), knobs={"sequence_parallel": True}).predicted_collectives()
     assert counts["all_gather"] > 0
     assert counts["reduce_scatter"] > 0
 
 
-def test_auto_is_the_zoos_or_proven_elsewhere():
+def test_verify_auto_uses_the_zoo_or_refuses():
     small = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
     assert known_schedule(small, "auto") == known_schedule(small, "zoo") == "zoo"
     with pytest.raises(ArchitectureError, match="slapo-zoo derive MODEL"):

@@ -1,6 +1,7 @@
 """Derived tables are proven before use; a wrong one is caught by its proof."""
 
 import dataclasses
+import re
 import tempfile
 from pathlib import Path
 
@@ -13,9 +14,9 @@ from slapo_zoo.language.primitives import ForkRng, Shard, ShardAttribute, SumGra
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement, TensorSpec
-from slapo_zoo.verify.derive import Search, derive
-from slapo_zoo.verify.probe import probe
-from slapo_zoo.verify.specimen import specimen
+from slapo_zoo.verify.case import Trial
+from slapo_zoo.verify.derive import Search, derive, problem_of
+from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.derivation.observe import Observation
@@ -57,8 +58,8 @@ def searches():
             if name not in made:
                 config = tiny(CLASSES[name].config_class())
                 folder = Path(scratch, name)
-                subject = specimen(config, CLASSES[name], folder, Sizes())
-                made[name] = Search(config, subject, (2, 1, 1), {})
+                case = tiny_case(config, CLASSES[name], folder, Sizes())
+                made[name] = Search(config, case, (2, 1, 1), {})
             return made[name]
 
         yield search
@@ -67,7 +68,7 @@ def searches():
 def table_of(search):
     """The best candidate, which is right."""
     make = search.candidates()[0]
-    return make(search.subject.config, search.small)
+    return make(search.case.config, search.small)
 
 
 MUTATIONS = {
@@ -111,37 +112,35 @@ def caught(search, kinds=None):
     found = [(name, table) for name, table in mutants(table_of(search))
              if (search.config.model_type, name) not in SAME
              and (kinds is None or name.rpartition(": ")[2] in kinds)]  # fmt: skip
-    return len(found), [name for name, table in found if not probe(search.subject, table, (2, 1, 1))]  # fmt: skip
+    return len(found), [name for name, table in found if not problem_of(Trial(search.case, (2, 1, 1), table))]  # fmt: skip
 
 
-def test_a_wrong_derivation_is_caught(searches):
+def test_wrong_derived_table_is_rejected(searches):
     """A few of each kind; all of them in the slow test."""
     count, passed = caught(searches("bloom"), {"no gradient sum", "no attribute"})
     assert count >= 4
     assert passed == []
 
 
-def test_a_dropout_that_parts_replicas_is_caught(searches):
+def test_dropout_that_differs_on_replicas_is_rejected(searches):
     """Without dropout nothing would show."""
     search = searches("distilbert")
-    table, width = table_of(search), search.subject.config.dim
-    wrong = (
-        "embeddings.dropout",
-        (ForkRng(axis=-1, size=2 * width),),
-    )  # drops what every rank has whole
+    table, width = table_of(search), search.case.config.dim
+    # drops what every rank has whole
+    wrong = ("embeddings.dropout", (ForkRng(axis=-1, size=2 * width),))
     body = (wrong, *(row for row in table.body if row[0] != wrong[0]))
-    found = probe(search.subject, dataclasses.replace(table, body=body), (2, 1, 1))
-    assert "differs from that of its replica" in found
+    found = problem_of(Trial(search.case, (2, 1, 1), dataclasses.replace(table, body=body)))
+    assert re.match(r"dropout: .* differs from that of rank 0, as its gradient does", found)
 
 
 @pytest.mark.slow
-def test_forty_wrong_derivations_are_caught(searches):
+def test_forty_wrong_derived_tables_are_rejected(searches):
     counts = [caught(searches(name)) for name in MUTATED]
     assert sum(count for count, _ in counts) >= 40
     assert [name for _, passed in counts for name in passed] == []
 
 
-def test_what_is_derived_is_right_on_a_pipeline_too():
+def test_derived_table_is_right_on_a_pipeline():
     config = tiny(transformers.ElectraConfig())
     proof = derive(config, transformers.ElectraForSequenceClassification, (1, 2, 1))
     assert proof.table.blocks == ("encoder.layer.*",)
@@ -152,13 +151,15 @@ def test_what_is_derived_is_right_on_a_pipeline_too():
 def test_a_model_without_stacks_has_no_pipeline(searches):
     search = searches("bloom")
     table = dataclasses.replace(table_of(search), blocks=())
-    assert "2 stages, but the model has 0 blocks" in probe(search.subject, table, (1, 2, 1))
+    assert "2 stages, but the model has 0 blocks" in problem_of(
+        Trial(search.case, (1, 2, 1), table)
+    )
 
 
-def test_what_is_wrong_anyway_is_refused_in_words(searches):
+def test_derivation_that_never_works_is_refused_with_reason(searches):
     """A fault that no module's division explains: the first problem is told."""
     search = searches("distilbert")
-    broken = Search(search.config, search.subject, (2, 1, 1), {"pipeline_order": "no such order"})
+    broken = Search(search.config, search.case, (2, 1, 1), {"pipeline_order": "no such order"})
     with pytest.raises(ArchitectureError, match=r"no table is right here: .*no such order"):
         broken.run()
 
@@ -176,7 +177,7 @@ def test_the_source_of_a_table_is_python_that_makes_it(searches):
     from slapo_zoo.zoo.table import ZOO
 
     search = searches("distilbert")
-    table = derive_table(search.config, search.small, search.subject.seen, {})
+    table = derive_table(search.config, search.small, search.case.seen, {})
     table = dataclasses.replace(table, model_type="another")
     names = {}
     try:
@@ -210,7 +211,7 @@ def test_a_tower_that_cannot_be_cut_is_held_as_a_whole(searches, monkeypatch):
     config = tiny(transformers.BartConfig())
     with tempfile.TemporaryDirectory() as scratch:
         cls = transformers.BartForConditionalGeneration
-        search = Search(config, specimen(config, cls, Path(scratch), Sizes()), (1, 2, 1), {})
+        search = Search(config, tiny_case(config, cls, Path(scratch), Sizes()), (1, 2, 1), {})
         proven = Search._probe
         right = "model.decoder.layers.*"
         monkeypatch.setattr(Search, "_probe", lambda self, make, sizes: proven(self, make, sizes)
@@ -234,15 +235,15 @@ def test_a_tower_that_cannot_be_cut_is_held_as_a_whole(searches, monkeypatch):
         "falcon_h1",
     ],
 )
-def test_what_its_class_needs_is_heeded(name):
+def test_derivation_handles_special_needs_of_a_class(name):
     """Heads defined before their embedding; a constructor that looks at its numbers; rows of padding;
     experts that are chosen in a block; a forward that looks at its inputs; weights that are read, and parts
     that are called, beside their modules; other masks without a cache; buffers that a module above sets."""
     config, cls = CLASSES[name].config_class(num_labels=3), CLASSES[name]
     with tempfile.TemporaryDirectory() as scratch:
-        subject = specimen(config, cls, Path(scratch), Sizes())
-        found = Search(subject.config, subject, (1, 2, 1), {})
-        assert probe(subject, found._gathered(subject.config, found.small), (1, 2, 1)) == ""
+        case = tiny_case(config, cls, Path(scratch), Sizes())
+        found = Search(case.config, case, (1, 2, 1), {})
+        assert problem_of(Trial(case, (1, 2, 1), found._gathered(case.config, found.small))) == ""
 
 
 def test_a_plan_that_does_not_serve_the_real_config_is_left_out():
@@ -260,11 +261,11 @@ def test_a_tiny_model_trains(name, tmp_path):
         transformers,
         {"T5": "T5ForConditionalGeneration"}.get(name, f"{name}ForImageClassification"),
     )
-    subject = specimen(
+    case = tiny_case(
         tiny(cls.config_class() if name != "CLIP" else transformers.CLIPConfig()), cls, tmp_path
     )
-    assert all(grad.isfinite().all() for grad in subject.grads.values())
-    assert subject.loss > 0
+    assert all(grad.isfinite().all() for grad in case.truth.grads.values())
+    assert case.truth.loss > 0
 
 
 def test_a_single_expert_is_not_divided():
@@ -301,7 +302,7 @@ def test_spelling_is_found_by_content():
     assert piece.names == (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")
 
 
-def test_what_files_hold_in_another_form_is_named():
+def test_unexplained_keys_of_files_are_named():
     tensor = torch.arange(6.0).view(2, 3)
     assert find_spelling({"w_t": tensor.t()}, {"w": tensor}).unknown == ("w_t",)
 
@@ -355,9 +356,9 @@ def test_the_first_size_that_trains_is_taken(name, tmp_path):
             derive(cls.config_class(), cls, (2, 1, 1))
         return
     config = cls.config_class() if name != "Gemma4" else transformers.Gemma4TextConfig()
-    subject = specimen(config, cls, tmp_path, Sizes())
-    assert subject.is_finite
-    assert 0 < sum(grad.numel() for grad in subject.grads.values()) < 4e6
+    case = tiny_case(config, cls, tmp_path, Sizes())
+    assert all(grad.isfinite().all() for grad in case.truth.grads.values())
+    assert 0 < sum(grad.numel() for grad in case.truth.grads.values()) < 4e6
 
 
 def test_tokens_are_divided_between_the_parts_of_a_block():
@@ -369,7 +370,7 @@ def test_tokens_are_divided_between_the_parts_of_a_block():
     for name in ("BioGpt", "OpenAIGPT"):  # a part that is a product itself; parts that return lists
         cls = getattr(transformers, {"BioGpt": "BioGptForCausalLM"}.get(name, f"{name}LMHeadModel"))
         assert derive(cls.config_class(), cls, (2, 1, 1), **asked).share > 0.7
-    with pytest.raises(ArchitectureError, match="no tokens that tp ranks could divide"):
+    with pytest.raises(ArchitectureError, match="no tokens to shard over tp"):
         derive(transformers.ConvNextConfig(), transformers.ConvNextForImageClassification, (2, 1, 1), **asked)  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from type_coverage import default_config, model_types
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.verify.specimen import specimen
+from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.derivation.stacks import star
 from slapo_zoo.zoo.derivation.table_rows import derive_table
@@ -53,10 +53,10 @@ def divided(config, cls, table):
 def test_a_derived_table_divides_what_a_hand_written_one_does(family, tmp_path):
     name = family if family in model_types() else family.replace("_", "-")
     cls = getattr(transformers, model_types()[name][0])
-    subject = specimen(default_config(name, cls), cls, tmp_path, Sizes())
-    by_hand = divided(subject.config, cls, table_for(family))
-    model = hf.build_on_meta(cls, copy.deepcopy(subject.config), torch.float32, False)
-    found = divided(subject.config, cls, derive_table(subject.config, model, subject.seen, {}))
+    case = tiny_case(default_config(name, cls), cls, tmp_path, Sizes())
+    by_hand = divided(case.config, cls, table_for(family))
+    model = hf.build_on_meta(cls, copy.deepcopy(case.config), torch.float32, False)
+    found = divided(case.config, cls, derive_table(case.config, model, case.seen, {}))
 
     missing = by_hand.keys() - found.keys()
     assert [n for n in missing if not any(part in n for part in WHOLE.get(family, ()))] == []

@@ -9,21 +9,21 @@ from type_coverage import default_config
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.language.primitives import ForkRng
-from slapo_zoo.verify.derive import Search
-from slapo_zoo.verify.probe import probe
-from slapo_zoo.verify.shrink import dropouts
-from slapo_zoo.verify.specimen import experts, specimen
+from slapo_zoo.verify.case import Trial
+from slapo_zoo.verify.derive import Search, problem_of
+from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
+from slapo_zoo.zoo.shrink import dropouts
 
 # a head's dropout before and after a sharded product; a block's; a plan of transformers; widths that differ
 CLASSES = ["LiltForSequenceClassification", "XLNetForSequenceClassification", "Qwen3MoeForCausalLM",
            "FocalNetForImageClassification"]  # fmt: skip
 
 
-def step(folder, config, cls, batch, tp):
+def step(folder, config, cls, batch, given, tp):
     model = AutoScheduledModel.from_pretrained(
         folder, config=config, tp=tp, auto_class=getattr(transformers, cls), schedule="auto",
-        kernels="reference", **experts(config),
+        kernels="reference", **given,
     )  # fmt: skip
     loss = float(model.train().train_step(batch, micro_batches=1))
     return loss, model.consolidated_state_dict(grads=True)
@@ -33,19 +33,18 @@ def step(folder, config, cls, batch, tp):
 @pytest.mark.parametrize("cls", CLASSES)
 def test_ranks_draw_as_one_does(cls, tmp_path, ranks):
     known = getattr(transformers, cls)
-    subject = specimen(
-        default_config(known.config_class.model_type, known), known, tmp_path, Sizes()
-    )
+    case = tiny_case(default_config(known.config_class.model_type, known), known, tmp_path, Sizes())
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     for name in dropouts(config):
         if getattr(config, name) is not None:
             setattr(config, name, 0.3)
-    batch = {k: x.float() if x.is_floating_point() else x for k, x in subject.batch.items()}
-    arguments = (tmp_path, config, cls, batch)
+    batch = {k: x.float() if x.is_floating_point() else x for k, x in case.batch.items()}
+    given = {k: v for k, v in case.changes().items() if k == "experts_implementation"}
+    arguments = (tmp_path, config, cls, batch, given)
     ((loss, wanted),) = ranks.run(step, 1, *arguments, 1)
     largest = max(float(grad.abs().max()) for grad in wanted.values())
-    both = wanted.keys() & subject.grads.keys()
-    moved = max(float((wanted[name] - subject.grads[name]).abs().max()) for name in both)
+    both = wanted.keys() & case.truth.grads.keys()
+    moved = max(float((wanted[name] - case.truth.grads[name]).abs().max()) for name in both)
     assert moved > 0.05 * largest, "nothing drops"
     for found, grads in ranks.run(step, 2, *arguments, 2):
         assert found == pytest.approx(loss, rel=1e-5)
@@ -65,15 +64,15 @@ def test_other_elements_than_one_rank_drops_are_seen(cls, knobs, said, tmp_path)
     config = known.config_class()
     for name in dropouts(config):
         setattr(config, name, 0.1)
-    subject = specimen(tiny(config), known, tmp_path, Sizes())
-    search = Search(subject.config, subject, mesh, knobs)
-    table = search.candidates()[0](subject.config, search.small)
-    assert probe(subject, table, mesh, **knobs) == ""
+    case = tiny_case(tiny(config), known, tmp_path, Sizes())
+    search = Search(case.config, case, mesh, knobs)
+    table = search.candidates()[0](case.config, search.small)
+    assert problem_of(Trial(case, mesh, table, knobs)) == ""
     rows = [(row, any(getattr(d, said, "") for d in row[1])) for row in table.body]
     body = tuple((row[0], (ForkRng(),)) if says else row for row, says in rows)
     assert body != table.body
-    found = probe(subject, replace(table, body=body), mesh, **knobs)
-    assert "with dropout, the gradients" in found
+    found = problem_of(Trial(case, mesh, replace(table, body=body), knobs))
+    assert found.startswith("dropout: ")
 
 
 IDS = torch.arange(32).reshape(4, 8) * 3 % 61

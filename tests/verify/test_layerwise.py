@@ -90,19 +90,19 @@ def test_a_shared_block_is_verified_once(verified):
     assert len(verified) == 1
 
 
-def test_few_layers_change_no_width():
+def test_few_layers_keeps_all_widths():
     config = transformers.T5Config(num_layers=24, num_decoder_layers=24)
     few = few_layers(config, 10)
     assert (few.num_layers, few.num_decoder_layers, few.d_model) == (2, 2, config.d_model)
 
 
-def test_too_large_for_the_memory():
+def test_layerwise_verify_beyond_memory_is_refused():
     """Refused before anything is made, not killed half way."""
     with pytest.raises(SlapoError, match=r"needs about \d+ GB, \d+ GB are free"):
         verify_layers(transformers.LlamaConfig(hidden_size=16384, intermediate_size=65536))
 
 
-def test_what_it_cannot_do():
+def test_unsupported_layerwise_verify_is_refused():
     with pytest.raises(SlapoError, match="has no stages"):
         verify_layers(config_of("gpt2"), mesh=(1, 2, 1))
     from slapo_zoo.hf import models as hf

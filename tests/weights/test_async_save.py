@@ -66,7 +66,7 @@ def trains_on(out, tp, pp, dp):
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2)], ids=str)
-def test_what_was_there_at_the_call_is_written(ranks, tmp_path, tp, pp, dp):
+def test_async_save_writes_the_state_at_the_call(ranks, tmp_path, tp, pp, dp):
     was_done, changed = ranks.run(trains_on, tp * pp * dp, tmp_path, tp, pp, dp)[0]
     assert not was_done
     names = [{path.name for path in (tmp_path / kind).iterdir()} for kind in ("sync", "async")]
@@ -101,7 +101,7 @@ def fails(out, ask):
 
 
 @pytest.mark.parametrize("ask", [True, False])
-def test_a_failing_write_is_told_and_the_old_folder_stays(ranks, tmp_path, ask):
+def test_failed_async_save_raises_and_keeps_the_old_folder(ranks, tmp_path, ask):
     found = ranks.run(fails, 2, tmp_path / "out", ask)
     assert [kind for kind, *_ in found] == [RankError, WeightsError]
     for _, text, before, after in found:
@@ -118,13 +118,13 @@ def shut_down(out):
     return (out / "training_state.json").exists()
 
 
-def test_the_end_of_the_process_group_waits(ranks, tmp_path):
+def test_shutdown_waits_for_async_save(ranks, tmp_path):
     assert ranks.run(shut_down, 2, tmp_path / "out") == [True, True]
     model, _ = make(1, 1)
     assert load_checkpoint(model, tmp_path / "out").step == 2
 
 
-def test_what_cannot_be_saved_is_said_at_the_call(tmp_path):
+def test_async_save_of_unsupported_state_raises_at_the_call(tmp_path):
     model, optimizer = make(1, 1)
     with pytest.raises(WeightsError, match="extra"):
         async_save_checkpoint(model, tmp_path / "out", optimizer, extra=len)

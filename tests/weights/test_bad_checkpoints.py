@@ -70,7 +70,7 @@ def test_missing_keys_are_refused_by_name(name, folders, ranks):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_unexpected_keys_are_told(name, folders):
+def test_unexpected_keys_are_refused_by_name(name, folders):
     """A block too many, or an odd tensor in a block."""
     extra = {k.replace(".1.", ".3.", 1) for k in load_file(folders[name] / "model.safetensors") if BLOCK[name] in k}  # fmt: skip
     rewrite(folders[name], lambda t: t | {k.replace(".1.", ".3.", 1): v.clone() for k, v in t.items() if BLOCK[name] in k})  # fmt: skip
@@ -144,7 +144,7 @@ def forward(folder, batch, options):
     return AutoScheduledModel.from_pretrained(folder, **options)(**batch).logits.detach()
 
 
-def test_an_index_that_names_a_missing_file(folders, ranks):
+def test_index_with_a_missing_file_is_refused(folders, ranks):
     model = transformers.GPT2LMHeadModel.from_pretrained(folders["gpt2"])
     (folders["gpt2"] / "model.safetensors").unlink()
     model.save_pretrained(folders["gpt2"], max_shard_size="30KB")
@@ -263,7 +263,7 @@ def with_own_head(tensors):
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=["one", "tp2", "pp2"])
-def test_a_head_that_differs_from_the_embedding_it_is_tied_to(layout, folders, ranks):
+def test_tied_head_with_other_values_is_refused(layout, folders, ranks):
     """Refused; told to untie, it is what plain transformers makes of the file."""
     folder, batch, n = folders["gpt2"], batch_of(GPT2), 2 if layout else 1
     rewrite(folder, with_own_head)
@@ -276,7 +276,7 @@ def test_a_head_that_differs_from_the_embedding_it_is_tied_to(layout, folders, r
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
 
 
-def test_a_file_may_hold_a_tied_tensor_twice(folders):
+def test_file_with_a_tied_tensor_twice_loads(folders):
     batch = batch_of(GPT2)
     want = logits_of(GPT2.cls, folders["gpt2"], batch)
     rewrite(folders["gpt2"], lambda t: {**t, "lm_head.weight": t["transformer.wte.weight"].clone()})
@@ -288,7 +288,7 @@ def saved_again(folder, out, layout):
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
-def test_old_spellings_are_saved_as_they_were(layout, folders, tmp_path, ranks):
+def test_old_key_names_are_saved_unchanged(layout, folders, tmp_path, ranks):
     folder, plain, mine = folders["bert"], tmp_path / "plain", tmp_path / "mine"
     rewrite(folder, lambda t: {k: v for k, v in old_bert(t).items() if "seq_rel" not in k})
     transformers.BertForMaskedLM.from_pretrained(folder).save_pretrained(plain)

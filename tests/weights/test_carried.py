@@ -40,7 +40,7 @@ def resave(source, out, size):
     model.save_pretrained(out, max_shard_size=size)
 
 
-def test_config_generation_config_tokenizer_and_file_sizes(ranks, source, tmp_path):
+def test_save_carries_configs_tokenizer_and_file_sizes(ranks, source, tmp_path):
     out, theirs = tmp_path / "out", tmp_path / "theirs"
     ranks.run(resave, 2, source, out, "30KB")
     config = GPT2Config.from_pretrained(source)  # a loaded one would be packed in the files' order
@@ -62,7 +62,7 @@ def test_config_generation_config_tokenizer_and_file_sizes(ranks, source, tmp_pa
     assert again.generation_config.temperature == 0.7
 
 
-def test_a_tokenizer_that_is_there_stays(ranks, source, tmp_path):
+def test_save_keeps_an_existing_tokenizer(ranks, source, tmp_path):
     shutil.copytree(source, tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").write_text('{"mine": 1}')
     ranks.run(resave, 2, source, tmp_path / "out", "5GB")
@@ -83,7 +83,7 @@ def test_a_folder_that_holds_a_tokenizer_alone_takes_the_model(source, tmp_path)
         AutoScheduledModel.from_pretrained(source).save_pretrained(other)
 
 
-def test_only_nan(source, tmp_path, recwarn):
+def test_all_nan_checkpoint_loads_without_warning(source, tmp_path, recwarn):
     folder = shutil.copytree(source, tmp_path / "nan")
     full = load_file(folder / "model.safetensors")
     save_file(
@@ -118,7 +118,7 @@ def half_way(source):
     return None, ""
 
 
-def test_a_read_that_fails_half_way_stops_all(ranks, source):
+def test_failed_read_on_one_rank_stops_all(ranks, source):
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     kinds, texts = zip(*ranks.run(half_way, 2, source), strict=True)
     assert kinds == (RankError, WeightsError)

@@ -9,7 +9,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights import load
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.load import Target, load_tensors
+from slapo_zoo.weights.load import load_tensors
+from slapo_zoo.weights.load_memory import Target
 
 
 def load_onto(device, folder, mesh):

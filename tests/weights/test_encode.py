@@ -49,6 +49,6 @@ def test_kinds_of_dictionaries_survive_encoding():
 
 
 @pytest.mark.parametrize("value", [len, {1, 2}, torch.ones(5000), object()])
-def test_anything_else_is_named(value):
+def test_unsupported_value_is_named(value):
     with pytest.raises(WeightsError, match=r"scheduler.a\[1\]: found a "):
         encode({"a": [0, value]}, "scheduler")

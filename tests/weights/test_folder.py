@@ -64,13 +64,13 @@ def test_an_absent_file_of_the_index_is_refused(two_files):
     "name",
     ["../secret.safetensors", "/etc/passwd", "a/../../x", "C:x", "..\\x", "", "x\0y"],
 )
-def test_names_that_lead_out_of_the_folder(two_files, name):
+def test_index_with_names_outside_the_folder_is_refused(two_files, name):
     write_index(two_files, {"a": name})
     with pytest.raises(WeightsError, match="expected a name inside the folder"):
         open_checkpoint(two_files)
 
 
-def test_links_that_lead_out_of_the_folder(tmp_path):
+def test_links_out_of_the_folder_are_refused(tmp_path):
     (tmp_path / "inside").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "outside.safetensors")
     (tmp_path / "inside" / A).symlink_to(tmp_path / "outside.safetensors")
@@ -93,7 +93,7 @@ def test_links_in_a_circle_are_refused(two_files, name):
         open_checkpoint(two_files / "circle")
 
 
-def test_hub_cache(tmp_path):
+def test_links_within_the_hub_cache_are_followed(tmp_path):
     repo = tmp_path / "models--org--name"
     snapshot = repo / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -110,7 +110,7 @@ def test_hub_cache(tmp_path):
         open_checkpoint(snapshot)
 
 
-def test_a_pipe_does_not_hang(tmp_path):
+def test_named_pipe_in_the_folder_is_refused_without_hang(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match="no regular file"):
         open_checkpoint(tmp_path)
@@ -154,7 +154,7 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         open_checkpoint(tmp_path / "none")
 
 
-def test_a_file_that_is_cut_while_it_is_read(two_files):
+def test_file_truncated_while_read_raises(two_files):
     """A page beyond the end of a mapped file would kill the process without a word."""
     with open_checkpoint(two_files) as folder:
         folder.view("a")
@@ -164,7 +164,7 @@ def test_a_file_that_is_cut_while_it_is_read(two_files):
 
 
 @pytest.mark.parametrize("new_format", [True, False])
-def test_pickle_only_on_request(tmp_path, new_format):
+def test_pickle_is_refused_unless_allowed(tmp_path, new_format):
     state = {"a": torch.randn(3, 2), "b": torch.nn.Parameter(torch.ones(2))}
     path = tmp_path / "pytorch_model.bin"
     torch.save(state, path, _use_new_zipfile_serialization=new_format)
@@ -176,7 +176,7 @@ def test_pickle_only_on_request(tmp_path, new_format):
         assert not folder.view("b").requires_grad
 
 
-def test_pickle_with_an_index(tmp_path):
+def test_indexed_pickle_checkpoint_loads(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "x.bin")
     text = json.dumps({"weight_map": {"a": "x.bin"}})
     (tmp_path / "pytorch_model.bin.index.json").write_text(text)

@@ -84,7 +84,7 @@ def test_every_truncation_is_refused(tmp_path):
         refused(tmp_path / "bad.safetensors", GOOD[:length])
 
 
-def test_the_good_file_is_good(tmp_path):
+def test_valid_header_is_read(tmp_path):
     path = tmp_path / "good.safetensors"
     path.write_bytes(GOOD)
     with SafetensorsFile(path) as file:

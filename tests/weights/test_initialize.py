@@ -20,7 +20,7 @@ def bart(**changes):
     return config
 
 
-def test_what_lies_around_the_blocks_is_drawn_too(monkeypatch):
+def test_modules_outside_the_blocks_are_initialised(monkeypatch):
     """`final_logits_bias` is the model's own; storage that was freed before must not shine through."""
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty(*a, **k).fill_(7))
@@ -58,7 +58,7 @@ def test_a_tensor_around_the_units_is_drawn_once_and_alike():
     assert not torch.equal(one["scale"], other["scale"])
 
 
-def test_what_nobody_sets_is_refused_by_name():
+def test_tensor_without_initialisation_is_refused_by_name():
     with pytest.raises(WeightsError, match=r"scale.*does not set it"):
         initialize_weights(Held(begins=False), ["block"], {"scale"}, 0, lambda *_: None)
 

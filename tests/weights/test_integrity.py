@@ -18,9 +18,9 @@ from slapo_zoo.cli.main import app
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights import crc
-from slapo_zoo.weights.header import SAVE_ID
 from slapo_zoo.weights.integrity import damages_of
 from slapo_zoo.weights.reshard import reshard
+from slapo_zoo.weights.safetensors_file import SAVE_ID
 from slapo_zoo.weights.save import save_folder
 
 CASE = Case("GPT2LMHeadModel", ("tokens",))
@@ -50,7 +50,7 @@ def saved(source, tmp_path_factory):
     return out, made, optimizer
 
 
-def test_the_sums_of_all_ranks_are_what_zlib_says_of_the_whole():
+def test_combined_checksums_equal_zlib_of_the_whole():
     draw = random.Random(1)
     data = draw.randbytes(37 * 1000)
     for columns in ((0, 1000), (0, 300, 600, 900, 1000), (0, 1, 999, 1000)):
@@ -59,8 +59,8 @@ def test_the_sums_of_all_ranks_are_what_zlib_says_of_the_whole():
             rows = b"".join(data[i * 1000 + start : i * 1000 + stop] for i in range(37))
             part = crc.of_rows(memoryview(rows), 37, stop - start, 1000)
             sums.append(crc.times(part, crc.shift(1000 - stop)))
-        assert crc.joined(sums, len(data)) == zlib.crc32(data)
-    assert crc.joined([], 12) == zlib.crc32(bytes(12))
+        assert crc.combined(sums, len(data)) == zlib.crc32(data)
+    assert crc.combined([], 12) == zlib.crc32(bytes(12))
 
 
 def save_divided(folder, tp, pp, dp):
@@ -149,7 +149,7 @@ def test_ranks_divide_the_check_and_all_refuse(ranks, source, saved, tmp_path):
     assert ranks.run(resume, 2, source, out) == [1, 1]
 
 
-def test_the_command_names_file_and_tensor(saved):
+def test_check_command_names_damaged_file_and_tensor(saved):
     out = saved[0]
     run = CliRunner().invoke
     assert run(app, ["check", str(out)], obj=SimpleNamespace()).exit_code == 0
@@ -175,7 +175,7 @@ def test_files_of_two_saves_are_refused(source, saved, tmp_path):
         load_checkpoint(made, other, optimizer)
 
 
-def test_resharding_launders_no_damage(saved, tmp_path):
+def test_reshard_of_a_damaged_checkpoint_is_refused(saved, tmp_path):
     out, made, optimizer = saved
     reshard(out, tmp_path / "again", "30KB")
     assert not damages_of(tmp_path / "again")[1]
@@ -189,7 +189,7 @@ def test_resharding_launders_no_damage(saved, tmp_path):
     assert not (tmp_path / "third").exists()
 
 
-def test_damaged_checksums_are_said_to_be(saved):
+def test_damaged_checksum_file_is_named(saved):
     path = saved[0] / "checksums.json"
     text = path.read_text()
     for broken in ("{", "[]", json.dumps({"format": "x"}), text.replace("save", "sav", 1)):

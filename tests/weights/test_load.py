@@ -15,7 +15,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
-from slapo_zoo.weights.load import Target, load_tensors, parse_size
+from slapo_zoo.weights.load import load_tensors, parse_size
+from slapo_zoo.weights.load_memory import Target
 
 
 @st.composite
@@ -38,7 +39,7 @@ def placed(draw):
 
 @settings(max_examples=80, deadline=None)
 @given(placed())
-def test_slices_equal_the_slow_way(case):
+def test_loaded_slices_equal_cuts_of_the_full_tensor(case):
     shape, placement, mesh = case
     full = torch.randn(shape)
     expected = cut(full, placement, mesh)
@@ -56,7 +57,7 @@ def test_slices_equal_the_slow_way(case):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
-def test_a_model_of_all_kinds(tmp_path, mesh):
+def test_tensors_of_all_placements_load(tmp_path, mesh):
     specs, full = model()
     save_file(full, tmp_path / "model.safetensors")
     expected = local_tensors(specs, full, mesh)
@@ -82,7 +83,7 @@ def test_tensors_are_cast_into_parameters(tmp_path):
     assert loaded.bytes_read == 4 * 3 * 4
 
 
-def test_all_problems_in_one_error_and_nothing_touched(tmp_path):
+def test_load_reports_all_problems_and_changes_nothing(tmp_path):
     tensors = {"a": torch.ones(4), "b": torch.ones(3, 2), "q": torch.ones(2).to(torch.int8)}
     save_file(tensors, tmp_path / "model.safetensors")
     locals_ = {name: torch.zeros(2) for name in "abcqls"}
@@ -102,7 +103,7 @@ def test_all_problems_in_one_error_and_nothing_touched(tmp_path):
     assert all(local.sum() == 0 for local in locals_.values())
 
 
-def test_axes_that_do_not_divide_are_all_listed(tmp_path):
+def test_load_lists_all_axes_that_do_not_divide(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     targets = {f"t{i}": Target(torch.zeros(1), (3,), SPLIT) for i in range(30)}
     with open_checkpoint(tmp_path) as folder, pytest.raises(WeightsError) as caught:
@@ -112,7 +113,7 @@ def test_axes_that_do_not_divide_are_all_listed(tmp_path):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_no_copy_on_the_way(tmp_path, axis):
+def test_load_makes_no_extra_copy(tmp_path, axis):
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")
     placement, mesh = Placement(axis), Mesh(tp=4, rank=1)
@@ -127,7 +128,7 @@ def test_no_copy_on_the_way(tmp_path, axis):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_eight_bits_pass_through(tmp_path, dtype, axis):
+def test_8_bit_tensors_load_unchanged(tmp_path, dtype, axis):
     full = torch.arange(24, dtype=torch.uint8).view(4, 6).view(dtype)
     save_file({"w": full}, tmp_path / "model.safetensors")
     placement, mesh = Placement(axis), Mesh(tp=2, rank=1)
@@ -184,7 +185,7 @@ def test_a_log_file_gets_no_bar(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_sizes():
+def test_parse_size_reads_units_and_refuses_words():
     assert [parse_size(size, "x") for size in ("8GB", "2 GiB", "100b", 5, None)] == [
         8 * 10**9, 2 * 2**30, 100, 5, None,
     ]  # fmt: skip

@@ -13,8 +13,8 @@ from slapo_zoo import AutoScheduledModel
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.weights.folder import open_checkpoint
-from slapo_zoo.weights.load import Target, load_tensors
-from slapo_zoo.weights.load_memory import LARGE_PAGE, LEAST_MAPPED, fresh_like
+from slapo_zoo.weights.load import load_tensors
+from slapo_zoo.weights.load_memory import LARGE_PAGE, LEAST_MAPPED, Target, fresh_like
 
 SIDE = 512  # a matrix of a MiB: half of it is large enough to stay mapped
 
@@ -49,7 +49,7 @@ def on_a_rank(folder):
     return mapped, same_loads, kept, model.ledger.mapped, model.ledger.bytes_read
 
 
-def test_rows_stay_and_columns_are_copied(ranks, source):
+def test_row_shards_stay_mapped_and_column_shards_are_copied(ranks, source):
     sizes = {
         name: tensor.nbytes for name, tensor in load_file(source / "model.safetensors").items()
     }
@@ -89,7 +89,7 @@ def test_writing_leaves_the_file_and_replacing_the_file_leaves_the_weights(sourc
     assert load_file(folder / "model.safetensors")[name].abs().max() == 0
 
 
-def test_read_at_once_on_request(source):
+def test_map_weights_false_reads_at_once(source):
     assert load(source, map_weights=False).ledger.mapped == []
     assert load(source, dtype="bfloat16").ledger.mapped == []  # another dtype is a copy anyway
 
@@ -114,7 +114,7 @@ CASES = {  # placement, shape of the target, dtype: whether it may stay in the f
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("odd", [0, 1])
-def test_what_may_stay(tmp_path, case, odd):
+def test_only_contiguous_plain_tensors_stay_mapped(tmp_path, case, odd):
     placement, shape, dtype, expected = CASES[case]
     full = {"a": torch.ones(odd, dtype=torch.int8), "w": torch.randn(SIDE, SIDE)}
     save_file(full, tmp_path / "model.safetensors")
@@ -133,7 +133,7 @@ def test_what_may_stay(tmp_path, case, odd):
 
 
 @pytest.mark.parametrize("count", [0, 1, LEAST_MAPPED, LARGE_PAGE, LARGE_PAGE + 2])
-def test_fresh_memory(count):
+def test_fresh_tensor_is_writable(count):
     tensor = fresh_like(
         torch.empty(count // 2, dtype=torch.bfloat16, device="meta"), torch.device("cpu")
     )

@@ -38,7 +38,7 @@ def test_gpt_neo_masks_are_leftovers_only_where_the_model_has_no_place():
     assert match_names([mask], [mask], "transformer").source == {mask: mask}
 
 
-def test_bert_gamma_and_beta():
+def test_bert_gamma_and_beta_map_to_weight_and_bias():
     expected = [f"bert.embeddings.LayerNorm.{leaf}" for leaf in ("weight", "bias")]
     found = ["bert.embeddings.LayerNorm.gamma", "bert.embeddings.LayerNorm.beta"]
     names = match_names(expected, [*found, "bert.embeddings.position_ids"], "bert")
@@ -62,7 +62,7 @@ def test_tied_names_fill_each_other(held):
     assert {names.source[name] for name in ("lm_head.weight", GPT2[0])} == set(held)
 
 
-def test_a_tied_name_that_the_model_does_not_list():
+def test_file_key_of_unlisted_tied_name_is_used():
     names = match_names(GPT2, HEAD, "transformer", tied=TIED)
     assert names.unexpected == []
     names = match_names(GPT2, HEAD[1:], "transformer", tied=TIED)
@@ -76,18 +76,18 @@ def test_chains_of_ties_are_followed():
         assert match_names(expected, [held], tied=tied).source == dict.fromkeys(expected, held)
 
 
-def test_circles_of_ties_end():
+def test_circular_ties_terminate():
     assert match_names(["a", "b"], ["a"], tied={"a": "b", "b": "a"}).source["a"] == "a"
 
 
 @pytest.mark.parametrize("found", [["h.0.w", "transformer.h.0.w"], ["transformer.h.0.w", "h.0.w"]])
-def test_the_exact_spelling_wins(found):
+def test_exact_key_wins_over_renamed_key(found):
     names = match_names(["transformer.h.0.w"], found, "transformer")
     assert names.source == {"transformer.h.0.w": "transformer.h.0.w"}
     assert names.unexpected == ["h.0.w"]
 
 
-def test_missing_unexpected_and_ignored():
+def test_missing_unexpected_and_ignored_keys_are_listed():
     names = match_names(["a", "b"], ["b", "c", "x.1"], ignore=[r"^x\."])
     assert names.source == {"b": "b"}
     assert names.missing == ["a"]

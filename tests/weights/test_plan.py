@@ -39,7 +39,7 @@ def load(folder, tp, pp, dp):
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_the_plan_is_what_happens(ranks, folder, sizes):
+def test_planned_reads_equal_actual_reads(ranks, folder, sizes):
     found = ranks.run(load, sizes[0] * sizes[1] * sizes[2], folder, *sizes)
     plan = plan_weights(folder, *sizes)
     tp, _, dp = sizes
@@ -51,7 +51,7 @@ def test_the_plan_is_what_happens(ranks, folder, sizes):
     assert plan.missing == plan.unexpected == []
 
 
-def test_no_weight_is_read(folder, monkeypatch):
+def test_plan_reads_no_weights(folder, monkeypatch):
     def refuse(*args):
         raise AssertionError("a weight was read")
 

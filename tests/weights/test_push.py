@@ -39,7 +39,7 @@ def model():
     return AutoScheduledModel.from_config(CONFIG, auto_class="GPT2LMHeadModel")
 
 
-def test_made_then_saved_then_uploaded(hub, model, tmp_path):
+def test_push_creates_repository_then_saves_then_uploads(hub, model, tmp_path):
     out = tmp_path / "name"
     model.save_pretrained(out, push_to_hub=True, token="t", private=True, commit_message="first")
     (_, repo, token, options), (_, upload) = hub.calls
@@ -50,7 +50,7 @@ def test_made_then_saved_then_uploaded(hub, model, tmp_path):
     assert (out / "model.safetensors").exists()
 
 
-def test_without_access_nothing_is_saved(hub, model, tmp_path, monkeypatch):
+def test_push_without_access_saves_nothing(hub, model, tmp_path, monkeypatch):
     def refuse(self, repo_id, **options):
         raise OSError("no token")
 

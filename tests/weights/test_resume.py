@@ -157,7 +157,7 @@ def test_training_resumes_on_another_mesh(ranks, source, tmp_path, one, other):
         assert error <= 2 * worst + FLOOR, f"{name}: error {error:.2e}, plain {worst:.2e}"
 
 
-def test_masks_go_on_elsewhere(ranks, source, tmp_path):
+def test_dropout_continues_on_another_mesh(ranks, source, tmp_path):
     """With dropout too: the stream is where it was, and does not depend on the mesh."""
     folder, out = checkpoint(DROPOUT, source), tmp_path / "out"
     whole = ranks.run(stop_and_go, 1, folder, tmp_path / "one", (1, 1, 1))[0]
@@ -165,7 +165,7 @@ def test_masks_go_on_elsewhere(ranks, source, tmp_path):
     assert losses == pytest.approx(whole, rel=1e-5)
 
 
-def test_what_lies_in_the_folder(ranks, source, tmp_path):
+def test_checkpoint_folder_contains_weights_optimizer_and_state(ranks, source, tmp_path):
     ranks.run(first_half, 4, checkpoint(PLAIN, source), tmp_path / "out", (2, 2, 1), PLAIN)
     out = tmp_path / "out"
     index = json.loads((out / "optimizer.safetensors.index.json").read_text())["weight_map"]
@@ -182,7 +182,7 @@ def test_what_lies_in_the_folder(ranks, source, tmp_path):
     assert len(state["torch_random"]["cpu"]["states"]) == 1  # equal on all ranks: kept once
 
 
-def test_saving_the_model_alone_drops_what_belongs_to_older_weights(source, tmp_path):
+def test_save_pretrained_removes_older_training_state(source, tmp_path):
     folder, out = checkpoint(PLAIN, source), tmp_path / "out"
     first_half(folder, out, (1, 1, 1), PLAIN)
     model = start(folder, (1, 1, 1), PLAIN)[0]
@@ -216,7 +216,7 @@ BAD_SAVES = {
 
 
 @pytest.mark.parametrize("case", BAD_SAVES)
-def test_what_cannot_be_saved_is_said_before_any_work(source, tmp_path, case):
+def test_unsupported_state_is_refused_before_saving(source, tmp_path, case):
     kind, prepare, options, problem = BAD_SAVES[case]
     model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
     optimizer = kind(model.parameters(), lr=0.1)
@@ -245,7 +245,7 @@ def a_stranger(model):
     [
         (other_class, "found SGD of 1 groups, expected AdamW of 2"),
         (other_groups, "in another group, or not at all"),
-        (a_stranger, "that the model has not"),
+        (a_stranger, "that is not in the model"),
     ],
 )
 def test_another_optimizer_is_refused_and_nothing_is_touched(source, tmp_path, make, problem):
@@ -315,7 +315,7 @@ def load_experts(out, again, tp, pp):
     return model.consolidated_state_dict()
 
 
-def test_experts_that_files_hold_one_by_one(ranks, tmp_path):
+def test_experts_stored_one_by_one_resume(ranks, tmp_path):
     saved = ranks.run(save_experts, 2, tmp_path / "a", 2, 1)[0]
     found = ranks.run(load_experts, 2, tmp_path / "a", tmp_path / "b", 1, 2)[0]
     assert saved.keys() == found.keys()

@@ -120,7 +120,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("case", EDITS)
-def test_nonsense_is_refused_before_anything_changes(saved, case):
+def test_damaged_state_is_refused_before_anything_changes(saved, case):
     out, state, (model, optimizer, scheduler) = saved
     file = out / "training_state.json"
     before = [p.detach().clone() for p in model.parameters()]
@@ -141,13 +141,13 @@ def test_nonsense_is_refused_before_anything_changes(saved, case):
         assert all(torch.equal(one[key], value) for key, value in then.items())
 
 
-def test_what_is_right_is_loaded(saved):
+def test_valid_checkpoint_loads(saved):
     out, _, made = saved
     found = load_checkpoint(made[0], out, *made[1:])
     assert (found.step, found.data_position) == (1, {"rows": 4})
 
 
-def test_python_and_numpy_draw_on_where_they_stood(source, tmp_path):
+def test_python_and_numpy_generators_resume(source, tmp_path):
     model = start(source)[0]
     random.seed(5)
     np.random.seed(6)
@@ -174,12 +174,12 @@ def load_own_place(folder, out, tp, dp):
         return str(error), found.data_positions
 
 
-def test_every_copy_goes_on_at_its_own_place(ranks, source, tmp_path):
+def test_each_dp_rank_resumes_its_own_data_position(ranks, source, tmp_path):
     ranks.run(save_own_place, 4, source, tmp_path / "out", 2, 2)
     found = ranks.run(load_own_place, 4, source, tmp_path / "out", 2, 2)
     assert found == [({"rank": r // 2, "rows": 100 + r // 2}, [r // 2]) for r in range(4)]
     text, every = ranks.run(load_own_place, 1, source, tmp_path / "out", 1, 1)[0]
-    assert "each of 2 data-parallel ranks had its own" in text
+    assert "the checkpoint has one for each of 2 dp ranks" in text
     assert every == ({"rank": 0, "rows": 100}, {"rank": 1, "rows": 101})
 
 
@@ -194,7 +194,7 @@ def test_an_extra_that_is_equal_on_all_ranks_resumes_on_any_dp(ranks, source, tm
     found = load_checkpoint(start(source)[0], tmp_path / "out")
     assert found.extra == {"schedule": [1, 2]}
     assert found.data_positions == (4, 4)
-    with pytest.raises(WeightsError, match="had its own"):
+    with pytest.raises(WeightsError, match="the checkpoint has one for each"):
         found.data_position  # noqa: B018
 
 
@@ -205,7 +205,7 @@ def save_at_two_steps(folder, out, what):
 
 
 @pytest.mark.parametrize("what", ["step", "data_position"])
-def test_peers_that_say_different_things_are_refused(ranks, source, tmp_path, what):
+def test_tp_peers_with_different_positions_are_refused(ranks, source, tmp_path, what):
     with pytest.raises(WeightsError, match=rf"{what}: rank 1"):
         ranks.run(save_at_two_steps, 2, source, tmp_path / "out", what)
     assert not (tmp_path / "out").exists()

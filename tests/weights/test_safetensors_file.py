@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from slapo_zoo.weights.header import DTYPES
-from slapo_zoo.weights.safetensors_file import SafetensorsFile
+from slapo_zoo.weights.safetensors_file import DTYPES, SafetensorsFile
 
 
 def raw_file(path, code, values):
@@ -32,7 +31,7 @@ def test_every_dtype_at_any_alignment(tmp_path, code):
         assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
 
 
-def test_what_the_library_writes(tmp_path):
+def test_files_of_the_safetensors_library_are_read(tmp_path):
     tensors = {
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4),

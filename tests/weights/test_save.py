@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, monkeypatch, function
     assert names(tmp_path) == ["out"]
 
 
-def test_short_writes_and_no_fallocate(tmp_path, monkeypatch):
+def test_save_survives_short_writes_and_missing_fallocate(tmp_path, monkeypatch):
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, place: pwrite(fd, data[:3], place))
     monkeypatch.delattr(os, "posix_fallocate")
@@ -168,7 +168,7 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path, monkeypatch, has_rename
     assert value_in(tmp_path / "out") == 2
 
 
-def test_a_folder_that_was_moved_away_comes_back(tmp_path):
+def test_interrupted_rename_is_restored(tmp_path):
     """Without renameat2 a kill can hit between two renames: the old files are not lost."""
     save_one(tmp_path / "out")
     (tmp_path / "out" / "README.md").write_text("mine")
@@ -178,7 +178,7 @@ def test_a_folder_that_was_moved_away_comes_back(tmp_path):
     assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
 
-def test_a_save_that_is_alive_is_left_alone(tmp_path):
+def test_running_save_is_not_swept(tmp_path):
     alive = staging.Staging(tmp_path / "out")
     alive.create()
     save_one(tmp_path / "out")
@@ -220,7 +220,7 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path):
 @pytest.mark.parametrize(
     ("specs", "local", "problem"),
     [
-        ([*ONE, *ONE], {"w": torch.ones(2, 3)}, "found 2 tensors of 1 names"),
+        ([*ONE, *ONE], {"w": torch.ones(2, 3)}, "found 2 tensors with 1 names"),
         ([], {}, "found 0 tensors"),
         (ONE, {}, "missing on rank 0"),
         (ONE, {"w": torch.ones(3, 2)}, r"shape \[3, 2\], expected torch.float32 of shape \[2, 3\]"),
@@ -230,7 +230,7 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path):
         ([TensorSpec("w", (1,), "float32", None, 1)], {"w": torch.ones(1)}, "expected 0..0"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_any_work(tmp_path, specs, local, problem):
+def test_unfitting_tensors_are_refused_before_writing(tmp_path, specs, local, problem):
     with pytest.raises(WeightsError, match=problem):
         save_folder(tmp_path / "out", specs, local, Mesh())
     assert names(tmp_path) == []
@@ -256,7 +256,7 @@ def test_every_element_is_written_once():
             assert sorted(i for s in found for i in range(s.start, s.stop)) == [*range(size)]
 
 
-def test_no_group_for_a_large_mesh(tmp_path):
+def test_save_on_a_mesh_without_process_group_raises(tmp_path):
     specs, full = model()
     mesh = Mesh(tp=2, pp=2)
     with pytest.raises(ValueError, match="found a process group of 0, expected tp\\*pp\\*dp = 4"):
@@ -264,7 +264,7 @@ def test_no_group_for_a_large_mesh(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_a_failure_at_every_single_write(tmp_path, monkeypatch, code):
+def test_failure_at_any_write_keeps_the_old_checkpoint(tmp_path, monkeypatch, code):
     """Whichever call fails: the old checkpoint or the new one is there, and nothing beside it."""
     one, calls = single(), []
     originals = {
@@ -318,7 +318,7 @@ def test_a_target_in_a_circle_of_links_is_refused(tmp_path):
     assert (tmp_path / "out" / "circle").is_symlink()
 
 
-def test_the_disk_begins_only_with_pages_that_are_all_ours(tmp_path, monkeypatch):
+def test_save_flushes_only_own_pages(tmp_path, monkeypatch):
     """Rows that share a page with another rank's would be waited for, or read back."""
     specs = [
         TensorSpec("columns", (512, 8192), "float32", Placement(1)),

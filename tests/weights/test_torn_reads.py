@@ -76,7 +76,7 @@ class Writer:
         self.thread.join()
 
 
-def test_a_save_between_the_phases_of_a_load(tmp_path, monkeypatch):
+def test_load_during_a_save_reads_one_save(tmp_path, monkeypatch):
     """Published right after the state was read: the load takes the new one whole."""
     writer = Writer(tmp_path / "out")
     writer.save()
@@ -115,7 +115,7 @@ def test_from_pretrained_reads_config_and_weights_of_one_save(tmp_path, monkeypa
     assert (model.config.n_layer, len(model.h)) == (3, 3)
 
 
-def test_a_folder_that_is_replaced_all_the_time(tmp_path, monkeypatch):
+def test_load_of_a_constantly_replaced_folder_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "TRIES", 3)
     writer = Writer(tmp_path / "out")
     writer.save()
@@ -174,14 +174,14 @@ def save_and_load(out, rounds):
     return found
 
 
-def test_ranks_beside_a_writer_take_the_same_save(ranks, tmp_path):
+def test_all_ranks_read_the_same_save_beside_a_writer(ranks, tmp_path):
     with Writer(tmp_path / "out"):
         found = ranks.run(save_and_load, 2, tmp_path / "out", 15)
     assert found[0] == found[1]
     assert all(len(seen) == 1 for seen in found[0])
 
 
-def test_saves_beside_each_other_take_nothing_of_each_other(tmp_path):
+def test_concurrent_saves_keep_all_files(tmp_path):
     """Each makes its folder while others sweep; what a person keeps there is in every save."""
     out, failed = tmp_path / "out", []
     kept = {f"notes/{n}.txt": f"mine {n}" for n in range(20)}

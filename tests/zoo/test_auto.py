@@ -115,13 +115,13 @@ def test_a_derived_table_equals_plain_transformers(name, layout, root, ranks):
     compare(results[0][0], plains, truth)
 
 
-def test_a_table_of_the_zoo_comes_first(root):
+def test_auto_prefers_the_table_of_the_zoo(root):
     folder = checkpoint(Case("GPT2LMHeadModel", ("tokens",)), root)
     model = AutoScheduledModel.from_pretrained(folder, schedule="auto")
     assert str(model.schedule) == str(AutoScheduledModel.from_pretrained(folder).schedule)
 
 
-def test_without_auto_the_hint_names_it(root):
+def test_error_of_unknown_family_mentions_auto(root):
     text = refused(ArchitectureError, checkpoint(DERIVED["arcee"], root))
     assert "model_type='arcee'" in text
     assert "nearest: [" in text
@@ -158,7 +158,7 @@ TINY.setdefault("olmoe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2})
 
 @pytest.mark.one_in(3)  # a derivation takes a second or two
 @pytest.mark.parametrize("name", ALONE)
-def test_one_rank_divides_a_batch_as_it_was_seen_to_be_right(name, root, ranks):
+def test_auto_on_one_rank_splits_batches_as_proven(name, root, ranks):
     case = ALONE[name]
     folder = checkpoint(case, root)
     home_of(root)
@@ -168,7 +168,7 @@ def test_one_rank_divides_a_batch_as_it_was_seen_to_be_right(name, root, ranks):
 
 
 @pytest.mark.slow
-def test_one_rank_draws_the_masks_of_two(root, ranks):
+def test_auto_on_one_rank_draws_the_masks_of_two(root, ranks):
     case = Case("PegasusForCausalLM", ("tokens",), dropout=0.25)
     folder = checkpoint(case, root)
     home_of(root)
@@ -179,7 +179,7 @@ def test_one_rank_draws_the_masks_of_two(root, ranks):
     assert found[0].losses == pytest.approx(found[1].losses, rel=1e-6)
 
 
-def test_one_rank_takes_what_cannot_be_proven_in_one_piece(monkeypatch):
+def test_auto_on_one_rank_runs_unproven_models_unsplit(monkeypatch):
     monkeypatch.setattr(
         derived, "_document", lambda *_: {"error_of": ["zoo", "auto", "no", "none"]}
     )
@@ -188,7 +188,7 @@ def test_one_rank_takes_what_cannot_be_proven_in_one_piece(monkeypatch):
     batch = {"input_ids": torch.ones(2, 4).long(), "labels": torch.ones(2, 4).long()}
     assert not model.schedule.state.placed
     assert model.train_step(batch, micro_batches=1) > 0
-    with pytest.raises(MeshError, match="parts of a batch do not add up to it"):
+    with pytest.raises(MeshError, match="it is no mean over rows"):
         model.train_step(batch, micro_batches=2)
 
 
@@ -208,7 +208,7 @@ def test_a_config_with_an_infinite_number_reaches_the_process_that_proves(monkey
     assert again.time_step_limit[1] == float("inf")
 
 
-def test_a_proof_that_nobody_waits_for_any_more_is_ended(tmp_path, monkeypatch):
+def test_abandoned_proof_process_is_killed(tmp_path, monkeypatch):
     started = ProcessApart([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
 
     def interrupted(mesh, what, action):

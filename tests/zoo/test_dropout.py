@@ -27,7 +27,8 @@ from parity import (
     compare,
 )
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout, hashed_cells
+from slapo_zoo.parallel.rng.device_seeds import drawn_cells, hashed_cells
+from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
 
 P, SEED = 0.1, 7
 CASES = {
@@ -183,7 +184,7 @@ def run(name, run_name, folder, ranks):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("run_name", RUNS)
 @pytest.mark.parametrize("name", CASES)
-def test_equals_one_process_with_the_same_masks(name, run_name, root, ranks):
+def test_dropout_equals_one_process_with_the_same_masks(name, run_name, root, ranks):
     case = CASES[name]
     folder = checkpoint(case, root)
     truth, plains = plain(case, folder, torch.float64), [plain(case, folder, torch.float32)]
@@ -196,7 +197,7 @@ def test_equals_one_process_with_the_same_masks(name, run_name, root, ranks):
 
 
 @pytest.mark.parametrize("run_name", ["one", "tp2", "dp2", "tp2-dp2"])
-def test_equals_one_process_where_padding_is_left_out(run_name, root, ranks):
+def test_dropout_without_padding_equals_one_process(run_name, root, ranks):
     """The real tokens have the masks that they have among padding."""
     case, (layout, options) = CASES["bert"], RUNS[run_name]
     folder = checkpoint(case, root)
@@ -277,7 +278,7 @@ def evaluate(case, folder, tp, pp):
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("name", CASES)
-def test_eval_drops_nothing(name, tp, pp, root, ranks):
+def test_eval_mode_draws_no_dropout(name, tp, pp, root, ranks):
     case = CASES[name]
     folder = checkpoint(case, root)
     model = getattr(transformers, case.cls).from_pretrained(folder).eval()
@@ -297,18 +298,18 @@ def of_seeds(case, folder):
     return [float(model.train_step(batch_of(case))) for model in models]
 
 
-def test_the_seed_decides(root):
+def test_dropout_depends_on_the_seed(root):
     case = CASES["gpt2"]
     first, again, other = of_seeds(case, checkpoint(case, root))
     assert first == again != other
 
 
-CELLS = {"native": RandomStream.draw_cells, "hashed": hashed_cells}
+CELLS = {"native": drawn_cells, "hashed": hashed_cells}
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("draw", CELLS)
-def test_drop_rates(draw, p):
+def test_dropout_rates_are_within_5_sigma(draw, p):
     """Over all, per cell and per column: within 5 standard deviations of p."""
     cells, size = 200, 2000
     kept = CELLS[draw](torch.empty(cells, size), p, list(range(cells)))
@@ -320,7 +321,7 @@ def test_drop_rates(draw, p):
 
 
 @pytest.mark.parametrize("draw", CELLS)
-def test_cells_are_independent(draw):
+def test_dropout_cells_are_independent(draw):
     """No correlation between neighbours of one cell, nor between cells of consecutive seeds."""
     kept = CELLS[draw](torch.empty(400, 1000), 0.5, list(range(400))) - 0.5
     for shift in (1, 2, 8, 64):
@@ -332,7 +333,7 @@ def test_cells_are_independent(draw):
     assert torch.equal(kept, again)
 
 
-def test_expectation_is_kept():
+def test_dropout_keeps_the_expectation():
     x = torch.ones(8, 50_000)
     y = dropout(x, P, RandomStream(SEED), "site")
     assert float(y.mean()) == pytest.approx(1.0, abs=5 * (P / (1 - P) / x.numel()) ** 0.5)
@@ -340,7 +341,7 @@ def test_expectation_is_kept():
     assert dropout(x, 0.0, RandomStream(SEED), "site") is x
 
 
-def test_nothing_is_drawn_where_nothing_is_dropped(monkeypatch):
+def test_zero_dropout_draws_nothing(monkeypatch):
     """As with torch's own dropout: a mask of ones costs a pass over the activations each way."""
 
     def drawn(*args, **kwargs):

@@ -86,7 +86,7 @@ def by_seeds(monkeypatch):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_neo"])  # it has no seam
-def test_fused_equals_explicit(name, padded, by_seeds, monkeypatch):
+def test_fused_attention_by_seeds_equals_explicit(name, padded, by_seeds, monkeypatch):
     batch = batch_of(name, padded)
     want = step_of(explicit(model_of(name)), batch)
     model = model_of(name)
@@ -97,14 +97,14 @@ def test_fused_equals_explicit(name, padded, by_seeds, monkeypatch):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_draw_the_same(name, padded, by_seeds, monkeypatch):
+def test_kernels_by_seeds_equal_explicit(name, padded, by_seeds, monkeypatch):
     batch = batch_of(name, padded)
     want = step_of(explicit(model_of(name)), batch)
     monkeypatch.setattr(RandomStream, "keep_mask", None)
     assert_same(step_of(model_of(name, KERNELS[name]), batch), want)
 
 
-def test_padding_left_out_draws_the_same(by_seeds, monkeypatch):
+def test_unpadded_dropout_by_seeds_equals_padded(by_seeds, monkeypatch):
     batch = batch_of("bert", padded=True)
     want = step_of(explicit(model_of("bert")), batch)
     monkeypatch.setattr(RandomStream, "keep_mask", None)
@@ -121,7 +121,7 @@ def of_rank(name, kernels, tp):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_draw_slices(name, ranks):
+def test_two_ranks_draw_slices_of_one_mask(name, ranks):
     kernels = KERNELS.get(name, "reference")
     (want,), found = (
         ranks.run(of_rank, 1, name, kernels, 1),

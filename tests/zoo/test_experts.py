@@ -32,7 +32,7 @@ def load_and_save(folder, layout, out):
 
 
 @pytest.mark.parametrize("layout", ["1x1x1", "4x1x1", "2x2x1", "2x1x2"])
-def test_saved_as_plain_transformers_saves(folder, layout, ranks, tmp_path):
+def test_expert_files_equal_plain_transformers(folder, layout, ranks, tmp_path):
     sizes = LAYOUTS[layout]
     ledgers = ranks.run(
         load_and_save, sizes[0] * sizes[1] * sizes[2], folder, sizes, tmp_path / "o"
@@ -47,7 +47,7 @@ def test_saved_as_plain_transformers_saves(folder, layout, ranks, tmp_path):
         assert not ledger.unexpected
 
 
-def test_a_file_with_fused_experts(folder, tmp_path):
+def test_file_with_fused_experts_loads(folder, tmp_path):
     """As `state_dict()` has them: nothing is in pieces then."""
     plain = tiny_config(CASE)[1].from_pretrained(folder)
     save_file({k: v.contiguous() for k, v in plain.state_dict().items()}, tmp_path / FILE)
@@ -58,7 +58,7 @@ def test_a_file_with_fused_experts(folder, tmp_path):
         assert torch.equal(model.get_parameter(name), parameter), name
 
 
-def test_a_missing_expert_is_an_error(folder, tmp_path):
+def test_missing_expert_in_a_file_raises(folder, tmp_path):
     weights = load_file(folder / FILE)
     gone = next(key for key in weights if ".experts.3.w3" in key)
     save_file({key: tensor for key, tensor in weights.items() if key != gone}, tmp_path / FILE)
@@ -103,7 +103,7 @@ def test_auxiliary_loss_needs_the_whole_batch(folder):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)])
-def test_default_kernel(folder, ranks, layout):
+def test_default_expert_kernel_equals_plain(folder, ranks, layout):
     """grouped_mm, which transformers chooses when nothing is asked for."""
     assert load(folder).config._experts_implementation == "grouped_mm"
     compare(folder, {}, ranks, layout)
@@ -117,7 +117,7 @@ def lonely_tokens(folder, layout):
     return [name for name, p in model.named_parameters() if p.grad is None]
 
 
-def test_experts_that_nobody_chose_get_zero_gradients(folder, ranks):
+def test_unused_experts_get_zero_gradients(folder, ranks):
     assert ranks.run(lonely_tokens, 4, folder, (4, 1, 1)) == [[]] * 4
 
 

@@ -98,7 +98,7 @@ def cells():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "layout"), [*cells()])
-def test_equals_plain_transformers(name, layout, root, ranks):
+def test_generate_equals_plain_transformers(name, layout, root, ranks):
     """Tokens and logits of greedy search, sampling, beams, both caches and none, on every rank."""
     (tp, pp), case = LAYOUTS[layout], FAMILIES[name]
     folder = checkpoint(case, root)
@@ -123,7 +123,7 @@ def heard_on(folder, case, tp, pp):
     return heard(AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, **changes_of(case)))
 
 
-def test_sound_becomes_tokens_as_in_plain_transformers(root, ranks):
+def test_generate_from_audio_equals_plain_transformers(root, ranks):
     case = HEADS["whisper"][0]
     folder = checkpoint(case, root)
     plain_model = getattr(transformers, WHISPER).from_pretrained(folder, **changes_of(case))
@@ -177,7 +177,7 @@ def evaluate(case, folder, tp, pp, positional):
 
 @pytest.mark.parametrize(("layout", "positional"), [*((name, False) for name in LAYOUTS), ("tp2", True), ("pp2", True)])  # fmt: skip
 @pytest.mark.parametrize("case", [GPT2, BERT], ids=lambda c: c.cls)
-def test_forward_on_every_rank(case, layout, positional, root, ranks):
+def test_forward_returns_full_output_on_every_rank(case, layout, positional, root, ranks):
     """A HuggingFace output object with full logits and the loss, as plain tensors."""
     tp, pp = LAYOUTS[layout]
     folder = checkpoint(case, root)
@@ -204,7 +204,7 @@ def shapes_change(folder, pp):
     return found
 
 
-def test_shapes_may_change(root, ranks):
+def test_forward_accepts_changing_shapes(root, ranks):
     folder = checkpoint(GPT2, root)
     (want,) = ranks.run(shapes_change, 1, folder, 1)
     for found in ranks.run(shapes_change, 2, folder, 2):

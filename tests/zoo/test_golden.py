@@ -91,7 +91,7 @@ def scheduled(model, family, mesh, ratio=0.5):
 
 
 @pytest.mark.parametrize("family", families())
-def test_program_is_the_golden_one(family, request):
+def test_program_equals_golden_file(family, request):
     sch = scheduled(on_meta(family), family, Mesh(tp=2, pp=2))
     path, text = GOLDEN / f"{family}.txt", f"{sch}\n"
     if request.config.getoption("update_golden"):
@@ -100,7 +100,7 @@ def test_program_is_the_golden_one(family, request):
     assert text == path.read_text(encoding="utf-8"), "on purpose? then run with --update-golden"
 
 
-def test_no_golden_file_is_left_over():
+def test_every_golden_file_has_a_table():
     assert {path.stem for path in GOLDEN.glob("*.txt")} == {*families()}
 
 
@@ -206,7 +206,7 @@ def test_tables_are_short():
     assert max(lines.values()) <= 100, lines
 
 
-def test_a_table_may_extend_another():
+def test_extended_table_replaces_rows():
     """Rows that differ are data; all else is the base's."""
     llama, mixtral = table_for("llama"), table_for("mixtral")
     assert set(llama.body) - set(mixtral.body) == {r for r in llama.body if ".mlp" in r[0]}

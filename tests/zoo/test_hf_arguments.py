@@ -41,7 +41,7 @@ PASTED = {
 }
 
 
-def test_a_pasted_call_runs(root):
+def test_from_pretrained_accepts_transformers_arguments(root):
     folder = checkpoint(GPT2, root)
     model = AutoScheduledModel.from_pretrained(folder, **PASTED)
     plain = transformers.GPT2LMHeadModel.from_pretrained(
@@ -62,11 +62,11 @@ def test_a_pasted_call_runs(root):
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )
-def test_what_cannot_be_had_is_said(options, words, root):
+def test_unsupported_transformers_argument_is_refused_with_hint(options, words, root):
     assert words in refused(SlapoError, checkpoint(GPT2, root), **options)
 
 
-def test_a_config_in_place_of_the_checkpoint_s(root):
+def test_config_argument_replaces_the_checkpoint_config(root):
     folder = checkpoint(GPT2, root)
     config = transformers.AutoConfig.from_pretrained(folder)
     config.scale_attn_weights = False
@@ -106,7 +106,7 @@ def saved(folder, out, layout, options):
 
 
 @pytest.mark.parametrize("size", ["5GB", 9000], ids=["one file", "sharded"])
-def test_a_variant_and_a_subfolder(size, root, tmp_path, ranks):
+def test_variant_and_subfolder_are_loaded_and_saved(size, root, tmp_path, ranks):
     folder, out = checkpoint(GPT2, root), tmp_path / "all" / "inner"
     options = {"variant": "fp16", "is_main_process": True, "safe_serialization": True,
                "state_dict": None, "max_shard_size": size}  # fmt: skip
@@ -131,14 +131,14 @@ def test_a_variant_and_a_subfolder(size, root, tmp_path, ranks):
     ],
     ids=["pickle", "state_dict", "unknown"],
 )
-def test_what_a_save_cannot_do_is_said(options, words, root, tmp_path):
+def test_unsupported_save_argument_is_refused_with_hint(options, words, root, tmp_path):
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
     with pytest.raises(SlapoError, match=words):
         model.save_pretrained(tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
-def test_another_vocabulary_is_refused_at_the_call(root):
+def test_resize_token_embeddings_is_refused(root):
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
     assert model.resize_token_embeddings() is model.get_input_embeddings()
     assert model.resize_token_embeddings(99) is model.get_input_embeddings()

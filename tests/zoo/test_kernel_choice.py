@@ -74,7 +74,7 @@ def with_kernels(case, folder, sizes, names):
     return scheduled(case, folder, sizes, kernels=names)
 
 
-def test_a_names_only_choice(root):
+def test_named_kernel_is_the_only_one_accepted(root):
     """Exactly what was asked for; the rest says that it was not."""
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="bias_gelu")
     verdicts = {choice.kernel: choice for choice in model.schedule.kernels}
@@ -86,7 +86,7 @@ def test_a_names_only_choice(root):
     assert not any("linear_cross_entropy" in step for step in steps)
 
 
-def test_reference_turns_all_off(root):
+def test_kernels_reference_disables_all(root):
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="reference").train()
     assert not model.schedule.kernels
     assert not any("replace" in str(directive) for _, directive in model.schedule.history)
@@ -106,11 +106,11 @@ def test_reference_turns_all_off(root):
         (GPT2, 3, "expected auto, reference, the name of a kernel or a list of them"),
     ],
 )
-def test_what_cannot_be_asked_for(case, asked, said, root):
+def test_unknown_or_unusable_kernel_is_refused(case, asked, said, root):
     assert said in refused(SlapoError, checkpoint(case, root), kernels=asked)
 
 
-def test_auto_follows_the_table_of_the_device(root, monkeypatch, tmp_path):
+def test_kernels_auto_follows_the_table_of_the_device(root, monkeypatch, tmp_path):
     """A default that loses is switched off, and so is what was not measured."""
     table = {"bias_gelu:float32:64": "ours", "linear_cross_entropy:float32:32": "torch"}
     ratios = {"bias_gelu:float32:64": 3.0, "linear_cross_entropy:float32:32": 0.5}
@@ -130,7 +130,7 @@ def test_auto_follows_the_table_of_the_device(root, monkeypatch, tmp_path):
     (BERT, {"sparse_mlm_head_loss", "unpadded_encoder"}),
     *((CASES[family], {"linear_cross_entropy"}) for family in ("gpt2", "t5", "gpt_neo", "llama")),
 ])  # fmt: skip
-def test_a_gpu_that_nobody_measured_gets_what_needs_no_timing(case, least, monkeypatch, tmp_path):
+def test_unmeasured_gpu_gets_kernels_that_need_no_timing(case, least, monkeypatch, tmp_path):
     for name, value in (("MEASURED", tmp_path), ("_kept", {})):
         monkeypatch.setattr(tables, name, value)
     config, cls = tiny_config(case)
@@ -151,7 +151,7 @@ def test_a_gpu_that_nobody_measured_gets_what_needs_no_timing(case, least, monke
         (BERT, "bias_gelu", torch.bfloat16, {"without": True}, "Triton is not installed"),
     ],
 )
-def test_what_a_device_cannot_run_is_said_before_the_launch(
+def test_kernel_a_device_cannot_run_is_reported_before_launch(
     case, kernel, dtype, sizes, said, monkeypatch
 ):
     """The kernel that was asked for stays, as torch operations, with the reason; "auto" leaves it out."""
@@ -188,7 +188,7 @@ def measured_by_rank_0(folder, cache):
     return [str(choice) for choice in model.schedule.kernels]
 
 
-def test_the_first_run_measures_once_for_all_ranks(root, ranks, tmp_path, monkeypatch):
+def test_kernels_measure_runs_once_for_all_ranks(root, ranks, tmp_path, monkeypatch):
     kept = [{"what": name, "shape": "1", "dtype": "float32", "bucket": f"{name}:float32:32",
              "eager / ours": 0.25} for name in SHAPES if name != "bias_gelu"]  # fmt: skip
     content = {"device": "cpu", "rows": kept, "dispatch": {}, "ratios": {}}
@@ -214,7 +214,7 @@ def of(case, root, kernels):
 
 
 @pytest.mark.parametrize(("case", "name"), [(GPT2, "linear_cross_entropy"), (BERT, "sparse_mlm_head_loss")])  # fmt: skip
-def test_logits_are_there_when_somebody_reads_them(case, name, root):
+def test_logits_on_demand_are_computed_when_read(case, name, root):
     """In a plain forward: untouched by the loss, right when read, part of a loss of one's own."""
     plain, model = of(case, root, "reference"), of(case, root, name)
     batch = batch_of(case)
@@ -232,13 +232,13 @@ def test_logits_are_there_when_somebody_reads_them(case, name, root):
     assert type(model.eval()(**batch).logits) is torch.Tensor
 
 
-def test_logits_that_are_read_too_late(root):
+def test_logits_read_after_a_weight_change_raise(root):
     """The weights have moved on: an error, not logits of another step."""
     model = of(GPT2, root, "linear_cross_entropy")
     output = model(**batch_of(GPT2))
     output.loss.backward()
     torch.optim.AdamW(model.parameters()).step()
-    with pytest.raises(SlapoError, match="the weights have changed since"):
+    with pytest.raises(SlapoError, match="after the weights have changed"):
         output.logits.argmax(-1)
 
 
@@ -281,7 +281,7 @@ def unpadding(root, kernels, p, options, sizes=(1, 1, 1)):
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)])
-def test_padding_is_left_out(p, sizes, root, ranks):
+def test_unpadded_encoder_equals_padded_run(p, sizes, root, ranks):
     """The loss, the dropout masks and every gradient are those of the padded run."""
     names = ["unpadded_encoder", "sparse_mlm_head_loss", "bias_dropout_residual_layer_norm"]
     want, want_grads, whole = ranks.run(unpadding, sizes[0], root, "reference", p, {}, sizes)[0]
@@ -294,7 +294,7 @@ def test_padding_is_left_out(p, sizes, root, ranks):
         torch.testing.assert_close(grad, want_grads[name], msg=name)
 
 
-def test_padding_that_counts_stays(root):
+def test_padding_with_labels_is_kept(root):
     """A label at padding, or hidden states that are asked for: nothing is left out."""
     labels = torch.randint(3, 99, (4, 12))
     for options in ({"labels": labels}, {"output_hidden_states": True}):

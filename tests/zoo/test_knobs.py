@@ -60,19 +60,19 @@ def test_a_knob_of_the_wrong_type_is_refused(name, value, expected, root):
         ("n_hed", "n_head"),
     ],
 )
-def test_an_unknown_knob_names_the_near_ones(name, near, root):
+def test_unknown_knob_names_the_nearest(name, near, root):
     text = refused(SlapoError, checkpoint(GPT2, root), **{name: 2})
     assert f"{name}= | no such argument" in text
     assert near in text
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_arguments_of_transformers_that_would_be_ignored(name, root):
+def test_ignored_transformers_arguments_are_refused(name, root):
     text = refused(SlapoError, checkpoint(GPT2, root), **{name: "x"})
     assert f"{name}= | it has no effect here | {INSTEAD[name]}" in text
 
 
-def test_fields_of_the_config_are_legal(root):
+def test_config_fields_are_accepted_as_arguments(root):
     folder = checkpoint(BERT, root)
     model = AutoScheduledModel.from_pretrained(
         folder, auto_class="AutoModelForSequenceClassification", num_labels=5, attention="eager"
@@ -87,7 +87,7 @@ def test_dtype_reaches_a_base_model_that_an_auto_class_builds(root):
 
 
 @pytest.mark.parametrize("family", families())
-def test_each_table_declares_its_space(family):
+def test_each_table_declares_its_tuning_space(family):
     space = table_for(family).tunable
     assert {"tp", "pp", "micro_batches", "checkpoint_ratio"} <= space.keys() <= KNOBS.keys()
     assert all(KNOBS[name].fits(value) for name, values in space.items() for value in values)
@@ -95,7 +95,7 @@ def test_each_table_declares_its_space(family):
     assert bool(space.get("attention")) == (family not in ("mamba", "wideresnet"))
 
 
-def test_a_space_has_only_knobs():
+def test_tunable_refuses_unknown_knobs():
     with pytest.raises(SlapoError, match=r"nearest: attention"):
         tunable(atention=("eager",))
 
@@ -114,7 +114,7 @@ QUICK = ("bert", "t5", "llama")
         ),
     ],
 )  # fmt: skip
-def test_eager_attention_is_as_near_to_the_truth_as_plain(family, layout, root, ranks):
+def test_eager_attention_is_as_exact_as_plain(family, layout, root, ranks):
     """The family's own function: as near to the truth as plain transformers is with it."""
     case, sizes = HEADS[family][0], LAYOUTS[layout]
     folder = checkpoint(case, root)
@@ -152,13 +152,17 @@ def eager(case, folder, sizes):
     [
         (GPT2, "flash", "flash-attn and a CUDA device, found cpu"),
         (BERT, "flex", "no backward on cpu"),
-        (GPT2, "flex", "GPT2LMHeadModel cannot have it | it has: sdpa, eager, flash, xformers"),
-        (HEADS["gpt_neo"][0], "sdpa", "cannot have it | it has: eager"),
-        (HEADS["mamba"][0], "eager", "no attention that could be chosen"),
+        (
+            GPT2,
+            "flex",
+            "GPT2LMHeadModel does not support it | it has: sdpa, eager, flash, xformers",
+        ),
+        (HEADS["gpt_neo"][0], "sdpa", "does not support it | it has: eager"),
+        (HEADS["mamba"][0], "eager", "no attention whose backend can be chosen"),
         (GPT2, "spda", "nearest: ['sdpa'"),
     ],
 )
-def test_a_back_end_that_cannot_be_had(case, name, found, root):
+def test_unsupported_attention_backend_is_refused(case, name, found, root):
     assert found in refused(SlapoError, checkpoint(case, root), attention=name)
 
 
@@ -184,9 +188,9 @@ def test_save_matmuls_gives_equal_gradients(root, ranks):
     ("name", "value"),
     [("attention", "eager"), ("checkpoint_ratio", 0.5), ("sequence_parallel", True)],
 )
-def test_knobs_beside_a_program_of_the_users_own(name, value, root):
+def test_knobs_beside_an_own_schedule_are_refused(name, value, root):
     text = refused(SlapoError, checkpoint(GPT2, root), schedule=[], **{name: value})
-    assert f"{name}={value!r} | the schedule that you pass says this itself" in text
+    assert f"{name}={value!r} | your own schedule decides this" in text
 
 
 def with_options(case, folder, sizes, options):
@@ -195,7 +199,7 @@ def with_options(case, folder, sizes, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash", "flex", "xformers"])
-def test_back_ends_on_a_gpu(name, root):
+def test_attention_backends_on_a_gpu_equal_eager(name, root):
     """Loss and gradients of each back end that is there, beside eager in float32."""
     folder = checkpoint(Case("LlamaForCausalLM", ("tokens",), (("head_dim", 16),)), root)
     ids = torch.randint(3, 99, (2, 16), device="cuda")

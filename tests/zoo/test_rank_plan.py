@@ -56,7 +56,7 @@ def test_rows_are_the_same_on_all_ranks_and_shapes_are_those_of_the_model(family
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "albert"])
 @pytest.mark.parametrize("tp,pp,dp", MESHES)
-def test_each_sum_parts_the_ranks(family, tp, pp, dp):
+def test_each_gradient_sum_partitions_the_ranks(family, tp, pp, dp):
     plan = outline_of(family, tp, pp, dp, sequence_parallel=tp > 1).plan
     for one in {one for row in plan.tensors.values() for one in row.sum_over}:
         of = {rank: one.ranks(replace(plan.mesh, rank=rank)) for rank in range(tp * pp * dp)}
@@ -85,7 +85,7 @@ def test_sums_of_tied_replicated_and_partial_tensors():
 @pytest.mark.parametrize(
     ("family", "tp", "pp"), [("gpt2", 2, 2), ("llama", 4, 2), ("t5", 2, 3), ("albert", 2, 3)]
 )
-def test_ranks_that_sum_together_do_so_for_the_same_tensors_in_one_order(family, tp, pp):
+def test_summing_ranks_have_the_same_tensors_in_one_order(family, tp, pp):
     """Ranks whose order differs would wait for each other for ever."""
     took = {}
     for rank in range(tp * pp):
@@ -100,7 +100,7 @@ def test_ranks_that_sum_together_do_so_for_the_same_tensors_in_one_order(family,
             assert shared == [one for one in theirs if rank in one[0]]
 
 
-def test_digest_tells_placement_shape_and_stage_apart():
+def test_plan_digest_depends_on_placement_shape_and_stage():
     plan = outline_of("gpt2", 2, 1).plan
     row = plan.of("transformer.ln_f.weight")
     for change in ({"shape": (31,)}, {"stages": (1,)}, {"tied_to": "x"}, {"row_shards": 2}):

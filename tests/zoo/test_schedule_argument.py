@@ -22,7 +22,7 @@ def loss_of(model):
     return model.train_step({"input_ids": IDS, "labels": IDS})
 
 
-def test_the_file_of_to_json_is_a_schedule(folder, tmp_path):
+def test_schedule_argument_takes_a_json_file(folder, tmp_path):
     model = AutoScheduledModel.from_pretrained(folder)
     file = tmp_path / "mine.json"
     file.write_text(model.schedule.to_json())
@@ -31,7 +31,7 @@ def test_the_file_of_to_json_is_a_schedule(folder, tmp_path):
     assert torch.equal(loss_of(again), loss_of(model))
 
 
-def test_the_zoo_is_extended(folder):
+def test_extend_applies_a_function_after_the_table(folder):
     plain = AutoScheduledModel.from_pretrained(folder)
     model = AutoScheduledModel.from_pretrained(
         folder, schedule=extend(lambda sch: sch["transformer.h.0"].checkpoint())
@@ -43,7 +43,7 @@ def test_the_zoo_is_extended(folder):
         assert torch.equal(mine.grad, theirs.grad), name
 
 
-def test_a_table_is_a_schedule(folder):
+def test_schedule_argument_takes_a_table(folder):
     unsharded = replace(table_for("gpt2"), body=(), heads=())
     plain = AutoScheduledModel.from_pretrained(folder)
     model = AutoScheduledModel.from_pretrained(folder, schedule=table_for("gpt2"))
@@ -53,18 +53,18 @@ def test_a_table_is_a_schedule(folder):
     assert torch.allclose(loss_of(bare), loss_of(plain))
 
 
-def test_only_a_function_extends():
+def test_extend_without_a_function_raises():
     with pytest.raises(SlapoError, match="pass a function of one argument"):
         extend([])
 
 
-def test_a_file_that_is_no_schedule(folder, tmp_path):
+def test_schedule_argument_with_a_foreign_file_raises(folder, tmp_path):
     file = tmp_path / "other.json"
     file.write_text('{"format": "slapo-zoo-schedule/1", "steps": [["wte", "shard"]]}')
     text = refused(SlapoError, folder, schedule=str(file))
     assert "expected [pattern, primitive, arguments]" in text
 
 
-def test_orders_as_torch_spells_them(folder):
+def test_pipeline_order_accepts_names_of_torch(folder):
     model = AutoScheduledModel.from_pretrained(folder, pipeline_order="1F1B")
     assert torch.isfinite(loss_of(model))

@@ -46,7 +46,7 @@ def by_their_tp(folder, case, plan):
 
 
 @pytest.mark.parametrize("cls", SAID)
-def test_their_tp_trains_by_our_table(cls, ranks, tmp_path):
+def test_transformers_tp_trains_by_our_tp_plan(cls, ranks, tmp_path):
     case = Case(cls, ("tokens",), SAID[cls])
     folder = checkpoint(case, tmp_path)
     want = losses(getattr(transformers, cls).from_pretrained(folder).train(), case)
@@ -59,6 +59,6 @@ def test_their_tp_trains_by_our_table(cls, ranks, tmp_path):
     ("cls", "words"),
     [("GPT2LMHeadModel", "num_heads counts the heads"), ("MixtralForCausalLM", "MixtralExperts")],
 )
-def test_what_they_have_no_word_for_is_said(cls, words):
+def test_table_without_tp_plan_styles_is_refused(cls, words):
     with pytest.raises(ArchitectureError, match=words):
         plan_of(Case(cls, ("tokens",)))

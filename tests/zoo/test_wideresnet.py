@@ -144,7 +144,7 @@ def check_order(folder, ranks, layout, micro_batches, rows, **options):
 
 
 @pytest.mark.parametrize("layout", GRID)
-def test_equals_one_process(folder, ranks, layout):
+def test_wideresnet_equals_one_process(folder, ranks, layout):
     check(folder, ranks, LAYOUTS[layout])
 
 
@@ -163,7 +163,7 @@ GRID_OF_ORDERS = [(order, pp) for order in ORDERS for pp in (2, 4)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("order", "pp"), GRID_OF_ORDERS)
-def test_every_order_is_gradient_accumulation(deep, ranks, order, pp):
+def test_wideresnet_orders_equal_gradient_accumulation(deep, ranks, order, pp):
     count = 8 if (order, pp) == ("dualpipev", 4) else 4
     check_order(deep, ranks, (1, pp, 1), count, 8, pipeline_order=order)
 
@@ -174,7 +174,7 @@ def test_every_order_with_tensor_parallelism(deep, ranks, order):
     check_order(deep, ranks, (2, 2, 1), 4, 8, pipeline_order=order)
 
 
-def test_an_order_that_divides_the_backward(deep, ranks):
+def test_wideresnet_with_split_backward_equals_accumulation(deep, ranks):
     check_order(deep, ranks, (1, 2, 1), 4, 8, pipeline_order="zbv")
 
 
@@ -212,7 +212,7 @@ def save(folder, out):
     model.save_pretrained(out)
 
 
-def test_saved_bit_for_bit(folder, ranks, tmp_path):
+def test_wideresnet_is_saved_bit_for_bit(folder, ranks, tmp_path):
     ranks.run(save, 4, folder, tmp_path / "out")
     want, found = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert found.keys() == want.keys()
@@ -224,7 +224,7 @@ def test_saved_bit_for_bit(folder, ranks, tmp_path):
     [("wide_resnet50_2", 68.88324), ("wide_resnet101_2", 126.886696), ("wideresnet-250M", 250.3),
      ("wideresnet-1.3B", 1258.7), ("wideresnet-2.6B", 2602.0)],
 )  # fmt: skip
-def test_sizes(name, millions):
+def test_named_wideresnets_have_the_published_sizes(name, millions):
     with torch.device("meta"):
         model = WideResNetForImageClassification(WideResNetConfig.named(name))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=1e-3)
@@ -234,7 +234,7 @@ def test_sizes(name, millions):
     )
 
 
-def test_channels_that_do_not_divide(folder):
+def test_wideresnet_channels_not_divisible_by_tp_raise(folder):
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.outline import Outline
 
@@ -288,7 +288,7 @@ def test_sequence_parallelism_is_refused():
     """Images have no axis of tokens to divide."""
     config = WideResNetConfig(**TINY["wideresnet"])
     model = hf.build_on_meta(WideResNetForImageClassification, config, torch.float32)
-    with pytest.raises(ArchitectureError, match="no row that divides tokens"):
+    with pytest.raises(ArchitectureError, match="no row that shards tokens"):
         apply_table(
             Schedule(model, Mesh(tp=2)),
             table_for("wideresnet"),

@@ -81,7 +81,9 @@ def refusal(case, layout):
 
 
 @pytest.mark.parametrize(("family", "case", "layout"), [*cells()])
-def test_equals_plain_transformers(family, case, layout, root, ranks, tmp_path, record_property):
+def test_every_family_equals_plain_transformers(
+    family, case, layout, root, ranks, tmp_path, record_property
+):
     record_property("cell", (family, layout))
     sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
     micro_batches = 1 if "micro" in REFUSED.get(case.cls, ()) else None
@@ -150,7 +152,7 @@ def as_saved(config):
 @pytest.mark.one_in(2)
 @pytest.mark.grid
 @pytest.mark.parametrize(("case", "layout"), UNEVEN, ids=lambda x: getattr(x, "cls", str(x)))
-def test_heads_that_do_not_divide(case, layout, root, ranks, tmp_path):
+def test_uneven_heads_equal_plain_transformers(case, layout, root, ranks, tmp_path):
     folder, out = checkpoint(case, root), tmp_path / "saved"
     truth, plains = references(case, folder)
     results = ranks.run(scheduled, size(layout), case, folder, layout, None, 0, out)
@@ -169,7 +171,7 @@ def headless_cells():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "case", "layout"), [*headless_cells()])
-def test_models_without_a_head(family, case, layout, root, ranks, tmp_path):
+def test_base_models_equal_plain_transformers(family, case, layout, root, ranks, tmp_path):
     """Outputs on every rank, and the saved file: nothing to train without a loss."""
     sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
     arguments = (case, folder, sizes, None, 0, out)

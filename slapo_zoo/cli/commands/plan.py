@@ -83,7 +83,7 @@ def _forecast(
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.pipeline.orders import StageMap
     from slapo_zoo.tune.forecast import forecast
-    from slapo_zoo.tune.planner.advice import worth
+    from slapo_zoo.tune.planner.layout_report import worth
     from slapo_zoo.tune.planner.layout import Layout
 
     tp, pp, dp = mesh

@@ -78,7 +78,7 @@ def tune(
 def _nothing_ran(found: Any, refused: dict[int, str]) -> SlapoError:
     """Return the error of a search in which no point ran to its end."""
     why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(refused.values())  # fmt: skip
-    problem = f"no point ran to its end; the last said: {why[-1] if why else 'nothing'}"
+    problem = f"no configuration finished; last error: {why[-1] if why else 'nothing'}"
     return SlapoError("tune", "search", problem, "make the batch smaller, or give more --memory or --timeout")  # fmt: skip
 
 

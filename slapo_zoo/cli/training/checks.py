@@ -63,8 +63,8 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
         check_pairs(options)
     check_mesh(options, TASKS[task].head, config)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
-        problem = "found no decoder_start_token_id: where do its targets begin?"
-        raise WeightsError(options.model, "config.json", problem, "write it there; T5's is 0")
+        problem = "found no decoder_start_token_id, with which decoder inputs begin"
+        raise WeightsError(options.model, "config.json", problem, "add it; T5's is 0")
     if options.target_len is not None:
         row_length(options.target_len, config, "target_len")
     return replace(options, task=task, seq_len=row_length(options.seq_len, config)), config

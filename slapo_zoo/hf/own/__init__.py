@@ -1,1 +1,1 @@
-"""Models that `transformers` lacks, as its own classes; `hf.register_models` makes them known to it."""
+"""Models that `transformers` lacks, written as its classes; `hf.models.register_models` registers them."""

@@ -29,7 +29,7 @@ __all__ = [
     "WideResNetPreTrainedModel",
 ]
 
-EXPANSION = 4  # channels of a block's output, in planes
+EXPANSION = 4  # output channels of a block per plane
 # name -> (blocks of the four stages, width_per_group); the paper's model is the deep one.
 SIZES = {
     "wide_resnet50_2": ((3, 4, 6, 3), 128),  # 68.9 M
@@ -41,18 +41,18 @@ SIZES = {
 
 
 class WideResNetConfig(PretrainedConfig):
-    """Sizes of a wide residual network; `WideResNetConfig.named("wide_resnet50_2")` has known ones.
+    """Config of a wide residual network; `WideResNetConfig.named("wide_resnet50_2")` gives a known size.
 
     Args:
-        num_channels: of the image.
-        depths: bottleneck blocks of each stage.
+        num_channels: channels of the image.
+        depths: number of bottleneck blocks of each stage.
         stem_channels: channels of the stem, and planes of the first stage; they double per stage.
         width_per_group: inner channels of a block per 64 planes: 128 is "twice as wide".
-        small_images: a 3x3 stem that keeps the resolution, for images of a few dozen pixels.
-        channels_last: run with the memory format in which convolutions are fastest.
-        batch_norm_eps: of every BatchNorm.
-        batch_norm_momentum: of every BatchNorm.
-        kwargs: of every config, e.g. num_labels.
+        small_images: use a 3x3 stem that keeps the resolution, for images of a few dozen pixels.
+        channels_last: run in channels-last memory format, which is faster for convolutions.
+        batch_norm_eps: epsilon of every BatchNorm.
+        batch_norm_momentum: momentum of every BatchNorm.
+        kwargs: arguments of every config, e.g. num_labels.
     """
 
     model_type = "wideresnet"
@@ -81,7 +81,7 @@ class WideResNetConfig(PretrainedConfig):
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> "WideResNetConfig":
-        """The config of a size in SIZES; torchvision's have 1000 labels."""
+        """Return the config of a size in SIZES with 1000 labels, changed by `changes`."""
         depths, width = SIZES[name]
         return cls(**{"depths": depths, "width_per_group": width, "num_labels": 1000, **changes})
 
@@ -91,7 +91,7 @@ def _batch_norm(channels: int, config: WideResNetConfig) -> nn.BatchNorm2d:
 
 
 class WideResNetBottleneck(nn.Module):
-    """y = relu(x' + bn3(conv3(relu(bn2(conv2(relu(bn1(conv1(x)))))))); x' is x, or a 1x1 convolution of it."""
+    """Residual block relu(x' + bn3(conv3(relu(bn2(conv2(relu(bn1(conv1(x)))))))); x' is x or its 1x1 convolution."""
 
     def __init__(self, config: WideResNetConfig, channels: int, planes: int, stride: int):
         super().__init__()
@@ -110,8 +110,8 @@ class WideResNetBottleneck(nn.Module):
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [B, C, H, W] --> [B, 4 planes, H / stride, W / stride]."""
-        x = x.contiguous(memory_format=self.format)  # what a pipeline received is not
+        """Map x [B, C, H, W] to [B, 4 planes, H / stride, W / stride]."""
+        x = x.contiguous(memory_format=self.format)  # received tensors are contiguous
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.relu(self.bn2(self.conv2(y)))
         y = self.bn3(self.conv3(y))
@@ -119,7 +119,7 @@ class WideResNetBottleneck(nn.Module):
 
 
 class WideResNetPreTrainedModel(PreTrainedModel):
-    """Base class of WideResNet; weights are drawn as torchvision draws them."""
+    """Base class of WideResNet models; weights are initialised as in torchvision."""
 
     config_class = WideResNetConfig
     main_input_name = "pixel_values"
@@ -138,7 +138,7 @@ class WideResNetPreTrainedModel(PreTrainedModel):
 
 
 class WideResNetModel(WideResNetPreTrainedModel):
-    """WideResNet without its classifier."""
+    """WideResNet without its classifier: features and their mean over the pixels."""
 
     def __init__(self, config: WideResNetConfig):
         super().__init__(config)
@@ -162,7 +162,7 @@ class WideResNetModel(WideResNetPreTrainedModel):
             self.post_init()
 
     def features(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
-        """pixels [B, C, H, W] --> the last block's output, and its mean [B, num_features]."""
+        """Map pixels [B, C, H, W] to the last block's output and its mean over the pixels, [B, num_features]."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(pixel_values))))
         for name in self.stages:
             x = self.get_submodule(name)(x)
@@ -170,7 +170,7 @@ class WideResNetModel(WideResNetPreTrainedModel):
 
     @can_return_tuple
     def forward(self, pixel_values: Tensor, **kwargs: Any) -> Any:
-        """Features of the images, and their mean over the pixels."""
+        """Return the last block's output, and its mean over the pixels as `pooler_output`."""
         hidden, pooled = self.features(pixel_values)
         return BaseModelOutputWithPoolingAndNoAttention(
             last_hidden_state=hidden, pooler_output=pooled
@@ -178,7 +178,7 @@ class WideResNetModel(WideResNetPreTrainedModel):
 
 
 class WideResNetForImageClassification(WideResNetModel):
-    """WideResNet with its classifier, as in the paper."""
+    """WideResNet with its linear classifier, as in the paper."""
 
     def __init__(self, config: WideResNetConfig):
         super().__init__(config)
@@ -187,7 +187,7 @@ class WideResNetForImageClassification(WideResNetModel):
 
     @can_return_tuple
     def forward(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> Any:
-        """Logits [B, num_labels], and the loss where labels are given."""
+        """Return logits [B, num_labels], and the loss when labels [B] are given."""
         logits = self.fc(self.features(pixel_values)[1])
         loss = None
         if labels is not None:

@@ -1,1 +1,1 @@
-"""Graphs of modules: tracing, matching and rewriting."""
+"""Graphs of modules: tracing a forward, matching patterns, and rewriting nodes."""

@@ -1,4 +1,4 @@
-"""One call of a module, as the parameters of its graph."""
+"""Bind the example inputs of a module to its forward, and create the placeholders of its graph."""
 
 import inspect
 from collections.abc import Callable
@@ -19,14 +19,14 @@ NO_DEFAULT = inspect.Parameter.empty
 
 @dataclass(frozen=True)
 class Argument:
-    """A parameter of the forward, and what the example passes.
+    """One parameter of the traced forward, and its value in the example call.
 
     Args:
-        name: of the placeholder; the n-th extra positional argument of `*args` is `args_n`.
-        value: in the example.
-        default: of the forward, or NO_DEFAULT.
-        how: "positional", "keyword", or "default" when the example leaves it out. Then the forward
-            is called without it: decorators of `transformers` fill some from the config.
+        name: name of the placeholder; the n-th extra positional argument of `*args` is `args_n`.
+        value: value in the example call.
+        default: default in the signature of the forward, or NO_DEFAULT.
+        how: "positional", "keyword", or "default" when the example leaves the argument out. Then the forward is
+            called without it, because decorators of `transformers` fill some from the config.
     """
 
     name: str
@@ -36,19 +36,19 @@ class Argument:
 
     @property
     def live(self) -> bool:
-        """Return whether a value holds a tensor: the graph computes with it, other values are constants of the trace."""
+        """Return whether the value holds a tensor, i.e. is a graph input; other values are constants of the trace."""
         return _has_tensor(self.value)
 
 
 @dataclass(frozen=True)
 class Call:
-    """The example call of one module.
+    """The example call with which one module is traced.
 
     Args:
-        module: its forward is recorded.
-        where: its path, for errors.
-        arguments: in the order of the signature.
-        others: name of the `**kwargs` parameter, or the empty string.
+        module: module whose forward is traced.
+        where: path of the module, for errors.
+        arguments: arguments in the order of the signature.
+        others: name of the forward's `**kwargs` parameter, or ''.
     """
 
     module: nn.Module
@@ -58,7 +58,7 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, where: str, args: tuple, kwargs: dict[str, Any]) -> "Call":
-        """Bind example arguments to the signature of the forward."""
+        """Bind example arguments to the signature of `module.forward`; a mismatch raises ScheduleError."""
         signature = inspect.signature(module.forward)
         try:
             bound = signature.bind(*args, **kwargs).arguments
@@ -106,7 +106,7 @@ class Call:
         return {**values, f"**{self.others}": {}}
 
     def record(self, tracer: ValueTracer) -> tuple[Callable, list[Any]]:
-        """Create the placeholders; returns what `fx.Tracer.trace` shall call, and with what."""
+        """Create the placeholder nodes; return (function, []), which `fx.Tracer.trace` calls to run the forward."""
         proxies, optional = [], False
         for a in self.arguments:
             optional = optional or a.default is not NO_DEFAULT

@@ -1,7 +1,7 @@
-"""One name and one argument list for the many ways to write an operation.
+"""Canonical name and argument list of an operation, which can be written in many ways.
 
-`x + y`, `torch.add(x, y)`, `x.add(y)` and `x += y` are one "add"; `nn.GELU()(x)` and `F.gelu(x)`
-are one "gelu". So the matcher compares what is computed, not how it is spelt.
+`x + y`, `torch.add(x, y)`, `x.add(y)` and `x += y` are all "add"; `nn.GELU()(x)` and `F.gelu(x)` are "gelu". So
+patterns match what is computed, not how it is spelt.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ ALIASES = {"iadd": "add", "isub": "sub", "imul": "mul", "itruediv": "div", "true
            "true_divide": "div", "iand": "and_", "ior": "or_", "ipow": "pow"}  # fmt: skip
 TORCH = ("torch", "_operator", "math")
 
-# name -> parameters with defaults; those named in IGNORED change nothing in what is computed.
+# name -> parameters with defaults; the result does not depend on those in IGNORED.
 REQUIRED = object()
 SIGNATURES: dict[str, dict[str, Any]] = {
     "add": {"input": REQUIRED, "other": REQUIRED, "alpha": 1},
@@ -47,7 +47,12 @@ DIMS = {"dim", "dim0", "dim1"}
 
 @dataclass(frozen=True)
 class ModuleTensor:
-    """A parameter of a module that a matched call uses, e.g. the bias of a Linear."""
+    """A parameter of a module that a matched call uses, e.g. the bias of a Linear.
+
+    Args:
+        target: path of the module below the traced one.
+        name: name of the parameter.
+    """
 
     target: str
     name: str
@@ -55,11 +60,11 @@ class ModuleTensor:
 
 @dataclass
 class Operation:
-    """What a node computes, in the form in which patterns are compared.
+    """The operation of a graph node in canonical form, so that two spellings of it compare as equal.
 
     Args:
-        name: a canonical name, or the function or module type itself.
-        arguments: by canonical name, else by position or keyword.
+        name: canonical name such as "add", or the function or module class itself.
+        arguments: arguments by canonical name where one is known, else by position or keyword.
     """
 
     name: Any
@@ -89,17 +94,17 @@ MODULES: dict[type, Callable[[str, Any], Operation]] = {
     nn.Softmax: lambda _, m: Operation("softmax", {"dim": m.dim, "dtype": None}),
     nn.Dropout: lambda _, m: Operation("dropout", {"p": m.p}),
 }
-# Sizes and rates of a pattern's own submodules are not compared: they come with the module.
+# Sizes and rates of submodules of a pattern are not compared.
 FREE = {"weight", "bias", "normalized_shape", "eps", "p"}
 
 
 def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Operation:
-    """Return the operation of a call node in the form in which patterns are compared.
+    """Return the canonical operation of a call node.
 
     Args:
-        node: of the graph of `owner`.
-        owner: holds the modules that the graph calls.
-        in_pattern: rates and parameters of modules then match any.
+        node: call node in the graph of `owner`.
+        owner: module whose submodules the graph calls.
+        in_pattern: the node belongs to a pattern, so rates and parameters of its modules match any value.
     """
     if node.op == "call_module":
         return _describe_module(node, owner, in_pattern)
@@ -112,19 +117,19 @@ def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Opera
     if signature is None:
         return Operation(name, {**dict(enumerate(_flat(name, node.args))), **kwargs})
     given = {**dict(zip(signature, node.args, strict=False)), **kwargs}
-    complete = {**signature, **given}  # in the order of the signature: add swaps the first two
+    complete = {**signature, **given}  # in signature order: the first two of add may swap
     return Operation(name, {k: v for k, v in complete.items() if v is not REQUIRED})
 
 
 def _function_name(target: Any) -> Any:
-    """The name of a function of torch or of an operator; any other function is itself."""
+    """Return the name of a function of torch, math or operator; return any other function itself."""
     module = getattr(target, "__module__", None) or "torch"
     name = getattr(target, "__name__", None)
     return name if name and module.split(".")[0] in TORCH else target
 
 
 def _flat(name: Any, args: tuple) -> tuple:
-    """`x.permute(0, 2, 1)` and `x.permute((0, 2, 1))` are one."""
+    """Unpack a tuple of sizes, so that `x.permute((0, 2, 1))` has the arguments of `x.permute(0, 2, 1)`."""
     if name in ("permute", "view", "reshape", "expand") and len(args) == 2:
         return (args[0], *args[1]) if isinstance(args[1], (tuple, list)) else args
     return args
@@ -136,7 +141,7 @@ def _describe_module(node: fx.Node, owner: nn.Module, in_pattern: bool) -> Opera
     kind = original_class(module)
     values = [*node.args, *node.kwargs.values()]
     if kind not in MODULES or module._forward_hooks or module._forward_pre_hooks:
-        # Literals such as use_cache=False are no edges; a hook does more than the operation.
+        # Literals such as use_cache=False are not compared; with hooks it is no plain operation.
         edges = [v for v in values if isinstance(v, (fx.Node, tuple, list))]
         return Operation(kind, dict(enumerate(edges)))
     found = MODULES[kind](target, module)

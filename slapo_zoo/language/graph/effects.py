@@ -1,4 +1,4 @@
-"""Which nodes of a graph must run although nobody uses their result."""
+"""Decide which graph nodes dead-code elimination must keep although no node uses their result."""
 
 import re
 
@@ -11,7 +11,7 @@ WRITING_OPERATORS |= {"imatmul"}
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether a node must run though nobody uses it: checks, writes, random draws, modules."""
+    """Return whether a node must be kept when its result is unused: checks, writes, random draws, module calls."""
     if node.op in ("placeholder", "output", "call_module"):
         return True
     if node.op == "call_method":

@@ -1,4 +1,4 @@
-"""Example inputs for a module inside a `transformers` model: what a tiny real call passes to it."""
+"""Example inputs of a module inside a `transformers` model, captured from a call of the model on a tiny batch."""
 
 import inspect
 from typing import Any
@@ -12,7 +12,7 @@ from slapo_zoo.language.graph.proxy import UNKNOWN
 from slapo_zoo.language.graph.trace import calls_of
 from slapo_zoo.language.graph.tracer import EXAMPLE_HINT
 
-ROWS, TOKENS, OTHER_TOKENS = 2, 7, 5  # unlike each other, and unlike any width of a real model
+ROWS, TOKENS, OTHER_TOKENS = 2, 7, 5  # all different, and no width of a real model
 
 
 class _Captured(Exception):  # noqa: N818 - not an error: it ends the call once the module is reached
@@ -21,15 +21,15 @@ class _Captured(Exception):  # noqa: N818 - not an error: it ends the call once 
 
 
 def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments that the module at `path` gets in a call of the model.
+    """Return (args, kwargs) that the module at `path` receives in a call of the model on a tiny batch.
 
-    A model that is none of `transformers` has no tiny batch: then each required argument is a
-    tensor of which nothing is known, and only a forward that decides by its sizes needs more.
+    A model that is not of `transformers` has no tiny batch: each required argument is then UNKNOWN, a tensor
+    without shape, which suffices unless the forward branches on sizes.
 
     Args:
-        model: in any mode; it stays as it is.
-        path: of the module.
-        padded: call the model with a padding mask; False: with no mask at all.
+        model: model in training or eval mode; it is left unchanged.
+        path: path of the module.
+        padded: call the model with a padding mask; False passes no mask at all.
     """
     if not _is_known(model):
         return unknown_call(model.get_submodule(path))
@@ -37,7 +37,7 @@ def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str
     if not path:
         return (), inputs
 
-    if next(model.parameters()).is_meta:  # masks ask for elements, unless they are traced
+    if next(model.parameters()).is_meta:  # computing masks reads data, which meta tensors lack
         return _from_trace(model, path, inputs)
 
     def stop(_module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -59,7 +59,7 @@ def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str
 
 
 def unknown_call(module: nn.Module) -> tuple[tuple, dict[str, Any]]:
-    """A tensor for each argument that the forward requires, of which no more is known."""
+    """Return (args, kwargs) with UNKNOWN, a tensor without shape, for each required argument of the forward."""
     empty, others = (
         inspect.Parameter.empty,
         (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD),
@@ -83,7 +83,13 @@ def _from_trace(model: Any, path: str, inputs: dict[str, Any]) -> tuple[tuple, d
 
 
 def tiny_batch(model: Any, path: str = "", padded: bool = True) -> dict[str, Any]:
-    """A small batch for a model of `transformers`, from its config."""
+    """Return a batch of 2 rows (7 tokens, or images of the config's size) for a model of `transformers`.
+
+    Args:
+        model: a text or image model; any other raises ScheduleError.
+        path: path of the module that is traced, unused here.
+        padded: include the padding masks.
+    """
     if not _is_known(model):
         problem = f"{type(model).__name__} is no text or image model of transformers"
         raise _no_example(path, problem)

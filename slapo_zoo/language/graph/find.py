@@ -1,4 +1,4 @@
-"""find: modules by name, nodes by a predicate, and subgraphs by a pattern."""
+"""Search traced graphs: modules by name, nodes by a predicate, subgraphs by a pattern."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -15,16 +15,16 @@ Found = tuple[str, fx.Node]
 
 
 def find(module: nn.Module, path: str, what: Any) -> list[Found] | Matches:
-    """Look in the graph of a module, and in all graphs below it.
+    """Search the graph of a module and all graphs below it.
 
     Args:
         module: a traced module.
-        path: its path.
-        what: a regex for the path of a called module (the whole of it, or of its last segments), a
-            predicate whose one argument is named `node`, a pattern function, or a Pattern.
+        path: path of the module.
+        what: a regex for the path of a called module (the whole path, or its last segments), a predicate whose
+            only argument is named `node`, a pattern function, or a Pattern.
 
     Returns:
-        (path of the traced module, node) for each node; for patterns a list of subgraphs.
+        A list of (path of the traced module, node); for patterns a list of subgraphs.
     """
     if isinstance(what, str) or is_predicate(what):
         return find_nodes(module, path, what)
@@ -44,7 +44,7 @@ def find(module: nn.Module, path: str, what: Any) -> list[Found] | Matches:
 
 
 def find_nodes(module: nn.Module, path: str, what: str | Callable[..., bool]) -> list[Found]:
-    """The nodes that call a module of that name, or that satisfy a predicate."""
+    """Return (path of the graph's module, node) of calls of modules by regex, or of nodes by a predicate."""
 
     def wanted(node: fx.Node) -> bool:
         if isinstance(what, str):
@@ -56,7 +56,7 @@ def find_nodes(module: nn.Module, path: str, what: str | Callable[..., bool]) ->
 
 
 def is_predicate(what: Any) -> bool:
-    """Return whether a function asks about one node: its only argument is named `node`."""
+    """Return whether `what` is a function whose only argument is named `node`, and so a test of a single node."""
     if not inspect.isfunction(what):
         return False
     return list(inspect.signature(what).parameters) == ["node"]

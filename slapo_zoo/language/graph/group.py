@@ -1,4 +1,4 @@
-"""Take matched nodes out into a child module of their own."""
+"""Move matched graph nodes into a child module of their own."""
 
 from typing import Any
 
@@ -11,26 +11,25 @@ from slapo_zoo.language.graph.traced import TracedModule
 
 
 class GroupModule(TracedModule):
-    """Some nodes of a graph as one module, to be compiled or recomputed as a whole.
+    """A child module that runs some nodes of its owner's graph, so that they can be compiled or recomputed together.
 
-    The modules that they call stay where they are in the tree, under their names: the group
-    reaches them through its owner. So no parameter is renamed, and a later change to such a
-    module is seen here too.
+    Submodules that the nodes call stay in the tree under their old names and are reached through `owner`, so no
+    parameter is renamed and later changes to a submodule take effect here.
     """
 
     owner: Any
 
     @classmethod
     def around(cls, owner: fx.GraphModule, graph: fx.Graph, name: str) -> "GroupModule":
-        """A group with this graph; its targets start with `owner.`."""
+        """Construct a group that runs `graph`, whose targets start with `owner.`; `name` is its class name."""
         new = cls(name)
-        new.__dict__["owner"] = owner  # no child: it would be its own grandchild
+        new.__dict__["owner"] = owner  # not registered as a child: that would be a cycle
         new.graph = graph
         return new
 
 
 def group(subgraph: Subgraph, name: str) -> tuple[str, GroupModule]:
-    """Move the nodes of a subgraph into a child module; returns its name and the module.
+    """Move the nodes of a subgraph into a new child module; return (name of the child, child).
 
     rewrite:  t = f(a); y = g(t, b)  -->  y = self.<name>_0(a, b)
     """

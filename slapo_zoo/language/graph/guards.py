@@ -1,8 +1,7 @@
-"""Checks that a traced graph makes when it runs: what the trace decided must still hold.
+"""Runtime checks in a traced graph: sizes and arguments on which the trace branched must still be the same.
 
-A trace follows one path through Python's `if`s. Each decision that read a size, a type or an
-argument leaves a check in the graph, so that a call which would have gone another way is an error
-and never a wrong result.
+A trace follows one path through Python's `if`s. Each branch that read a size, a type or an argument leaves a
+check in the graph, so that a call which would branch otherwise raises an error.
 """
 
 from typing import Any
@@ -14,7 +13,14 @@ from slapo_zoo.errors import ScheduleError
 
 @has_side_effect
 def expect(value: Any, expected: Any, where: str, read: str) -> None:
-    """Raise ScheduleError unless `value`, which the expression `read` gives, is what it was in the trace."""
+    """Raise ScheduleError unless `value` equals its value during the trace.
+
+    Args:
+        value: value of the expression in this call.
+        expected: value of the expression during the trace.
+        where: path of the traced module, for the error.
+        read: the expression, for the error.
+    """
     if isinstance(expected, bool) or expected is None:
         same = value is expected
     else:
@@ -26,7 +32,7 @@ def expect(value: Any, expected: Any, where: str, read: str) -> None:
 
 @has_side_effect
 def expect_given(value: Any, where: str, name: str) -> None:
-    """Raise when an argument that was a tensor during the trace is None now."""
+    """Raise ScheduleError when the argument `name`, a tensor during the trace, is None in this call."""
     if value is None:
         problem = f"{name!r} was given during the trace, this call has None"
         hint = f"pass {name!r}, or trace with example_inputs in which it is None"
@@ -35,7 +41,7 @@ def expect_given(value: Any, where: str, name: str) -> None:
 
 @has_side_effect
 def expect_no_others(others: dict[str, Any], where: str) -> None:
-    """Raise when a keyword argument arrives that the trace has not seen."""
+    """Raise ScheduleError when the call passes a keyword argument that the example call did not."""
     unknown = sorted(name for name, value in others.items() if value is not None)
     if unknown:
         problem = f"this call has {unknown}, which the trace has not seen"
@@ -43,7 +49,7 @@ def expect_no_others(others: dict[str, Any], where: str) -> None:
 
 
 def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
-    """A literal that `self.training` decides, such as the probability of a dropout."""
+    """Return `in_training` or `in_eval` by the module's mode, e.g. the probability of a dropout."""
     return in_training if training else in_eval
 
 

@@ -1,4 +1,4 @@
-"""New calls in a graph: their arguments, their names, and the parameters they take over."""
+"""Insert calls into a graph: choose their arguments, name new child modules, and hand over parameters."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from slapo_zoo.language.graph.canonical import ModuleTensor
 
 
 class Function(nn.Module):
-    """A lambda or a local function as a module: generated code can only name what a file defines."""
+    """Module that wraps a lambda or local function, which the generated code of a graph could not name."""
 
     def __init__(self, function: Callable[..., Any]):
         super().__init__()
@@ -20,20 +20,28 @@ class Function(nn.Module):
         self.__signature__ = inspect.signature(function)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the function."""
+        """Call the wrapped function."""
         return self.function(*args, **kwargs)
 
 
 def arguments(
     new: Any, inputs: dict[str, Any], path: str, constants: Mapping[str, Any] | None = None
 ) -> tuple[tuple, dict[str, Any]]:
-    """Return the arguments with which `new` is called on the inputs of a pattern, by name where the names tell."""
+    """Return (args, kwargs) with which `new` is called: by name where its parameters have the pattern's names,
+    else by position.
+
+    Args:
+        new: function or module that replaces a subgraph.
+        inputs: name of each pattern argument --> its value in the graph.
+        path: path of the traced module, for errors.
+        constants: additional keyword arguments of `new`.
+    """
     constants = dict(constants or {})
     target = getattr(new, "forward", new) if isinstance(new, nn.Module) else new
     target = new.function if isinstance(new, Function) else target
     try:
         parameters = list(inspect.signature(target).parameters.values())
-    except ValueError:  # a builtin of torch tells no signature
+    except ValueError:  # builtins of torch have no signature
         return tuple(inputs.values()), constants
     varies = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     plain = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -52,7 +60,7 @@ def arguments(
 
 
 def insert_call(owner: fx.GraphModule, new: Any, args: Any, kwargs: Any, name: str = "") -> fx.Node:
-    """A node that calls a function, or a module that becomes a child `<Name>_<k>`."""
+    """Insert a node that calls `new` and return it; a module is first added to `owner` as a child `<Name>_<k>`."""
     if not isinstance(new, nn.Module):
         qualified = getattr(new, "__qualname__", "")
         if "<" not in qualified:
@@ -64,7 +72,7 @@ def insert_call(owner: fx.GraphModule, new: Any, args: Any, kwargs: Any, name: s
 
 
 def add_child(owner: nn.Module, name: str, module: nn.Module) -> str:
-    """Add a module as `<name>_<k>`, k being the first number that is free."""
+    """Add a module to `owner` as child `<name>_<k>`, with the first free number k; return the child's name."""
     k = next(k for k in range(10**6) if not hasattr(owner, f"{name}_{k}"))
     module.train(owner.training)
     owner.add_module(f"{name}_{k}", module)
@@ -72,20 +80,20 @@ def add_child(owner: nn.Module, name: str, module: nn.Module) -> str:
 
 
 def called(owner: nn.Module, node: fx.Node) -> nn.Module | None:
-    """Return the module that a node calls, or None."""
+    """Return the module that a `call_module` node calls; None for other nodes."""
     return owner.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 
 def carry_parameters(
     new: Any, modules: Sequence[nn.Module | None], path: str, joined: bool = False
 ) -> None:
-    """Give a new module the parameters of those it replaces.
+    """Give a new module the parameters of the modules that it replaces.
 
     Args:
-        new: has parameters of the same names.
-        modules: the replaced ones, in order.
-        path: for errors.
-        joined: the new parameter holds those of all modules, one after the other along axis 0.
+        new: module with parameters of the same names; any other object is left alone.
+        modules: the replaced modules in order; None entries are skipped.
+        path: path of the traced module, for errors.
+        joined: concatenate the parameters of all modules along axis 0.
     """
     old = [m for m in modules if m is not None]
     for name, parameter in list(getattr(new, "_parameters", {}).items()):
@@ -106,7 +114,7 @@ def carry_parameters(
 
 
 def operand(graph: fx.Graph, value: Any) -> Any:
-    """Return the value bound to a pattern's argument, as an argument of a new node."""
+    """Convert the value bound to a pattern argument to a node's argument; a ModuleTensor becomes `get_attr`."""
     if isinstance(value, ModuleTensor):
         return graph.get_attr(f"{value.target}.{value.name}")
     return value

@@ -1,4 +1,4 @@
-"""Which modules stay one node of a graph."""
+"""Decide which modules stay a single `call_module` node (a leaf) in a traced graph."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,12 @@ LEAF_CLASSES = {"Conv1D"}  # the linear layer of GPT-2
 
 
 def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, str], bool]:
-    """Return a test of (module, path below the root): whether the module stays one node."""
+    """Return a function (module, path below the traced root) -> bool: whether the module stays a single node.
+
+    Args:
+        leaves: leaves chosen by the user, as paths, class names, classes or predicates.
+        flatten: the trace enters children; then modules with hooks are leaves, too.
+    """
 
     def given(module: nn.Module, path: str, leaf: Leaf) -> bool:
         if isinstance(leaf, str):
@@ -35,7 +40,7 @@ def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, s
 
 
 def leaf_below(path: str, leaf: Leaf) -> Leaf:
-    """A leaf named by a path below the root, as seen from the module at `path`."""
+    """Translate a leaf, given relative to the traced root, so that it is relative to the module at `path`."""
     if isinstance(leaf, str):
         return leaf.removeprefix(path + ".")
     if isinstance(leaf, type):

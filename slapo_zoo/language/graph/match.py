@@ -1,4 +1,4 @@
-"""Find a pattern in a graph by its edges: operations, arguments, constants and single use."""
+"""Match a traced pattern against a graph: by operations, arguments, constants, and uses outside of the match."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ Binding = dict[fx.Node, Any]  # node of the pattern -> node, constant or ModuleT
 
 @dataclass(frozen=True, eq=False)
 class Subgraph:
-    """Nodes of one graph that match a pattern; iterates over (path, node), as `find` documents.
+    """Nodes of one graph that match a pattern; iterating yields (path, node) pairs.
 
     Args:
-        path: of the traced module whose graph it is.
+        path: path of the traced module that owns the graph.
         module: that module.
-        nodes: in graph order.
-        inputs: name of the pattern's argument --> node, constant or ModuleTensor.
-        outputs: the nodes whose values the pattern returns.
+        nodes: the matched nodes, in graph order.
+        inputs: name of each pattern argument --> the node, constant or ModuleTensor bound to it.
+        outputs: nodes whose values the pattern returns.
     """
 
     path: str
@@ -47,11 +47,11 @@ class Subgraph:
 
 
 class Matches(list[Subgraph]):
-    """Matches of a pattern in a graph, in graph order.
+    """List of the matches of a pattern in a graph, in graph order.
 
     Attributes:
-        overlapping: matches that share a node with an earlier one, which won.
-        rejected: (node, reason) where the operations match but may not be taken out.
+        overlapping: matches that were dropped because they share a node with an earlier match.
+        rejected: (node, reason) where operations match but the nodes cannot be replaced.
     """
 
     def __init__(self) -> None:
@@ -65,9 +65,9 @@ class Matcher:
     """Search for one pattern in one graph.
 
     Args:
-        pattern: a traced pattern.
-        module: whose graph is searched.
-        path: of that module.
+        pattern: the traced pattern.
+        module: module whose graph is searched.
+        path: path of the module.
     """
 
     pattern: fx.GraphModule
@@ -76,13 +76,11 @@ class Matcher:
     found: Matches = field(default_factory=Matches)
 
     def __post_init__(self):
-        made = (
-            n for n in self.module.graph.nodes if n.op != "get_attr"
-        )  # a parameter always has one
+        made = (n for n in self.module.graph.nodes if n.op != "get_attr")
         self.shapes_known = any(shape_of(n) is not None for n in made)
 
     def search(self) -> Matches:
-        """All matches; where two share a node, the first in graph order wins."""
+        """Return all matches in graph order; of two that share a node, the first is kept."""
         output = next(n for n in self.pattern.graph.nodes if n.op == "output").args[0]
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         taken: set[fx.Node] = set()
@@ -98,7 +96,7 @@ class Matcher:
         return self.found
 
     def _anchored(self, outputs: Any, node: fx.Node) -> Subgraph | None:
-        """Return the match whose first output is `node`, or None."""
+        """Return the match whose first output is `node`, or None; record why nodes that match cannot be replaced."""
         reason = ""
         for binding in self._outputs(outputs[1:], self._value(outputs[0], node, {})):
             real = {p: v for p, v in binding.items() if p.op not in ("placeholder", "get_attr")}
@@ -122,7 +120,7 @@ class Matcher:
                 yield from self._outputs(rest[1:], self._value(rest[0], node, binding))
 
     def _escapes(self, real: Binding, binding: Binding, outputs: Any) -> str:
-        """Return why the matched nodes cannot be taken out as one, or the empty string."""
+        """Return why the matched nodes cannot be replaced by one call (e.g. a value is used elsewhere), or ''."""
         inside = set(real.values())
         ends = {binding[o] for o in outputs}
         for node in inside - ends:
@@ -156,7 +154,7 @@ class Matcher:
                 yield binding
         elif p.op == "placeholder":
             yield {**binding, p: v}
-        elif p.op == "get_attr":  # a parameter of the pattern stands for any tensor of a module
+        elif p.op == "get_attr":  # a pattern's parameter matches any parameter
             if isinstance(v, ModuleTensor) or (isinstance(v, fx.Node) and v.op == "get_attr"):
                 yield {**binding, p: v}
         elif isinstance(v, fx.Node) and v.op.startswith("call") and self._free(v, binding):
@@ -164,7 +162,7 @@ class Matcher:
                 yield from self._all(pairs, {**binding, p: v})
 
     def _free(self, v: fx.Node, binding: Binding) -> bool:
-        """Two nodes of the pattern never stand for one node."""
+        """Return whether graph node `v` is not bound yet: two pattern nodes never match the same graph node."""
         return all(b is not v or p.op == "placeholder" for p, b in binding.items())
 
     def _all(self, pairs: list[tuple[Any, Any, int]], binding: Binding) -> Iterator[Binding]:
@@ -176,7 +174,7 @@ class Matcher:
             yield from self._all(rest, found)
 
     def _alignments(self, p: fx.Node, v: fx.Node) -> Iterator[list[tuple[Any, Any, int]]]:
-        """The ways in which the arguments of two nodes may correspond; none if they differ."""
+        """Yield each way to pair the arguments of a pattern node with those of a graph node (two if commutative)."""
         regex = self._regex(p)
         if regex:
             if v.op == "call_module" and name_matches(regex, str(v.target)):
@@ -219,5 +217,5 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _same_dim(p: Any, v: Any, rank: int) -> bool:
-    """-1 and 2 are one axis of a tensor of rank 3."""
+    """Return whether two integers name the same axis of a tensor of that rank, e.g. -1 and 2 for rank 3."""
     return rank > 0 and isinstance(p, int) and isinstance(v, int) and p % rank == v % rank

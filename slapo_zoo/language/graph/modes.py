@@ -1,8 +1,7 @@
-"""One graph for training and evaluation, from a trace in each mode.
+"""Merge a trace in training mode and a trace in eval mode into one graph that is right in both.
 
-A forward reads `self.training` as a plain Python bool, so a trace turns it into a literal: a
-dropout traced in training would keep dropping in `eval()`. The two traces show which literals
-depend on it; the graph then asks the module each time.
+A forward reads `self.training` as a Python bool, so a trace fixes it: a dropout traced in training mode would
+keep dropping in `eval()`. Literals that differ between the traces become nodes that read the mode.
 """
 
 from typing import Any
@@ -13,20 +12,18 @@ from torch.fx.node import map_arg
 
 from slapo_zoo.language.graph import guards
 
-DIFFERENT = object()
-
 
 def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool:
-    """Make `graph`, traced in the mode `training`, right in both modes.
+    """Make `graph` right in both modes, using a trace in the other mode.
 
     Args:
-        graph: changed in place.
-        training: the mode it was traced in.
-        other: the trace in the other mode; None when that failed.
-        where: path of the module, for the check.
+        graph: graph that was traced in the mode `training`; it is changed in place.
+        training: True when `graph` was traced in training mode.
+        other: trace in the other mode; None when that trace failed.
+        where: path of the traced module, for the check.
 
     Returns:
-        whether it is; if not, it now checks that it runs in the mode of its trace.
+        True when the graph is right in both modes; otherwise it now raises when run in the other mode.
     """
     if other is None or not _same_shape(graph, other):
         nodes = _training(graph)
@@ -48,7 +45,7 @@ def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool
 
 
 def _training(graph: Graph) -> Node:
-    """Return the node that reads `self.training` at the start of the graph."""
+    """Insert a node that reads `self.training` at the start of the graph, and return it."""
     last = [n for n in graph.nodes if n.op == "placeholder"][-1:]
     with graph.inserting_after(last[0]) if last else graph.inserting_before():
         module = graph.create_node("get_attr", "itself")
@@ -57,7 +54,7 @@ def _training(graph: Graph) -> Node:
 
 
 def _same_shape(a: Graph, b: Graph) -> bool:
-    """Return whether two graphs differ in literals only."""
+    """Return whether two graphs have the same nodes and differ in literals only."""
     if len(a.nodes) != len(b.nodes):
         return False
     same = dict(zip(b.nodes, a.nodes, strict=True))
@@ -81,7 +78,7 @@ def _mixable(a: Any, b: Any) -> bool:
 
 
 def _mix(mine: Any, theirs: Any, graph: Graph, asked: Node, training: bool) -> Any:
-    """`mine`, with a node in place of each literal that differs."""
+    """Return the arguments `mine` with a `by_mode` node in place of each literal that differs from `theirs`."""
     if isinstance(mine, (tuple, list)):
         return type(mine)(
             _mix(m, t, graph, asked, training) for m, t in zip(mine, theirs, strict=True)

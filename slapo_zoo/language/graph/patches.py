@@ -1,4 +1,4 @@
-"""Patches of torch while a trace runs; they are undone whatever happens."""
+"""Temporary patches of torch and builtins during a trace; each is undone on exit, also after an error."""
 
 import builtins
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ from torch import nn
 from slapo_zoo.language.graph.proxy import ValueProxy, has_proxy
 from slapo_zoo.language.graph.tracer import ValueTracer, recorded
 
-# They make a tensor, or read a dtype, without a tensor among their arguments.
+# Functions that create a tensor, or read a dtype, without a tensor among their arguments.
 FACTORIES = ("ones", "zeros", "full", "arange", "empty", "tensor", "linspace", "eye")
 FACTORIES += ("finfo", "iinfo", "promote_types", "broadcast_shapes")
-RANDOM = ("rand", "randn", "randint", "randperm")  # drawn anew in every call of the graph
+RANDOM = ("rand", "randn", "randint", "randperm")  # drawn anew in each call of the graph
 
 
 @contextmanager
 def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
-    """Set `owner.name` to `new` within the context."""
+    """Context in which the attribute `name` of `owner` has the value `new`."""
     old = owner.__dict__[name]
     setattr(owner, name, new)
     try:
@@ -30,7 +30,7 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextmanager
 def recording(tracer: ValueTracer) -> Iterator[None]:
-    """Functions that know no proxies leave nodes; a forward cannot write a proxy into a module."""
+    """Context in which torch factories leave graph nodes, and a forward that stores a proxy in a module raises."""
     with ExitStack() as stack:
         for name in FACTORIES + RANDOM:
             new = recorded(tracer, getattr(torch, name), always=name in RANDOM)
@@ -46,9 +46,9 @@ _isinstance = isinstance
 
 
 def _is_instance(value: Any, classes: Any) -> bool:
-    """Models branch on `isinstance(x, torch.Tensor)`; a proxy must answer as its value would.
+    """Replacement of `isinstance` during a trace: a proxy is tested by its example value.
 
-    A `__class__` of its own cannot do this: torch's C code would then take it for a tensor.
+    A false `__class__` would not do, because torch's C code would take the proxy for a tensor.
     """
     if type(value) is ValueProxy and not _isinstance(value, classes):
         value = value.node.meta["value"]
@@ -72,7 +72,7 @@ def _apply(tracer: ValueTracer) -> Any:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not tracer.evaluating and has_proxy(args, kwargs):
-            # Recording what its forward does would lose its backward.
+            # A graph of its forward would lose its custom backward.
             problem = f"it calls the autograd function {cls.__name__}"
             raise tracer.fail(problem, tracer.leaf_hint())
         return original(cls, *args, **kwargs)
@@ -82,7 +82,7 @@ def _apply(tracer: ValueTracer) -> Any:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Random state, buffers and training flags are afterwards as they were before."""
+    """Context that restores the random state, buffers, training flags and attributes of a module on exit."""
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
     flags = [(m, m.training) for m in module.modules()]
     attributes = set(module.__dict__)
@@ -92,7 +92,7 @@ def unchanged(module: nn.Module) -> Iterator[None]:
         finally:
             for m, training in flags:
                 m.training = training
-            for name in set(module.__dict__) - attributes:  # constants that fx puts there
+            for name in set(module.__dict__) - attributes:  # constants that fx added
                 del module.__dict__[name]
             with torch.no_grad():
                 for buffer, before in buffers:
@@ -106,7 +106,7 @@ def _cuda_devices(module: nn.Module) -> list[int]:
 
 
 def set_mode(module: nn.Module, training: bool) -> None:
-    """Switch every module that has the root's mode; what is frozen in eval stays so."""
+    """Switch to `training` each submodule that is in the root's mode; a submodule frozen in eval stays so."""
     before = module.training
     for m in module.modules():
         if m.training == before:

@@ -1,4 +1,4 @@
-"""Patterns to look for in a graph: functions, Pattern classes, and modules by name."""
+"""Patterns to search for in a graph: functions, Pattern classes, and module calls by name."""
 
 import enum
 import re
@@ -11,7 +11,7 @@ from slapo_zoo.errors import ScheduleError
 
 
 class Wildcard(enum.Enum):
-    """A constant in a pattern that may have any value."""
+    """Enum with one member, `ANY`: a constant in a pattern that matches any value."""
 
     ANY = "any"
 
@@ -20,31 +20,31 @@ ANY = Wildcard.ANY
 
 
 class Pattern(nn.Module):
-    """A pattern as a module: its `forward` is looked for.
+    """Base class of patterns written as modules; the operations of its `forward` are searched for.
 
-    Submodules match calls of modules of the same type, whatever their sizes; the arguments of
-    `forward` match any value. The literals in `forward` must be equal, `ANY` excepted.
+    Submodules match calls of modules of the same class, whatever their sizes; arguments of `forward` match any
+    value; literals in `forward` must be equal, except `ANY`.
     """
 
     def forward(self, *args: Any) -> Any:
-        """Defines what is looked for; a subclass writes it."""
+        """Compute what is to be found; each subclass writes this method."""
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
 
 class ModulePattern(nn.Module):
-    """Part of a Pattern: the call of a module whose path, or the end of it, matches a regex."""
+    """Submodule of a Pattern: matches the call of a module whose path, or its end, matches the regex `name`."""
 
     def __init__(self, name: str):
         super().__init__()
         self.name = name
 
     def forward(self, *args: Any) -> Any:
-        """Raise ScheduleError: a pattern's call is matched, never run."""
+        """Raise ScheduleError: this call is only traced and matched, never run."""
         raise ScheduleError("pattern", f"ModulePattern({self.name!r})", "it runs in no model")
 
 
 def call_module(regex: str, *args: Any) -> Any:
-    """Write the call of a module into a pattern function; its path, or the end of it, matches the regex."""
+    """Match, in a pattern function, the call of a module whose path, or its last segments, match `regex`."""
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
         problem = "it stands for a call inside a pattern, and needs an argument of the pattern"
@@ -54,7 +54,7 @@ def call_module(regex: str, *args: Any) -> Any:
 
 
 def name_matches(regex: str, target: str) -> bool:
-    """Return whether a regex is the whole path of a module, or the whole of its last segments.
+    """Return whether a regex matches a whole dotted path, or all of its last segments.
 
     >>> name_matches("query|key", "attention.self.key"), name_matches("dense", "dense_out")
     (True, False)
@@ -69,7 +69,7 @@ class _PatternTracer(fx.Tracer):
 
 
 def trace_pattern(pattern: Callable[..., Any]) -> fx.GraphModule:
-    """The graph of a pattern: a function, a lambda, or a Pattern."""
+    """Trace a pattern (a function or a Pattern) with plain `torch.fx`; raise ScheduleError when that fails."""
     name = getattr(pattern, "__name__", type(pattern).__name__)
     tracer = _PatternTracer()
     try:
@@ -82,6 +82,6 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.GraphModule:
     root = pattern if isinstance(pattern, nn.Module) else tracer.root
     unused = [n.name for n in graph.nodes if n.op == "placeholder" and not n.users]
     if unused or not any(n.op.startswith("call") for n in graph.nodes):
-        problem = f"arguments {unused} take no part" if unused else "it does nothing"
-        raise ScheduleError("pattern", name, problem, "return what shall be found")
+        problem = f"arguments {unused} are not used" if unused else "it computes nothing"
+        raise ScheduleError("pattern", name, problem, "return the result of the operations to find")
     return fx.GraphModule(root, graph)

@@ -1,19 +1,63 @@
-"""A proxy that knows the value it stands for: sizes stay symbolic, decisions leave a check."""
+"""fx proxy that carries an example value: sizes stay symbolic, and each Python branch on one leaves a check."""
 
 import dis
 import operator
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx import Proxy
+
+# Functions whose result is a number, or has a size, that depends on a tensor's elements.
+DATA_DEPENDENT = {"item", "tolist", "numpy", "nonzero", "unique", "unique_consecutive", "argwhere"}
+DATA_DEPENDENT |= {"masked_select", "bincount"}
+NOT_THE_MODEL = (str(Path(__file__).parent), str(Path(torch.__file__).parent), "<")
+
+
+def values_of(value: Any) -> Any:
+    """Return the nested structure `value` with every proxy replaced by its example value."""
+    if type(value) is ValueProxy:
+        return value.node.meta["value"]
+    if type(value) in (tuple, list):
+        return type(value)(values_of(v) for v in value)
+    if type(value) is dict:
+        return {key: values_of(v) for key, v in value.items()}
+    return value
+
+
+def location() -> str:
+    """Return "file:line" of the model code that is being traced."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith(NOT_THE_MODEL):
+            return f"{Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "unknown"
+
+
+def depends_on_data(node: fx.Node) -> bool:
+    """Return whether a node computes a size or number that depends on the elements of a tensor."""
+    if any(n.meta.get("of_data") for n in node.all_input_nodes):
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    if node.op in ("call_function", "call_method") and name in DATA_DEPENDENT:
+        return True
+    return node.target is operator.getitem and _selects_by_mask(node.args[1])
+
+
+def _selects_by_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    values = [part.meta["value"] for part in parts if isinstance(part, fx.Node)]
+    return any(isinstance(v, Tensor) and v.dtype == torch.bool for v in values)
 
 
 class Unknown:
-    """The value of a tensor of which there is no example: only its type is known."""
+    """Type of `UNKNOWN`, the value of a traced tensor for which there is no example, so no shape either."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(Tensor, name)
@@ -24,10 +68,10 @@ CONTAINERS = (tuple, list, dict)  # torch.Size is a tuple, an output of transfor
 
 
 class ValueProxy(Proxy):
-    """Stands for a value during a trace; `len`, iteration and attributes are those of that value.
+    """fx proxy with an example value; `len`, iteration and attributes are those of the value.
 
-    An `if`, a `range` or an `int()` over a size reads the value, and the tracer notes it as a
-    check. An `if` over the elements of a tensor is an error: the trace would have to guess.
+    An `if`, a `range` or an `int()` on a size reads the value, and the tracer adds a check to the graph. An
+    `if` on the elements of a tensor raises an error, because the graph could not follow it.
     """
 
     if TYPE_CHECKING:  # Proxy gets its operators at run time
@@ -68,7 +112,7 @@ class ValueProxy(Proxy):
             return operator.index(self.shape[0])
         if value is UNKNOWN:
             return _tracer(self).read(self)
-        if isinstance(value, torch.Size):  # the rank of a tensor; other lengths are structure
+        if isinstance(value, torch.Size):  # a branch on the rank of a tensor
             _tracer(self).check_length(self)
         return len(value)
 
@@ -101,7 +145,7 @@ class ValueProxy(Proxy):
 
 
 class Method:
-    """A method of a proxied value; calling it becomes a `call_method` node."""
+    """Bound method of a proxied value; calling it adds a `call_method` node."""
 
     def __init__(self, owner: ValueProxy, name: str):
         self.owner, self.name = owner, name
@@ -112,7 +156,7 @@ class Method:
 
 
 def has_proxy(*values: Any) -> bool:
-    """Return whether a proxy lies anywhere in nested tuples, lists and dicts."""
+    """Return whether nested tuples, lists and dicts contain a proxy."""
     for value in values:
         if type(value) is ValueProxy:
             return True
@@ -124,12 +168,12 @@ def has_proxy(*values: Any) -> bool:
 
 
 def _tracer(proxy: ValueProxy) -> Any:
-    """The ValueTracer; unnamed here, since its module imports this one."""
+    """Return the ValueTracer of a proxy (untyped: its module imports this one)."""
     return proxy.tracer
 
 
 def _unpacked_into(frame: FrameType) -> int:
-    """Return how many names the statement that runs unpacks into, as in `b, s, d = x.shape`; 0 if none."""
+    """Return the number of names that the running statement unpacks into (3 in `b, s, d = x.shape`), or 0."""
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset == frame.f_lasti:
             return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else 0
@@ -137,7 +181,10 @@ def _unpacked_into(frame: FrameType) -> int:
 
 
 def _decided_for_any_draw(node: Any) -> bool | None:
-    """A uniform number lies in [0, 1): `rand < 0.0` (no layer drop) is the same for every draw."""
+    """Return the result of comparing `torch.rand` with a constant if it is the same for every draw, else None.
+
+    `rand < 0.0`, as in a layer drop of rate 0, is False for each number in [0, 1).
+    """
     if node.target not in (operator.lt, operator.gt) or len(node.args) != 2:
         return None
     left, right = node.args if node.target is operator.lt else reversed(node.args)
@@ -147,7 +194,7 @@ def _decided_for_any_draw(node: Any) -> bool | None:
 
 
 def _in_place(name: str) -> Any:
-    """Make the method of an in-place operator: `x += y` writes into a tensor, and only renames a size or a tuple."""
+    """Make the method of an in-place operator: a node for `x += y` on a tensor, plain Python on a size or tuple."""
     target = getattr(operator, name)
 
     def impl(self: ValueProxy, other: Any) -> Any:

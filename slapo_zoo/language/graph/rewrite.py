@@ -1,4 +1,4 @@
-"""Put something else in the place of matched nodes."""
+"""Replace matched nodes of a graph by calls of other functions or modules."""
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,13 +29,21 @@ def replace_node(
     name: str = "",
     constants: Mapping[str, Any] | None = None,
 ) -> None:
-    """Another function or module with the arguments of one node.
+    """Replace the function or module that one node calls, and keep its arguments.
 
     rewrite:  y = f(x, flag=True)  -->  y = new(x, flag=True)
+
+    Args:
+        owner: traced module whose graph is changed.
+        node: node to replace.
+        new: function or module to call instead.
+        path: path of `owner`, for errors.
+        name: name of the new child module.
+        constants: additional keyword arguments of `new`.
     """
     if node.op not in ("call_function", "call_method", "call_module"):
         problem = f"{node.name} is a {node.op}, which computes nothing"
-        raise ScheduleError(path or "(the model)", "replace", problem, "name a node that calls")
+        raise ScheduleError(path or "(the model)", "replace", problem, "name a call node")
     check_hooks([node], owner, path)
     with owner.graph.inserting_after(node):
         kwargs = {**node.kwargs, **(constants or {})}
@@ -52,19 +60,18 @@ def replace_vertical(
     carry: bool = False,
     constants: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """Replace a subgraph by one call.
+    """Replace a subgraph by one call, and return the new node.
 
     rewrite:  t = f(a, b); y = g(t, c)  -->  y = new(a, b, c)
 
-    Arguments go by name where all required parameters of `new` are names of the pattern, else by
-    position.
+    Arguments are passed by name where all required parameters of `new` are names of the pattern, else by position.
 
     Args:
-        subgraph: what goes.
-        new: a function or a module; returns a tuple for a pattern with several outputs.
-        name: of the new child module.
-        carry: give `new` the parameters of the replaced modules that have the same name.
-        constants: keyword arguments of `new` besides the inputs.
+        subgraph: the nodes to replace.
+        new: a function or module; returns a tuple for a pattern with several outputs.
+        name: name of the new child module.
+        carry: give `new` the parameters of the same names of the replaced modules.
+        constants: additional keyword arguments of `new`.
     """
     owner, graph = subgraph.module, subgraph.module.graph
     before = insertion_point(subgraph)
@@ -87,16 +94,16 @@ def replace_horizontal(
     carry: bool = False,
     constants: Mapping[str, Any] | None = None,
 ) -> fx.Node:
-    """One call in the place of several subgraphs with the same inputs.
+    """Replace several subgraphs that read the same inputs by one call, and return the new node.
 
     rewrite:  q = f(x); k = g(x); v = h(x)  -->  r = new(x); q = r[0]; k = r[1]; v = r[2]
 
     Args:
-        subgraphs: each with one output; the results of `new` are taken in this order.
-        new: a function or a module; returns a sequence.
-        name: of the new child module.
-        carry: give `new` the parameters of the replaced modules, joined along axis 0 in order.
-        constants: keyword arguments of `new` besides the inputs.
+        subgraphs: subgraphs with one output each; item i of the result of `new` replaces output i.
+        new: a function or module; returns a sequence.
+        name: name of the new child module.
+        carry: give `new` the parameters of the replaced modules, concatenated along axis 0 in order.
+        constants: additional keyword arguments of `new`.
     """
     first = subgraphs[0]
     owner = first.module
@@ -124,7 +131,7 @@ def replace_horizontal(
 
 
 def insertion_point(subgraph: Subgraph) -> fx.Node:
-    """The node before which all inputs are known and no output is used yet."""
+    """Return the node before which all inputs of a subgraph are computed and none of its outputs is used."""
     order = {node: i for i, node in enumerate(subgraph.module.graph.nodes)}
     inside = set(subgraph.nodes)
     users = [u for o in subgraph.outputs for u in o.users if u not in inside]
@@ -147,7 +154,7 @@ def _remove(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
 
 
 def check_hooks(nodes: Iterable[fx.Node], owner: nn.Module, path: str) -> None:
-    """Raise when a module that is about to go has hooks: a `sync` on it would be lost in silence."""
+    """Raise ScheduleError when a module that is about to be replaced has hooks, which would be lost silently."""
     for node in nodes:
         module = called(owner, node)
         if module is not None and (module._forward_hooks or module._forward_pre_hooks):
@@ -157,14 +164,14 @@ def check_hooks(nodes: Iterable[fx.Node], owner: nn.Module, path: str) -> None:
 
 
 def finish(owner: fx.GraphModule) -> None:
-    """Remove what nobody uses any more, check the graph and generate its code."""
+    """Remove unused nodes, check the graph, and regenerate the module's code."""
     owner.graph.eliminate_dead_code(is_impure_node=has_effect)
     owner.graph.lint()
     owner.recompile()
 
 
 def hand_out(call: fx.Node, outputs: Sequence[fx.Node], single: bool) -> None:
-    """Let the users of the old outputs use the new call, or its items."""
+    """Replace old output i by item i of the result of `call`, or by the result itself if `single`."""
     for i, output in enumerate(outputs):
         graph = call.graph
         new = call if single else graph.call_function(operator.getitem, (call, i))
@@ -173,7 +180,7 @@ def hand_out(call: fx.Node, outputs: Sequence[fx.Node], single: bool) -> None:
 
 
 def erase(nodes: Sequence[fx.Node]) -> None:
-    """Remove nodes that only each other and checks still use."""
+    """Remove nodes that are used only by each other and by runtime checks; remove those checks, too."""
     for node in reversed(nodes):
         for user in [u for u in node.users if u.target in GUARDS]:
             node.graph.erase_node(user)
@@ -181,7 +188,7 @@ def erase(nodes: Sequence[fx.Node]) -> None:
 
 
 def drop_modules(owner: fx.GraphModule, targets: Iterable[str]) -> None:
-    """Delete the modules that no graph calls any more."""
+    """Delete the submodules in `targets` that no graph of `owner` calls any more."""
     used = {str(n.target) for n in owner.graph.nodes if n.op in ("call_module", "get_attr")}
     for child in owner.children():
         if isinstance(child, fx.GraphModule):  # a group calls the modules of its owner

@@ -1,4 +1,4 @@
-"""Subgraphs that a directive may name, and the nodes of each."""
+"""Resolve the `subgraph` argument of a directive to the subgraphs that it names."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from slapo_zoo.language.graph.pattern import Pattern
 
 
 def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
-    """The subgraphs that a directive means at a site.
+    """Return the subgraphs that the `subgraph` argument of a directive names at a site; none raises ScheduleError.
 
     Args:
-        site: a traced module.
-        directive: for errors.
-        spec: a regex (each called module of that name is one), a pattern or Pattern, a subgraph or
-            list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
+        site: site of a traced module.
+        directive: the directive, for errors.
+        spec: a regex (each called module of that name is a subgraph), a pattern function or Pattern, a subgraph
+            or list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
     """
     if not any(isinstance(m, fx.GraphModule) for m in site.module.modules()):
         raise directive.fail(site, "it has no graph", "trace() it first, or find() in it")
@@ -32,7 +32,7 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
 
 
 def one_subgraph(nodes: Sequence[tuple[str, fx.Node]]) -> Subgraph:
-    """Make a subgraph of (path, node) pairs of one graph; its inputs are in the order of their use."""
+    """Make a subgraph of (path, node) pairs of one graph; its inputs are listed in the order of their use."""
     path, first = nodes[0]
     module: Any = first.graph.owning_module
     inside = {node for _, node in nodes}
@@ -59,7 +59,7 @@ def _subgraphs(site: Site, spec: Any) -> list[Subgraph]:
 
 
 def is_node(spec: Any) -> bool:
-    """Return whether it is one (path, node), as `find` with a regex returns."""
+    """Return whether `spec` is one (path, node) pair as `find` returns."""
     return isinstance(spec, tuple) and len(spec) == 2 and isinstance(spec[1], fx.Node)
 
 

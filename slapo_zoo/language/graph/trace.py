@@ -1,4 +1,4 @@
-"""trace_module: one module's forward as a graph; trace_tree: a module and all that it calls."""
+"""Trace the forward of one module (`trace_module`), or of a module and all modules it calls (`trace_tree`)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -27,26 +27,26 @@ def trace_module(
     flatten: bool = False,
     where: str = "",
 ) -> TracedModule:
-    """The graph of one module, as a module with the same children under the same names.
+    """Trace the forward of one module; return a module that runs the graph and has the same children.
 
     rewrite:  y = f(x)  -->  y = graph(x); the children that it calls stay `call_module` nodes
 
-    Sizes, types and devices are symbolic. What the forward decided by them, and every argument
-    that is not a tensor (None included), is fixed by the example and checked in each call. Both
-    modes are traced: a literal that `self.training` decides is asked for in each call.
+    Sizes, dtypes and devices are symbolic. Branches that the forward takes on them, and every argument that is
+    not a tensor (None included), are fixed by the example and checked in each call. Both modes are traced; a
+    literal that depends on `self.training` is selected at run time.
 
     Args:
-        module: stays as it is, also after an error.
-        example_args: positional arguments, or all arguments by name.
-        example_kwargs: keyword arguments.
-        leaves: modules that stay one node even with `flatten`: paths, class names, classes or
-            predicates (module, path). Always leaves: those of torch.nn, `core_attn`, Conv1D, and
-            modules with hooks or a forward of their own.
-        flatten: record what the children do, too.
+        module: module to trace; it is left unchanged, also after an error.
+        example_args: positional arguments of the example call, or all arguments by name.
+        example_kwargs: keyword arguments of the example call.
+        leaves: modules that stay a single node even with `flatten`: paths, class names, classes or predicates
+            (module, path). Always leaves: modules of torch.nn, `core_attn`, Conv1D, and modules with hooks or a
+            replaced forward.
+        flatten: trace into the children, too.
         where: path of the module in its model, for errors.
 
     Raises:
-        ScheduleError: the forward cannot be recorded; it says where, why, and what to make a leaf.
+        ScheduleError: the forward cannot be traced; it names the module, the cause, and what to make a leaf.
     """
     if isinstance(example_args, Mapping):
         example_args, example_kwargs = (), {**example_args, **(example_kwargs or {})}
@@ -61,7 +61,15 @@ def trace_tree(
     leaves: Iterable[Leaf] = (),
     where: str = "",
 ) -> dict[str, TracedModule]:
-    """Graphs of a module and of all modules that it calls, by path below it; installs none."""
+    """Trace a module and all modules that it calls; return the traced modules by path, and install none.
+
+    Args:
+        module: root of the tree.
+        args: positional arguments of the example call.
+        kwargs: keyword arguments of the example call.
+        leaves: modules that are not traced: paths, class names, classes or predicates.
+        where: path of the root in its model, for errors.
+    """
     call = Call.of(module, where, tuple(args), dict(kwargs))
     traced, calls = _trace(call, tuple(leaves), flatten=False)
     found = {"": traced}
@@ -76,13 +84,13 @@ def trace_tree(
 
 
 def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, ...]) -> Calls:
-    """Return the arguments of each leaf in a trace of the module: path --> (args, kwargs)."""
+    """Trace a module, and return the arguments of each leaf it calls: path --> (args, kwargs) with example values."""
     call = Call.of(module, "", (), dict(kwargs))
     return _record(call, leaves, flatten=True, training=False)[2].calls
 
 
 def install(model: nn.Module, path: str, traced: Mapping[str, nn.Module]) -> nn.Module:
-    """Put traced modules into the tree; returns the model, which is another one for path ''."""
+    """Put traced modules into the module tree below `path`; return the model, a new object when `path` is ''."""
     for below, module in traced.items():
         parent, _, name = under(path, below).rpartition(".")
         if not name:
@@ -93,12 +101,12 @@ def install(model: nn.Module, path: str, traced: Mapping[str, nn.Module]) -> nn.
 
 
 def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
-    """Trace a model to a GraphModule, and by default all modules that it calls.
+    """Trace a model to a GraphModule, by default together with all modules that it calls.
 
     Args:
-        model: its children are replaced by their traces when `recursive`.
-        **kwargs: `recursive` (default True), `flatten` (default False), `leaf_modules` or `leaves`,
-            and the example as `example_args` and `example_kwargs`.
+        model: model to trace; its children are replaced by their traces when `recursive`.
+        **kwargs: `recursive` (default True), `flatten` (default False), `leaf_modules` or `leaves`, and the
+            example call as `example_args` and `example_kwargs`.
     """
     leaves = tuple(kwargs.pop("leaf_modules", ())) + tuple(kwargs.pop("leaves", ()))
     recursive, flatten = kwargs.pop("recursive", True), kwargs.pop("flatten", False)
@@ -119,7 +127,9 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
 def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedModule, Calls]:
     module, where = call.module, call.where or "(the model)"
     if isinstance(module, fx.GraphModule):
-        raise ScheduleError(where, "trace", "it is traced already", "use the graph it has")
+        raise ScheduleError(
+            where, "trace", "it is traced already", "trace it once, and rewrite that graph"
+        )
     if "forward" in module.__dict__:
         problem = "its forward was changed, by checkpoint or fork_rng for example"
         raise ScheduleError(where, "trace", problem, "trace before that directive")
@@ -127,7 +137,7 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
     graph, constants, tracer = _record(call, leaves, flatten, mode)
     try:
         other, others, _ = _record(call, leaves, flatten, not mode)
-    except ScheduleError:  # then the graph checks that it runs in its own mode only
+    except ScheduleError:  # then the graph runs in one mode only
         other, others = None, constants
     if not _same_tensors(constants, others):
         other = None
@@ -142,7 +152,7 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
 
 
 def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool) -> Any:
-    """The graph in one mode, the constants it reads, and its tracer."""
+    """Trace in one mode; return (graph, tensors that became constants of the graph, tracer)."""
     leaf = leaf_test(leaves, flatten)
 
     def is_node(module: nn.Module, path: str) -> bool:
@@ -170,7 +180,7 @@ def _same_tensors(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def _forget_values(node: fx.Node) -> None:
-    """Keep the shape and type of a value, not the value."""
+    """Replace the example value that a node carries by its shape and dtype, to free memory."""
     value = node.meta.pop("value", None)
     node.meta.pop("of_data", None)
     if isinstance(value, Tensor):

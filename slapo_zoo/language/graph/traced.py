@@ -1,4 +1,4 @@
-"""A module whose forward is a graph, under the module tree that it had before."""
+"""Module whose forward is a traced graph, with the children and parameters of the original module."""
 
 import copy
 import inspect
@@ -12,15 +12,15 @@ from torch.fx import Graph, GraphModule
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import join
 
-# What a GraphModule keeps about its own code; all else is the module's.
+# Attributes of a GraphModule about its generated code; all others are the original module's.
 _CODE = {"_graph", "_code", "_lineno_map", "_prologue_start", "_tracer_cls", "_co_fields"}
 
 
 class TracedModule(GraphModule):
-    """The graph of a module, with that module's children, parameters, attributes and hooks.
+    """Module that runs a graph, with the children, parameters, attributes and hooks of the original module.
 
-    What the graph does not have (`config`, `num_heads`, `get_input_embeddings()`) is answered as
-    the original class would; `isinstance` with that class is False.
+    Attributes that the graph lacks (`config`, `get_input_embeddings()`) are looked up in the original class;
+    `isinstance` with the original class is False.
     """
 
     def __init__(self, name: str):
@@ -28,18 +28,18 @@ class TracedModule(GraphModule):
 
     @classmethod
     def of(cls, module: nn.Module, graph: Graph, constants: Mapping[str, Any]) -> "TracedModule":
-        """Make a module with this graph as its forward.
+        """Construct a module that runs `graph` in place of the forward of `module`.
 
         Args:
-            module: the original; its children and parameters are shared, by the same containers.
-            graph: its targets are paths below `module`.
-            constants: tensors that the graph reads by these names.
+            module: the original; its children and parameters are shared, not copied.
+            graph: traced forward, whose targets are paths below `module`.
+            constants: tensors that the graph reads as attributes, by name; they become buffers.
         """
         new = cls(type(module).__name__)
         for name, value in module.__dict__.items():
             if name != "forward":
                 new.__dict__[name] = value
-        if constants:  # the original must not grow buffers of our making
+        if constants:  # the original module must not get these buffers
             new._buffers = dict(new._buffers)
             new._non_persistent_buffers_set = set(new._non_persistent_buffers_set)
         for name, tensor in constants.items():
@@ -53,7 +53,7 @@ class TracedModule(GraphModule):
 
     @property
     def itself(self) -> "TracedModule":
-        """Return the module that a graph passes where the original forward passes `self` to a child."""
+        """Return this module: the graph reads it where the original forward passes `self` to a child."""
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -84,17 +84,17 @@ class TracedModule(GraphModule):
 
 
 def under(path: str, inner: str) -> str:
-    """The path of what lies at `inner` below `path`; either may be the root ``''``."""
+    """Join two dotted paths; either may be the root ``''``."""
     return join(path, inner) if inner else path
 
 
 def original_class(module: nn.Module) -> type:
-    """The class of a module before it was traced."""
+    """Return the class of a module, or for a traced module the class that it had before the trace."""
     return module.__dict__.get("original_class", type(module))
 
 
 def check_reachable(modules: Mapping[str, nn.Module], path: str, what: object) -> None:
-    """Raise when a trace has inlined the module at `path`: a change to it would have no effect."""
+    """Raise ScheduleError when the module at `path` was inlined into a graph, so that changing it has no effect."""
     end = -1
     while end < len(path):
         above, rest = path[: max(end, 0)], path[end + 1 :]
@@ -108,5 +108,5 @@ def check_reachable(modules: Mapping[str, nn.Module], path: str, what: object) -
 
 
 def shape_of(node: torch.fx.Node) -> tuple[int, ...] | None:
-    """The shape that a node's tensor had during the trace, or None when it is no tensor."""
+    """Return the shape of a node's tensor in the example call; None when the node is no tensor."""
     return node.meta.get("shape")

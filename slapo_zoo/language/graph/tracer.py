@@ -1,8 +1,7 @@
-"""An fx tracer that carries values: every proxy stands for a real or meta value.
+"""fx tracer whose proxies carry example values, real or meta.
 
-So a model may unpack shapes, compare sizes and ask for types, and the graph stays exact for other
-batch and sequence sizes: sizes are nodes, and what Python decided from them is checked when the
-graph runs (`guards`).
+A forward may thus unpack shapes, compare sizes and ask for types. Sizes are nodes, so the graph works for other
+batch and sequence sizes; Python branches on them are checked when the graph runs (`guards`).
 """
 
 import math
@@ -17,20 +16,26 @@ from torch.fx.node import map_arg
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.graph import guards
-from slapo_zoo.language.graph.proxy import UNKNOWN, ValueProxy, has_proxy
+from slapo_zoo.language.graph.proxy import (
+    UNKNOWN,
+    ValueProxy,
+    depends_on_data,
+    has_proxy,
+    location,
+    values_of,
+)
 from slapo_zoo.language.graph.traced import under
-from slapo_zoo.language.graph.values import depends_on_data, location, values_of
 
 EXAMPLE_HINT = "pass example_inputs: a tuple of arguments, or a dict of them by name"
 
 
 class ValueTracer(fx.Tracer):
-    """Traces one module into a graph whose proxies carry real values.
+    """Trace one module into a graph; each proxy carries the value of the example call.
 
     Args:
         where: path of the module, for errors.
-        inputs: placeholder --> its value.
-        is_leaf: (module, path below the root) --> stays a `call_module` node.
+        inputs: name of each placeholder --> its example value.
+        is_leaf: whether a (module, path below the root) stays a `call_module` node.
     """
 
     proxy_buffer_attributes = True
@@ -40,22 +45,22 @@ class ValueTracer(fx.Tracer):
     ):
         super().__init__(autowrap_modules=(math,))
         self.where, self.inputs, self.is_leaf = where, inputs, is_leaf
-        self.calls: dict[str, tuple[tuple, dict]] = {}  # of leaves, with the values they got
+        self.calls: dict[str, tuple[tuple, dict]] = {}  # arguments of each leaf
         self.inlined: set[str] = set()
         self.evaluating = 0
         self.checked: set[fx.Node] = set()
         self.ranks: set[fx.Node] = set()
 
     def fail(self, problem: str, hint: str) -> ScheduleError:
-        """The error that names the innermost module and the line that ran."""
+        """Return a ScheduleError that names the innermost module and the source line that is being traced."""
         return ScheduleError(self.path(), "trace", f"{problem} (at {location()})", hint)
 
     def path(self) -> str:
-        """Path of the module whose forward runs now."""
+        """Return the path of the module whose forward is being traced."""
         return under(self.where, self.scope.module_path) or "(the model)"
 
     def leaf_hint(self) -> str:
-        """Suggest what to do when a module's forward cannot be recorded."""
+        """Return the hint of an error about a forward that cannot be traced: which module to make a leaf."""
         inner = self.scope.module_path
         if not inner:
             return "trace the modules below it one by one, or schedule it without a graph"
@@ -75,7 +80,7 @@ class ValueTracer(fx.Tracer):
         name: str | None = None,
         type_expr: Any = None,
     ) -> fx.Node:
-        if name is None and target == "self":  # BertAttention.self: the code would rebind self
+        if name is None and target == "self":  # BertAttention.self: code would rebind self
             name = "self_module"
         node = super().create_node(kind, target, args, kwargs, name, type_expr)
         if kind == "output":
@@ -85,7 +90,7 @@ class ValueTracer(fx.Tracer):
         return node
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any):
-        """A proxy for a new node, or None where the value is None: `x is None` must be true."""
+        """Return a proxy for a new node; None where its value is None, so that `x is None` is true in the forward."""
         proxy: Any = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node
         if node.meta["value"] is not None or kind in ("placeholder", "get_attr"):
@@ -95,7 +100,7 @@ class ValueTracer(fx.Tracer):
         return None
 
     def run(self, node: fx.Node) -> Any:
-        """Compute the value of a node from the values of its arguments."""
+        """Compute the example value of a node from the example values of its arguments."""
         if any(n.meta["value"] is UNKNOWN for n in node.all_input_nodes):
             return UNKNOWN
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["value"])
@@ -124,7 +129,7 @@ class ValueTracer(fx.Tracer):
     # -- decisions --------------------------------------------------------------------------------
 
     def read(self, proxy: ValueProxy) -> Any:
-        """The value of a proxy for a decision of Python; leaves a check in the graph."""
+        """Return the value of a proxy for a Python branch, and add a check of that value to the graph."""
         node = proxy.node
         value = node.meta["value"]
         if value is UNKNOWN:
@@ -137,7 +142,7 @@ class ValueTracer(fx.Tracer):
         return value
 
     def check(self, node: fx.Node, expected: Any) -> None:
-        """Add `expect(node, expected)`, once."""
+        """Add the node `expect(node, expected)` to the graph, at most once per node."""
         if node in self.checked:
             return
         self.checked.add(node)
@@ -145,7 +150,7 @@ class ValueTracer(fx.Tracer):
         self.create_node("call_function", guards.expect, args, {})
 
     def check_length(self, proxy: ValueProxy) -> None:
-        """Add a check of the length of a value to the graph, once."""
+        """Add a check of a value's length, such as the rank of a tensor, to the graph, at most once."""
         if proxy.node not in self.ranks:
             self.ranks.add(proxy.node)
             length: Any = self.create_proxy("call_function", len, (proxy,), {})
@@ -176,7 +181,7 @@ class ValueTracer(fx.Tracer):
         return self.create_node("get_attr", path, (), {})
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Our own placeholders: names and defaults come from the call that is traced."""
+        """Create the placeholders by `concrete_args` (`Call.record`): names and defaults of the example call."""
         return concrete_args(self)  # pyright: ignore[reportOptionalCall]
 
     # -- modules ----------------------------------------------------------------------------------
@@ -203,7 +208,13 @@ class ValueTracer(fx.Tracer):
 
 
 def recorded(tracer: ValueTracer, function: Callable, always: bool = False) -> Callable:
-    """A function that torch does not dispatch on proxies, made to leave a node."""
+    """Wrap a function on which torch does not dispatch proxies, so that calls with proxies become graph nodes.
+
+    Args:
+        tracer: tracer that gets the nodes.
+        function: function to wrap, e.g. `torch.arange`.
+        always: add a node even without a proxy among the arguments (random functions).
+    """
 
     def record(*args: Any, **kwargs: Any) -> Any:
         if not tracer.evaluating and (always or has_proxy(args, kwargs)):

@@ -1,4 +1,4 @@
-"""Every primitive, named: adding one means one file and one line here."""
+"""Imports every primitive, which registers it; a new primitive is one file and one line here."""
 
 from slapo_zoo.language.primitives.annotate import Annotate as Annotate
 from slapo_zoo.language.primitives.checkpoint import Checkpoint as Checkpoint

@@ -1,4 +1,4 @@
-"""annotate: a note on a parameter."""
+"""annotate: set an attribute on a parameter."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,15 +9,15 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 @primitive("annotate")
 @dataclass(frozen=True)
 class Annotate(Directive):
-    """Set an attribute of a parameter; it stays when the parameter is sharded later.
+    """Set an attribute of a parameter; it is kept when the parameter is sharded later.
 
     rewrite:  m.weight  -->  m.weight with m.weight.<key> == value
     errors:   no such parameter; a key that every tensor has
 
     Args:
         param_name: name of a parameter of the module.
-        key: of the attribute.
-        value: of the attribute.
+        key: name of the attribute.
+        value: value of the attribute.
     """
 
     param_name: str

@@ -1,4 +1,4 @@
-"""checkpoint: recompute the activations of a module, or of some nodes, in backward."""
+"""checkpoint: recompute the activations of a module, or of some graph nodes, in the backward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -21,7 +21,7 @@ from slapo_zoo.parallel.rng.seeds import get_cuda_rng_tracker
 
 ATEN = torch.ops.aten
 OFFLOAD = "offload"
-# What a policy keeps; all else is recomputed.
+# Policy --> operators whose results are saved; all others are recomputed.
 POLICIES: dict[str, set[Any]] = {
     "save_matmuls": {
         ATEN.mm.default, ATEN.bmm.default, ATEN.addmm.default, ATEN.baddbmm.default,
@@ -29,7 +29,7 @@ POLICIES: dict[str, set[Any]] = {
         ATEN._scaled_dot_product_efficient_attention.default,
         ATEN._scaled_dot_product_cudnn_attention.default,
         ATEN._scaled_dot_product_flash_attention_for_cpu.default,
-        "slapo_zoo.linear.default", "slapo_zoo.short_attention.default",
+        "slapo_zoo.linear.default", "slapo_zoo.attention.default",
     },
 }  # fmt: skip
 
@@ -37,7 +37,7 @@ POLICIES: dict[str, set[Any]] = {
 @primitive("checkpoint")
 @dataclass(frozen=True)
 class Checkpoint(Directive):
-    """Keep only the inputs of a module, and run its forward again in backward.
+    """Save only the inputs of a module for the backward, and recompute its activations there.
 
     rewrite:  y = f(x)               -->  y = checkpoint(f, x)
               t = f(a); y = g(t, b)  -->  y = checkpoint(self.Checkpoint_0, a, b)   (a subgraph)
@@ -46,13 +46,12 @@ class Checkpoint(Directive):
     source:   Chen et al. 2016, arXiv:1604.06174
 
     Args:
-        subgraph: of a traced module: what `find` returned or a pattern (local only), or a regex
-            over the modules that the graph calls.
-        policy: "" keeps nothing inside; "save_matmuls" keeps the results of matrix products and
-            of fused attention, so that only cheap operations run again; "offload" keeps all, in the
-            memory of the host, and recomputes nothing; "sharded" keeps nothing inside, and of the
-            module's first argument, which all tp ranks have alike, a share on each.
-        offload: what is kept for backward waits in the memory of the host.
+        subgraph: nodes of a traced module to recompute: the result of `find` or a pattern (local only),
+            or a regex over the modules that the graph calls; None is the whole module.
+        policy: "" recomputes everything; "save_matmuls" saves the results of matrix products and fused
+            attention; "offload" saves everything in host memory and recomputes nothing; "sharded"
+            recomputes everything, and each tp rank saves 1/tp of the first argument (equal on all).
+        offload: keep the saved tensors in host memory until the backward.
     """
 
     subgraph: Any = None
@@ -85,7 +84,15 @@ class Checkpoint(Directive):
 def recompute_module(
     module: nn.Module, path: str, state: State, policy: str = "", offload: bool = False
 ) -> None:
-    """Let a module run its forward again in backward, as long as `state.checkpointed` names it."""
+    """Replace a module's forward by one that is recomputed in the backward.
+
+    Args:
+        module: the module.
+        path: path of the module; removing it from `state.checkpointed` switches recomputation off.
+        state: state of the schedule.
+        policy: which results are saved, as in `Checkpoint`.
+        offload: keep the saved tensors in host memory until the backward.
+    """
     state.checkpointed.append(path)
     state.offloads.paths += [path] if offload or policy == OFFLOAD else []
     forward = module.forward
@@ -118,7 +125,7 @@ def recompute_module(
 def _in_a_graph(
     forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], kept: set[Any] | None
 ) -> Any:
-    """Recompute under torch.compile: the graph holds the position of the random stream, so nothing is restored."""
+    """Recompute under torch.compile: the graph itself holds the position of the random stream."""
     if kept is not None:
         operations = [op for op in kept if not isinstance(op, str)]
         kwargs = {
@@ -130,9 +137,11 @@ def _in_a_graph(
 def restoring(
     state: State, kept: set[Any] | None = None
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Contexts for the first run and the recomputation, which runs as the first one did.
+    """Return the contexts of the first forward and of its recomputation, which draws the same random numbers.
 
-    The results of `kept` operations are kept instead of recomputed.
+    Args:
+        state: state of the schedule.
+        kept: operators whose results are saved and not recomputed; None saves no result.
     """
     again = as_now(state.random, state)
     if kept is None:
@@ -143,18 +152,20 @@ def restoring(
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(choose)
-    return first, again(second)  # what is gathered anew is none of the operations
+    return first, again(second)  # a gather of weights is no saved operation
 
 
 def as_now(
     stream: RandomStream | None, state: State | None = None
 ) -> Callable[..., AbstractContextManager]:
-    """Makes contexts in which code draws, divides and packs tokens as it would now.
+    """Return a function that makes contexts in which code runs with the random streams and ForwardContext of now.
 
-    Beside the stream of the model, the forked generators of `get_cuda_rng_tracker` are where they are now.
+    Args:
+        stream: random stream of the model, or None; forked generators of `get_cuda_rng_tracker` are included.
+        state: state of the schedule, or None.
     """
     tracker, position = get_cuda_rng_tracker(), None
-    if stream is not None and (stream.is_open or stream.again):  # else torch's generator tells it
+    if stream is not None and (stream.is_open or stream.again):  # else torch restores its generator
         position = stream.position()
     forked = dict(tracker.states)
     forward = state and state.forward
@@ -183,17 +194,17 @@ def checkpoint(
     stream: RandomStream | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Checkpoint a model or part of it, as torch.utils.checkpoint.checkpoint does.
+    """Run a function and recompute its activations in the backward, as torch.utils.checkpoint.checkpoint does.
 
-    The recomputation also draws from forked generators (`get_cuda_rng_tracker`) and from a schedule's
-    own random stream as the first run did.
+    The recomputation draws the same numbers from forked generators (`get_cuda_rng_tracker`) and from a
+    schedule's random stream.
 
     Args:
-        function: what is recomputed.
-        *args: of the function.
+        function: function to recompute.
+        *args: positional arguments of the function.
         use_reentrant: as in torch.
-        stream: `schedule.state.random` of the schedule whose modules `function` calls.
-        **kwargs: of torch's checkpoint and, without `use_reentrant`, of the function.
+        stream: `schedule.state.random` of the schedule whose modules `function` calls, or None.
+        **kwargs: arguments of torch's checkpoint and, without `use_reentrant`, of the function.
     """
     again, ran = as_now(stream), []
 

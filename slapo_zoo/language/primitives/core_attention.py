@@ -1,4 +1,4 @@
-"""core_attention: the attention core of a transformers module becomes a child module."""
+"""core_attention: give an attention module of transformers a child module for softmax(q k^T) v."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,15 +13,15 @@ from slapo_zoo.parallel.placement import Placement
 @primitive("core_attention")
 @dataclass(frozen=True)
 class CoreAttentionSeam(Directive):
-    """Give an attention module a child `core_attn` that `transformers` calls for softmax(qk)v.
+    """Give an attention module a child `core_attn` that `transformers` calls for softmax(q k^T) v.
 
     rewrite:  attn(x) = o(sdpa(q, k, v))  -->  attn(x) = o(attn.core_attn(q, k, v))
-    note:     no key is added to the state dict; each rank drops probabilities by global heads
+    note:     no key is added to the state dict; dropout masks follow the global head number
     errors:   fewer heads than ranks; an unknown back end
 
     Args:
         num_heads: global number of query heads.
-        together: query heads that share a KV head.
+        together: number of query heads that share a KV head.
         backend: sdpa, eager, flash, flex or xformers.
         mesh_dim: the mesh dim that the heads are sharded over.
     """
@@ -44,7 +44,7 @@ class CoreAttentionSeam(Directive):
     def apply(self, site: Site) -> None:
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
         (run,) = Placement(0, together=self.together).runs(self.num_heads, n, r)
-        # A dry run looks at shapes, which are those of sdpa; its masks come from sdpa too.
+        # A dry run needs shapes only, and sdpa has the same.
         backend = "sdpa" if site.mesh.dry_run else self.backend
         if backend != "sdpa":
             config: Any = site.module.config

@@ -1,4 +1,4 @@
-"""cut_pipeline_stage: the model is sharded after a module."""
+"""cut_pipeline_stage: cut the model into pipeline stages after a module."""
 
 from dataclasses import dataclass
 
@@ -8,13 +8,13 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 @primitive("cut_pipeline_stage")
 @dataclass(frozen=True)
 class CutPipelineStage(Directive):
-    """End a pipeline stage with this module; what the model runs after it is the next stage.
+    """End a pipeline stage after this module; the next stage begins with what the model runs then.
 
     rewrite:  ... h.5 h.6 ...  -->  [... h.5] [h.6 ...]
     errors:   the whole model; cut here before
 
     Args:
-        call: for a block that runs several times (ALBERT): after which of its calls, from 0.
+        call: for a block that runs several times in a forward (ALBERT): cut after this call, from 0.
     """
 
     call: int = 0

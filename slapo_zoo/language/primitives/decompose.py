@@ -1,4 +1,4 @@
-"""decompose: a linear layer adds its bias in an operation of its own."""
+"""decompose: split a linear layer into a matrix product and a separate addition of the bias."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -11,7 +11,7 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 
 
 class DecomposedLinear(nn.Linear):
-    """A Linear whose product and bias are two operations, which a trace can tell apart."""
+    """nn.Linear whose product and bias are separate operations, and so separate nodes of a traced graph."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply [..., I] to [..., O], then add the bias."""
@@ -21,7 +21,7 @@ class DecomposedLinear(nn.Linear):
 
 @cache
 def _decomposed_conv1d() -> type:
-    """Make the decomposed class of Conv1D of transformers, whose weight is [I, O]."""
+    """Return a subclass of transformers' Conv1D (weight [I, O]) whose product and bias are separate operations."""
     from transformers.pytorch_utils import Conv1D
 
     class DecomposedConv1D(Conv1D):

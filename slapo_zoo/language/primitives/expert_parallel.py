@@ -1,4 +1,4 @@
-"""expert_parallel: each rank computes its own experts, and the outputs are summed."""
+"""expert_parallel: shard the experts of a mixture over ranks, and all-reduce their outputs."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from slapo_zoo.parallel.placement import Placement, Run
 @primitive("expert_parallel")
 @dataclass(frozen=True)
 class ExpertParallel(Directive):
-    """Let a mixture of experts run with the experts of this rank; the router chooses among all.
+    """Run a mixture of experts with the experts of this rank; the router still chooses among all experts.
 
     rewrite:  y = experts(x, index, weight)
               -->  y = sum over ranks of experts_r(x, index - start, weight), where a token's choice
@@ -25,8 +25,8 @@ class ExpertParallel(Directive):
     source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 3.2 (experts over devices)
 
     Args:
-        count: attribute that holds the number of experts; divided after `shard`, in the same way.
-        mesh_dim: the mesh dim.
+        count: attribute with the number of experts; `shard` of the experts' weights comes first.
+        mesh_dim: the mesh dim that the experts are sharded over.
     """
 
     count: str = "num_experts"
@@ -52,14 +52,14 @@ class ExpertParallel(Directive):
         (run,) = Placement(0).runs(getattr(module, self.count), n, r)
         setattr(module, self.count, run.stop - run.start)
         if n > 1:
-            module._is_expert_parallel = True  # the experts of transformers skip indices beyond
+            module._is_expert_parallel = True  # transformers' experts then skip others' indices
             module.forward = _own_experts(site, run, self)
         elif site.mesh.dry_run:
             module.forward = shapes_only
 
 
 def shapes_only(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """An output of the right shape and origin: which experts run depends on data."""
+    """Return a tensor like the experts' output in a dry run, where the router's choices are unknown."""
     return hidden_states + 0 * top_k_weights.sum()
 
 
@@ -75,7 +75,7 @@ def _own_experts(site: Site, run: Run, directive: ExpertParallel) -> Callable[..
         x = collectives.reduce_backward(hidden_states, group)
         compute = shapes_only if isinstance(group, ShapeOnlyGroup) else forward
         own = compute(x, index, weights)
-        if torch.is_grad_enabled() and not own.requires_grad:  # nobody chose an expert of ours
+        if torch.is_grad_enabled() and not own.requires_grad:  # no token for these experts
             own = own + _nothing_of(x, weights, *module.parameters())
         return collectives.reduce_forward(own, group)
 
@@ -83,5 +83,5 @@ def _own_experts(site: Site, run: Run, directive: ExpertParallel) -> Callable[..
 
 
 def _nothing_of(*tensors: Tensor) -> Tensor:
-    """0, with gradients of 0: the backward must reach the collectives, and AdamW every parameter."""
+    """Return 0 with zero gradients for all tensors, so that every rank runs the same collectives in the backward."""
     return sum((0 * tensor.flatten()[:1].sum() for tensor in tensors), tensors[0].new_zeros(()))

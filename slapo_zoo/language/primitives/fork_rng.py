@@ -1,4 +1,4 @@
-"""fork_rng: a module draws its random numbers from a stream of its own."""
+"""fork_rng: give a module random numbers that depend on its path and the step only, not on earlier modules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,24 +28,24 @@ DRAWS = {
 @primitive("fork_rng")
 @dataclass(frozen=True)
 class ForkRng(Directive):
-    """Make the randomness of a module independent of what ran before it.
+    """Make the random numbers of a module independent of the modules that ran before it.
 
     rewrite:  Dropout:  y = dropout(x)  -->  y = x * mask(seed, step, path, batch row) / (1 - p)
-              others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row), and F.dropout
-                        and fused attention in f draw by row, as a Dropout does; so does torch.rand of a batch
+              others:   y = f(x)        -->  y = f(x) under a generator seeded for (step, path, row); in f,
+                        F.dropout, fused attention and torch.rand of a batch draw by row, as a Dropout does
     note:     a Dropout then draws the same mask on every layout; `eval()` switches it off
 
     Args:
-        per_rank: for modules other than Dropout, draw differently on every tp rank (for an
-            activation that is sharded over them).
-        axis: for a Dropout whose input is sharded over tp: along which axis (1: heads; -1).
+        per_rank: for modules other than Dropout: draw differently on each tp rank (the activation is
+            sharded over tp).
+        axis: for a Dropout whose input is sharded over tp: the sharded axis (1: heads; -1: last).
         size: global size of that axis; 0: that of the result of `after`, a sharded linear.
-        after: for a module that calls F.dropout: the child whose result, sharded along the last axis,
-            the next F.dropout drops (BART's `fc1`); `axis=-1` and `size` are those of its result. For a
-            Dropout that is called twice: the child beside it whose result its next call drops.
-        tokens: with sequence parallelism, the input holds this rank's tokens only.
-        rows: whether axis 0 of the input are batch rows; if not (DeBERTa's distances), every micro-batch and
-            dp rank draws the same mask.
+        after: for a module that calls F.dropout: name of the child whose result, sharded along the last
+            axis, the next F.dropout drops (BART's `fc1`). For a Dropout that is called twice: name of
+            the sibling whose result its next call drops. Needs `axis=-1`; `size` is that of the result.
+        tokens: with sequence parallelism, the input holds only the tokens of this rank.
+        rows: axis 0 of the input is the batch; False (DeBERTa's distances): every micro-batch and dp
+            rank draws the same mask.
     """
 
     per_rank: bool = False
@@ -56,7 +56,7 @@ class ForkRng(Directive):
     rows: bool = True
 
     def check(self, site: Site) -> None:
-        if self.after and (self.axis != -1 or self._made(site) not in site.state.modules):
+        if self.after and (self.axis != -1 or self._after_path(site) not in site.state.modules):
             problem = f"after={self.after!r}, axis={self.axis}: found no child of that name, or another axis"
             hint = "name a child of this module, or of that which holds a Dropout, and axis=-1"
             raise self.fail(site, problem, hint)
@@ -74,35 +74,35 @@ class ForkRng(Directive):
     def apply(self, site: Site) -> None:
         applied = site.state.applied.setdefault(site.path, set())
         if self.name in applied:
-            return  # a row for all dropouts leaves one that was named before as it is
+            return  # an earlier row that names this dropout wins
         applied.add(self.name)
         module: Any = site.module
         if type(site.module) is nn.Identity:
-            return  # a dropout or a stochastic depth of 0, as some classes write it
+            return  # some classes use Identity for a rate of 0
         if isinstance(site.module, nn.Dropout):
             module.forward = _dropout(site, site.module, self, self._run(site), self._child(site))
         else:
             module.forward = self._forked(site, module.forward)
 
-    def _made(self, site: Site) -> str:
-        """Return the path of the child named by `after`."""
-        drops = isinstance(site.module, nn.Dropout | nn.Identity)  # of 0 it may be an Identity
+    def _after_path(self, site: Site) -> str:
+        """Return the path of the module that `after` names: a child, or for a Dropout a sibling."""
+        drops = isinstance(site.module, nn.Dropout | nn.Identity)  # Identity: a rate of 0
         inside = site.path.rpartition(".")[0] if drops else site.path
         return join(inside, self.after)
 
-    def _child(self, site: Site) -> "_Child | None":
-        made = site.state.modules[self._made(site)] if self.after else None
-        return made and _Child(made, self._run(site), self._size(site))
+    def _child(self, site: Site) -> "_AfterChild | None":
+        made = site.state.modules[self._after_path(site)] if self.after else None
+        return made and _AfterChild(made, self._run(site), self._size(site))
 
     def _size(self, site: Site) -> int:
-        """The global size of the axis that is sharded; 0 where none is."""
+        """Return the global size of the sharded axis; 0 when no axis is sharded."""
         if self.size or not self.after:
             return int(self.size)
-        placed = site.state.placed.get(join(self._made(site), "weight"))
+        placed = site.state.placed.get(join(self._after_path(site), "weight"))
         return placed.shape[placed.placement.axis] if placed else 0
 
     def _run(self, site: Site) -> Run | None:
-        """This rank's part of the axis that is sharded."""
+        """Return the range of the sharded axis that this rank holds; None when no axis is sharded."""
         if not self.axis or not (size := self._size(site)):
             return None
         (run,) = Placement(0).runs(size, site.mesh.tp, site.mesh.coord("tp"))
@@ -118,12 +118,12 @@ class ForkRng(Directive):
             if not site.module.training:
                 return forward(*args, **kwargs)
             own = OwnDropout(site, self.tokens, name, child)
-            if torch.compiler.is_compiling():  # no graph holds a generator of torch
+            if torch.compiler.is_compiling():  # graphs hold no torch generator
                 with own:
                     return forward(*args, **kwargs)
             place = stream.place(name, 1)
             seed = rng.mix(stream.seed, *place, rng.hash_of(site.path), rank)
-            if ranks_are_threads():  # they share the generator: each has it for one call at a time
+            if ranks_are_threads():  # they share one generator
                 own.state = seed
                 with own:
                     return forward(*args, **kwargs)
@@ -134,8 +134,8 @@ class ForkRng(Directive):
         return forked
 
 
-class _Child:
-    """A module whose result is this rank's run of `size` columns, and whether it was just made."""
+class _AfterChild:
+    """Watch the child that `after` names: its columns on this rank, their global number, and if it has just run."""
 
     def __init__(self, module: nn.Module, run: Run | None, size: int):
         self.run, self.size, self.ran = run, int(size), False
@@ -146,9 +146,15 @@ class _Child:
 
 
 class OwnDropout(TorchFunctionMode):
-    """Context in which the k-th F.dropout draws its mask from the cells of `path#k` (OPT has no module for it).
+    """Context in which the k-th F.dropout call of a forward draws its mask from the random cells of `path#k`.
 
-    Ranks that are to draw differently have names of their own for these cells.
+    OPT, for example, calls F.dropout without a Dropout module.
+
+    Args:
+        site: site of the module.
+        tokens: with sequence parallelism, inputs hold only the tokens of this rank.
+        name: name of the random cells, by default the path; it differs for ranks that draw differently.
+        child: the child named by `after`, whose output is sharded along the last axis, or None.
     """
 
     def __init__(
@@ -156,7 +162,7 @@ class OwnDropout(TorchFunctionMode):
         site: Site,
         tokens: bool,
         name: rng.SiteName | None = None,
-        child: _Child | None = None,
+        child: _AfterChild | None = None,
     ):
         super().__init__()
         self.site, self.tokens, self.count, self.child = site, tokens, 0, child
@@ -165,7 +171,7 @@ class OwnDropout(TorchFunctionMode):
             child.ran = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """F.dropout(x, p, training) --> x * mask / (1 - p)."""
+        """Replace F.dropout, fused attention and torch.rand by versions that draw from the random stream."""
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention and not torch.compiler.is_compiling():
             return self._attention(func, *args, **kwargs)
@@ -178,7 +184,7 @@ class OwnDropout(TorchFunctionMode):
         columns = child.run if child and child.ran else None
         if child:
             child.ran = False
-        if not training or p == 0.0:  # as torch: no mask of ones is made
+        if not training or p == 0.0:  # no mask, as in torch
             return x
         if child and columns:
             stream = self.site.state.random
@@ -186,7 +192,7 @@ class OwnDropout(TorchFunctionMode):
         return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
 
     def _generated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Hold torch's own generator for one draw; where threads share the generator, it goes on from `state`."""
+        """Run a random function of torch; if ranks are threads, restore this rank's generator `state` around it."""
         if self.state is None or getattr(func, "__name__", "") not in DRAWS:
             return func(*args, **kwargs)
         with rng.drawn_from(self.state):
@@ -197,7 +203,7 @@ class OwnDropout(TorchFunctionMode):
         self, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """The signature of scaled_dot_product_attention; probabilities are dropped by row and head."""
+        """Run scaled_dot_product_attention (same signature) with dropout masks drawn by batch row and head."""
         mask = attn_mask
         if not dropout_p or query.ndim not in (3, 4):
             options = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal}
@@ -216,7 +222,7 @@ class OwnDropout(TorchFunctionMode):
         return out.squeeze(1) if query.ndim == 3 else out
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Numbers that are drawn for each batch row: those of the row, whichever batch it is in."""
+        """Replace the result of `torch.rand` for a batch: each row gets numbers of its index in the global batch."""
         stream = self.site.state.random
         num_rows = stream.position()[2]
         if not (x.ndim and num_rows and x.shape[0] % num_rows == 0):
@@ -233,15 +239,21 @@ def _dropout_arguments(
 
 
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
-    """The mask of x, which holds all tokens or, while they are sharded, this rank's: see dropout_mask."""
+    """Return the mask arguments of `dropout` for `x`, which holds all tokens or, while sharded, this rank's."""
     stream, mesh = site.state.random, site.mesh
     if tokens and site.state.forward.tokens_divided:
         return stream.drawn(x, p, name, "tokens", (mesh.tp, mesh.coord("tp")))
     return stream.drawn(x, p, name)
 
 
-def _is_whole(x: Tensor, child: _Child | None, size: int) -> bool:
-    """Return whether one module that drops a sharded axis drops something else this time."""
+def _is_whole(x: Tensor, child: _AfterChild | None, size: int) -> bool:
+    """Return whether the input of a Dropout is unsharded in this call.
+
+    Args:
+        x: input of the Dropout.
+        child: module whose sharded output the Dropout drops when it has just run, or None.
+        size: global size of the last axis, compared with that of `x` when `child` is None.
+    """
     if child is None:
         return x.shape[-1] == size
     ran, child.ran = child.ran, False
@@ -249,13 +261,13 @@ def _is_whole(x: Tensor, child: _Child | None, size: int) -> bool:
 
 
 def _dropout(
-    site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None, child: _Child | None
+    site: Site, module: nn.Dropout, directive: ForkRng, run: Run | None, child: _AfterChild | None
 ) -> Callable[[Tensor], Tensor]:
     stream, path = site.state.random, rng.SiteName(site.path)
-    size = directive._size(site)  # a plain one, for graphs
+    size = directive._size(site)  # a plain integer, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
-        """Return the mask for an input: `keep`, or `seeds` and `p`."""
+        """Return the mask arguments of `dropout` for an input: `keep`, or `seeds` and `p`."""
         p = module.p
         if not directive.rows:
             with stream.without_rows():

@@ -1,4 +1,4 @@
-"""fuse: nodes of a graph become one compiled module, or one kernel."""
+"""fuse: turn nodes of a graph into one compiled module or one kernel call."""
 
 import logging
 import warnings
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 @primitive("fuse")
 @dataclass(frozen=True)
 class Fuse(Directive):
-    """Make one module of the matched nodes, and compile it.
+    """Move the matched nodes into one child module and compile it, or replace them by a registered kernel.
 
     rewrite:  t = f(a); y = g(t, b)  -->  y = self.FusedModule_0(a, b)
               ... with compiler="kernel"  -->  y = kernel(a, b)
@@ -32,12 +32,12 @@ class Fuse(Directive):
     errors:   an unknown compiler; nothing matches; no registered kernel computes the nodes
 
     Args:
-        subgraph: what `find` returned, a pattern (both local only), or a regex over the modules
-            that the graph calls. May be left out for a kernel: it knows its pattern.
+        subgraph: the result of `find`, a pattern (both local only), or a regex over the modules that
+            the graph calls; may be omitted for a kernel, which has a pattern of its own.
         compiler: "inductor" (torch.compile, at the first call), "kernel" (a registered one whose
-            pattern matches), "TorchScript" (inductor where torch.jit.script cannot be used; the
-            log says so), or None: grouping only.
-        name: of the new child: `<name>_<k>`; for "kernel" the name of a kernel, or any.
+            pattern matches), "TorchScript" (inductor where torch.jit.script cannot be used, which is
+            logged), or None: grouping only.
+        name: the child becomes `<name>_<k>`; with "kernel", the name of a kernel, or "" for any.
     """
 
     subgraph: Any = None
@@ -48,8 +48,8 @@ class Fuse(Directive):
         super().__post_init__()
         first, second = self.subgraph, self.compiler
         if isinstance(first, str) and first in COMPILERS and second not in COMPILERS:
-            object.__setattr__(self, "subgraph", second)  # fuse(compiler, subgraph), as Slapo's
-            object.__setattr__(self, "compiler", first)  # table of primitives has it
+            object.__setattr__(self, "subgraph", second)  # fuse(compiler, subgraph): Slapo's order
+            object.__setattr__(self, "compiler", first)
 
     def check(self, site: Site) -> None:
         if self.compiler not in COMPILERS:
@@ -81,7 +81,7 @@ class Fuse(Directive):
         site.state.index()
 
     def _kernel(self, site: Site, subgraph: Subgraph) -> tuple[FusedKernel, Subgraph]:
-        """Return the registered kernel that computes exactly these nodes."""
+        """Return the registered kernel that computes exactly the nodes of `subgraph`, and its match; else raise."""
         named = [FUSED_KERNELS[self.name]] if self.name in FUSED_KERNELS else None
         for kernel in named or FUSED_KERNELS.values():
             for match in find(subgraph.module, subgraph.path, kernel.pattern):
@@ -92,7 +92,7 @@ class Fuse(Directive):
 
 
 def _script(child: GroupModule) -> None:
-    """Compile a group with torch.jit.script, or with inductor where that is not possible."""
+    """Compile a group of nodes with torch.jit.script, or with inductor (logged) where that is impossible."""
     reason = "it calls modules of the model"
     if not any(called(child, n) or n.op == "get_attr" for n in child.graph.nodes):
         try:

@@ -1,4 +1,4 @@
-"""hook: a function runs before or after a module."""
+"""hook: register a function that runs before or after a module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ class Hook(Directive):
 
     rewrite:  fw_pre:   x --> func(module, (x,)) or x;   fw_post: y --> func(module, (x,), y) or y
               bw_post:  dx --> func(module, (dx,), (dy,)) or dx
-    note:     local only: a function is no data
+    note:     local only: a function cannot be written as JSON
     errors:   unknown mode; a `func` that cannot be called
 
     Args:
-        mode: "fw_pre", "fw_post" or "bw_post"; "fwd_" and "bwd_" as in sync mean the same.
-        func: the hook.
+        mode: "fw_pre", "fw_post" or "bw_post"; also with the prefixes "fwd_" and "bwd_" of `sync`.
+        func: hook with the arguments of the torch.nn hook of that mode.
     """
 
     mode: str

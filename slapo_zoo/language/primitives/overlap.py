@@ -1,4 +1,4 @@
-"""overlap: the sum of dx at the entry of a module runs beside its weight gradients."""
+"""overlap: run the all-reduce of dx at the entry of a module beside the computation of weight gradients."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,26 +14,26 @@ from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.async_reduce import ColumnForward, enter, possible
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 
-# Where it is on without the directive: where it was measured to win (`ci/run.py bench overlap`). With
-# gloo on two cores it takes 0.98 to 1.02 of the time: the sum needs the cores too. nccl: unmeasured.
+# Back ends with overlap by default: those where it was measured to win (`ci/run.py bench overlap`). With
+# gloo on two cores a step takes 0.98 to 1.02 of the time: the all-reduce needs the cores too. nccl: unmeasured.
 DEFAULT_BACKENDS: tuple[str, ...] = ()
 
 
 @primitive("overlap")
 @dataclass(frozen=True)
 class Overlap(Directive):
-    """Let the all-reduce of dx run while the weight gradients of the layers behind it are computed.
+    """Run the all-reduce of dx while the weight gradients of the column-parallel layers are computed.
 
     rewrite:  backward: dx, dw, sum of dx  -->  dx, start the sum of dx, dw, wait for the sum
-    note:     concerns every sync("bwd_post", "all_reduce") at or below the module, in the steps in
-              which it is an all-reduce (tokens whole), outside of autocast and torch.compile. The
-              numbers are the same. Without this directive the back end decides:
+    note:     applies to every sync("bwd_post", "all_reduce") at or below the module, in steps in which
+              tokens are not sharded, outside of autocast and torch.compile. Results are the same.
+              Without this directive the back end of the group decides: it is on for those in
               slapo_zoo.language.primitives.overlap.DEFAULT_BACKENDS
     errors:   no such sync at or below it
     source:   Megatron-LM, tensor_parallel/layers.py, `async_tensor_model_parallel_allreduce`
 
     Args:
-        enable: False switches it off where it is the default.
+        enable: False switches the overlap off where it is the default.
     """
 
     enable: bool = True
@@ -52,13 +52,13 @@ class Overlap(Directive):
 
 
 def sum_gradient_of(x: Tensor, group: Any, site: Site, shared: bool) -> Tensor:
-    """All-reduce the gradient of a site's input in the backward (Megatron's f), overlapped where asked for and possible.
+    """Return `x`; in the backward its gradient is all-reduced over `group`, overlapped when enabled (Megatron's f).
 
     Args:
-        x: enters the site.
-        group: the ranks.
-        site: where the sync is.
-        shared: the siblings take the same x.
+        x: input of the module.
+        group: process group of the all-reduce.
+        site: module with the `sync`.
+        shared: siblings of the module take the same `x` and share one all-reduce.
     """
     if not (x.requires_grad and possible(x) and _wanted(site, group)):
         return collectives.reduce_backward(x, group)
@@ -73,7 +73,7 @@ def _wanted(site: Site, group: Any) -> bool:
 
 
 def _columns(site: Site, shared: bool) -> list[ColumnForward]:
-    """Return the column-parallel layers behind this entry; found at its first use, when all is sharded."""
+    """Return the column-parallel layers behind an entry, found at the first forward and cached."""
     root = site.path.rpartition(".")[0] if shared else site.path
     key = ("overlap", root)
     if key not in site.state.shared:
@@ -84,7 +84,7 @@ def _columns(site: Site, shared: bool) -> list[ColumnForward]:
 
 
 def _column(site: Site) -> ColumnForward | None:
-    """The forward that can put off its weight gradient, put into a Linear or Conv1D."""
+    """Install a forward that can delay its weight gradient in a column-parallel Linear or Conv1D; None for others."""
     module: Any = site.module
     forward = module.__dict__.get("forward")
     if isinstance(forward, ColumnForward):

@@ -1,4 +1,4 @@
-"""pipeline_split: the older name of cut_pipeline_stage."""
+"""pipeline_split: older name of cut_pipeline_stage."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,4 @@
-"""The list of primitives, and how a third party adds one."""
+"""List the registered primitives, and register those of third parties."""
 
 import inspect
 from collections.abc import Callable
@@ -12,20 +12,20 @@ from slapo_zoo.language.directive import PRIMITIVES, Directive, Site, primitive
 
 
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Directive]]:
-    """Return the names of all schedule primitives, or with `name_only=False` name --> class.
+    """Return the sorted names of all schedule primitives.
 
     Args:
-        name_only: their names; otherwise a dict from name to class.
+        name_only: False returns a dict from name to class.
     """
     return sorted(PRIMITIVES) if name_only else dict(sorted(PRIMITIVES.items()))
 
 
 def register_primitive() -> Callable[[type], type]:
-    """Register the decorated class; it becomes `sch[pattern].<name>(...)`.
+    """Return a decorator that registers a class as a primitive, used as `sch[pattern].<name>(...)`.
 
-    It is a Directive with a class attribute `name`, or a class with two static methods: `name()`,
-    and `apply(sch, *args, **kwargs)`, where `sch` has `mod`, `path`, `name`, `parent`, `rank`,
-    `world_size`, and the other primitives.
+    The class is a Directive with a class attribute `name`, or has two static methods: `name()`, and `apply(sch,
+    *args, **kwargs)`, where `sch` has `mod`, `path`, `name`, `parent`, `rank`, `world_size`, and the other
+    primitives as methods.
     """
 
     def register(cls: type) -> type:
@@ -46,28 +46,28 @@ def register_primitive() -> Callable[[type], type]:
 
 @dataclass(frozen=True)
 class SiteView:
-    """View of a schedule that the `apply` of a registered class gets."""
+    """View of one module that is passed to the static `apply` of a registered class."""
 
     site: Site
 
     @property
     def mod(self) -> nn.Module:
-        """The module at the path, as it is now."""
+        """Return the module at the path, also when an earlier primitive has replaced it."""
         return self.site.state.modules[self.site.path]
 
     @property
     def path(self) -> str:
-        """Path of the module."""
+        """Return the path of the module."""
         return self.site.path
 
     @property
     def name(self) -> str:
-        """The last part of the module's path."""
+        """Return the last segment of the module's path."""
         return self.site.path.rpartition(".")[2]
 
     @property
     def parent(self) -> "SiteView | None":
-        """The module that holds this one; None for the root."""
+        """Return the view of the parent module; None for the root."""
         if not self.site.path:
             return None
         path, state = self.site.path.rpartition(".")[0], self.site.state
@@ -75,12 +75,12 @@ class SiteView:
 
     @property
     def world_size(self) -> int:
-        """Number of tp ranks."""
+        """Return the number of tp ranks."""
         return self.site.mesh.tp
 
     @property
     def rank(self) -> int:
-        """Our tp rank."""
+        """Return the tp coordinate of this rank."""
         return self.site.mesh.coord("tp")
 
     def __getattr__(self, name: str) -> Callable[..., "SiteView"]:
@@ -98,7 +98,7 @@ class SiteView:
 
 
 def _adapt(cls: Any) -> type[Directive]:
-    """A Directive that calls the `apply` of a class."""
+    """Make a Directive class that calls the static `apply` of a registered class."""
 
     class Adapted(Directive):
         __doc__ = cls.__doc__

@@ -1,4 +1,4 @@
-"""replace: another module, function or kernel takes the place of a module, or of graph nodes."""
+"""replace: put another module, function or kernel in the place of a module, or of graph nodes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from slapo_zoo.language.graph.target import is_node, resolve
 @primitive("replace")
 @dataclass(frozen=True)
 class Replace(Directive):
-    """Put `new` where the module is, under the same path; or in the place of nodes of its graph.
+    """Replace a module by `new` under the same path, or replace nodes of its graph by calls of `new`.
 
     rewrite:  parent.name = old           -->  parent.name = new           (a live module)
               m.forward(x)                -->  KERNELS[new].install(site)  (a kernel's name)
@@ -33,16 +33,17 @@ class Replace(Directive):
     note:     arguments go by name where the parameters of `new` are those of the pattern, else
               by position; modules that no graph calls any more are deleted
     errors:   unknown kernel; the root; a kernel that refuses the module; another number of
-              arguments; inputs that are known too late; hooks that would be lost
+              arguments; inputs that are computed too late; hooks that would be lost
 
     Args:
         new: a module or function (local only), or the name of a registered kernel.
-        subgraph: what `find` returned, or a regex over the modules that the graph calls.
-        name: of the new child: `<name>_<k>`; by default the name of its class.
-        options: keyword arguments of the kernel.
+        subgraph: the result of `find`, or a regex over the modules that the graph calls; None replaces
+            the module itself.
+        name: the new child becomes `<name>_<k>`; by default the name of its class.
+        options: (name, value) pairs, passed to the kernel as keyword arguments.
         carry: give `new` the parameters of the modules that it replaces.
-        concrete_args: keyword arguments of `new` that are constants.
-        target_ops: another word for `subgraph`.
+        concrete_args: constant keyword arguments of `new`.
+        target_ops: another name of `subgraph`.
     """
 
     new: Any
@@ -91,7 +92,7 @@ class Replace(Directive):
             arguments(self._function(), found[0].inputs, found[0].path, constants)
 
     def _one_node(self, found: list[Subgraph]) -> bool:
-        """One node that was named, not matched: the new call gets its very arguments."""
+        """Return whether `subgraph` names one node (by pair or regex): `new` then gets that node's arguments."""
         named = is_node(self.subgraph) or isinstance(self.subgraph, str)
         return named and len(found) == 1
 

@@ -1,4 +1,4 @@
-"""replace_all: every module of a type below a module is replaced."""
+"""replace_all: replace every module of one class below a module."""
 
 from dataclasses import dataclass, fields
 from typing import Any
@@ -12,16 +12,16 @@ from slapo_zoo.language.directive import Directive, Site, primitive, subtree
 @primitive("replace_all")
 @dataclass(frozen=True)
 class ReplaceAll(Directive):
-    """Replace all modules of a type below the module by what a factory makes of each.
+    """Replace all modules of a class below the module by the results of a factory, or by a kernel.
 
-    rewrite:  for each m of the type:  parent.name = m  -->  parent.name = factory(path, m)
-    note:     the factory sees the modules as they were before; what it makes is not searched
+    rewrite:  for each m of the class:  parent.name = m  -->  parent.name = factory(path, m)
+    note:     the factory gets the original modules; modules inside a replaced one are not replaced again
     errors:   no such module; a factory that returns no module; a kernel that refuses one
 
     Args:
         target_mod_type: a class (local only; subclasses too), or the name of one.
         make_mod_fn: (path, module, **options) --> module (local only), or a kernel's name.
-        options: keyword arguments of the factory or kernel; a call may give them directly.
+        options: (name, value) pairs for the factory or kernel; a call may pass them as keywords.
     """
 
     target_mod_type: Any
@@ -30,7 +30,7 @@ class ReplaceAll(Directive):
 
     @classmethod
     def of(cls, *args: Any, **kwargs: Any) -> "ReplaceAll":
-        """Keyword arguments that are not of the primitive are options of the factory or kernel."""
+        """Construct the directive; unknown keyword arguments become options of the factory or kernel."""
         own = {f.name for f in fields(cls)}
         options = tuple((k, v) for k, v in kwargs.items() if k not in own)
         known = {k: v for k, v in kwargs.items() if k in own}
@@ -73,11 +73,11 @@ class ReplaceAll(Directive):
         site.state.index()
 
     def _make(self, site: Site) -> dict[str, nn.Module]:
-        """Call the factory for each module, all of them before the first is replaced."""
+        """Call the factory for each module, before the first one is replaced; return path --> new module."""
         made: dict[str, nn.Module] = {}
         for path, module in self._found(site):
             if any(path.startswith(f"{outer}.") for outer in made):
-                continue  # it goes with the module around it
+                continue  # inside a module that is replaced
             new = self.make_mod_fn(path, module, **dict(self.options))
             if not isinstance(new, nn.Module):
                 raise self.fail(site, f"the factory made {new!r} for {path}", "return a module")

@@ -1,4 +1,4 @@
-"""A module as its own forward sees it, where a primitive gives it other values."""
+"""Proxy of a module in which some attributes have other values."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Seen:
-    """`type(module).forward(Seen(module, {"eps": x}), ...)` runs with `self.eps` x, all else the module's."""
+    """Proxy: in `type(module).forward(Seen(module, {"eps": x}))`, `self.eps` is x; all else is the module's."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, Any]):
         self._module, self._values = module, values

@@ -1,4 +1,4 @@
-"""shard: each rank of a mesh dim keeps its part of a parameter or buffer."""
+"""shard: keep this rank's shard of a parameter or buffer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ from slapo_zoo.parallel.placement import Placement, Run
 
 @dataclass(frozen=True)
 class ShardRule:
-    """Attributes that a module class has to change when its tensor is sharded along an axis.
+    """Attributes of a module class that must change when one of its tensors is sharded along an axis.
 
     Args:
         sizes: tensor name -> {axis: attribute that holds the size of that axis}.
-        divided: called after the division with (module, tensor name, placement, rows); may
-            change the module's forward.
+        divided: called after sharding with (site, tensor name, directive, ranges that this rank holds); may
+            replace the module's forward.
     """
 
     sizes: dict[str, dict[int, str]]
@@ -28,7 +28,7 @@ class ShardRule:
 
 
 def _divide_depthwise(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """A convolution of each channel by itself has as many groups and inputs as outputs."""
+    """Set groups and input channels of a depthwise convolution to the sharded number of output channels."""
     module: Any = site.module
     if directive.axis == 0 and param_name == "weight" and module.groups == module.in_channels:
         module.groups = module.in_channels = module.out_channels
@@ -46,7 +46,7 @@ SHARD_RULES: dict[str, ShardRule] = {
 
 
 def register_shard_rule(class_name: str, rule: ShardRule) -> ShardRule:
-    """Teach `shard` a module class of your own."""
+    """Register the shard rule of a module class by its name, so that `shard` adapts its attributes."""
     SHARD_RULES[class_name] = rule
     return rule
 
@@ -54,10 +54,10 @@ def register_shard_rule(class_name: str, rule: ShardRule) -> ShardRule:
 def shard_rule(
     divided: Callable[[Site, str, "Shard", list[Run]], None] | None = None, **sizes: dict[int, str]
 ) -> Callable[[type], type]:
-    """Decorate a module class of your own: `@shard_rule(weight={0: "out_features"})`.
+    """Return a decorator that registers a shard rule for a module class: `@shard_rule(weight={0: "out_features"})`.
 
     Args:
-        divided: called after a division; may change the module's forward.
+        divided: called after sharding, see `ShardRule`; may replace the module's forward.
         **sizes: tensor name = {axis: attribute that holds the size of that axis}.
     """
 
@@ -71,24 +71,24 @@ def shard_rule(
 @primitive("shard")
 @dataclass(frozen=True)
 class Shard(Directive):
-    """Split `param_name` along `axis` over `mesh_dim`; n is its size, r our coordinate on it.
+    """Shard `param_name` along `axis` over `mesh_dim`; n is the size of that mesh dim, r this rank's coordinate.
 
     rewrite:  w [O, I]  -->  w_r [O/n, I] = w[r*O/n : (r+1)*O/n]    (here axis=0)
-    errors:   no such tensor; axis out of range; divided before; fewer units than ranks; an
+    errors:   no such tensor; axis out of range; sharded before; fewer units than ranks; an
               uneven split that neither `unit`, `uneven` nor `pad` allows
     source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3
 
     Args:
         param_name: name of a parameter or buffer of the module.
-        axis: the axis of that tensor.
-        groups: sizes of groups divided one by one (q|k|v of a fused projection).
-        unit: length of a run that stays whole (head_dim); ranks may differ by one unit.
-        uneven: let ranks differ by one unit.
+        axis: axis of that tensor along which it is sharded.
+        groups: sizes of groups along the axis, each sharded by itself (q|k|v of a fused projection).
+        unit: length of a run that is never split (head_dim); ranks may differ by one unit.
+        uneven: allow ranks to differ by one unit.
         pad: give every rank the same length, zeros beyond the end (vocabularies).
-        replicate: ranks share a unit when there are fewer units than ranks (KV heads).
-        together: units that share a KV head stay on one rank, or are sharded equally.
-        shared: outputs at the end that all ranks use (k and v of the only KV head): divided one by
-            one, and joined after the forward of a Linear; their gradient is summed.
+        replicate: several ranks hold the same unit when there are fewer units than ranks (KV heads).
+        together: number of units (query heads) that share a KV head and stay on one rank if they can.
+        shared: number of outputs at the end that all ranks use (k and v of the only KV head): they are
+            sharded one by one, gathered after the forward of a Linear, and their gradient is summed.
         mesh_dim: the mesh dim.
     """
 
@@ -105,7 +105,7 @@ class Shard(Directive):
 
     @property
     def placement(self) -> Placement:
-        """The placement that this directive gives to its tensor."""
+        """Return the placement that this directive gives its tensor."""
         return Placement(
             self.axis,
             self.mesh_dim,
@@ -136,7 +136,7 @@ class Shard(Directive):
             raise self.fail(site, problem, "it names outputs at the end of a Linear, on axis 0")
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
-        """The tensor was sharded as another module's, and this names the same division."""
+        """Return whether the tensor was sharded through a tied module with the placement of this directive."""
         by_hand = self.param_name in site.state.applied.get(site.path, set())
         return not by_hand and earlier.placement == self.placement
 
@@ -155,7 +155,7 @@ class Shard(Directive):
         site.state.applied.setdefault(site.path, set()).add(self.param_name)
         old = site.tensor(self.param_name)
         if old is None or site.placed(self.param_name):
-            self._adjust(site)  # divided through its tie: only the module's own sizes remain
+            self._adjust(site)  # sharded through a tie: only sizes are left to adjust
             return
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
         names = [site.name(self.param_name)]
@@ -173,7 +173,7 @@ class Shard(Directive):
             site.module.register_forward_hook(lambda _m, _a, y: self._joined(site, y, run))
 
     def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
-        """y_r [..., I/n + shared/n] --> [..., I/n + shared]; each rank's gradient of the end is a part."""
+        """Gather the shared outputs: y_r [..., I/n + shared/n] --> [..., I/n + shared]; sum their gradients."""
         mine = run.stop - run.start
         own, end = y.split([y.shape[-1] - mine, mine], -1)
         end = nn.functional.pad(end, (run.start, self.shared - run.stop))
@@ -182,7 +182,7 @@ class Shard(Directive):
         return torch.cat([own, end], -1)
 
     def _adjust(self, site: Site) -> None:
-        """Make the attributes and the forward of the module agree with its local tensor."""
+        """Update the size attributes and the forward of the module to match its local tensor."""
         rule = next((SHARD_RULES[c.__name__] for c in type(site.module).__mro__
                      if c.__name__ in SHARD_RULES), None)  # fmt: skip
         placed, tensor = site.placed(self.param_name), site.tensor(self.param_name)
@@ -200,7 +200,7 @@ class Shard(Directive):
 
 
 class VocabParallelLookup:
-    """The forward of an Embedding of which this rank holds the rows start..stop.
+    """Forward of an Embedding of which this rank holds the rows start..stop.
 
     rewrite:  y = w[ids]  -->  y_r = w_r[ids - start] where start <= ids < stop, else 0
               (partial: the sum over ranks is y)

@@ -1,4 +1,4 @@
-"""shard_argument: a module gets this rank's heads of what was made for all of them."""
+"""shard_argument: pass a module only this rank's heads of an argument that was computed for all heads."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +13,18 @@ from slapo_zoo.parallel.placement import Placement
 @primitive("shard_argument")
 @dataclass(frozen=True)
 class ShardArgument(Directive):
-    """Keep this rank's part of an axis of an argument that is passed by name.
+    """Slice a tensor that is passed by keyword to this rank's part along one axis.
 
     rewrite:  attention(x, alibi=a [B * H, 1, T])  -->  attention(x, alibi=a_r [B * H/n, 1, T])
-              the axis counts rows of `size` each, all of which are divided alike; da is summed;
-              beyond axis 0, what is None or has one for all heads (a mask) stays as it is
-    why:      BLOOM makes the biases of all heads once, before its blocks; Falcon puts them into its mask
+              the axis is made of rows of `size` units, each sharded alike; da is summed over ranks;
+              beyond axis 0, None or an axis of length 1 (a mask for all heads) is left as it is
+    why:      BLOOM computes the biases of all heads once, before its blocks; Falcon adds them to its mask
     errors:   fewer units than ranks; a call in which it is no tensor of such an axis
 
     Args:
-        argument: its name.
+        argument: name of the keyword argument.
         size: global number of units in a row (heads).
-        axis: of the tensor.
+        axis: axis of the tensor that is sliced.
         mesh_dim: the mesh dim.
     """
 

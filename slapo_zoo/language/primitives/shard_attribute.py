@@ -1,4 +1,4 @@
-"""shard_attribute: a size that the forward reads becomes this rank's size."""
+"""shard_attribute: set a size attribute that the forward reads to this rank's size."""
 
 import copy
 from dataclasses import dataclass
@@ -13,19 +13,19 @@ OF_CONFIG = "config."
 @primitive("shard_attribute")
 @dataclass(frozen=True)
 class ShardAttribute(Directive):
-    """Divide an integer attribute as `shard` divides an axis of that size.
+    """Shard an integer attribute, as `shard` shards an axis of that size.
 
     rewrite:  attention.num_heads = 12  -->  attention.num_heads = 6    (n = 2)
     errors:   no such integer attribute; fewer units than ranks
     why:      GPT-2, GPT-Neo, OPT and T5 reshape by such attributes; OPT is silently wrong without
 
     Args:
-        attribute: its name; of "config.num_attention_heads", the module gets a config of its own
-            (Phi-3 slices by it), so a directive that changes the model's config comes before.
-        unit: length of a run that stays whole; `split_size` counts columns, so its unit is head_dim.
-        together: units that share a KV head (see `shard`).
-        replicate: ranks share a unit when there are fewer units than ranks.
-        keep: ranks among which the attribute stays as it is: `num_key_value_groups` shrinks only
+        attribute: name of the attribute; for "config.num_attention_heads" the module gets a copy of its
+            config (Phi-3 slices by it), so directives that change the model's config come before.
+        unit: length of a run that is never split: for `split_size`, which counts columns, head_dim.
+        together: number of units that share a KV head (see `shard`).
+        replicate: several ranks hold the same unit when there are fewer units than ranks.
+        keep: number of ranks up to which the attribute is unchanged: `num_key_value_groups` shrinks only
             when there are more ranks than KV heads.
         mesh_dim: the mesh dim.
     """
@@ -61,7 +61,7 @@ class ShardAttribute(Directive):
         return self.attribute.removeprefix(OF_CONFIG)
 
     def _holder(self, site: Site) -> Any:
-        """Return what holds the attribute: the module, or its config."""
+        """Return the object that has the attribute: the module, or its config (None when it has no config)."""
         of_config = self.attribute.startswith(OF_CONFIG)
         return getattr(site.module, "config", None) if of_config else site.module
 

@@ -1,9 +1,10 @@
-"""Column- and row-parallel Linear, Conv1D and Embedding: forwards of layers whose weight is sharded.
+"""Column- and row-parallel Linear, Conv1D, Conv2d and Embedding: outputs and biases of layers with a sharded weight.
 
 column: w_r [O/n, I], y_r [B, O/n] = x w_r^T + b_r         each rank has other columns of the output
-row:    w_r [O, I/n], y [B, O] = sum over r (x_r w_r^T) + b    partial sums; the bias is added once, behind the sum
-Which linear is which is a row of a table (slapo_zoo.zoo.rules `column`, `row`); how a weight is cut is `shard`,
-and when a collective runs is `sync`. Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
+row:    w_r [O, I/n], y [B, O] = sum over r (x_r w_r^T) + b    partial sums; the bias is added once, after the sum
+
+Tables choose column or row by the rules `column` and `row` (slapo_zoo.zoo.rules); `shard` slices the weight, and
+`sync` inserts the collectives. Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
 """
 
 from collections.abc import Callable
@@ -27,7 +28,7 @@ def _convolution(module: Any, x: Tensor) -> Tensor:
     return module._conv_forward(x, module.weight, None)
 
 
-# class name -> (forward without its bias, number of axes behind that of the bias)
+# class name -> (forward without bias, number of axes after the output's channel axis)
 WITHOUT_BIAS = {"Linear": (_linear, 0), "Conv1D": (_conv1d, 0), "Conv2d": (_convolution, 2)}
 # class name -> (input axis, output axis) of the weight
 WEIGHT_AXES = {
@@ -40,7 +41,7 @@ WEIGHT_AXES = {
 
 
 def output_of(site: Site) -> str:
-    """Classify a rank's output: "partial", "divided", "whole" without a shard, "" where unknown."""
+    """Return what a rank has of a module's output: "partial" sums, "divided" columns, "whole", or "" (unknown)."""
     names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WEIGHT_AXES]
     placed = site.placed("weight")
     if not names:
@@ -51,11 +52,11 @@ def output_of(site: Site) -> str:
 
 
 def sum_before_bias(module: Any, collective: Callable[[Tensor], Tensor]) -> bool:
-    """Give a row-parallel module the forward `collective(product) + bias`; False where it has none.
+    """Replace the forward of a row-parallel module by `collective(product) + bias`; return False for other classes.
 
     Args:
         module: a Linear, Conv1D or Conv2d whose weight is sharded along its inputs.
-        collective: what sums the products of the ranks.
+        collective: all-reduces or reduce-scatters the partial products of the ranks.
     """
     names = [c.__name__ for c in type(module).__mro__ if c.__name__ in WITHOUT_BIAS]
     if not names:
@@ -65,7 +66,7 @@ def sum_before_bias(module: Any, collective: Callable[[Tensor], Tensor]) -> bool
 
     def forward(x: Tensor) -> Tensor:
         y = collective(product(module, x))
-        return y + module.bias.view(shape).to(y.dtype)  # under autocast the product is smaller
+        return y + module.bias.view(shape).to(y.dtype)  # under autocast y has fewer bits
 
     module.forward = forward
     return True

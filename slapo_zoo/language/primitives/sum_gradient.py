@@ -1,4 +1,4 @@
-"""sum_gradient: the gradient of a whole parameter is a part on each rank."""
+"""sum_gradient: all-reduce the gradient of an unsharded parameter over tp."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 @primitive("sum_gradient")
 @dataclass(frozen=True)
 class SumGradient(Directive):
-    """Sum the gradient of a parameter over tp after each backward.
+    """All-reduce the gradient of a parameter over tp after each backward.
 
     rewrite:  dw  -->  sum of dw over ranks
-    why:      a parameter that every rank holds whole, but uses on its own heads only (the q and k
+    why:      a parameter that every rank holds unsharded, but uses on its own heads only (the q and k
               norms of Qwen3), or on its own tokens only (norms under sequence parallelism)
     errors:   no such parameter; the parameter is sharded, so its gradient is complete
 
     Args:
         param_name: name of a parameter of the module.
-        sequence: only in steps in which tokens are sharded over the ranks.
+        sequence: sum only in steps in which tokens are sharded over tp.
     """
 
     param_name: str

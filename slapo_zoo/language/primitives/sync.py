@@ -1,4 +1,4 @@
-"""sync: one collective at the boundary of a module."""
+"""sync: insert one collective at the input, the output or the gradient of a module."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ SYNC_OPS: dict[str, tuple[tuple[str, ...], SyncOp]] = {}
 
 
 def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
-    """Register a collective as `sync(mode, name)` for the given modes."""
+    """Return a decorator that registers a collective as `sync(mode, name)` for the given modes."""
 
     def register(op: SyncOp) -> SyncOp:
         if name in SYNC_OPS:
@@ -29,7 +29,7 @@ def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
 
 
 def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
-    """ScheduleError unless every rank gets the same number of elements, before anything is sent."""
+    """Raise ScheduleError, before anything is sent, unless the axis of `x` is a multiple of the mesh dim's size."""
     n = site.mesh.size(sync.mesh_dim)
     if not -x.ndim <= axis < x.ndim:
         problem = f"found axis {axis} for a tensor of shape {tuple(x.shape)}"
@@ -39,12 +39,12 @@ def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
         raise sync.fail(site, problem, "pad the axis, or change the mesh")
 
 
-OF_COLUMNS = ("vocab_logits", "join_columns")  # what they make depends on the whole weight
+OF_COLUMNS = ("vocab_logits", "join_columns")  # need a sharded weight, for the global size
 SUMS = ("all_reduce", "all_reduce_twice", "reduce_scatter")
 
 
 def first_tensor(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Apply `op` to the first tensor among the arguments; all others pass unchanged."""
+    """Apply `op` to the first tensor among the arguments; return (args, kwargs) with all others unchanged."""
     for i, value in enumerate(args):
         if isinstance(value, Tensor):
             return (*args[:i], op(value), *args[i + 1 :]), kwargs
@@ -55,7 +55,7 @@ def first_tensor(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> t
 
 
 def tensors_alike(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Apply `op` to the first tensor and to all of its rows and tokens beside it (a residual)."""
+    """Apply `op` to the first tensor and to each [B, S, D] tensor with the same B and S (a residual)."""
     first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
     shape = None if first is None else first.shape[:2]
 
@@ -67,7 +67,7 @@ def tensors_alike(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> 
 
 
 def on_output(op: Callable[[Tensor], Tensor], y: Any) -> Any:
-    """Apply `op` to an output, or to the first tensor of a tuple or list of outputs."""
+    """Apply `op` to a module's output, or to the first tensor when the output is a tuple or list."""
     if isinstance(y, list):
         return list(on_output(op, tuple(y)))
     return first_tensor(op, y, {})[0] if isinstance(y, tuple) else op(y)
@@ -82,19 +82,19 @@ class Sync(Directive):
               A row-parallel Linear, Conv1D or Conv2d adds its bias once, after the collective.
               "RR->RS" and the eight others: see slapo_zoo.language.primitives.sync_reshard
     errors:   unknown mode or op; an op that has no meaning in that mode, or for the output of a
-              module that was sharded: a part of a sum is summed, other parts and a whole output are not
+              sharded module: partial sums must be summed; columns and unsharded outputs must not
     source:   Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3
 
     Args:
-        mode: "fwd_pre", "fwd_post" or "bwd_post"; by their older names "forward" (fwd_post),
-            "backward" (bwd_post) and "both" of these.
+        mode: "fwd_pre", "fwd_post" or "bwd_post"; older names are "forward" (fwd_post), "backward"
+            (bwd_post) and "both" of these.
         sync_op_or_fn: a registered name (None: "all_reduce"), or a callable that becomes a hook (then local only).
         axis: the tensor axis that is gathered or scattered.
-        tensor_parallel_output_grad: for all_gather and the reshard forms to RR, whether dy is a
-            part on each rank, to be summed (None: yes for all_gather, no for a reshard form).
-        shared: modules of one parent that take the same x (q, k, v) use one collective for it.
-        sequence_axis: the axis of tokens; with sequence parallelism an all_reduce becomes the
-            all-gather or reduce-scatter over it.
+        tensor_parallel_output_grad: for all_gather and reshards to RR: dy is a partial sum on each
+            rank and must be summed (None: True for all_gather, False for a reshard).
+        shared: siblings that take the same x (q, k, v) use one collective for it.
+        sequence_axis: axis of the tokens; with sequence parallelism an all_reduce becomes an
+            all-gather or reduce-scatter along it.
         mesh_dim: the mesh dim.
     """
 
@@ -109,7 +109,7 @@ class Sync(Directive):
     def __post_init__(self) -> None:
         super().__post_init__()
         object.__setattr__(self, "mode", OLDER.get(self.mode, self.mode))
-        if self.sync_op_or_fn is None:  # written out, so that a program shows it
+        if self.sync_op_or_fn is None:  # explicit, so that the history shows it
             object.__setattr__(self, "sync_op_or_fn", "all_reduce")
 
     def _halves(self) -> "list[Sync]":
@@ -137,7 +137,7 @@ class Sync(Directive):
         if self.mode not in modes:
             problem = f"{op!r} has no meaning as {self.mode!r}"
             hint = f"use one of {modes}"
-            if "->" in op:  # a gradient has the shape of its input, in and out of the module
+            if "->" in op:  # a gradient must keep the shape of its input
                 hint += f"; the backward of fwd_pre {'->'.join(op.split('->')[::-1])!r} is this"
             raise self.fail(site, problem, hint)
         if op in OF_COLUMNS and site.placed("weight") is None:
@@ -149,7 +149,7 @@ class Sync(Directive):
         return "fwd_post" not in site.state.applied.get(site.path, ())
 
     def _check_output(self, site: Site, op: str) -> None:
-        """The first op after a sharded weight must fit what each rank holds then."""
+        """Raise ScheduleError unless the first op after a sharded weight fits what each rank holds of the output."""
         kind = output_of(site)
         if kind == "whole" and op in SUMS and site.mesh.size(self.mesh_dim) > 1:
             times = site.mesh.size(self.mesh_dim)
@@ -202,18 +202,21 @@ class Sync(Directive):
         )
 
     def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
-        """The op, or its result for the same x in a sibling; forgotten when the parent is done."""
+        """Return a function that runs the collective once per input tensor and reuses the result for siblings.
+
+        Results are dropped when the forward of the parent begins and ends.
+        """
         parent = site.path.rpartition(".")[0]
         key = (parent, self.mode, self.sync_op_or_fn)
         if key not in site.state.shared:
             results = site.state.shared[key] = []
             module = site.state.modules[parent]
-            module.register_forward_pre_hook(lambda *_: results.clear())  # of a forward that failed
+            module.register_forward_pre_hook(lambda *_: results.clear())  # left by a failed forward
             module.register_forward_hook(lambda *_: results.clear())
         results = site.state.shared[key]
 
         def enter(x: Tensor) -> Tensor:
-            for given, y in results:  # by identity, which a compiler can tell too
+            for given, y in results:  # by identity, which compilers support
                 if given is x and y.requires_grad == x.requires_grad:
                     return y
             results.append((x, y := run(x)))
@@ -222,8 +225,8 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Put the collective between product and bias when each rank holds a part of the product."""
+        """Insert the collective between product and bias of a row-parallel module; False if it has no bias."""
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
-        if not partial or not self._is_first(site):  # or the bias was added before this op
+        if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False
         return sum_before_bias(site.module, run)

@@ -1,4 +1,4 @@
-"""sync_batch_norm: statistics of the batch of all ranks of a mesh dim."""
+"""sync_batch_norm: compute batch statistics over the rows of all ranks of a mesh dim."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,12 +18,12 @@ class SyncBatchNorm(Directive):
 
     rewrite:  y = (x - mean(x_r)) / std(x_r)  -->  y = (x - mean(x)) / std(x), x = x_0 .. x_(n-1)
     note:     `torch.nn.SyncBatchNorm` needs a GPU. A recomputed forward (`checkpoint`) does not
-              move the running statistics again, on any mesh. Ranks may have different numbers of rows;
+              update the running statistics again, on any mesh. Ranks may have different numbers of rows;
               in training, all ranks of the mesh dim must run the forward
     errors:   not a BatchNorm2d; one that averages over all batches (momentum=None)
 
     Args:
-        mesh_dim: the mesh dim that divides the rows.
+        mesh_dim: the mesh dim that the batch rows are sharded over.
     """
 
     mesh_dim: str = "dp"
@@ -66,10 +66,10 @@ def _train(module: Any, x: Tensor, group: Any) -> Tensor:
 
 @torch.no_grad()
 def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean [C], variance [C] and number of rows times pixels, over all ranks.
+    """Return mean [C], variance [C] and the number of rows times pixels [1], over all ranks.
 
-    Each rank's variance is taken around its own mean and then moved to the global one (Chan et al.
-    1979), which loses no digits where the mean is far from 0.
+    Each rank's variance is taken around its own mean and then moved to the global one (Chan et al. 1979), which
+    loses no digits where the mean is far from 0.
     """
     wide = torch.promote_types(x.dtype, torch.float32)
     var, mean = torch.var_mean(x.to(wide), (0, 2, 3), correction=0)
@@ -85,7 +85,7 @@ def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Normalise(torch.autograd.Function):
-    """y = (x - mean) / std * weight + bias, with the gradient through statistics of all ranks."""
+    """Autograd function (x - mean) / std * weight + bias, whose backward includes the statistics of all ranks."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, mean, var, count, eps, group):
@@ -107,5 +107,5 @@ class _Normalise(torch.autograd.Function):
 
 
 def _wide(x: Tensor, like: Tensor) -> Tensor:
-    """[C] --> [C, 1, 1] in the dtype of `like`."""
+    """Reshape [C] to [C, 1, 1] in the dtype of `like`, to broadcast over [B, C, H, W]."""
     return x.to(like.dtype)[:, None, None]

@@ -1,25 +1,25 @@
-"""The collectives that sync knows by name."""
+"""Collectives that `sync` provides by name; each takes a tensor `x` of the module, the directive and its site."""
 
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo.kernels.lm_loss import lm_loss
 from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
-from slapo_zoo.kernels.vocab_parallel_linear_cross_entropy import loss_of_sharded_head
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives.overlap import sum_gradient_of
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
 from slapo_zoo.parallel import collectives
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits, vocab_parallel_cross_entropy
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)  # their columns are channels, on axis 1
 
 
 @sync_op("all_reduce", "fwd_post", "bwd_post")
 def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """The sum over ranks: of y (then dx = dy), or, as bwd_post, of dx (then y = x).
+    """All-reduce the output y (then dx = dy), or as "bwd_post" the gradient dx (then y = x).
 
-    While tokens are sharded over the ranks, the first half of each all-reduce is the reduce-scatter
-    that divides them again, the second the all-gather before (arXiv:2205.05198, section 4.2.2).
+    While tokens are sharded over the ranks, an all-reduce of y becomes the reduce-scatter to token shards, and
+    one of dx the all-gather before the module (arXiv:2205.05198, section 4.2.2).
     """
     group, axis = site.group(sync), sync.sequence_axis
     if axis is not None and site.state.forward.tokens_divided:
@@ -33,14 +33,14 @@ def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("all_reduce_twice", "fwd_post")
 def _all_reduce_twice(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """The sum of y over ranks, which each rank uses for a part of what follows: dy is summed too."""
+    """All-reduce y and, since each rank uses y for other columns or heads, all-reduce dy in the backward, too."""
     group = site.group(sync)
     return collectives.reduce_backward(collectives.reduce_forward(x, group), group)
 
 
 @sync_op("divide_tokens", "fwd_pre", "fwd_post")
 def _divide_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Each rank keeps its tokens, while tokens are sharded; else nothing."""
+    """Keep this rank's tokens of x [B, S, ...] in a step with sequence parallelism; otherwise return x."""
     if not site.state.forward.tokens_divided:
         return x
     return collectives.scatter(x, 1, site.group(sync))
@@ -48,7 +48,10 @@ def _divide_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("join_tokens", "fwd_pre", "fwd_post")
 def _join_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Each rank gets all tokens, and every rank goes on alike; else nothing."""
+    """All-gather the tokens of x [B, S/n, ...] in a step with sequence parallelism; otherwise return x.
+
+    All ranks compute the same from the result, so the backward slices its gradient without a sum.
+    """
     if not site.state.forward.tokens_divided:
         return x
     return collectives.all_gather(x, 1, site.group(sync), sharded_gradient=False)
@@ -63,7 +66,7 @@ def _all_gather(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("join_columns", "fwd_post")
 def _join_columns(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Every rank gets all columns of a column-parallel output, without padding, and goes on alike."""
+    """All-gather the columns of a column-parallel output and cut off padding; the backward slices, without a sum."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     axis = 1 if isinstance(site.module, CONVOLUTIONS) and x.ndim > 2 else -1
@@ -85,14 +88,16 @@ def _scatter(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("vocab_logits", "fwd_post")
 def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Wrap this rank's columns of the logits: a loss runs on the shards, anything else gathers them first."""
+    """Wrap this rank's columns of the logits [..., V/n] so that a loss runs on the shards and other uses gather."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     group, size, tape = site.group(sync), placed.shape[0], site.state.forward.tape
     if isinstance(x, LogitsOnDemand):
-        return x.divided(size, group, loss_of_sharded_head)
+        return x.divided(size, group)
     if tape is not None:  # fake tensors cannot be VocabLogits: the loss is noted here
         rows = x.flatten(0, -2)
         target = torch.zeros(len(rows), dtype=torch.int64, device=x.device)
-        tape.losses.append(vocab_parallel_cross_entropy(rows, target, size, group))
+        tape.losses.append(
+            lm_loss(rows, None, target, reduction="none", vocab_size=size, group=group)
+        )
     return VocabLogits.wrap(x, size, group)

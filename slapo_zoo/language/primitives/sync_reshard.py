@@ -1,21 +1,21 @@
-"""The reshard forms of sync, "RS->RR" and its like: a value changes how it lies on the ranks.
+"""Reshards of `sync`, such as "RS->RR": collectives that change over which axis a tensor is sharded.
 
-The two letters are the last two axes: R is whole on every rank, S is sharded over the ranks. On
-activations [batch, tokens, hidden], RS divides the hidden axis and SR the tokens. The gradient of a
-value lies as the value does, so the backward of A->B is B->A:
+The two letters are the last two axes: R is unsharded (replicated), S is sharded over the ranks. On
+activations [batch, tokens, hidden], RS shards the hidden axis and SR the tokens. The gradient of a
+tensor is sharded as the tensor is, so the backward of A->B is B->A:
 
 | form         | forward                    | backward                                            |
 |:-------------|:---------------------------|:----------------------------------------------------|
 | RR->RS, SR   | keep this rank's slice     | all-gather                                          |
-| RS, SR->RR   | all-gather                 | slice; reduce-scatter where dy is a part on each rank |
+| RS, SR->RR   | all-gather                 | slice; reduce-scatter where dy is a partial sum     |
 | RS->SR, back | all-to-all                 | all-to-all back                                     |
-| A->A         | nothing                    | nothing; RR->RR sums where dy is a part on each rank |
+| A->A         | nothing                    | nothing; RR->RR all-reduces where dy is a partial sum |
 
-The gradient of a whole value is normally whole, the same on every rank: what follows runs alike
-everywhere, or is column-parallel and sums its dx itself (`sync("bwd_post", "all_reduce")`,
-Megatron's f). Where it does not sum, each rank has the gradient of its own columns only, a *part*:
-`tensor_parallel_output_grad=True` says so, and the sum is then taken here. Summing a gradient that
-is whole would make it n times too large; slicing one that is a part would lose the other parts.
+The gradient of an unsharded tensor is normally equal on every rank: what follows computes the same
+everywhere, or is column-parallel and all-reduces its dx itself (`sync("bwd_post", "all_reduce")`,
+Megatron's f). Without that, each rank has only the gradient of its own columns, a partial sum, and
+`tensor_parallel_output_grad=True` makes the reshard sum it. Summing a complete gradient would make it
+n times too large; slicing a partial sum would lose the other ranks' terms.
 """
 
 from itertools import product
@@ -30,7 +30,7 @@ AXIS = {"RR": None, "RS": -1, "SR": -2}  # which axis is sharded
 
 
 def reshard(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """x laid out as the first two letters of the sync's op --> as the last two."""
+    """Move `x` from the layout in the first two letters of the op's name to that in the last two, e.g. "RS->RR"."""
     group, is_part = site.group(sync), bool(sync.tensor_parallel_output_grad)
     source, target = (AXIS[form] for form in sync.sync_op_or_fn.split("->"))
     if x.ndim < 2:

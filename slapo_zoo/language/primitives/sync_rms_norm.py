@@ -1,4 +1,4 @@
-"""sync_rms_norm: the mean of squares over the columns of all ranks of a mesh dim."""
+"""sync_rms_norm: compute the mean of squares over columns that are sharded over a mesh dim."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,17 +14,17 @@ from slapo_zoo.parallel.collectives import reduce_backward, reduce_forward
 @primitive("sync_rms_norm")
 @dataclass(frozen=True)
 class SyncRMSNorm(Directive):
-    """Normalise sharded columns by the mean of squares of all of them.
+    """Normalise sharded columns by the mean of squares over the columns of all ranks.
 
     rewrite:  y_r = w_r * x_r / sqrt(mean(x_r^2) + eps)  -->  y_r = w_r * x_r / sqrt(mean(x^2) + eps), x = x_0 .. x_(n-1)
-    why:      OLMo-2 normalises the queries (and keys) of all heads together, before they are heads
-    note:     the class's own forward runs, with an `eps` that adds what its mean lacks: every rounding of it stays.
+    why:      OLMo-2 normalises the queries (and keys) of all heads together, before they are split into heads
+    note:     the class's own forward runs with an `eps` that corrects its local mean, so it rounds as ever.
               Columns that several ranks hold (KV heads) count once
     errors:   the weight is not sharded; no attribute `eps` that is a number; the module's forward was replaced
 
     Args:
-        eps: the attribute that the forward adds to the mean.
-        mesh_dim: the mesh dim that divides the columns.
+        eps: name of the attribute that the forward adds to the mean.
+        mesh_dim: the mesh dim that the columns are sharded over.
     """
 
     eps: str = "variance_epsilon"

@@ -1,4 +1,4 @@
-"""trace: a module becomes a graph, in its place in the module tree."""
+"""trace: replace a module by its graph, at the same place in the module tree."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.language.graph.examples import capture
 from slapo_zoo.language.graph.trace import install, trace_module, trace_tree
 
-# What check() traced, until apply() puts it into the tree.
+# Traced modules that check() made and apply() will install.
 _traced: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -20,20 +20,20 @@ class Trace(Directive):
     """Record the forward of a module as a graph; children, parameters and their names stay.
 
     rewrite:  y = f(x)  -->  y = graph(x), a GraphModule with the same children
-    note:     sizes stay symbolic; a decision that the forward took (an argument that was None, a
+    note:     sizes stay symbolic; a branch that the forward took (an argument that was None, a
               size that was 1) is checked in every call. Dropout follows `train()` and `eval()`.
-    errors:   the forward decides on the elements of a tensor, stores a result in the module, or
+    errors:   the forward branches on the elements of a tensor, stores a result in the module, or
               calls an autograd function: the error says what to make a leaf
 
     Args:
         leaves: modules that stay one node: paths below the module, or class names; predicates
             (module, path) are local only. Those of torch.nn, Conv1D and `core_attn` always stay.
-        flatten: one graph for the module and all below it; otherwise every module that it calls
+        flatten: record one graph for the module and all below it; otherwise every module that it calls
             gets a graph of its own.
-        example_inputs: a tuple of arguments, or a dict of them by name (local only); by default
-            what the module gets in a tiny call of the `transformers` model around it.
+        example_inputs: a tuple of arguments, or a dict of them by name (local only); None captures
+            the module's arguments in a call of the `transformers` model on a tiny batch.
         recursive: without `flatten`, trace the modules that it calls too.
-        padded: whether that tiny call has a padding mask.
+        padded: pass a padding mask in that call on a tiny batch.
     """
 
     leaves: Any = ()
@@ -68,7 +68,7 @@ class Trace(Directive):
 
 
 def example_for(site: Site, directive: Any) -> tuple[tuple, dict[str, Any]]:
-    """The example of a directive, or one captured from a call of the model."""
+    """Return (args, kwargs) of `example_inputs`, or captured from a call of the model on a tiny batch."""
     given = directive.example_inputs
     if given is None:
         return capture(site.state.model, site.path, directive.padded)
@@ -78,6 +78,6 @@ def example_for(site: Site, directive: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def put(site: Site, traced: dict[str, Any]) -> None:
-    """Put traced modules into the tree at and below a site."""
+    """Install traced modules, given by path below the site, into the model."""
     site.state.model = install(site.state.model, site.path, traced)
     site.state.index()

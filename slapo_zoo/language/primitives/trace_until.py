@@ -1,4 +1,4 @@
-"""trace_until: graphs for the modules on the way to some paths, and no deeper."""
+"""trace_until: trace the modules on the way down to some paths, and no deeper."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,9 +23,9 @@ class TraceUntil(Directive):
     errors:   a path that is no module below this one, and those of trace
 
     Args:
-        paths: below the module, in full or relative to it.
-        example_inputs: as in trace.
-        padded: as in trace.
+        paths: paths of modules below this one, in full or relative to it.
+        example_inputs: a tuple of arguments, or a dict of them by name; None as in `trace`.
+        padded: pass a padding mask in the call on a tiny batch, as in `trace`.
     """
 
     paths: Any
@@ -55,7 +55,7 @@ class TraceUntil(Directive):
         put(site, _traced.pop(site.module))
 
     def _below(self, site: Site, path: str) -> str:
-        """Return a path relative to the site."""
+        """Return `path` relative to the site; raise ScheduleError when there is no such module below the site."""
         modules = site.state.modules
         if path and join(site.path, path) in modules:
             return path

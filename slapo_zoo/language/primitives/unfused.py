@@ -1,4 +1,4 @@
-"""unfused: a module takes the path that calls its children, not one fused kernel for all of them."""
+"""unfused: make a module take the code path that calls its children instead of one fused kernel."""
 
 from dataclasses import dataclass
 from functools import wraps
@@ -10,15 +10,15 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 @primitive("unfused")
 @dataclass(frozen=True)
 class Unfused(Directive):
-    """Run the forward of a module as if it were not training; its children stay as they are.
+    """Run the forward of a module with `training=False`; its children stay in their own mode.
 
     rewrite:  y = fused(x, weights of the children) if training else f(x)  -->  y = f(x)
     why:      Mamba's training path hands all weights to one kernel where mamba_ssm is installed;
-              the sum over ranks in its middle would be left out in silence
-    errors:   the module drops out by itself, so the flag means more than a choice of kernels
+              the all-reduce in its middle would be silently left out
+    errors:   the module has a dropout of its own, which the flag would switch off
 
     Args:
-        mesh_dim: where this is 1, the fused path stays.
+        mesh_dim: the fused path stays when this mesh dim has size 1.
     """
 
     mesh_dim: str = "tp"

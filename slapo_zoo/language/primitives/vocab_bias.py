@@ -1,4 +1,4 @@
-"""vocab_bias: a bias that a head adds to its logits is added to each rank's columns."""
+"""vocab_bias: add the sharded bias of a head to each rank's shard of the logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,14 +10,14 @@ from slapo_zoo.language.primitives.seen import Seen
 @primitive("vocab_bias")
 @dataclass(frozen=True)
 class VocabBias(Directive):
-    """Let a sharded bias be added where the logits are made, before they are known by all columns.
+    """Add a head's sharded bias to each rank's shard of the logits, before they are gathered.
 
     rewrite:  y = linear(x) + b  -->  y_r = (linear_r(x) + b_r) + 0
-    why:      ESM-2 keeps the bias of its logits beside the linear; a part of it fits no whole logits
+    why:      ESM-2 keeps the bias of its logits beside the linear; a shard of it fits no unsharded logits
     errors:   no such child; the bias is not sharded; the module's forward was replaced
 
     Args:
-        linear: the child that makes the logits; this directive comes before its `vocab_logits`.
+        linear: name of the child that computes the logits; this directive precedes its `vocab_logits`.
         param_name: name of the bias.
         mesh_dim: the mesh dim.
     """

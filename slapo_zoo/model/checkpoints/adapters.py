@@ -35,7 +35,8 @@ from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.rng.device_seeds import mix
 from slapo_zoo.pipeline.stages import held_here
 from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
-from slapo_zoo.weights.load import Target, load_tensors
+from slapo_zoo.weights.load import load_tensors
+from slapo_zoo.weights.load_memory import Target
 
 STEP = "add_adapter"
 PREFIX = "base_model.model."  # of the keys in the files of peft
@@ -144,7 +145,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     """Return {key in peft's files: unsharded matrix or gradient} of an adapter on rank 0, {} elsewhere."""
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
-        raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", "add_adapter it")
+        raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", "add_adapter()")
     if not grads and (whole := _beside(model, name)):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
@@ -285,7 +286,7 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """Return (directives for A, directives for B) beside a base weight."""
+    """Return the directives (for LoRA's A, for its B) that fit how the base weight at `path` is sharded over tp."""
     if state.mesh.tp == 1:
         return (), ()
     if placed is None:
@@ -320,7 +321,7 @@ def _check_dropout(
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
     if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
            for p in placements if parts for r in range(mesh.tp)):  # fmt: skip
-        problem = f"lora_dropout on {size} columns that tp={mesh.tp} divides into unequal parts"
+        problem = f"lora_dropout on {size} columns that tp={mesh.tp} shards into unequal parts"
         raise SlapoError(STEP, path, problem, "pass lora_dropout=0, or another tp")
 
 

@@ -1,6 +1,12 @@
-"""Refresh the plan before a save: since the load a model may have been cast, or got new modules."""
+"""What a save writes: the plan as it is now, and the files beside the weights (configs, tokenizer, a card).
 
+Since the load a model may have been cast, or got new modules.
+"""
+
+import copy
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +18,7 @@ from slapo_zoo.model.gradients.module_changes import own_name, require_known_wei
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.rank_plan import TensorPlan, without_peft
 from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.weights.carry import carry_tokenizer
 from slapo_zoo.zoo.argument_values import to_dtype
 
 
@@ -78,7 +85,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Return the tensors that are neither of the checkpoint nor of an adapter."""
+    """Return the entries of `found` (name --> tensor) that neither the checkpoint (`known`) nor an adapter has."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip
@@ -91,3 +98,37 @@ def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, T
         if without_peft(name) not in known and name not in of_adapters
         and name not in tied
     }  # fmt: skip
+
+
+def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:
+    """Return a function that writes the files beside the weights; `published` adds a card of the schedule."""
+    write_configs = configs_of(model, target, dtype)
+
+    def write(folder: Path) -> None:
+        write_configs(folder)
+        if published:
+            from slapo_zoo.cards.publish import write_beside
+
+            write_beside(model, folder)
+
+    return write
+
+
+def configs_of(model: Any, target: Any, dtype: Any = None) -> Callable[[Path], None]:
+    """Return a function that writes config.json and generation_config.json into a folder, as they are now.
+
+    The tokenizer files of the loaded folder are copied where the folder `target` has none.
+    """
+    config = model.config.__class__.from_dict(model.config.to_dict())
+    config.architectures = [model.unscheduled_class.__name__]
+    config.dtype = next(model.parameters()).dtype if dtype is None else to_dtype(dtype)
+    configs, source = [config], model._slapo.source
+    if getattr(model, "generation_config", None) is not None and model.can_generate():
+        configs.append(copy.deepcopy(model.generation_config))
+
+    def write(folder: Path) -> None:
+        for one in configs:
+            one.save_pretrained(folder)
+        carry_tokenizer(source, Path(target), folder)
+
+    return write

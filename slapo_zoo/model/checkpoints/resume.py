@@ -21,7 +21,8 @@ from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.checksums import damaged_tensors, raise_first
 from slapo_zoo.weights.encode import decode
-from slapo_zoo.weights.load import Target, check_targets, load_tensors
+from slapo_zoo.weights.load import check_targets, load_tensors
+from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.random_state import restore_states
 from slapo_zoo.weights.snapshot import read_by_all
 from slapo_zoo.weights.training_folder import TrainingFolder, open_training
@@ -53,10 +54,7 @@ def load_checkpoint(
         with load.opened:
             together(model.mesh, LOAD, load.prepare)
             together(model.mesh, LOAD, load.finish)
-    return _resumed(load.opened.state, model.mesh)
-
-
-def _resumed(state: dict[str, Any], mesh: Mesh) -> Resumed:
+    state, mesh = load.opened.state, model.mesh
     found = [tuple(of_copies(state, name)) for name in OF_COPY]
     copy = mesh.coord("loss") if state["mesh"]["dp"] == mesh.size("loss") else None
     return Resumed(state["step"], *found, copy)
@@ -112,7 +110,7 @@ class _Load:
         found = set(opened.optimizer.key_to_file) if opened.optimizer else set()
         if wrong := found ^ optimizers.tensor_names(record):
             where = str(self.path / FILE)
-            problem = f"{len(wrong)} tensors are in it or in the optimizer's files, but not in both"
+            problem = f"{len(wrong)} tensors are listed here or stored in the optimizer's files, but not both"
             raise WeightsError(where, min(wrong), problem, "is one of the files damaged?")
         if (targets := self.restored.targets) and opened.optimizer is not None:
             source = {key: key for key in targets}
@@ -136,7 +134,7 @@ class _Load:
 def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
     """Raise WeightsError unless the saved and the given scheduler have the same fields of the same types."""
     for name in sorted(saved.keys() ^ own.keys(), key=str):
-        who = "the given one has it not" if name in saved else "the saved one has it not"
+        who = "the given one lacks it" if name in saved else "the saved one lacks it"
         hint = "make the same scheduler as when saving"
         raise WeightsError(str(path / FILE), f"scheduler.{name}", who, hint)
     for name, value in saved.items():

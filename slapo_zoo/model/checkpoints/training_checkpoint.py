@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.model.checkpoints.current_specs import refresh_specs
-from slapo_zoo.model.checkpoints.saved_configs import configs_of
+from slapo_zoo.model.checkpoints.current_specs import configs_of, refresh_specs
 from slapo_zoo.model.dp.data_parallel import Whole
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel.digests import digest, unlike
@@ -28,7 +27,7 @@ from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.checksums import save_in
 from slapo_zoo.weights.encode import encode
-from slapo_zoo.weights.load import Target
+from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.random_state import pack_states, states_here
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.training_state import OF_COPY, by_copy, write_state
@@ -54,20 +53,20 @@ class Resumed:
 
     @property
     def data_position(self) -> Any:
-        """Return the value that this dp rank passed to `save_checkpoint`; WeightsError at another dp size."""
+        """Return the data position that this dp rank saved; WeightsError if the number of dp ranks has changed."""
         return self._own("data_position", self.data_positions)
 
     @property
     def extra(self) -> Any:
-        """Return the value that this dp rank passed to `save_checkpoint`; WeightsError at another dp size."""
+        """Return the `extra` that this dp rank saved; WeightsError if the number of dp ranks has changed."""
         return self._own("extra", self.extras)
 
     def _own(self, name: str, values: tuple[Any, ...]) -> Any:
         if len(values) == 1:
             return values[0]
         if self.copy is None:
-            problem = f"each of {len(values)} data-parallel ranks had its own; there are more or fewer now"
-            hint = f"make yours from all of them: resumed.{name}s; or resume with dp={len(values)}"
+            problem = f"the checkpoint has one for each of {len(values)} dp ranks, dp has changed"
+            hint = f"compute it from all of them, resumed.{name}s; or resume with dp={len(values)}"
             raise WeightsError(LOAD, name, problem, hint)
         return values[self.copy]
 
@@ -138,7 +137,7 @@ def async_save_checkpoint(
 def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
-    """Return the save of this rank, after all ranks have exchanged and compared what they will write."""
+    """Check that the model can be saved, exchange what all ranks will write, and return this rank's `_Save`."""
     refuse_adapters(model, SAVE)
     background.join()
     refresh_specs(model, SAVE)
@@ -151,7 +150,7 @@ def refuse_adapters(model: Any, step: str) -> None:
     """Raise WeightsError for a model with adapters, which training checkpoints do not support."""
     if model._slapo.adapters:
         hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
-        raise WeightsError(step, "model", "a model with adapters is not saved whole", hint)
+        raise WeightsError(step, "model", "models with adapters are not supported", hint)
 
 
 class _Save:
@@ -172,7 +171,7 @@ class _Save:
         self.texts: Mapping[str, str] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
-        """Return this rank's part of `merge`: digest and record of the optimizer, random states, position."""
+        """Return what ranks exchange: digest and record of the optimizer, random states, data position and extra."""
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
         local = consolidate.local_tensors(self.model, specs, mesh, rows=True)
@@ -207,16 +206,17 @@ class _Save:
         """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):
-            problem = f"ranks {differ} have another one than the first rank of their stage"
+            problem = f"on ranks {differ} it differs from that of the first rank of their stage"
             raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
         records = [record for _, record, *_ in found if record is not None]
         if records and len(records) != mesh.pp:
-            raise WeightsError(SAVE, "optimizer", f"found on {len(records)} of {mesh.pp} stages")
+            problem = f"found on {len(records)} of {mesh.pp} stages"
+            raise WeightsError(SAVE, "optimizer", problem, "pass the optimizer on all ranks")
         self.state["optimizer"] = optimizers.merge(records) if records else None
         self.state["torch_random"] = pack_states([states for _, _, states, _ in found])
         own = [mine for *_, mine in found]
         if differ := unlike([mine["step"] for mine in own]):
-            problem = f"rank {differ[0]} says {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
+            problem = f"rank {differ[0]} passed {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
             raise WeightsError(SAVE, "step", problem, "all ranks save after the same step")
         self.state["step"] = own[0]["step"]
         for name in OF_COPY:
@@ -261,7 +261,7 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return this rank's ({name: parameter or saved buffer}, {name: name in the whole model})."""
+    """Return this rank's ({name: parameter or saved buffer}, {name: name in files}), tensors gathered over dp."""
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
     parameters = {name for name, _ in model.named_parameters()}

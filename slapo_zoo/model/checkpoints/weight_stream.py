@@ -20,7 +20,8 @@ from slapo_zoo.parallel.local_tensors import Rows, runs_within
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import Run, TensorSpec
 from slapo_zoo.parallel.ranks.process_group import rank_guard
-from slapo_zoo.weights.load import Target, parse_size
+from slapo_zoo.weights.load import parse_size
+from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.zoo.argument_values import to_dtype
 
 PIECE = 16 << 20  # bytes of one message
@@ -128,15 +129,12 @@ def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
-    axis, runs, seen = spec.placement.axis, [], set()
-    for r, rank in enumerate(owners):
-        offset = 0
-        for start, stop in spec.placement.runs(spec.shape[axis], mesh.tp, r):
-            if (start, stop) not in seen:
-                runs.append(_Run(rank, axis, start, offset, stop - start))
-            seen.add((start, stop))
-            offset += stop - start
-    return runs
+    axis = spec.placement.axis
+    return [
+        _Run(rank, axis, run.start, offset, run.stop - run.start)
+        for r, rank in enumerate(owners)
+        for run, offset in spec.placement.owned(spec.shape[axis], mesh.tp, r)
+    ]
 
 
 def _send(
@@ -193,8 +191,8 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
             _spread(by_key.get(key), tensor, shape, dtype, model, rank)
         whole.put_back()
         if left:
-            problem = f"{len(left)} tensors did not come; the others are loaded"
-            raise SlapoError("load_stream", next(iter(left)), problem, "pass all of them")
+            problem = f"{len(left)} tensors are missing from the stream; the others were loaded"
+            raise SlapoError("load_stream", next(iter(left)), problem, "pass every tensor")
 
 
 def _next(pairs: Any, model: Any, rank: int) -> Any:

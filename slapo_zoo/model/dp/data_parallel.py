@@ -34,7 +34,7 @@ class Whole:
     optimizer: Any = None
 
     def put_back(self) -> None:
-        """Copy values that were read back into the engine; by default nothing was copied out."""
+        """Copy the gathered tensors into the engine, after a checkpoint was read into them; a no-op by default."""
 
 
 class DataParallel:
@@ -80,7 +80,7 @@ class DataParallel:
         return loss / self.loss_scale
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Average over dp the gradients that the backward has not averaged."""
+        """Average over dp the gradients that neither the backward nor an engine has averaged."""
         self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
@@ -135,6 +135,27 @@ def within_engine(model: Any) -> Iterator[None]:
         yield
     finally:
         runtime.within_engine = False
+
+
+class Native(DataParallel):
+    """An engine whose own object runs the model, and sums over dp in the backward of the last micro-batch.
+
+    Args:
+        native: the object.
+        loss_scale: what it averages over dp is asked for a sum: the number of ranks; 1 where it sums.
+    """
+
+    def __init__(self, native: Any, loss_scale: float = 1.0):
+        self.native, self.loss_scale = native, loss_scale
+
+    def run(self, model: Any, batch: dict[str, Any]) -> Any:
+        """Run the model within the engine's object."""
+        with within_engine(model):
+            return self.native(**batch)
+
+    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of one micro-batch, in which nothing is summed before the last one."""
+        return nullcontext() if is_last else self.native.no_sync()
 
 
 def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:

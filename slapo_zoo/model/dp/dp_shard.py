@@ -32,7 +32,10 @@ class Sharded(DataParallel):
     def reads(
         self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Yield (module, name, gathered tensor) of what stays gathered in a step; MeshError for replaced parameters."""
+        """Yield (module, name, gathered tensor) of the parameters outside blocks, which stay gathered during a step.
+
+        Raises MeshError if parameters were replaced since the load.
+        """
         self.shards.averages = in_own_loop
         self.blocks.forget()  # a backward that failed, or that of a block alone, left some
         whole: dict[int, Tensor] = {}
@@ -46,8 +49,8 @@ class Sharded(DataParallel):
             for module, name, (i, j) in block.places
         )
         if replaced:
-            problem = "found others than those of which each rank keeps its rows"
-            hint = "write new values into them, and leave out functional_call and assign=True"
+            problem = "they were replaced since the load, and the new ones are not sharded"
+            hint = "copy values into the parameters; functional_call and assign=True do not work"
             raise MeshError("forward", "the parameters of a model with dp_shard=", problem, hint)
         for module, name, p in read:
             yield module, name, whole[id(p)]
@@ -183,9 +186,7 @@ def _require_whole(module: nn.Module, _args: Any) -> None:
         if is_divided(p):
             if name in m.__dict__:
                 return
-            problem = (
-                f"{type(module).__name__} is called alone, and this rank keeps some of its rows"
-            )
+            problem = f"{type(module).__name__} is called outside the model's forward, and this rank holds only some rows"
             hint = (
                 "call the model or a whole block, which gather them, or load it without dp_shard="
             )

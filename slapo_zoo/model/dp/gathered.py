@@ -142,11 +142,11 @@ class Group:
         self.sums: list[Any] = [None] * len(parameters)  # whole gradients that wait, at stage 1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copy everything but the gathered tensors."""
+        """Return the state to pickle or copy: everything but the gathered tensors."""
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of the gathered parameters."""
+        """Return the dtype in which the group is gathered: `computes`, the dtype of the forward, or its own dtype."""
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:

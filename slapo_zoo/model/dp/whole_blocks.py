@@ -112,12 +112,12 @@ class Block:
         reading = {id(at) for at, *_ in self.places}
         for path, m in module.named_modules():
             if id(m) not in reading and any(map(is_divided, m._parameters.values())):
-                problem = f"{path}: it was no part of this block when the model was loaded"
+                problem = f"its child {path} was not part of this block when the model was loaded"
                 hint = "change the plain model, save it, and load that; or leave dp_shard out"
                 raise MeshError("forward", type(module).__name__, problem, hint)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: put the shards back."""
+        """Forward hook: put this rank's shards back in place of the gathered parameters."""
         if self._running:  # else it failed before it began
             self._running.pop().__exit__(None, None, None)
             self.blocks.running.pop()

@@ -63,7 +63,7 @@ def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
     found = _gathered(mine, mesh.world_size).tolist()
     if differ := unlike(found):
         shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
-        problem = f"ranks {differ} start with other values of {shapes} than rank 0"
+        problem = f"ranks {differ} have a trained input {shapes} with other values than rank 0"
         hint = (
             "make it after the same torch.manual_seed on every rank, or dist.broadcast(p.data, 0)"
         )
@@ -106,8 +106,8 @@ def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
     for stage in range(mesh.pp):
         ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:
-            problem = f"the ranks of stage {stage} have {sorted(numbers)} on sharded tensors"
-            hint = "register them on all ranks alike: ranks put the gradient together for them"
+            problem = f"the ranks of stage {stage} have {sorted(numbers)} hooks on sharded tensors"
+            hint = "register the same hooks on all ranks: each hook gathers the gradient from all"
             raise MeshError("train_step", "hooks on parameters", problem, hint)
 
 

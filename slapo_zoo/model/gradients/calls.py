@@ -66,7 +66,7 @@ class Calls:
         of_models.note(self.runtime, every)
         partial = self._partial()
         if self.divided_parameters and own_loop and partial:
-            problem = f"the engine divides parameters, and nothing sums {min(partial)} over tp"
+            problem = f"the engine shards parameters: nothing sums {min(partial)}.grad over tp"
             raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
         if self.divided_parameters or (self.mesh.world_size == 1 and own_loop):
             return

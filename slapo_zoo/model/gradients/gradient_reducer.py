@@ -58,7 +58,7 @@ class GradientReducer:
         return new
 
     def forget(self) -> None:
-        """Reset the state to that without a running backward."""
+        """Reset the state to that outside a backward."""
         self.buckets: list[Bucket] = []
         self.waiting: list[Bucket] = []  # those whose sum has not begun
         self.bucket_of: dict[int, Bucket] = {}
@@ -130,7 +130,7 @@ class GradientReducer:
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
-            problem = "it goes through one forward that divides its tokens and one that does not"
+            problem = "this backward goes through a forward with sharded tokens and one without"
             hint = "pad both batches to a multiple of tp (pad_to_multiple_of of the tokenizer)"
             raise MeshError("backward", "sequence_parallel=True", problem, hint)
         sharded = next(iter(self.token_modes), self.tokens_sharded)

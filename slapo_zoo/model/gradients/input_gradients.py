@@ -56,14 +56,14 @@ class InputGradients:
         if new and self.mesh.pp > 1:
             shapes = ", ".join(str(list(p.shape)) for p in new[:3])
             problem = (
-                f"it trains {shapes} of its own, and with pp > 1 the other stages do not know them"
+                f"it has trained parameters {shapes} that the other stages (pp > 1) do not have"
             )
             hint = "pass an nn.Module that holds them as loss_fn, on all ranks"
             raise SlapoError("train_step", "loss_fn", problem, hint)
         self._meet(new)
 
     def held(self) -> list[Tensor]:
-        """Return the tensors that got a gradient: the inputs themselves where there are stages."""
+        """Return the tensors outside the model that got a gradient: inputs of stages or trained parameters."""
         return [*(self.leaves.values() or self.beyond), *self.in_loss]
 
     def _meet(self, new: list[nn.Parameter]) -> None:
@@ -114,7 +114,7 @@ def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
 
 
 def require_alike(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
-    """Raise MeshError on all ranks where a parameter that is not in `known` has different values; add it."""
+    """Raise MeshError on all ranks if a parameter not yet in `known` has different values; add it to `known`."""
     if new := [p for p in parameters if p not in known]:
         check_trained_inputs(mesh, new)
         for p in new:
@@ -150,7 +150,7 @@ def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list
 
 
 def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Parameter]:
-    """Return the parameters of no model below some tensors in the autograd graph, not entering `ends`."""
+    """Return the parameters outside any scheduled model from which `tensors` are computed, not looking past `ends`."""
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)
     leaves = [getattr(node, "variable", None) for node in nodes]

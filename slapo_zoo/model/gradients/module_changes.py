@@ -53,7 +53,7 @@ def require_known_weights(model: Any, step: str) -> None:
             raise SlapoError(step, name, problem, hint)
     for names in groups if mesh.world_size > 1 else ():
         if len(apart := [name for name in names if name in found]) > 1:
-            problem = f"it is another tensor than {apart[0]}, with which it was tied"
+            problem = f"it was tied to {apart[0]}, and is a separate tensor now"
             hint = "load a model whose config says tie_word_embeddings=False"
             raise SlapoError(step, apart[1], problem, hint)
 
@@ -141,7 +141,7 @@ class Structure:
             is_same = at[0] == at[1] or at[0] == [0]  # an engine keeps it elsewhere
             if not is_same and (strict or None not in at):
                 problem = f"found {at[1] or 'none'}, expected this rank's {at[0] or 'none'}"
-                hint = "whole tensors: model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
+                hint = "for unsharded tensors: model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
                 raise WeightsError("load_state_dict", name, problem, hint)
         return parent.load_state_dict(state_dict, strict, assign)
 
@@ -152,7 +152,7 @@ class Structure:
     def init_weights(self, *args: Any, **kwargs: Any) -> Any:
         """Initialise weights on one rank; SlapoError on several, which would draw inconsistent shards."""
         if self.mesh.world_size > 1:
-            problem = "its ranks would draw alike parts of a tensor, or unlike copies"
+            problem = "each rank would draw by itself: equal shards, or unequal replicas"
             hint = "AutoScheduledModel.from_config(config, seed=...) draws what one process would"
             raise SlapoError("init_weights", "model", problem, hint)
         return super().init_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -80,7 +80,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     places = {p: place for p in parameters_of(optimizer) if (place := place_of(p))}
     meshes = [plan.mesh for plan, _ in places.values()]
     if name.startswith(WHOLE_MODEL) and any(mesh.tp * mesh.pp > 1 for mesh in meshes):
-        problem = "its step is made of dot products over all parameters, and this rank holds a part of them"
+        problem = "its step needs dot products over all parameters, not over shards"
         hint = "use tp=1 and pp=1 (dp is fine), or an optimizer that works element by element"
         raise SlapoError(f"{name}.step", "optimizer", problem, hint)
     if any(row.row_shards > 1 for plan, n in places.values() if (row := plan.of(n))):
@@ -101,7 +101,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     divided = {p: place for p, place in held.items() if p.grad is not None}
     closures = [value for value in (*args[1:], kwargs.get("closure")) if value is not None]
     if divided and closures:
-        problem = "it would run the model while its parameters are whole"
+        problem = "it would run the model while its parameters are gathered"
         raise SlapoError(f"{name}.step", "closure", problem, "call step() without one")
     _RUNNING[optimizer] = [(p, *place, p.data, p.grad) for p, place in divided.items()]
     for p, place in divided.items():

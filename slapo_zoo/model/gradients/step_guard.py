@@ -78,7 +78,7 @@ class StepGuard:
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _look_at_copies(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on all dp ranks if their replicas of the weights differ."""
+        """Raise MeshError on all dp ranks if the first elements of some parameters differ between replicas."""
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
             return
@@ -87,9 +87,7 @@ class StepGuard:
         dist.all_gather(rows, mine, group=self.mesh.group("loss"))
         found = torch.stack(rows)
         if ((found - found[0]).abs() > COPIES * found.abs().amax(0)).any():
-            problem = (
-                "dp ranks hold other weights: they took other steps, or steps of other gradients"
-            )
+            problem = "dp ranks have different weights: their steps or gradients were different"
             hint = (
                 "step on all ranks or on none, and average over dp what torch.autograd.grad returns"
             )
@@ -133,12 +131,15 @@ class StepGuard:
         self._require_same(rows, LOOSELY * alike / ALIKE)
         found = [[f if is_one else None for f, is_one, *_ in row[:PROBES]] for row in rows]
         if listed := self._unlike(found, alike):
-            problem = f"the ranks scaled their gradients by {listed}: by norms of their own parts"
+            problem = f"ranks scaled their gradients by different factors: {listed} (norms of their own shards?)"
             hint = "call model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_"
             raise MeshError("optimizer.step", "gradients", problem, hint)
 
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
-        """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter."""
+        """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
+
+        `rows` are the factors of all ranks ([ranks][probes][4]), `loosely` is the relative difference that is allowed.
+        """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
         if not any(
@@ -240,7 +241,7 @@ def _sample(p: nn.Parameter) -> Tensor:
 
 
 def _alone(gone: Sequence[int]) -> MeshError:
-    problem = f"{names_of(gone)} went on without a step: their weights are others from here on"
+    problem = f"{names_of(gone)} went on without this step, so their weights differ from now on"
     hint = (
         "step on all ranks or on none: let them agree on a number, e.g. torch.distributed.all_reduce of "
         "whether the loss is finite; slapo_zoo.GradScaler does it"
@@ -250,9 +251,7 @@ def _alone(gone: Sequence[int]) -> MeshError:
 
 def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
     shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
-    problem = (
-        f"{mesh_dim} ranks have other values or gradients of what is not the model's: {shapes}"
-    )
+    problem = f"{mesh_dim} ranks have different values or gradients of parameters outside the model: {shapes}"
     hint = (
         "make it alike on all ranks and apply it in the loss_fn of train_step, or wrap it: "
         "DistributedDataParallel(head, process_group=model.mesh.group('dp'))"

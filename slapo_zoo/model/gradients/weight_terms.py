@@ -34,9 +34,10 @@ def newest() -> int:
 
 
 def count_once(runtime: Any, loss: Tensor, began: int) -> None:
-    """Scale the gradients of terms on weights in a `train_step` loss (nodes after number `began`) to count once.
+    """Hook the terms of a `train_step` loss that depend on weights alone, so that sums over ranks count them once.
 
-    Raises MeshError for a term that mixes elements of a sharded weight, or with pp > 1.
+    These are autograd nodes after number `began`. Raises MeshError for a term that mixes elements of a
+    sharded weight, or with pp > 1.
     """
     mesh = runtime.schedule.mesh
     if mesh.world_size == 1:
@@ -48,11 +49,11 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
         name = names.get(id(p), "")
         row = runtime.plan.of(name)
         if mixed and (is_divided(p) or runtime.plan.sharded(name)):
-            problem = f"{mixed} looks at a whole weight ({name}), of which this rank holds a part"
-            hint = "add up numbers of single elements: p.square().sum() / number of all elements"
+            problem = f"{mixed} needs the unsharded weight {name}, this rank has a shard"
+            hint = "use a sum over single elements, e.g. p.square().sum() / number of all elements"
             raise MeshError("train_step", "loss_fn", problem, hint)
         if mesh.pp > 1 and not (row and row.sums(True, TIED)):
-            problem = f"it has a term on weights ({name}), and other stages hold the others"
+            problem = f"it has a term on the weight {name}, and other stages hold other weights"
             hint = "after train_step add its gradient to p.grad, for p of model.parameters()"
             raise MeshError("train_step", "loss_fn", problem, hint)
         factor = _factor(runtime, row, p)
@@ -87,7 +88,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether a node is not additive over shards: its value of a shard is no part of a sum over all."""
+    """Return whether an autograd node (e.g. of a mean) gives for a shard no summand of the whole weight's result."""
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean
@@ -111,7 +112,7 @@ class Uses:
         self.found: dict[int, list[Tensor]] = {}
 
     def note(self, output: Any, wanted: set[int]) -> None:
-        """Hook the uses of parameters with the ids `wanted` below an output in the autograd graph."""
+        """Hook every autograd node below `output` that uses a parameter with an id in `wanted`."""
         for node, index, p in _leaves(reached(nodes_of(output)) if wanted else ()):
             if id(p) in wanted:
                 node.register_hook(partial(self._came, id(p), index))

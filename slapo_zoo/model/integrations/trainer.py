@@ -49,7 +49,7 @@ class ScheduledTrainer(Trainer):
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
         if not hasattr(model, "_slapo"):
             problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
-            raise SlapoError("ScheduledTrainer", "model", problem, "or take transformers.Trainer")
+            raise SlapoError("ScheduledTrainer", "model", problem, "or use transformers.Trainer")
         self._own_loss = _own_loss(type(self), args, kwargs)
         _add_adapter(type(self), model, kwargs)
         refuse_options(model, args, self._own_loss)
@@ -238,7 +238,7 @@ def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
         return
     takes = {n for base in cls.__mro__ for n in signature(base.__init__).parameters}
     if "ref_model" in takes and kwargs.get("ref_model") is None:
-        problem = "the frozen reference would be the model that is trained"
+        problem = "without ref_model the trained model itself would be the reference"
         hint = "pass ref_model=copy.deepcopy(model) too"
         raise SlapoError(cls.__name__, "peft_config", problem, hint)
     model.add_adapter(config)

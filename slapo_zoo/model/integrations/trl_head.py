@@ -53,7 +53,7 @@ def _forward_at(temperature: float) -> Any:
 
 
 def _scored(model: Any, output: Any, logits: Any, target: Any, items: Any) -> Any:
-    """Return the per-token values that TRL reads, 0 where the label is -100."""
+    """Return TRL's output object: loss, log-probabilities and entropy per token, 0 where the label is -100."""
     from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
 
     mask = target != -100

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.errors import SlapoError
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.model.dp.dp_shard import Sharded
+from slapo_zoo.model.gradients.step_guard import ALWAYS
 from slapo_zoo.model.step.generation import refuse_cache, refuse_whole_heads, with_source
 from slapo_zoo.model.step.input_errors import explained
 from slapo_zoo.model.step.outputs import as_dict, refuse_outputs
@@ -22,7 +24,8 @@ from slapo_zoo.model.step.runtime import (
     takes_cache,
     tokens_divide,
 )
-from slapo_zoo.model.step.together import require_together
+from slapo_zoo.parallel.ranks.heartbeat import names_of
+from slapo_zoo.parallel.ranks.patience import meet
 from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.pipeline.pipeline_runtime import pipeline_forward
 
@@ -125,3 +128,32 @@ class _NoBackward(torch.autograd.Function):
         problem = "its layers are on several ranks, and this backward sees none of them"
         hint = "call model.train_step(batch, loss_fn=...), which runs forward and backward of all stages"
         raise SlapoError("backward", "the output of a model with pp > 1", problem, hint)
+
+
+def require_together(model: Any) -> None:
+    """Raise MeshError where some ranks that a call in eval mode needs have gone on without it.
+
+    Ranks meet in the first ALWAYS calls, and then once in `input_check_interval`.
+    """
+    runtime, interval = model._slapo, model.input_check_interval
+    if model.training or torch.compiler.is_compiling() or not interval:
+        return
+    runtime.evaluated += 1
+    if runtime.evaluated > ALWAYS and runtime.evaluated % interval:
+        return
+    ranks = computing_with(model)
+    if len(ranks) == 1:
+        return
+    with rank_guard("forward"):
+        if gone := meet("forward", ranks):
+            problem = f"{names_of(gone)} went on without it, and each rank computes a part of it"
+            hint = "call it on all ranks, each gets the whole output, and print or write on one"
+            raise MeshError("forward", "a model that is called on some ranks", problem, hint)
+
+
+def computing_with(model: Any) -> list[int]:
+    """Return the ranks with which a forward of a model communicates, this one included."""
+    mesh, engine = model.mesh, model._slapo.data_parallel
+    size = engine.shards.size if isinstance(engine, Sharded) else 1
+    sharing = mesh.coord("loss") // size  # which group of ranks that divide parameters
+    return [r for r in range(mesh.world_size) if mesh.coord("loss", r) // size == sharing]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.model.gradients.weight_terms import count_once, newest
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
 from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS
 
 OPTIONS = {"output_hidden_states", "output_attentions", "shift_labels", "num_items_in_batch"}
@@ -30,7 +30,7 @@ class OwnLoss:
         self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
-        """Return the share of a micro-batch; SlapoError unless loss_fn returns one element with a gradient."""
+        """Return loss_fn's value over the divisor; SlapoError unless it is one element with a gradient."""
         given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
         output, began = whole_output(output), newest()
         loss = self.loss_fn(output, given)
@@ -76,8 +76,8 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
     if targets is None:
         return float(parts)
     if len(targets) != 1:
-        problem = f"found {len(targets)} numbers, expected one: loss_fn is one term"
-        raise SlapoError("train_step", "targets", problem, "pass [how many loss_fn sums over]")
+        problem = f"found {len(targets)} numbers, expected one, as loss_fn is one loss term"
+        raise SlapoError("train_step", "targets", problem, "pass [targets that loss_fn sums over]")
     return totals[0]
 
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.model.step.forward import require_together
 from slapo_zoo.model.step.mixed_precision import computing_forward
 from slapo_zoo.model.step.runtime import count_rows
-from slapo_zoo.model.step.together import require_together
 
 FEATURES = re.compile(r"get_\w+_features")  # methods of CLIP and its kin that compute
 WHOLE = "_slapo_whole"  # of a part: what gives its model

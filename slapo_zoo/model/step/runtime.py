@@ -158,7 +158,7 @@ def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None
     if table.is_undivided(model.unscheduled_class) and any(
         not part.startswith("pp=") for part in divided
     ):
-        problem = f"parts of a batch do not add up to it, found {', '.join(divided)}"
+        problem = f"it is no mean over rows: the batch cannot be split, found {', '.join(divided)}"
         raise MeshError("the model", "its loss", problem, "pass micro_batches=1 and use dp=1")
     for name in table.whole_batch if divided else ():
         given = options.get(name)

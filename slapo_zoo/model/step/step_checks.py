@@ -86,7 +86,7 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
     other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
     if count > 1 and other:
         problem = f"{rows} rows go into {count} micro-batches, but not {', '.join(other)}"
-        hint = "give each row its own, leave to loss_fn what is of no row, or pass micro_batches=1"
+        hint = "give it a row per row of the batch, leave it out, or pass micro_batches=1"
         raise SlapoError("train_step", "batch", problem, hint)
 
 
@@ -120,9 +120,7 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
         dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.group(one))
         for name, (trained, least, most) in zip(names, found.tolist(), strict=True):
             if least + most < -SAME * least:
-                problem = (
-                    f"the stages that share it hold copies that differ: {least:.6g}, {-most:.6g}"
-                )
+                problem = f"its copies on the stages that share it differ: norms {least:.6g} and {-most:.6g}"
                 hint = "change and step it alike on all ranks; load the last checkpoint again"
                 raise MeshError("train_step", name, problem, hint)
             if not trained:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.model.dp.data_parallel import DataParallel
 from slapo_zoo.model.dp.dp_shard import Sharded
@@ -30,7 +31,6 @@ from slapo_zoo.model.step.runtime import (
 from slapo_zoo.model.step.step_counts import StepCounts, ask
 from slapo_zoo.parallel.known import knowing
 from slapo_zoo.parallel.losses.loss_means import GlobalMeans, count_targets, targets_of
-from slapo_zoo.parallel.losses.vocab_parallel import VocabLogits
 from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, split_batch
 
 
@@ -88,7 +88,7 @@ class Step:
         return bool(self.parameters or self.beside.given or self.own)
 
     def loss_of(self, part: Mapping[str, Any], rows: Tensor) -> Tensor:
-        """Return the share of a micro-batch in the loss of the step; `rows` are the global indices of its rows."""
+        """Run the forward of the micro-batch `part` (global row indices `rows`); return its share of the loss."""
         model, runtime = self.model, self.runtime
         state, first, inputs = runtime.schedule.state, int(rows[0]), own_loss.of_model(part)
         numbers = self.asked.of_rows(

@@ -1,4 +1,4 @@
-"""Losses of sharded batches and vocabularies: exact means over micro-batches and dp, logits over tp.
+"""The loss of a sharded batch: means over micro-batches and dp ranks, and what each head is trained on.
 
 Imports `parallel` and `errors`.
 """

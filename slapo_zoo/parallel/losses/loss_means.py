@@ -152,7 +152,7 @@ class GlobalMeans(TorchFunctionMode):
         return self.counts[k] * shape.numel() / self.part[k].numel()
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
-        """Return the sum of class weights over all targets of the batch; MeshError if `y` are not the labels."""
+        """Return the sum of class weights over all targets of loss `k`; MeshError if `y` are not its labels."""
 
         def weighed(targets: Tensor) -> Tensor:
             real = (targets != ignored) & (targets != IGNORED)

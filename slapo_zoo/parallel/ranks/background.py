@@ -44,7 +44,7 @@ class _Pending:
 
 
 def start(write: Callable[[], None]) -> Saving:
-    """Run `write`, a collective function, in a thread; a collective call of all ranks."""
+    """Run `write`, a collective function, in a thread, and return its `Saving`; a collective call of all ranks."""
     join()
     group = _group()
     saving = _Pending.saving = Saving()

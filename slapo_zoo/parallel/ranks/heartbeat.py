@@ -76,7 +76,7 @@ class Heart:
         self._stopped.set()
 
     def stop(self) -> None:
-        """Leave, and wait at most LEAVE_S seconds until the thread has ended."""
+        """Tell the other ranks that this one leaves, and wait at most LEAVE_S seconds for the end of the thread."""
         self.leave()
         self._thread.join(LEAVE_S)
 

@@ -92,7 +92,8 @@ def run_local(
             `traceback_text`.
     """
     if nprocs < 1:
-        raise MeshError("run_local", "nprocs", f"found {nprocs}, expected at least 1")
+        problem = f"found {nprocs}, expected at least 1"
+        raise MeshError("run_local", "nprocs", problem, "pass nprocs=1 for one rank")
     what = getattr(fn, "__name__", str(fn))
     ranks: list[LocalRank] = []
     try:

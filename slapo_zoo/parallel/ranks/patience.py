@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 class _Waiting:
-    """State of one process group: its patient group, and the number of steps at each place."""
+    """State of one process group: its gloo group with a long timeout, and the number of arrivals at each place."""
 
     def __init__(self) -> None:
         self.group, self.steps = None, Counter[str]()
@@ -46,7 +46,7 @@ _GROUP: ContextVar[Any] = ContextVar("group", default=None)  # a new thread star
 
 @contextmanager
 def over_group(group: Any) -> Iterator[None]:
-    """Context in which `gather_objects` uses another group of all ranks than the patient one."""
+    """Context in which `gather_objects` uses `group`, of all ranks, instead of `patient_group()`."""
     token = _GROUP.set(group)
     try:
         yield
@@ -135,7 +135,7 @@ def meet(what: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
-    """Wait until `is_done()`, logging for which ranks; RankError for a published error or a silent rank."""
+    """Wait until `is_done()`, logging which ranks are late; RankError if another rank failed or is silent."""
     begin = time.monotonic()
     pause, looked, told = 2e-5, begin, begin
     while not is_done():
@@ -151,7 +151,7 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the ranks that are late at a place; RankError where waiting is hopeless."""
+    """Return the ranks that have not come to `place` `number` times; RankError if one has failed or is silent."""
     heart = heartbeat.current()
     if heart is None:
         if seconds > LIMIT_S:

@@ -98,7 +98,7 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
         torch.cuda.set_device(cuda)
     elif device == "cuda":
         problem = f"found {torch.cuda.device_count()} CUDA devices, expected one per local rank"
-        raise MeshError(f"rank {os.environ['RANK']}", "device='cuda'", problem, "or choose cpu")
+        raise MeshError(f"rank {os.environ['RANK']}", "device='cuda'", problem, "or device='cpu'")
     backend = "gloo" if cuda is None else "nccl"
     start_s = START_S if timeout_s is None else timeout_s
     timeout = timedelta(seconds=timeout_of(timeout_s))

@@ -20,6 +20,7 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.rng.device_seeds import (
     NAMESPACE,
     DeviceSeeds,
+    drawn_cells,
     hashed_bits,
     hashed_cells,
     later,
@@ -37,7 +38,16 @@ from slapo_zoo.parallel.rng.stream_position import (
 
 # A graph that is replayed, as CUDA graphs are, would not ask for the position again.
 UNSAFE = [t for n in ("cudagraph_unsafe",) if (t := getattr(torch.Tag, n, None)) is not None]
-_SEEDS = DeviceSeeds()  # of all graphs
+
+
+class _SeedsOfGraphs(threading.local):
+    """Holds the seeds that compiled code has made: ranks may be threads, and each is at a position of its own."""
+
+    def __init__(self) -> None:
+        self.held = DeviceSeeds()
+
+
+_SEEDS = _SeedsOfGraphs()
 
 
 class RandomStream(StreamPosition):
@@ -65,7 +75,7 @@ class RandomStream(StreamPosition):
         return self._mask(x, p, site, heads)
 
     def _mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
-        keep = self.draw_cells(x, p, self.cells(x.shape[0], site, heads))
+        keep = drawn_cells(x, p, self.cells(x.shape[0], site, heads))
         return keep.div_(1.0 - p) if p < 1.0 else keep
 
     @staticmethod
@@ -110,13 +120,13 @@ class RandomStream(StreamPosition):
         return self.device_seeds.find(device, self.seed, at, key, rows, heads)
 
     def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
-        """Return the seeds of the mask of `keep_columns`, one per row of the last axis."""
+        """Return the seeds from which operators hash the mask of `keep_columns`, one per row of x."""
         found = self.seeds(whole := x.detach().new_empty(()).expand(*x.shape[:-1], size), site)
         rows = whole.numel() // max(size, 1) // max(len(found), 1)
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds of the mask of `keep_tokens`, those of this rank's tokens."""
+        """Return the seeds from which operators hash the mask of `keep_tokens`, whose arguments these are."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
         tokens = x.shape[0] // max(self.position()[2], 1)
@@ -124,7 +134,7 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """Return the seed of each cell of `count` rows, row by row, then by head; on the host."""
+        """Return as integers the seeds of `count` rows at a site: one per row, or per row and head, heads fastest."""
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))
         # A model may flatten [rows, choices, ...] to [rows * choices, ...].
@@ -156,7 +166,7 @@ class RandomStream(StreamPosition):
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
 
     def uniform(self, x: Tensor, site: Where) -> Tensor:
-        """Return numbers in [0, 1) in the shape of x, each row from its own cell (stochastic depth)."""
+        """Return numbers in [0, 1) in the shape of x, each row drawn from a seed of its own (stochastic depth)."""
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_uniform(*at, *in_graph(site), x.shape, x.dtype, x.device)
@@ -170,31 +180,15 @@ class RandomStream(StreamPosition):
         drawn = [np.random.Generator(np.random.SFC64(s)).random(x[0].numel()) for s in seeds]
         return torch.from_numpy(np.stack(drawn)).to(x.device, x.dtype).view(x.shape)
 
-    @staticmethod
-    def draw_cells(x: Tensor, p: float, seeds: list[int]) -> Tensor:
-        """Return 0 or 1 in the shape and dtype of x, one equal cell per seed, from a generator seeded per cell.
-
-        16 random bits per element, eight times as fast as `bernoulli_`: p is rounded to a multiple of 2**-16.
-        """
-        import numpy as np  # not at the top: exported kernels import torch alone
-
-        keep, least = torch.empty(x.shape, dtype=x.dtype), round(p * 65536) - 32768
-        if least > 32767 or not keep.numel():
-            return keep.zero_()
-        for cell, seed in zip(keep.view(len(seeds), -1), seeds, strict=True):
-            words = np.random.SFC64(seed).random_raw(-(-len(cell) // 4))
-            torch.ge(torch.from_numpy(words.view(np.int16))[: len(cell)], least, out=cell)
-        return keep
-
 
 def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStream:
     step, first_row, num_rows = at.tolist()  # on the host: nothing waits
     if num_rows == NOWHERE:
-        problem = "compiled code beside any call of the model would draw the same masks for ever"
-        raise SlapoError("dropout", "torch.compile", problem, "call a module alone uncompiled")
+        problem = "code compiled outside a call of the model would repeat its masks"
+        raise SlapoError("dropout", "torch.compile", problem, "call a lone module uncompiled")
     GRAPHS[0] += 1
     place = (first_row, num_rows) if rows else (0, 0)
-    stream = RandomStream(seed, step, *place, device_seeds=_SEEDS, is_open=True)
+    stream = RandomStream(seed, step, *place, device_seeds=_SEEDS.held, is_open=True)
     stream.real_tokens = real if rows else None
     return stream
 
@@ -261,7 +255,7 @@ def _(at, seed, rows, key, site, count, heads, device):
 def dropout(
     x: Tensor, p: float, stream: RandomStream, site: Where, heads: Sequence[int] = ()
 ) -> Tensor:
-    """Return x times its dropout mask (0 or 1/(1-p)), drawn from the cells of `site`; x itself for p = 0."""
+    """Return x times its dropout mask (0 or 1/(1-p)), drawn for the module path `site`; x itself for p = 0."""
     return x * stream.keep_mask(x, p, site, heads) if p > 0.0 else x
 
 

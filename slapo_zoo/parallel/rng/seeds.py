@@ -52,7 +52,7 @@ class RngTracker:
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
         """Context in which torch draws from a named state, which continues where it was left."""
         if name not in self.states:
-            problem = f"found states {sorted(self.states)}"
+            problem = f"no such state, found {sorted(self.states)}"
             hint = "call set_random_seed(..., tp_rank=...) first"
             raise ScheduleError("rng tracker", f"fork({name!r})", problem, hint)
         with torch.random.fork_rng():

@@ -41,7 +41,7 @@ Where = str | SiteName | int  # a site's path, its name, or the hash of it
 
 
 def hash_of(site: Where) -> int:
-    """Return a 32-bit hash of a site, the same in every process."""
+    """Return a 32-bit hash of a site (path of the module that draws), the same in every process."""
     return site if isinstance(site, int) else zlib.crc32(str(site).encode())
 
 

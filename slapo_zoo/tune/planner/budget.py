@@ -47,7 +47,7 @@ def policies_within(
     planner = Planner(config, hardware_of(options.device), tokens, precision, "eager", auto_class)
     chosen, least = choose(planner, layout, budget)
     if chosen is None:
-        problem = f"the planner counts {human(least)} where every block keeps as little as it can"
+        problem = f"activations need at least {human(least)} per rank, even with full recomputation"
         unit, name = (10**6, "MB") if least > 10**7 else (1000, "KB")
         hint = (
             f'the nearest that fits is activation_memory="{-(-least // unit)}{name}"; or fewer rows'

@@ -10,6 +10,7 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD
 
 RECOMPUTE = ((0.0, ""), (0.25, ""), (0.5, ""), (0.75, ""), (1.0, "save_matmuls"), (1.0, ""))
 LEAST = ((1.0, "sharded"),)  # where tp ranks have whole tokens
+CLOSED = ("1f1b", "gpipe", "interleaved_1f1b")  # orders whose time has a closed form
 MOST_ROWS = 64  # of a micro-batch
 MOST_INTERLEAVED = 32  # ranks of an interleaved pipeline
 
@@ -166,7 +167,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Return `in_flight` of every pp rank, counted by walking through the actions of the order."""
+    """Return, per pp rank, the micro-batches in flight in each of its stages at the moment when most are."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

@@ -15,19 +15,19 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import balanced_cuts
 from slapo_zoo.pipeline.stages import leaf_units
 from slapo_zoo.tune.planner.hardware import GIB, Hardware
-from slapo_zoo.tune.planner.layout import Layout, divisors, in_flight, layouts, places_of
+from slapo_zoo.tune.planner.layout import CLOSED, Layout, divisors, in_flight, layouts, places_of
 from slapo_zoo.tune.planner.mixtures import mixed
-from slapo_zoo.tune.planner.profile import Family, Profile
+from slapo_zoo.tune.planner.profile import Profile, Recompute
+from slapo_zoo.tune.planner.profiling import Family
 from slapo_zoo.tune.planner.refine import STARTS, refine
 from slapo_zoo.tune.planner.runtime_kind import find_precision, find_runtime
 from slapo_zoo.tune.planner.stage_memory import (
     RankMemory,
-    Recompute,
     StageMemory,
     rank_memory,
     stage_memory,
 )
-from slapo_zoo.tune.planner.timing import CLOSED, How, StageTime, StepTime, stage_time, step_time
+from slapo_zoo.tune.planner.timing import How, StageTime, StepTime, stage_time, step_time
 from slapo_zoo.zoo.apply import block_paths, spread, step_costs
 from slapo_zoo.zoo.table import base_prefix
 

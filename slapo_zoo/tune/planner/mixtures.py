@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from slapo_zoo.tune.planner.layout import Layout, in_flight, places_of
-from slapo_zoo.tune.planner.stage_memory import Recompute
+from slapo_zoo.tune.planner.profile import Recompute
 
 TRIES, MOST = 4, 400
 CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
@@ -82,10 +82,10 @@ def _both(a: Mixture, b: Mixture) -> Mixture:
 
 
 def _front(options: dict[str, list[Mixture]], offloads: bool) -> list[Mixture]:
-    """Return the mixtures that no other one beats in bytes and seconds, the smallest first.
+    """Return the Pareto front, by bytes and seconds, of choosing one policy per block; the smallest bytes first.
 
     Args:
-        options: block --> its alternatives.
+        options: block --> a `Mixture` for each policy that the block may have.
         offloads: whether offloading is allowed; it needs two blocks of buffer on the device.
     """
     moving = 2 * max((each[0].bytes for each in options.values()), default=0.0)

@@ -3,7 +3,7 @@
 import math
 from functools import lru_cache
 
-from slapo_zoo.language.products import Product
+from slapo_zoo.language.tape import Product
 from slapo_zoo.tune.planner.hardware import Hardware
 
 # (rows, columns, rate beside the largest) of the tiles that a GPU's library cuts a product into

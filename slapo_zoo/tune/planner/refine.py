@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from slapo_zoo.pipeline.orders import ORDERS
-from slapo_zoo.tune.planner.layout import Layout, divisors, orders_for
-from slapo_zoo.tune.planner.timing import CLOSED
+from slapo_zoo.tune.planner.layout import CLOSED, Layout, divisors, orders_for
 
 STARTS = 12  # of the wide search, each with another division of devices and rows
 GRAIN = 32  # shares of recomputation that are looked at

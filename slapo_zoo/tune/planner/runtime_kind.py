@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.zoo.precisions import precision_name
+from slapo_zoo.zoo.options import precision_name
 
 HOST = 8.0  # fitted, with the seconds of an operation, to published single-node runs
 

@@ -4,61 +4,16 @@ The maximum of three moments counts: the middle of a backward, when activations 
 grow; the all-reduce over dp; and the optimizer step.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
 from slapo_zoo.tune.planner.hardware import Hardware
 from slapo_zoo.tune.planner.layout import Layout
-from slapo_zoo.tune.planner.peak_use import Use
-from slapo_zoo.tune.planner.profile import Profile, Unit
+from slapo_zoo.tune.planner.profile import Profile, Recompute, Unit
 from slapo_zoo.tune.planner.runtime_kind import Precision, Runtime
 
 PREFETCHED = 2  # units whose weights are whole at a time where each rank keeps a part (ZeRO-3)
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """Policy of each unit: keep, recompute, or offload its activations.
-
-    Args:
-        blocks: names of the blocks that are recomputed with `policy`.
-        policy: what those blocks keep: "" nothing, "save_matmuls" outputs of matrix products, "attention"
-            all but what lies between q, k, v and the output of attention, "offload" everything in host
-            memory, "sharded" nothing but a tp shard of their input.
-        regathered: share of the gathered tokens that the backward gathers again instead of keeping.
-        each: unit --> its own policy ("keep" and "recompute" are possible too), before `policy`.
-        shares: number of tp ranks over which "sharded" divides a block's input.
-    """
-
-    blocks: frozenset[str] = frozenset()
-    policy: str = ""
-    regathered: float = 0.0
-    each: Mapping[str, str] = field(default_factory=dict)
-    shares: int = 1
-
-    def of(self, name: str) -> str:
-        """Return the policy of the unit `name`: "keep", "recompute", or a name that `policy` may have."""
-        found = self.policy if name in self.blocks else "keep"
-        return self.each.get(name, found) or "recompute"
-
-    def held(self, unit: Unit, use: Use) -> float:
-        """Return the bytes that a unit keeps from its forward to its backward."""
-        kept = use.kept - self.regathered * use.gathered
-        policy = self.of(unit.name)
-        if policy in ("keep", "offload"):
-            return kept if policy == "keep" else use.before
-        if policy == "attention":
-            return kept - use.attention_kept
-        return min(kept, use.before + use.output + use.matmuls * (policy == "save_matmuls"))
-
-    def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
-        """Return for each unit the bytes of its input that only other tp ranks keep ("sharded" policy)."""
-        hidden = min(
-            (u.output for n, u in zip(units, uses, strict=True) if n.is_block), default=0.0
-        )
-        share = hidden * (1 - 1 / self.shares)
-        return [share * (self.of(unit.name) == "sharded") for unit in units]
 
 
 @dataclass(frozen=True)
@@ -99,7 +54,7 @@ class StageMemory:
 def stage_memory(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute
 ) -> StageMemory:
-    """Return the memory of a stage of the units begin..end of a profile, for a micro-batch of `rows` rows."""
+    """Return the memory of a stage (units begin..end of a profile) for `rows` rows; `again`: policies of the units."""
     units, uses = profile.units[begin:end], profile.uses(rows)[begin:end]
     shared = [(size, names & {u.name for u in units}) for size, names in profile.shared]
     shared = [(size, names) for size, names in shared if names]

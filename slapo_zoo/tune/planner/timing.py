@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from slapo_zoo.parallel.gradient_buckets import BUCKET_BYTES
 from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, makespan, simulate
 from slapo_zoo.tune.planner.hardware import Hardware
-from slapo_zoo.tune.planner.layout import Layout, places_of
-from slapo_zoo.tune.planner.peak_use import Use, Work
-from slapo_zoo.tune.planner.profile import Profile
+from slapo_zoo.tune.planner.layout import CLOSED, Layout, places_of
+from slapo_zoo.tune.planner.profile import Profile, Recompute, Use, Work
 from slapo_zoo.tune.planner.rates import collective_seconds, group_rate, product_seconds
 from slapo_zoo.tune.planner.runtime_kind import Precision, Runtime
-from slapo_zoo.tune.planner.stage_memory import Recompute
 
 STATE_PASSES = 2  # AdamW reads and writes what it keeps, and a copy in float32
-CLOSED = ("1f1b", "gpipe", "interleaved_1f1b")
 GRADIENT_PASSES = 3  # for the norm, for scaling, for the update
 
 

@@ -104,7 +104,7 @@ def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
 
 
 def _refuse_dropout(config: Any, seam: bool) -> None:
-    """Raise ArchitectureError for a dropout in the config, since a plan does not say where it is applied."""
+    """Raise ArchitectureError for dropout in the config, whose place a plan does not say; `seam` allows attention's."""
     for name, value in vars(config).items():
         if not isinstance(value, float) or not value or (seam and name == "attention_dropout"):
             continue

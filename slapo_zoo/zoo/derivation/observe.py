@@ -61,7 +61,7 @@ class Observation:
         return readers | (self.called_in_part & self.calls.keys())
 
     def first_use(self, path: str) -> int:
-        """Return the order of the first use of a parameter below a path, else of its first call; 1 << 30 for never."""
+        """Return when, in the order of the forward, a module first used a parameter (or ran); 1 << 30 for never."""
         found = [at for name, at in self.uses.items() if name.startswith(f"{path}.")]
         return min(found, default=self.entered.get(path, 1 << 30))
 

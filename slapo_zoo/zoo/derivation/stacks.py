@@ -47,7 +47,7 @@ def _once(path: str, seen: Observation | None) -> bool:
 
 
 def _deepest(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the pattern of a list, or that of the inner lists if its modules are stages of equal layers."""
+    """Yield the pattern of a list's modules, or of the layers in them if every module is a stage with one list."""
     inner = {}
     for name, stage in module.named_children():
         lists = [(n, m) for n, m in stage.named_children() if _is_stack(m)]

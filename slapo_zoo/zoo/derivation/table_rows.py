@@ -261,7 +261,7 @@ def _groups(modules: Modules) -> Iterator[Group]:
 
 
 def _rule(modules: Modules, pattern: str) -> Rule:
-    """Return the rule that shards a pattern by itself, or `whole`."""
+    """Return the rule that shards the modules of a pattern without others, or `whole` (replicated) if there is none."""
     first, own = modules.patterns[pattern][0], modules.own_only(pattern)
     if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
         return whole
@@ -281,7 +281,7 @@ def _large(embedding: nn.Embedding) -> bool:
 
 
 def _experts(module: nn.Module) -> Rule:
-    """Return the rule of a module of stacked experts whose forward takes the router's choice, or `whole`."""
+    """Return the rule that shards stacked experts, called with tokens, expert indices and weights; else `whole`."""
     takes = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(takes) != 3 or takes[0] != "hidden_states" or "ind" not in takes[1]:
         return whole

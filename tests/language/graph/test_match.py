@@ -51,7 +51,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_one_pattern_finds_every_spelling(spelling):
+def test_pattern_matches_all_spellings_of_an_operation(spelling):
     def forward(m, x):
         return SPELLINGS[spelling](m, x * 1)
 
@@ -65,7 +65,7 @@ def softmax_of(x, q, k):
     return torch.softmax(q @ k.transpose(-2, -1) / 2, dim=-1) @ x
 
 
-def test_edges_decide_not_order():
+def test_match_compares_edges_not_order_of_nodes():
     """The same operations in the same order, with q and k exchanged, are another computation."""
     args = (X, X + 1, X + 2)
 
@@ -87,12 +87,12 @@ def test_edges_decide_not_order():
     assert count(lambda m, x: x.exp() + x.tanh(), lambda x: x.tanh() + x.exp()) == 1
 
 
-def test_one_argument_is_one_value():
+def test_pattern_argument_stands_for_one_value():
     assert count(lambda m, x: x.exp() + x, lambda x: x.exp() + x) == 1
     assert count(lambda m, x: x.exp() + m.bias, lambda x: x.exp() + x) == 0
 
 
-def test_constants_are_compared():
+def test_match_compares_constants():
     def gelu(m, x):
         return F.gelu(x, approximate="tanh")
 
@@ -111,7 +111,7 @@ def test_constants_are_compared():
     assert count(lambda m, x: m.soft(x), lambda x: torch.softmax(x, -1), soft=nn.Softmax(-1)) == 1
 
 
-def test_an_argument_takes_a_constant_and_tensors_of_a_module():
+def test_pattern_argument_matches_constants_and_parameters():
     (match,) = search(lambda m, x: F.dropout(x, 0.25, True), lambda x, p: F.dropout(x, p))
     assert match.inputs["p"] == 0.25
     norm = nn.LayerNorm(8, eps=1e-6)
@@ -128,7 +128,7 @@ def test_an_argument_takes_a_constant_and_tensors_of_a_module():
     assert count(lambda m, x: m.fc(x), pattern, fc=nn.Linear(8, 8, bias=False)) == 1
 
 
-def test_inner_values_must_be_used_once():
+def test_match_with_inner_value_used_elsewhere_is_refused():
     def twice(m, x):
         y = x.exp()
         return y.tanh() + y
@@ -140,7 +140,7 @@ def test_inner_values_must_be_used_once():
     assert count(twice, lambda x: (lambda y: y.tanh() + y)(x.exp())) == 1
 
 
-def test_a_way_round_is_refused():
+def test_match_with_a_path_around_it_is_refused():
     """The subgraph would have to run before and after what lies between its parts."""
 
     def forward(m, x):
@@ -154,7 +154,7 @@ def test_a_way_round_is_refused():
     assert "on the way to an input" in found.rejected[0][1]
 
 
-def test_overlaps_go_to_the_first_and_are_reported():
+def test_overlapping_matches_keep_the_first_and_are_reported():
     found = search(lambda m, x: x.exp().exp().exp(), lambda x: x.exp().exp())
     assert len(found) == 1
     assert len(found.overlapping) == 1
@@ -214,8 +214,8 @@ def test_arithmetic_on_sizes_is_no_tensor_operation():
 
 def test_bad_patterns_are_refused():
     for pattern, text in (
-        (lambda x, y: x.exp(), r"\['y'\] take no part"),
-        (lambda x: x, "does nothing"),
+        (lambda x, y: x.exp(), r"\['y'\] are not used"),
+        (lambda x: x, "computes nothing"),
         (lambda x: x if x.sum() > 0 else x.exp(), "sizes and `if` have no place"),
         (7, "a regex, a predicate"),
     ):

@@ -42,7 +42,7 @@ def assert_same(new, old):
     torch.testing.assert_close(x.grad, z.grad)
 
 
-def test_vertical_by_name_position_and_default():
+def test_replacement_inputs_match_by_name_position_and_default():
     def by_name(right, left, slope=0.0):
         return F.leaky_relu(left - right, slope)
 
@@ -71,7 +71,7 @@ def test_the_wrong_number_of_arguments_is_refused():
     assert_same(graph, net)
 
 
-def test_horizontal_carries_parameters():
+def test_horizontal_replacement_keeps_parameters():
     class Fused(nn.Module):
         def __init__(self):
             super().__init__()
@@ -88,7 +88,7 @@ def test_horizontal_carries_parameters():
     torch.testing.assert_close(graph.Fused_0.weight[8:16], net.b.weight)
 
 
-def test_horizontal_needs_the_same_inputs():
+def test_horizontal_replacement_with_different_inputs_is_refused():
     _, graph = traced()
     first = find(graph, "", lambda x: call_module("a", x))
     other = find(graph, "", lambda x: x.tanh())
@@ -103,7 +103,7 @@ def test_a_subgraph_with_several_outputs_is_replaced():
     assert_same(graph, net)
 
 
-def test_a_node_with_its_own_arguments():
+def test_replace_node_passes_the_arguments_of_the_node():
     net, graph = traced()
     (node,) = (n for n in graph.graph.nodes if n.name == "relu")
     replace_node(graph, node, lambda input, inplace: torch.clamp_min(input, 0))
@@ -113,7 +113,7 @@ def test_a_node_with_its_own_arguments():
         replace_node(graph, node, F.relu)
 
 
-def test_hooks_are_not_lost_in_silence():
+def test_replacing_a_hooked_module_is_refused():
     _, graph = traced()
     graph.a.register_forward_hook(lambda m, args, y: y * 2)
     (match,) = find(graph, "", lambda x: call_module("a", x))
@@ -121,7 +121,7 @@ def test_hooks_are_not_lost_in_silence():
         replace_vertical(match, lambda x: x)
 
 
-def test_inputs_that_are_known_too_late():
+def test_match_with_inputs_computed_too_late_is_refused():
     class Late(nn.Module):
         def forward(self, x):
             y = x.exp()
@@ -135,7 +135,7 @@ def test_inputs_that_are_known_too_late():
     assert_same(graph, Late())
 
 
-def test_a_group_keeps_names_and_follows_changes():
+def test_grouped_module_keeps_names_and_follows_changes():
     net, graph = traced()
     names = list(graph.state_dict())
     (match,) = find(graph, "", lambda x, y: F.relu(call_module("a", x) - y))

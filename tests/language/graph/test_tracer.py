@@ -31,7 +31,7 @@ def assert_exact(mine, theirs):
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "tree"])
 @pytest.mark.parametrize("part", ["attention", "block"])
 @pytest.mark.parametrize("family", MODELS)
-def test_part_is_exact_on_another_size(family, part, flatten):
+def test_traced_module_is_exact_on_another_input_size(family, part, flatten):
     model = shared_model(family)
     path = MODELS[family][2 if part == "attention" else 3]
     if not path:
@@ -48,7 +48,7 @@ def test_part_is_exact_on_another_size(family, part, flatten):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_whole_model_is_exact_with_a_padding_mask(family):
+def test_traced_model_is_exact_with_a_padding_mask(family):
     model = shared_model(family)
     args, kwargs = capture(model, "")
     traced = trace_module(model, args, kwargs, flatten=True)
@@ -60,7 +60,7 @@ def test_whole_model_is_exact_with_a_padding_mask(family):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "opt", "llama"])
-def test_gradients_and_dropout_follow_the_mode(family):
+def test_traced_model_follows_train_and_eval_mode(family):
     """Traced in eval mode; in training it drops what the model drops, with the same gradients."""
     model = tiny_model(family)
     traced = trace_module(model, *capture(model, ""), flatten=True)
@@ -79,7 +79,7 @@ def test_gradients_and_dropout_follow_the_mode(family):
     assert_exact(traced(**batch), model(**batch))
 
 
-def test_hierarchy_keeps_the_tree():
+def test_hierarchical_trace_keeps_the_module_tree():
     model = tiny_model("bert")
     before = dict(model.named_parameters())
     layers = model.bert.encoder.layer
@@ -168,7 +168,7 @@ class Doubled(torch.autograd.Function):
         ("function", "calls the autograd function Doubled"),
     ],
 )
-def test_it_raises_instead_of_guessing(how, cause):
+def test_untraceable_forward_raises(how, cause):
     module = Odd(how)
     patched = (torch.arange, torch.rand, isinstance, nn.Module.__setattr__, nn.Module.__call__)
     draws = torch.get_rng_state()
@@ -191,14 +191,14 @@ def test_the_error_names_the_inner_module_and_a_leaf_helps():
         assert_exact((trace_module(module, (x,), leaves=(leaf,), flatten=True)(x),), (module(x),))
 
 
-def test_a_decision_on_a_size_is_checked_in_each_call():
+def test_branch_on_a_size_is_guarded_in_each_call():
     traced = trace_module(Odd("shape"), (torch.ones(2, 3, 4),))
     assert_exact((traced(torch.ones(5, 7, 4)),), (traced(torch.ones(5, 7, 4)),))
     with pytest.raises(ScheduleError, match="was True during the trace, this call has False"):
         traced(torch.ones(2, 2, 4))
 
 
-def test_arguments_that_were_none_or_literal_are_checked():
+def test_none_and_literal_arguments_are_guarded():
     x = torch.ones(2, 3, 4)
     traced = trace_module(Odd("flag"), (x,))
     assert_exact((traced(x, None),), (traced(x),))
@@ -224,7 +224,7 @@ def test_buffers_and_modes_are_restored():
     assert traced.get_submodule("1") is net[1]
 
 
-def test_what_has_its_own_forward_stays_whole():
+def test_module_with_changed_forward_stays_a_leaf():
     net = nn.Sequential(Odd(""), Odd(""))
     net[0].forward = net[0].forward  # as checkpoint and fork_rng do
     net[1].register_forward_hook(lambda m, args, y: y * 3)  # as sync does
@@ -239,7 +239,7 @@ def test_what_has_its_own_forward_stays_whole():
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_types_are_symbolic(family):
+def test_traced_model_runs_in_another_dtype(family):
     """Traced in float32, run in bfloat16, under autocast and by dynamo."""
     model = tiny_model(family)
     traced = trace_module(model, *capture(model, ""), flatten=True)
@@ -253,7 +253,7 @@ def test_types_are_symbolic(family):
         assert_exact(compiled(**batch), model(**batch))
 
 
-def test_a_decision_on_a_type_is_checked():
+def test_branch_on_a_dtype_is_guarded():
     model = tiny_model("t5")
     traced = trace_module(model, *capture(model, ""), flatten=True)
     batch = batch_for(model, 3, 11)

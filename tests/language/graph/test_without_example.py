@@ -42,7 +42,7 @@ class Unpacked(nn.Module):
         return [part + 1 for part in x]
 
 
-def test_find_needs_no_example():
+def test_find_works_without_example_inputs():
     schedule = create_schedule(Pair())
     assert len(schedule.find(lambda x: nnf.relu(x + 1))) == 2
     assert [path for path, _ in schedule["a"].find("out")] == ["a"]
@@ -53,7 +53,7 @@ def test_find_needs_no_example():
     "options", [{}, {"flatten": True}, {"leaves": ["a"]}, {"recursive": False}]
 )
 @pytest.mark.parametrize("rows", [2, 3])
-def test_the_graph_computes_what_the_module_does(options, rows):
+def test_graph_without_example_equals_the_module(options, rows):
     torch.manual_seed(0)
     model, x = Pair().eval(), torch.randn(rows, 5, 8)
     want = model(x, y=x)
@@ -66,7 +66,7 @@ def test_the_graph_computes_what_the_module_does(options, rows):
 
 
 @pytest.mark.parametrize("model", [Decides(), Unpacked()])
-def test_what_decides_by_values_asks_for_an_example(model):
+def test_value_dependent_forward_asks_for_an_example(model):
     with pytest.raises(ScheduleError, match="there is no example of it") as caught:
         create_schedule(model).trace()
     assert "pass example_inputs" in str(caught.value)

@@ -48,7 +48,7 @@ LAYERS = ["bert.encoder.layer.0", "bert.encoder.layer.1"]
 
 
 @pytest.mark.parametrize("options", [{"offload": True}, {"policy": "offload"}], ids=str)
-def test_what_is_kept_comes_back_one_module_ahead(options):
+def test_offloaded_activations_return_one_module_ahead(options):
     sch = Schedule(tiny_model("bert"))
     sch[BLOCKS].checkpoint(**options)
     sch.state.offloads.notes = notes = []
@@ -60,7 +60,7 @@ def test_what_is_kept_comes_back_one_module_ahead(options):
     assert (flops(sch.model) == flops(tiny_model("bert"))) == ("policy" in options)
 
 
-def test_views_of_a_tensor_are_one_copy(monkeypatch):
+def test_offloaded_views_share_one_copy(monkeypatch):
     """A copy as a GPU makes it: what was kept is another tensor with the same values and strides."""
     made = []
 
@@ -74,7 +74,7 @@ def test_views_of_a_tensor_are_one_copy(monkeypatch):
         )
         made.append(tensor.untyped_storage()._cdata)
 
-    monkeypatch.setattr(offload.Waiting, "__init__", away)
+    monkeypatch.setattr(offload.HostCopy, "__init__", away)
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     sch[BLOCKS].checkpoint(policy="offload")
     sch.state.offloads.notes = []
@@ -82,7 +82,7 @@ def test_views_of_a_tensor_are_one_copy(monkeypatch):
     assert made
 
 
-def test_nothing_happens_in_eval():
+def test_checkpoint_does_nothing_in_eval():
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     sch[BLOCKS].checkpoint(policy="save_matmuls", offload=True)
     batch = batch_for(plain, 3, 11)
@@ -122,7 +122,7 @@ def test_checkpoint_errors_say_what_to_do():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_the_function_restores_the_stream(use_reentrant):
+def test_checkpoint_function_restores_the_random_stream(use_reentrant):
     stream = RandomStream(seed=3)
     x = torch.ones(4, 32, requires_grad=True)
     y = checkpoint(

@@ -205,7 +205,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_sizes_follow_the_axis_that_is_divided(name):
+def test_shard_updates_the_size_attribute_of_its_axis(name):
     make, axis, attribute, size = SIZES[name]
     sch = Schedule(nn.Sequential(make()), Mesh(tp=2))
     before = {k: v for k, v in vars(sch["0"].mod).items() if isinstance(v, int | tuple)}
@@ -290,6 +290,6 @@ def test_a_sync_op_is_one_decorator(ranks):
 
 
 @pytest.mark.usefixtures("registries")
-def test_names_are_taken_once():
+def test_duplicate_sync_op_name_is_refused():
     with pytest.raises(ScheduleError, match="already registered"):
         slapo_zoo.sync_op("all_reduce", "fwd_post")(lambda x, sync, site: x)

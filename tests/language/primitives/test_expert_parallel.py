@@ -20,18 +20,18 @@ def schedule(rank=0):
 
 
 @pytest.mark.parametrize(("rank", "local"), [(0, 3), (1, 2)])
-def test_counts_this_ranks_experts(rank, local):
+def test_expert_parallel_sets_the_local_number_of_experts(rank, local):
     sch = schedule(rank)
     sch["0"].shard("up", 0, uneven=True).expert_parallel()
     assert sch["0"].mod.num_experts == local == len(sch["0"].mod.up)
 
 
-def test_parameters_must_be_divided_first():
+def test_expert_parallel_on_unsharded_parameters_is_refused():
     with pytest.raises(ScheduleError, match="up does not hold 3 of 5 experts on axis 0"):
         schedule()["0"].expert_parallel()
 
 
-def test_names_the_attribute():
+def test_expert_parallel_with_unknown_attribute_is_refused():
     with pytest.raises(ScheduleError, match="expected an integer attribute 'experts'"):
         schedule()["0"].expert_parallel("experts")
 

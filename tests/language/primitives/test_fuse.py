@@ -29,7 +29,7 @@ def scheduled_bias_gelu(**fuse):
     return sch
 
 
-def test_bias_gelu_grouped():
+def test_fuse_without_compiler_groups_bias_gelu():
     sch = scheduled_bias_gelu(compiler=None, name="BiasGelu")
     assert "BiasGelu_0" in dict(sch[f"{LAYER}.intermediate"].mod.named_children())
     assert_same_step(sch.model, tiny_model("bert"))
@@ -203,7 +203,7 @@ def test_errors_of_fuse_and_partial_replace():
         other.replace(F.gelu, found)
 
 
-def test_replace_one_node():
+def test_replaced_single_nodes_equal_the_plain_model():
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     layer = sch[f"{LAYER}.intermediate"]
     layer.trace(flatten=True)

@@ -45,7 +45,7 @@ def round_trip(sch, mesh=None):
     return again
 
 
-def test_annotation_survives_a_division():
+def test_annotation_survives_shard():
     sch = Schedule(net(), Mesh(tp=2, rank=1))
     sch["0"].annotate("weight", "foo", 7).shard("weight", 0)
     assert sch["0"].mod.weight.foo == 7
@@ -219,7 +219,7 @@ def test_arguments_of_another_kind_are_refused(use, problem):
     assert sch.history == []
 
 
-def test_json_with_an_argument_of_another_kind():
+def test_json_argument_of_wrong_type_raises():
     text = '{"format": "slapo-zoo-schedule/1", "steps": [["0", "shard", {"param_name": "weight", "axis": "0"}]]}'
     with pytest.raises(ScheduleError, match=r"step 0.*axis: found '0'"):
         from_json(text)
@@ -280,7 +280,7 @@ def test_fused_attention_within_drops_probabilities_by_row(form, heads):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_an_attribute_of_the_config_is_the_modules_own():
+def test_shard_attribute_of_config_changes_one_module_only():
     """The model's config keeps its number of heads, and so do modules without a directive."""
     from types import SimpleNamespace
 

@@ -58,7 +58,7 @@ def test_a_reshard_moves_values_forward_and_gradients_back(op, mode, shape, rank
 
 
 @pytest.mark.parametrize("op", ["RR->RR", "RS->RR", "SR->RR"])
-def test_gradients_that_are_parts_are_summed(op, ranks):
+def test_partial_gradients_are_all_reduced(op, ranks):
     source, target = op.split("->")
     x, upstream = torch.randn(4, 6), torch.randn(2, 4, 6)
     for r, (y, dx) in enumerate(ranks.run(moved, 2, op, "fwd_post", x, upstream, True)):
@@ -67,7 +67,7 @@ def test_gradients_that_are_parts_are_summed(op, ranks):
 
 
 @pytest.mark.parametrize("op", FORMS)
-def test_a_form_is_the_identity_on_one_rank(op):
+def test_reshard_is_the_identity_on_one_rank(op):
     x = torch.randn(4, 6, requires_grad=True)
     sch = Schedule(nn.Sequential(Twice()))
     sch["0"].sync("fwd_pre", op).sync("fwd_post", op)
@@ -152,13 +152,13 @@ def divided(axis):
 
 
 @pytest.mark.parametrize("op", ["all_gather", "scatter", "RR->RS", "RS->RR"])
-def test_a_part_of_a_sum_is_summed_first(op):
+def test_reshard_of_partial_sums_is_refused(op):
     with pytest.raises(ScheduleError, match="each rank holds a part of a sum"):
         divided(1).sync("fwd_post", op)
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "RR->RS"])
-def test_columns_are_not_summed(op):
+def test_all_reduce_of_column_shards_is_refused(op):
     with pytest.raises(ScheduleError, match="each rank holds other columns of the output"):
         divided(0).sync("fwd_post", op)
 
@@ -167,7 +167,7 @@ def test_columns_are_not_summed(op):
     "module", [nn.Linear(4, 6), nn.Embedding(4, 6), nn.Conv2d(4, 6, 1)], ids=str
 )
 @pytest.mark.parametrize("op", ["all_reduce", "all_reduce_twice", "reduce_scatter"])
-def test_a_whole_output_is_not_summed(module, op):
+def test_all_reduce_of_replicated_output_is_refused(module, op):
     sch = Schedule(nn.Sequential(module), Mesh(tp=2))
     with pytest.raises(ScheduleError, match="the sum is 2 times the output"):
         sch["0"].sync("fwd_post", op)
@@ -177,7 +177,7 @@ def test_a_whole_output_is_not_summed(module, op):
     assert Schedule(nn.Sequential(module), Mesh())["0"].sync("fwd_post", op)
 
 
-def test_a_whole_bias_does_not_fit_a_divided_output():
+def test_unsharded_bias_on_sharded_output_is_refused():
     with pytest.raises(ScheduleError, match="the bias is whole and the output divided"):
         divided(1).sync("fwd_post", "reduce_scatter")
     assert divided(1).sync("fwd_post", "reduce_scatter", axis=0)
@@ -193,7 +193,7 @@ def two_ops(x):
     return net(lay(x, "RS", 2, dist.get_rank())).detach()
 
 
-def test_a_second_op_follows_the_first(ranks):
+def test_second_sync_op_runs_after_the_first(ranks):
     x = torch.randn(4, 4)
     torch.manual_seed(5)
     want = nn.Linear(4, 6)(x).detach()

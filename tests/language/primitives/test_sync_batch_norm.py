@@ -17,7 +17,7 @@ def test_one_rank_is_plain_batch_norm():
     assert all(torch.equal(a, b) for a, b in zip(mine.buffers(), plain.buffers(), strict=True))
 
 
-def test_recomputation_does_not_count():
+def test_recomputation_does_not_update_batch_norm_statistics():
     norm = nn.BatchNorm2d(3)
     sch = Schedule(nn.Sequential(nn.Sequential(norm)))
     sch["0.0"].sync_batch_norm()

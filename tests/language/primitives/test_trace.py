@@ -21,7 +21,7 @@ def outputs(model, batch):
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_the_model_runs_as_before(flatten):
+def test_traced_model_equals_the_plain_one(flatten):
     model, plain = tiny_model("gpt2"), tiny_model("gpt2")
     sch = Schedule(model)
     sch["transformer.h.*"].trace(flatten=flatten)
@@ -60,7 +60,7 @@ def test_the_whole_model_is_traced():
     assert sch.model.get_input_embeddings() is sch.model.transformer.wte
 
 
-def test_inlined_modules_are_out_of_reach():
+def test_directive_on_inlined_module_is_refused():
     sch = Schedule(tiny_model("gpt2"))
     sch[BLOCK].trace(flatten=True)
     with pytest.raises(ScheduleError, match=f"inlined into the graph of '{BLOCK}'"):

@@ -19,7 +19,7 @@ CONFIG = GPT2Config(**SIZES, bos_token_id=1, eos_token_id=2, loss_type="ForCausa
 CONFIG.architectures = ["GPT2LMHeadModel"]
 
 
-def test_no_mixture_of_four_blocks_is_cheaper():
+def test_chosen_policies_are_the_cheapest_of_all_mixtures():
     """Beside all 256, on a device whose host is far away."""
     planner = Planner(CONFIG, replace(HARDWARE["h100"], host=1e9), 32, "bf16")
     layout = Layout(rows=4, micro_batches=2)
@@ -45,7 +45,7 @@ def test_no_mixture_of_four_blocks_is_cheaper():
     assert choose(planner, layout, plain.ranks[0].activations + 1)[0] == ("keep",) * 4
 
 
-def test_tp_ranks_hold_a_smaller_budget():
+def test_tp_lowers_the_smallest_possible_budget():
     """Shares of inputs are the last resort, and what is chosen keeps what was asked."""
     planner, layout = Planner(CONFIG, HARDWARE["cpu"], 32, "fp32"), Layout(tp=2, rows=4)
     recomputed = replace(layout, checkpoint_ratio=1.0)
@@ -62,7 +62,7 @@ def load(budget, **more):
     return AutoScheduledModel.from_config(CONFIG, **given)
 
 
-def test_the_loader_takes_the_mixture():
+def test_loader_applies_the_chosen_policies():
     batch = {"input_ids": torch.arange(128).reshape(4, 32) % 64}
     batch["labels"] = batch["input_ids"]
     counted = []
@@ -76,12 +76,12 @@ def test_the_loader_takes_the_mixture():
     assert activations[0] > activations[1] > activations[2]
 
 
-def test_what_cannot_be_is_refused():
+def test_impossible_activation_memory_is_refused():
     with pytest.raises(MeshError, match=r"nearest that fits is activation_memory=\"\d+KB\""):
         load(1000)
     with pytest.raises(SlapoError, match=r"micro_batch_shape=\(4, 1024\)"):
         load("1GB", micro_batch_shape=None)
-    with pytest.raises(SlapoError, match="pass one of them"):
+    with pytest.raises(SlapoError, match="pass only one of the two"):
         load("1GB", checkpoint_ratio=0.5)
     with pytest.raises(SlapoError, match=r"8GB"):
         load("much")

@@ -24,11 +24,11 @@ def check(rows):
 
 
 @pytest.mark.slow
-def test_one_model_in_one_process(memory):
+def test_planned_memory_of_gpt2_meets_measured(memory):
     check(memory.cells("gpt2", "small", {"1": (1, 1)}, {"blocks": {"checkpoint_ratio": 1.0}}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "opt", "llama"])
-def test_every_family_on_every_layout(memory, family):
+def test_planned_memory_of_every_family_meets_measured(memory, family):
     check(memory.cells(family, "small", memory.LAYOUTS, memory.RECOMPUTE))

@@ -16,13 +16,14 @@ from slapo_zoo.cli.main import main
 from slapo_zoo.pipeline.orders import ORDERS, StageMap
 from slapo_zoo.pipeline.timeline import makespan, simulate
 from slapo_zoo.tune.planner import calibrate, hardware
-from slapo_zoo.tune.planner.advice import worth
 from slapo_zoo.tune.planner.hardware import HARDWARE, find_hardware
 from slapo_zoo.tune.planner.layout import Layout, divisors, in_flight, layouts, places_of
+from slapo_zoo.tune.planner.layout_report import worth
 from slapo_zoo.tune.planner.layout_search import Planner
-from slapo_zoo.tune.planner.profile import Family, shorter
+from slapo_zoo.tune.planner.profile import Recompute
+from slapo_zoo.tune.planner.profiling import Family, shorter
 from slapo_zoo.tune.planner.runtime_kind import find_precision, find_runtime
-from slapo_zoo.tune.planner.stage_memory import Recompute, stage_memory
+from slapo_zoo.tune.planner.stage_memory import stage_memory
 from slapo_zoo.tune.planner.timing import How, StageTime, step_time
 from slapo_zoo.zoo.argument_values import to_dtype
 from slapo_zoo.zoo.outline import Outline
@@ -42,7 +43,7 @@ def config_for(case):
 
 
 @pytest.mark.parametrize("case", [GPT2, LLAMA, T5], ids=lambda case: case.cls)
-def test_three_blocks_stand_for_all(case):
+def test_profile_of_three_blocks_equals_the_whole_model(case):
     short, whole = Family(config_for(case)), Family(config_for(case))
     assert short.is_small
     whole.small, whole.is_small = whole.config, False
@@ -66,7 +67,7 @@ def test_three_blocks_stand_for_all(case):
     ("SwinForImageClassification", {"drop_path_rate": 0.1}), ("DebertaV2ForMaskedLM", {}),
     ("Gemma2ForCausalLM", {"num_hidden_layers": 6}), ("WhisperForConditionalGeneration", {}),
 ])  # fmt: skip
-def test_what_is_planned_has_the_weights_of_the_model(cls, changes):
+def test_planned_parameters_equal_the_model(cls, changes):
     """Each unit once, in families of sub-configs, windows, distances, capped scores and layers skipped."""
     config = config_for(Case(cls, ("class",), tuple(changes.items()), dropout=0.1))
     planner = Planner(config, CPU, 12)
@@ -74,7 +75,7 @@ def test_what_is_planned_has_the_weights_of_the_model(cls, changes):
     assert planner.forecast(Layout(rows=2)).ranks[0].weights == pytest.approx(2 * whole, rel=0.01)
 
 
-def test_families_whose_blocks_differ_are_run_whole():
+def test_families_with_different_blocks_are_profiled_whole():
     neo = config_for(Case("GPTNeoForCausalLM", ("tokens",)))
     assert shorter(neo, {4}) is None
     assert not Family(neo).is_small
@@ -86,7 +87,7 @@ def test_families_whose_blocks_differ_are_run_whole():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [GPT2, T5], ids=lambda case: case.cls)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 4)])
-def test_weights_and_cuts_are_those_of_the_outline(case, tp, pp):
+def test_planned_weights_and_cuts_equal_the_outline(case, tp, pp):
     planner = Planner(config_for(case), CPU, 8, "fp32")
     found = planner.forecast(Layout(tp, pp, 1, 1, pp))
     outline = Outline(config_for(case), None, Mesh(tp, pp), torch.float32)
@@ -96,7 +97,7 @@ def test_weights_and_cuts_are_those_of_the_outline(case, tp, pp):
     assert {r: rank.weights for r, rank in enumerate(found.ranks)} == sizes
 
 
-def test_what_is_alive_is_what_autograd_keeps():
+def test_profiled_kept_bytes_equal_autograd():
     """On real tensors, with dropout: bytes that a forward leaves alive."""
     config = config_for(Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),), dropout=0.1))
     model = AutoScheduledModel.from_config(config, kernels="reference").train()
@@ -135,7 +136,7 @@ def test_micro_batches_in_flight_are_those_of_the_order(order, virtual, micro_ba
     [("1f1b", 1, 8), ("gpipe", 1, 8), ("interleaved_1f1b", 2, 8), ("zbv", 2, 8), ("1f1b", 1, 2),
      ("interleaved_1f1b", 2, 1), ("interleaved_1f1b", 4, 3), ("interleaved_1f1b", 2, 4)],
 )  # fmt: skip
-def test_a_step_takes_as_long_as_its_order_played_through(order, virtual, count):
+def test_closed_form_step_time_equals_simulation(order, virtual, count):
     """Equal stages, and nothing to send; with fewer micro-batches than ranks too."""
     stage = StageTime(1.0, 2.0, 1.0, 0.0, 0.0, 1)
     layout = Layout(1, 4, 1, 1, count, order, virtual)
@@ -163,7 +164,7 @@ def test_layouts_use_every_device_and_row():
     assert len(set(found)) == len(found)
 
 
-def test_less_memory_means_fewer_layouts_and_reasons():
+def test_less_memory_fits_fewer_layouts_and_gives_reasons():
     planner = Planner(config_for(GPT2), CPU, 16, "fp32")
     wide = planner.search(4, 32)
     assert wide.feasible
@@ -244,7 +245,7 @@ def test_every_family_is_planned_by_its_name(family):
     assert len(found.feasible) <= found.looked_at
 
 
-def test_a_model_without_a_loss_says_so():
+def test_planning_a_model_without_loss_raises():
     planner = Planner(config_for(GPT2), CPU, 8, auto_class="AutoModel")
     with pytest.raises(
         MeshError, match=r"every tp size was refused; tp=1: GPT2Model has no loss.*\n.*names a head"
@@ -252,14 +253,14 @@ def test_a_model_without_a_loss_says_so():
         planner.search(2, 8)
 
 
-def test_names_of_float32_are_one_precision():
+def test_float32_names_mean_the_same_precision():
     for name in ("float32", "torch.float32", torch.float32, "fp32"):
         assert find_precision(name) is find_precision("fp32")
         model = AutoScheduledModel.from_config(config_for(GPT2), precision=name, dtype="float32")
         assert next(model.parameters()).dtype == to_dtype(name) == torch.float32
 
 
-def test_a_machine_is_measured_and_read_again(tmp_path):
+def test_calibrated_hardware_file_is_read_again(tmp_path):
     found = calibrate.measure("cpu", ranks=1)
     found.write(tmp_path / "here.json")
     assert find_hardware(str(tmp_path / "here.json")) == found
@@ -285,7 +286,7 @@ def test_long_rows_with_dropout_run_as_the_device_runs_them(name):
     assert peak > 2 * scores if name == "v100" else peak < scores
 
 
-def test_zero_makes_a_layout_fit_and_says_what_it_costs():
+def test_zero_makes_a_layout_fit_and_costs_time():
     planner = Planner(config_for(GPT2), HARDWARE["a100"], 16)
     plain = Layout(1, 1, 4, 1, 2)
     whole = planner.forecast(plain)

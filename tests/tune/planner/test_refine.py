@@ -58,7 +58,7 @@ def everything(planner: Planner, gpus: int, batch: int) -> Iterator[Layout]:
     [pytest.param(name, space, marks=[slow] * ((name, i) != ("gpt2", 0)))
      for name in SIZES for i, space in enumerate(SPACES)],
 )  # fmt: skip
-def test_the_pick_is_the_fastest_of_all(name, space):
+def test_refined_search_finds_the_fastest_of_all_layouts(name, space):
     """Within 1 % of the fastest that fits; where none of all fits, the search finds none."""
     gpus, batch, device, gib = space
     planner = planner_of(name).on(with_memory(find_hardware(device), gib * GIB))

@@ -10,7 +10,7 @@ from slapo_zoo import AutoScheduledModel
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.layout_search import Planner
-from slapo_zoo.tune.planner.stage_memory import Recompute
+from slapo_zoo.tune.planner.profile import Recompute
 
 TINY = {"n_layer": 6, "n_embd": 128, "n_head": 4, "vocab_size": 512, "n_positions": 64}
 SMALL = {}  # GPT-2 124M
@@ -117,7 +117,7 @@ def test_bytes_per_parameter_are_those_of_the_table(precision, shards, ranks):
 
 
 @pytest.mark.slow  # 124 million parameters on four ranks
-def test_gpt2_on_four_ranks(ranks):
+def test_resident_bytes_of_gpt2_on_four_ranks_equal_table(ranks):
     for found in ranks.run(at_rest, 4, SMALL, 4, "bf16", timeout=500):
         assert found == pytest.approx(TABLE["bf16"] / 4, rel=0.03)
         assert found <= 18 / 4 + 0.5
@@ -134,7 +134,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("config", "tokens", "layout", "most"), LARGE, ids=["1T", "405B"])
-def test_the_largest_runs_fit(config, tokens, layout, most):
+def test_published_largest_runs_fit_in_memory(config, tokens, layout, most):
     """GiB of the fullest rank within a step, and of what it has received or sent."""
     config.architectures = [{"gpt2": "GPT2LMHeadModel"}.get(config.model_type, "LlamaForCausalLM")]
     planner = Planner(config, HARDWARE["a100"], tokens, "bf16")

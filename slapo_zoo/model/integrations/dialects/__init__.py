@@ -1,4 +1,4 @@
-"""Engines that run a scheduled model; one file and one line here per engine."""
+"""Registry of the engines that run a scheduled model: one file, and one line of `HOMES`, per engine."""
 
 import importlib.util
 import inspect
@@ -17,7 +17,7 @@ DIALECTS: dict[str, dict[str, Any]] = {"runtime_engine": {}, "log_parser": {}}
 
 
 def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
-    """Register a class or function as the `cls_type` of a framework."""
+    """Return a decorator that registers a class or function as the `cls_type` of the framework `target`."""
 
     def register(cls: Any) -> Any:
         DIALECTS.setdefault(cls_type, {})[target] = cls
@@ -27,19 +27,19 @@ def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
 
 
 def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any:
-    """The class of a framework for one job ("runtime_engine", "log_parser").
+    """Return the class or function that a framework registered for one job.
 
     Args:
-        cls_type: the job.
-        target: the framework.
-        allow_none: return None for an unknown framework instead of an error.
+        cls_type: the job, "runtime_engine" or "log_parser".
+        target: name of the framework.
+        allow_none: return None for an unknown framework, instead of raising ScheduleError.
     """
     if target in HOMES:
         importlib.import_module(HOMES[target])
     known = DIALECTS.get(cls_type)
     if known is None:
         problem = f"found {cls_type!r}, expected one of {sorted(DIALECTS)}"
-        raise ScheduleError("dialects", "cls_type", problem, "name such a job")
+        raise ScheduleError("dialects", "cls_type", problem, "pass one of these")
     if target not in known and not allow_none:
         hint = f"known: {sorted(HOMES.keys() | known.keys())}"
         raise ScheduleError("dialects", f"target={target!r}", f"no {cls_type} for it", hint)
@@ -58,9 +58,9 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
 
 
 def check_target(where: str, target: str | None, options: Any) -> None:
-    """Refuse an engine that is unknown or not installed, or options it does not take or lacks.
+    """Raise ScheduleError for an unknown or missing engine, or for options that it does not take or that it needs.
 
-    Called before anything is read; SlapoError says what to write instead.
+    Loaders call it before they read anything.
     """
     name = target or "torch"
     what, found = f"target={name!r}", DIALECTS["runtime_engine"]
@@ -78,7 +78,7 @@ def check_target(where: str, target: str | None, options: Any) -> None:
 
 
 def _check_options(where: str, name: str, options: dict[str, Any], takes: list[Any]) -> None:
-    """`takes` are the parameters of the engine's function after the schedule."""
+    """Raise ScheduleError if `options` lack a required argument of the engine `name`, or hold an unknown one."""
     named = [p for p in takes if p.kind is not p.VAR_KEYWORD]
     needed = [p.name for p in named if p.default is p.empty and p.name not in options]
     if needed:
@@ -92,7 +92,7 @@ def _check_options(where: str, name: str, options: dict[str, Any], takes: list[A
 
 
 def in_target(model: Any, target: str | None, options: Mapping[str, Any] | None) -> Any:
-    """The engine around a model; under torch without options the model trains as it is."""
+    """Return the engine `target` around a model, or the model itself under torch without options."""
     if target in (None, "torch") and not options:
         return model
     return init_target_engine(model, target, **dict(options or {}))[0]

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.kernels.logits_on_demand import make_logits_at_once
 from slapo_zoo.model.dp.data_parallel import (
     sum_partial_gradients_in_backward,
     use_engine,
-    within_engine,
 )
 from slapo_zoo.model.integrations.dialects import register_dialect
 from slapo_zoo.model.integrations.dialects.engine import (
@@ -29,7 +28,7 @@ from slapo_zoo.model.integrations.dialects.engine import (
     made_optimizer,
     require_scheduled,
 )
-from slapo_zoo.model.integrations.dialects.zero_state import Zero, whole_gradients, whole_parameters
+from slapo_zoo.model.integrations.dialects.zero_state import Zero
 from slapo_zoo.parallel.compat import new_group
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import REPLICAS
@@ -75,7 +74,7 @@ def deepspeed_engine(
     )  # fmt: skip
     if native.zero_optimization_stage() == 3:
         make_logits_at_once(model)
-    use_engine(model, _Zero(native, model.mesh, groups))
+    use_engine(model, _Zero(native, groups, float(model.mesh.size("loss"))))
     return DeepSpeedTarget(model, native, ds_optimizer), ds_optimizer
 
 
@@ -205,14 +204,6 @@ def _group(mesh: Mesh, mesh_dim: str) -> Any:
 class _Zero(Zero):
     """Data parallelism by DeepSpeed, which runs forward and backward and may shard parameters over dp."""
 
-    def __init__(self, native: Any, mesh: Mesh, groups: list[list[nn.Parameter]]):
-        super().__init__(native, groups)
-        self.loss_scale = float(mesh.size("loss"))
-
-    def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        with within_engine(model):
-            return self.native(**batch)
-
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
         self.native.set_gradient_accumulation_boundary(is_last)
@@ -227,11 +218,6 @@ class _Zero(Zero):
         hint = 'set "gradient_clipping" in the config; the norm is engine.get_global_grad_norm()'
         problem = "DeepSpeed holds the gradients and clips in its step"
         raise SlapoError("target='deepspeed'", "clip_grad_norm_", problem, hint)
-
-    def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        if grads:
-            return whole_gradients(model)
-        return whole_parameters(model) | dict(model.named_buffers(remove_duplicate=False))
 
 
 @register_dialect("log_parser", "deepspeed")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.model.dp.data_parallel import sum_partial_gradients_in_backward, use_engine
 from slapo_zoo.model.integrations.dialects.engine import TargetEngine, made_optimizer
-from slapo_zoo.model.integrations.dialects.zero_state import Zero, whole_parameters
+from slapo_zoo.model.integrations.dialects.zero_state import Zero
 from slapo_zoo.parallel.rank_plan import TIED
 from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline
 from slapo_zoo.pipeline.stages import StageDone
@@ -174,13 +174,13 @@ class _ZeroPipeline(Zero):
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         hint = 'set "gradient_clipping" in the config'
-        raise SlapoError("target='deepspeed'", "clip_grad_norm_", "DeepSpeed has stepped", hint)
+        raise SlapoError("target='deepspeed'", "clip_grad_norm_", "its step has run already", hint)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
         if grads:
             hint = "compare weights or losses, or use target='torch'"
             raise SlapoError("target='deepspeed'", "grads", "its pipeline clears them", hint)
-        return whole_parameters(model) | dict(model.named_buffers(remove_duplicate=False))
+        return super().tensors(model)
 
 
 def _numbers(count: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -89,7 +89,7 @@ def require_scheduled(sch: Any, target: str) -> Any:
     """Return the model if it is one of AutoScheduledModel; SlapoError for anything else."""
     if not is_scheduled(sch):
         problem = f"found {type(sch).__name__}, expected a model of AutoScheduledModel"
-        raise SlapoError(f"target={target!r}", "sch", problem, "or run the model as it is")
+        raise SlapoError(f"target={target!r}", "sch", problem, "load it by AutoScheduledModel")
     return sch
 
 

@@ -1,13 +1,13 @@
 """megatron-core with a scheduled model: its process groups, parameter marks, tp layers and logs.
 
-Sources: arXiv:1909.08053; megatron-core 0.16, `parallel_state` and `tensor_parallel.layers`. Its DDP
-and optimizer are in megatron_ddp.py; README.md says what is proven.
+Sources: arXiv:1909.08053; megatron-core 0.16, `parallel_state` and `tensor_parallel.layers`.
+docs/engines.md says what was tested.
 """
 
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,11 @@ from slapo_zoo.model.integrations.dialects.engine import (
     made_optimizer,
     require_scheduled,
 )
-from slapo_zoo.model.integrations.dialects.megatron_ddp import is_config, with_ddp
 from slapo_zoo.parallel.mesh import Mesh
 
 
 @register_dialect("runtime_engine", "megatron")
-def megatron_engine(
-    sch: Any, optimizer: Any = None, clip: float = 0.0, ddp: Mapping[str, Any] | None = None
-) -> tuple[Any, Any]:
+def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple[Any, Any]:
     """Run a scheduled model on Megatron's process groups; return (engine, optimizer).
 
     All later collectives of the model use the groups of `megatron.core.parallel_state`, and its
@@ -38,23 +35,23 @@ def megatron_engine(
 
     Args:
         sch: a scheduled model.
-        optimizer: torch optimizer, or a function parameters --> optimizer; or Megatron's
-            OptimizerConfig, for Megatron's own.
+        optimizer: torch optimizer, or a function parameters --> optimizer.
         clip: largest global gradient norm of `update`; 0 does not clip.
-        ddp: fields of Megatron's DistributedDataParallelConfig: its DDP reduces over dp, as it also
-            does under its optimizer. None reduces after the last micro-batch without it.
     """
     model = require_scheduled(sch, "megatron")
     if model.mesh.pp > 1:
         problem = "our stages do not run in Megatron's pipeline, which needs CUDA"
         raise MeshError("target='megatron'", f"pp={model.mesh.pp}", problem, "target='torch'")
+    if hasattr(optimizer, "use_distributed_optimizer"):
+        problem = (
+            "found an OptimizerConfig, expected an optimizer of torch or a function that makes one"
+        )
+        hint = "optimizer=torch.optim.AdamW; gradients are summed over dp without Megatron's DDP"
+        raise SlapoError("target='megatron'", "optimizer", problem, hint)
     take_groups(model.mesh)
     mark_parameters(model)
-    native = model
-    if ddp is not None or is_config(optimizer):
-        native, optimizer = with_ddp(model, optimizer, ddp or {})
     made = made_optimizer(optimizer, model.parameters())
-    return TargetEngine(model, native, made, clip), made
+    return TargetEngine(model, model, made, clip), made
 
 
 def take_groups(mesh: Mesh) -> None:
@@ -116,7 +113,7 @@ def _check(path: str, linear: Any, mesh: Mesh, axis: int) -> None:
         raise SlapoError(path, "use_parallel_layers", problem, "name linear layers")
     if linear.weight.shape[axis] % mesh.tp:
         problem = f"{linear.weight.shape[axis]} is not a multiple of tp={mesh.tp}"
-        raise SlapoError(path, "use_parallel_layers", problem, "Megatron divides evenly")
+        raise SlapoError(path, "use_parallel_layers", problem, "choose a tp that divides it")
 
 
 class _Parallel(nn.Module):

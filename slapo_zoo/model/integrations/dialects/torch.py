@@ -6,14 +6,20 @@ Sources: arXiv:2006.15704 (DDP), arXiv:2304.11277 (FSDP); `torch.distributed.fsd
 import copy
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.model.dp.data_parallel import DataParallel, Whole, scaled, use_engine, within_engine
+from slapo_zoo.model.dp.data_parallel import (
+    DataParallel,
+    Native,
+    Whole,
+    scaled,
+    use_engine,
+    within_engine,
+)
 from slapo_zoo.model.integrations.dialects import register_dialect
 from slapo_zoo.model.integrations.dialects.engine import TargetEngine, is_scheduled, made_optimizer
 from slapo_zoo.parallel import compat
@@ -49,7 +55,7 @@ def torch_engine(
     native, strategy = model, None
     if data_parallel == "ddp" and mesh.size("loss") > 1:
         native = _ddp(model, mesh, options)
-        strategy = (_Ddp if mesh.pp == 1 else _DdpStages)(native, mesh)
+        strategy = (Native if mesh.pp == 1 else _DdpStages)(native, float(mesh.size("loss")))
     elif data_parallel == "fsdp2" and mesh.size("loss") > 1:
         native = _fsdp2(model, mesh, options)
         strategy = _Fsdp2(mesh) if mesh.pp == 1 else _Fsdp2Stages(native, mesh)
@@ -125,23 +131,6 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
             yield from _blocks(child)
 
 
-class _Ddp(DataParallel):
-    """Data parallelism by torch's DDP, which reduces during the backward of the last micro-batch."""
-
-    def __init__(self, native: Any, mesh: Mesh):
-        self.native, self.loss_scale = native, float(mesh.size("loss"))
-
-    def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        with within_engine(model):
-            return self.native(**batch)
-
-    def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        return nullcontext() if is_last else self.native.no_sync()
-
-    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Do nothing: the backward has averaged the gradients over dp."""
-
-
 class _DdpStages(DataParallel):
     """Data parallelism of a pipeline stage by DDP's reducer, without DDP's forward.
 
@@ -149,8 +138,8 @@ class _DdpStages(DataParallel):
     `torch.distributed.pipelining`.
     """
 
-    def __init__(self, native: Any, mesh: Mesh):
-        self.sums, self.loss_scale = native.reducer, float(mesh.size("loss"))
+    def __init__(self, native: Any, loss_scale: float):
+        self.sums, self.loss_scale = native.reducer, loss_scale
 
     def pipeline_step(
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
@@ -166,9 +155,6 @@ class _DdpStages(DataParallel):
         found = [outputs] if isinstance(outputs, Tensor) else outputs
         self.sums.prepare_for_backward([x for x in found if x.requires_grad])
 
-    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Do nothing: the backward has averaged the gradients over dp."""
-
 
 class _Fsdp2(DataParallel):
     """Data parallelism by FSDP2: parameters are DTensors sharded over dp, and each backward reduce-scatters."""
@@ -181,9 +167,6 @@ class _Fsdp2(DataParallel):
             # it warns of in-place changes of a block's output; the parity tests look for their harm
             warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
             return model(**batch)
-
-    def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Do nothing: the backward has averaged the gradients over dp."""
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
         found = super().tensors(model, grads)
@@ -255,16 +238,13 @@ class _WholeDTensors(Whole):
         for p, remembered in self.optimizer.state.items():
             divided = back[id(p)]
             self.given.state[divided] = {
-                k: _divided_like(divided, v) if _is_like(v, p) else v for k, v in remembered.items()
+                k: _divided_like(divided, v) if isinstance(v, Tensor) and v.shape == p.shape else v
+                for k, v in remembered.items()
             }
 
 
 def _copied(value: Any) -> Any:
     return whole_over_dp(value.detach()).clone() if isinstance(value, Tensor) else value
-
-
-def _is_like(value: Any, parameter: Tensor) -> bool:
-    return isinstance(value, Tensor) and value.shape == parameter.shape
 
 
 def _divided_like(divided: Any, whole: Tensor) -> Tensor:

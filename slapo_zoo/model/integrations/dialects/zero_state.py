@@ -3,33 +3,29 @@
 Not all places where ZeRO keeps them are public; this file alone names them (DeepSpeed 0.19).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.model.dp.data_parallel import DataParallel, Whole
+from slapo_zoo.model.dp.data_parallel import Native, Whole
 
 
-def whole_parameters(model: Any) -> dict[str, Tensor]:
-    """Return {name: parameter gathered over dp}, every name of tied ones too; a collective call over dp."""
+def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> dict[str, Tensor]:
+    """Return every parameter, or what `of` makes of it, gathered over dp, under each of its names; a collective call over dp."""
     found = dict(model.named_parameters(remove_duplicate=False))
-    values = {id(p): _whole_parameter(p) for p in found.values()}
+    values = {id(p): (of or _whole_parameter)(p) for p in found.values()}
     return {name: values[id(p)] for name, p in found.items()}
 
 
-def whole_gradients(model: Any) -> dict[str, Tensor]:
-    """Return {name: gradient gathered over dp}, valid between backward and step; a collective call over dp."""
+def whole_gradient(p: Any) -> Tensor:
+    """Return the gradient of a parameter gathered over dp, between backward and step; 0 where there is none."""
     from deepspeed.utils import safe_get_full_grad
 
-    found = dict(model.named_parameters(remove_duplicate=False))
-    values = {}
-    for p in found.values():
-        if id(p) not in values:
-            grad = safe_get_full_grad(p)
-            values[id(p)] = torch.zeros_like(_whole_parameter(p)) if grad is None else grad
-    return {name: values[id(p)] for name, p in found.items()}
+    grad = safe_get_full_grad(p)
+    return torch.zeros_like(_whole_parameter(p)) if grad is None else grad
 
 
 def _whole_parameter(p: Any) -> Tensor:
@@ -90,7 +86,7 @@ class WholeZero(Whole):
         return value.clone()
 
     def put_back(self) -> None:
-        """Copy the values into ZeRO's partitions, and into the parameters that the model computes with."""
+        """Copy the gathered tensors, into which a checkpoint was read, to ZeRO's partitions and the parameters."""
         with torch.no_grad():
             for name, p in self.parameters.items():
                 _set_parameter(p, self.tensors[name].detach())
@@ -166,22 +162,26 @@ def _copy_part(part: Tensor, p: Any, value: Tensor) -> None:
     part.data.flatten()[: mine.numel()].copy_(mine)
 
 
-class Zero(DataParallel):
-    """Data parallelism by DeepSpeed, which keeps the gradients and reduces them over dp in its step.
+class Zero(Native):
+    """DeepSpeed keeps the gradients, and sums them over dp by the end of its step.
 
     Args:
-        native: DeepSpeed's engine.
-        groups: parameters of each group of the optimizer.
+        native: its engine.
+        groups: the parameters of each group of the optimizer.
+        loss_scale: number of dp ranks where DeepSpeed averages.
     """
 
-    def __init__(self, native: Any, groups: list[list[nn.Parameter]]):
-        self.native, self.groups = native, groups
+    def __init__(self, native: Any, groups: list[list[nn.Parameter]], loss_scale: float = 1.0):
+        super().__init__(native, loss_scale)
+        self.groups = groups
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def sum_over_dp(self, parameters: Any, mesh: Any) -> None:
-        """Do nothing: DeepSpeed reduces the gradients over dp itself."""
+    def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
+        if grads:
+            return whole_parameters(model, whole_gradient)
+        return whole_parameters(model) | dict(model.named_buffers(remove_duplicate=False))
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
         if self.native.zero_optimization_stage() == 0:

@@ -1,4 +1,4 @@
-"""Find partial sums over tp that no directive of a schedule sums."""
+"""Find sharded modules whose partial sums no directive of a schedule all-reduces over tp."""
 
 import warnings
 from collections.abc import Iterator
@@ -13,21 +13,18 @@ from slapo_zoo.language.schedule import Schedule
 
 FORWARD = 'its output is a part of a sum on each rank, and nothing sums it: sync("fwd_post", "all_reduce") there'
 BACKWARD = 'the gradient of its input is a part of a sum on each rank, and nothing sums it: sync("bwd_post", "all_reduce") there'
-INPUTS = {
-    "Linear": 1,
-    "Conv1D": 0,
-}  # class --> axis of its weight that meets the features of its input
+INPUTS = {"Linear": 1, "Conv1D": 0}  # class --> axis of the weight with the input features
 
 
 class ScheduleWarning(UserWarning):
-    """A schedule whose numbers are most likely wrong."""
+    """Warning that a schedule computes most likely wrong numbers."""
 
 
 def missing_sums(sch: Schedule) -> list[str]:
-    """Sharded modules whose output, or gradient of the input, nothing sums over tp, one line for each kind.
+    """Return one line for each kind of missing all-reduce over tp: of an output, or of the gradient of an input.
 
-    A sum may stand at the module, or at any module around it. What was replaced is left out: its
-    code may sum by itself.
+    A `sync` counts at the sharded module or at any module around it. Replaced modules are skipped, because
+    their code may reduce by itself.
     """
     return [_line(bad, problem) for bad, problem in _unsummed(sch)]
 
@@ -38,7 +35,7 @@ def _line(bad: list[str], problem: str) -> str:
 
 
 def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
-    """Return (paths of modules, what is missing) of each kind that there is."""
+    """Yield (paths of modules, missing all-reduce as text), once for outputs and once for gradients of inputs."""
     if sch.mesh.tp == 1:
         return
     synced: dict[str, set[str]] = {"fwd_post": set(), "bwd_post": set()}
@@ -62,7 +59,7 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
 
 
 def warn_of_missing_sums(sch: Schedule) -> None:
-    """A ScheduleWarning for each kind of sum that a schedule forgot; its modules look at their input from here on."""
+    """Issue a ScheduleWarning for each kind of missing all-reduce; hook its modules to check input widths."""
     for bad, problem in _unsummed(sch):
         warnings.warn(_line(bad, problem), ScheduleWarning, stacklevel=3)
         for path in bad:
@@ -70,7 +67,7 @@ def warn_of_missing_sums(sch: Schedule) -> None:
 
 
 def _require_width(path: str, module: Any, args: Any) -> None:
-    """ScheduleError where an input has other features than a rank's part of a weight takes."""
+    """Raise ScheduleError when an input [..., features] does not fit the shard of the weight on this rank."""
     name, weight = type(module).__name__, module.weight
     if name not in INPUTS or not args or args[0].shape[-1] == weight.shape[INPUTS[name]]:
         return
@@ -85,7 +82,7 @@ def _require_width(path: str, module: Any, args: Any) -> None:
 
 
 def _around(path: str) -> Iterator[str]:
-    """The path, and those of the modules around it, the root last."""
+    """Yield `path` and the paths of all modules around it; the root '' comes last."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -93,5 +90,5 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the parents of modules: a sum before a parent completes what any of its children made."""
+    """Return the parents of modules: a `sync` on the input of one child completes the outputs of all its siblings."""
     return {path.rpartition(".")[0] for path in paths}

@@ -1,0 +1,314 @@
+"""Profile a model: measure the cost of every unit on one tp rank by dry runs on fake tensors.
+
+A model of many equal blocks is run with three per stack: the first, which may also make masks; the
+last, whose backward comes first; and one that stands for all others. Two numbers of rows are run; costs
+for other numbers are interpolated linearly.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.hf import models as hf
+from slapo_zoo.hf.attention import ATTRIBUTE
+from slapo_zoo.hf.example_inputs import training_batch
+from slapo_zoo.language.directive import ForwardContext
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.language.tape import Tape
+from slapo_zoo.parallel.losses.heads import head_of
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.pipeline.dataflow import Call, calls_of
+from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
+from slapo_zoo.pipeline.stages import StagePlan
+from slapo_zoo.pipeline.unit_costs import SCANNED_TOKENS
+from slapo_zoo.tune.planner.footprint import Footprint, parameter_bytes
+from slapo_zoo.tune.planner.profile import ROWS, Profile, Unit, Use
+from slapo_zoo.zoo.apply import block_paths
+from slapo_zoo.zoo.outline import Outline
+from slapo_zoo.zoo.schedule_source import find_table
+from slapo_zoo.zoo.table import Table
+
+T = TypeVar("T")
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "num_decoder_layers")
+KEPT_BLOCKS = 3  # first, middle, last
+
+
+class Family:
+    """A config with its model on meta, and a smaller config whose few blocks stand for all where possible.
+
+    `target_len` may be set before the first profile: tokens of a decoder's row, where they are fewer.
+
+    Args:
+        config: config of `transformers`; it is not changed.
+        auto_class: head class; None takes the config's own.
+    """
+
+    def __init__(self, config: Any, auto_class: Any = None):
+        hf.register_models()
+        self.config, self.target_len = copy.deepcopy(config), 0
+        for name in [n for n in vars(config) if n.endswith("layerdrop")]:
+            setattr(self.config, name, 0.0)  # a layer that is skipped now and then is one that runs
+        self.cls: Any = hf.resolve_class(self.config, auto_class)
+        self.table: Table = find_table(self.config)
+        self.model, self.blocks = self._built(self.config)
+        self.total_parameters = sum(p.numel() for p in self.model.parameters())
+        small = self._small()
+        self.small: Any = small or self.config
+        self.is_small = small is not None
+
+    def lengths(self, seq_len: int) -> list[int]:
+        """Return the tokens per row that each stack of blocks sees."""
+        other = self.table.num_tokens
+        return [seq_len, *([other(self.config)] if other else [])]
+
+    def _built(self, config: Any) -> tuple[Any, list[str]]:
+        """Return the model of a config on meta, and the paths of its blocks."""
+        seam = self.table.seam
+        model = hf.build_on_meta(self.cls, copy.deepcopy(config), torch.float32, seam)
+        return model, block_paths(Schedule(model, Mesh()), self.table)
+
+    def _small(self) -> Any:
+        """Return the config with few blocks per stack, or None where blocks differ or the config has no layer count."""
+        kinds = _kinds(self.blocks)
+        if self.table.calls or max(map(len, kinds.values())) <= KEPT_BLOCKS + 1:
+            return None
+        for kind in kinds.values():
+            if len({_shapes(self.model, block) for block in kind[1:]}) > 1:
+                return None
+        small = shorter(self.config, {len(kind) for kind in kinds.values()})
+        kept = [] if small is None else map(len, _kinds(self._built(small)[1]).values())
+        return small if set(kept) == {KEPT_BLOCKS} else None
+
+    def profile(
+        self, tp: int, sequence_parallel: bool, seq_len: int, dtype: torch.dtype,
+        attention: str | None = None, on_cpu: bool = False, scores: bool = True,
+        parts: bool = False,
+    ) -> Profile:  # fmt: skip
+        """Return the unit costs of the model on one tp rank, from dry runs.
+
+        Args:
+            tp: ranks that shard each layer.
+            sequence_parallel: tp ranks shard the tokens too.
+            seq_len: tokens of a row.
+            dtype: dtype of the parameters.
+            attention: attention backend.
+            on_cpu: whether the model would run on a CPU.
+            scores: whether attention with dropout writes its scores to memory.
+            parts: under sequence parallelism a rank keeps only its own tokens.
+        """
+        outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
+                          sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
+        scans = hasattr(self.config, "state_size")  # token by token, and its cost grows evenly
+        tokens = min(seq_len, SCANNED_TOKENS) if scans else seq_len
+        lengths, longer = (tokens, self.target_len), seq_len / tokens
+        runs = (dry_run(outline, rows, lengths, _Masks(on_cpu, parts), scores) for rows in ROWS)
+        few, many = ([(name, use.times(longer)) for name, use in run] for run in runs)
+        sizes, shared = parameter_bytes(outline.model, outline.units)
+        blocks = set(block_paths(outline.schedule, outline.table))
+        if parts and sequence_parallel:
+            few, many = _in_parts(few, blocks, tp), _in_parts(many, blocks, tp)
+        units = []
+        for (name, a), (_, b) in zip(few, many, strict=True):
+            own = sizes.pop(name, (0, 0))  # a shared block has its weights once
+            units.append(Unit(name, a, b, *own, is_block=name in blocks))
+        return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
+
+    def _whole(self, units: list[Unit]) -> list[Unit]:
+        """Repeat the profiled blocks up to the depth of the model."""
+        named = {unit.name: unit for unit in units}
+        if not self.is_small:
+            return units
+        names = self.repeat([(unit.name, unit.name) for unit in units])
+        return [replace(named[like], name=name) for name, like in names]
+
+    def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
+        """Expand (unit, value) pairs of the small model to the full depth: the middle block's value is repeated."""
+        found, kinds = [], _kinds(self.blocks) if self.is_small else {}
+        for name, value in calls:
+            kind, _, index = name.rpartition(".")
+            names = kinds.get(kind, [name])
+            if len(names) == 1 or int(index) == 0:
+                found.append((name, value))
+            elif int(index) == KEPT_BLOCKS - 1:
+                found.append((names[-1], value))
+            else:
+                found += [(middle, value) for middle in names[1:-1]]
+        return found
+
+
+def _kinds(blocks: list[str]) -> dict[str, list[str]]:
+    """Group block paths by the list that contains them: path of the list --> paths of its blocks."""
+    kinds: dict[str, list[str]] = {}
+    for block in blocks:
+        kinds.setdefault(block.rpartition(".")[0], []).append(block)
+    return kinds
+
+
+def _shapes(model: Any, block: str) -> tuple[Any, ...]:
+    module = model.get_submodule(block)
+    return (type(module), *((name, tuple(p.shape)) for name, p in module.named_parameters()))
+
+
+def shorter(config: Any, counts: set[int]) -> Any:
+    """Return the config with KEPT_BLOCKS layers per stack, or None where layers differ from each other.
+
+    Args:
+        config: config of the whole model.
+        counts: layer counts to replace.
+    """
+    small = copy.deepcopy(config)
+    if hasattr(config, "attention_types"):
+        return None  # GPT-Neo: neighbours differ in what they compute, not in their shapes
+    for name, value in vars(config).items():
+        if isinstance(value, list) and len(value) in counts and name.startswith("layer"):
+            if len(set(map(str, value))) > 1:
+                return None
+            setattr(small, name, value[:KEPT_BLOCKS])
+    for name in LAYER_COUNTS:
+        if getattr(config, name, None) in counts:
+            setattr(small, name, KEPT_BLOCKS)
+    parts = {name: shorter(part, counts) for name, part in _parts(config)}
+    for name, part in parts.items():
+        setattr(small, name, part)
+    return None if None in parts.values() else small
+
+
+def _parts(config: Any) -> list[tuple[str, Any]]:
+    found = ((name, getattr(config, name, None)) for name in config.sub_configs)
+    return [(name, part) for name, part in found if part is not None]
+
+
+class _Masks(RandomStream):
+    """Stand-in for the random stream in dry runs: masks have the right size, and nothing is drawn.
+
+    Args:
+        on_cpu: whether the model would run on a CPU.
+        in_bytes: masks take a byte per element, and no elements of other ranks.
+    """
+
+    def __init__(self, on_cpu: bool, in_bytes: bool = False):
+        super().__init__()
+        self.on_cpu, self.in_bytes = on_cpu, in_bytes
+
+    def draws_in_blocks(self, device: torch.device) -> bool:
+        """Answer RandomStream.draws_in_blocks for the device that is planned for."""
+        return self.on_cpu
+
+    def hashes(self, device: torch.device) -> bool:
+        """Answer RandomStream.hashes: the simulated runtimes keep their masks."""
+        return False
+
+    def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
+        """Return dummy seeds in place of RandomStream.cells."""
+        return [0] * (count * max(len(heads), 1))
+
+    def uniform(self, x: Tensor, site: str) -> Tensor:
+        """Return numbers of the shape of RandomStream.uniform."""
+        return torch.empty_like(x)
+
+    def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
+        """Return a mask of the shape of RandomStream.keep_mask."""
+        return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
+
+    def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
+        """Return a mask of the shape of RandomStream.keep_columns."""
+        if self.in_bytes:
+            return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
+        return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
+
+    def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
+        """Return a mask of the shape of RandomStream.keep_tokens."""
+        if self.in_bytes:
+            return self.keep_mask(x, p, site)
+        if x.ndim > 2:
+            return x.new_empty(x.shape[0], n * x.shape[1], *x.shape[2:])[:, : x.shape[1]]
+        return x.new_empty(n * x.shape[0], x.shape[1])[: x.shape[0]].clone()
+
+
+def dry_run(
+    outline: Outline, rows: int, tokens: tuple[int, int], stream: "_Masks", scores: bool = True
+) -> list[tuple[str, Use]]:
+    """Run one training step on fake tensors with dropout; return (unit, cost) of each unit call.
+
+    Args:
+        outline: scheduled model on meta, of any rank.
+        rows: rows of the micro-batch.
+        tokens: tokens of a row, and of a decoder's row (0: equally many).
+        stream: stand-in for the random stream.
+        scores: whether attention with dropout writes its scores to memory.
+
+    Raises:
+        ArchitectureError: the head has no loss.
+    """
+    dtype = next(outline.model.parameters()).dtype
+    kinds = ("cut_pipeline_stage", "checkpoint")
+    mode, schedule = fake_schedule(outline.schedule, outline.cls, kinds, stream)
+    model: Any = schedule.model
+    model.train()
+    for name, module in model.named_modules() if not scores else ():
+        if name.rpartition(".")[2] == ATTRIBUTE:
+            module.eval()  # one operation, with or without dropout
+    made = training_batch(outline.model, rows, tokens[0])
+    batch: Any = {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
+    short = {"labels", "decoder_input_ids"} & batch.keys() if tokens[1] else ()
+    batch |= {name: batch[name][:, : tokens[1]].contiguous() for name in short}
+    if head_of(
+        outline.cls.__name__
+    ).over_real_tokens:  # numbers choose them, and there are none here
+        batch.pop("attention_mask", None)
+    if not any(name.startswith(("label", "start_pos")) for name in batch):
+        problem = f"{outline.cls.__name__} has no loss that the planner knows"
+        raise ArchitectureError("plan", "model", problem, "choose a head that takes labels")
+    _untie(model, mode)
+    cores = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == ATTRIBUTE]
+    tape = Tape(model, outline.units, cores, last=outline.units[-1])
+    schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
+    tape.run(model, mode, batch, lambda output: _loss(tape, output))
+    received = _received(calls_of(tape.rows))
+    uses = Footprint(tape.rows, outline.units[-1]).uses()
+    return [(name, use._replace(received=n)) for (name, use), n in zip(uses, received, strict=True)]
+
+
+def _loss(tape: Tape, output: Any) -> Tensor:
+    if output is not None:
+        return output.loss
+    return torch.stack([x.float().mean() for x in tape.losses]).sum()
+
+
+def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
+    """Divide by tp what each rank keeps from before the first block, since a rank then keeps only its tokens."""
+    first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
+    if calls[first + 1][0] not in blocks:
+        return calls
+    usual = calls[first + 1][1].kept
+    kept = [use.kept / tp for _, use in calls[:first]]
+    kept.append(usual + (calls[first][1].kept - usual) / tp)
+    changed = [(name, use._replace(kept=n)) for (name, use), n in zip(calls, kept, strict=False)]
+    return changed + calls[first + 1 :]
+
+
+def _untie(model: Any, mode: Any) -> None:
+    """Give every module its own copy of tied parameters; the planner adds up what stages share by itself."""
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, p in module._parameters.items():
+            if p is not None and id(p) in seen:
+                with mode:
+                    module._parameters[name] = torch.nn.Parameter(torch.empty_like(p))
+            elif p is not None:
+                seen.add(id(p))
+
+
+def _received(calls: list[Call]) -> Iterator[int]:
+    """Yield the bytes that cross a pipeline cut before each call; none before the first."""
+    yield 0
+    for i in range(1, len(calls)):
+        plan = StagePlan(tuple(calls), (0,) * i + (1,) * (len(calls) - i), 0)
+        shapes = [plan.shape(value) for value in plan.crossing(1)]
+        yield sum(shape.empty("meta").nbytes for shape in shapes)

@@ -1,0 +1,367 @@
+"""Judge a schedule: run the plain model and all ranks of the scheduled one, and compare what they compute."""
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.models import accepts, freeze_as_made, tied_names
+from slapo_zoo.model.loader import Source, load_checkpoint
+from slapo_zoo.model.numerics import digests
+from slapo_zoo.model.step.runtime import tokens_divide
+from slapo_zoo.parallel.losses.loss_means import LABELS
+from slapo_zoo.parallel.ranks.emulation import emulate
+from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.verify import compare
+from slapo_zoo.verify.case import DROPOUT, EVALUATED, Case, Trial
+from slapo_zoo.verify.compare import (
+    DECAY,
+    EPS,
+    LEARNING_RATE,
+    MAX_NORM,
+    Comparison,
+    FixedTolerance,
+    RankResult,
+    Result,
+    Tolerance,
+)  # fmt: skip
+from slapo_zoo.verify.events import Recorder
+from slapo_zoo.verify.safe import agreed_collectives, counted, silence
+from slapo_zoo.zoo.options import LoaderOptions
+
+TIMEOUT_S = 60.0
+MORE = range(8)  # seeds of plain runs that are made where a value is further off than the first
+# of a model that runs in the dtype of its truth. Norms and rotary tables are float32 in any model; a
+# wrong division is off by 1e-1.
+RELATIVE = {torch.float64: 1e-4, torch.float32: 1e-3}
+
+
+def judge(
+    trial: Trial, into: Comparison | None = None, scratch: Path | None = None
+) -> Comparison:  # fmt: skip
+    """Run a schedule of a case on a mesh and compare it with the plain model, first without dropout, then with it.
+
+    Args:
+        trial: the case, the schedule and the mesh.
+        into: where findings go, also those made before a schedule raises; None makes one.
+        scratch: folder for what is saved; None compares no files.
+
+    Returns:
+        all findings.
+
+    Raises:
+        Exception: what a schedule that does not run raised.
+    """
+    case, into = trial.case, Comparison.empty() if into is None else into
+    near = tolerance_of(case)
+    truth, saved = near.truth, scratch and scratch / "saved"
+    found = on_mesh(scheduled, trial, case.dtype, saved)
+    for result in found:
+        result.rename(truth.tied)
+    compare.compare(into, found, near)
+    if not truth.grads:
+        return into
+    compare.replicas(into, found)
+    if case.thorough:
+        compare.collective_counts(into, found, trial.predicted_collectives())
+    if saved is not None:
+        files(into, saved, case.cls, case.batch, found[0])
+    if not into.findings:
+        _with_dropout(into, trial)
+    return into
+
+
+def _with_dropout(into: Comparison, trial: Trial) -> None:
+    """Compare replicas with each other, then, where anything draws, the mesh with one rank of the same schedule."""
+    case = trial.case
+    if not case.draws and trial.sizes[0] == 1:
+        return  # nothing that ranks hold alike can come apart
+    found = on_mesh(dropped, trial, case.dtype)
+    compare.replicas(into, found, "dropout")  # those that drop differently come apart
+    if into.findings or not case.draws:
+        return
+    alone = trial.on_one_rank(whole=case.thorough)
+    truth = one_rank_run(dropped, alone, case.truth_dtype)
+    near: Tolerance = FixedTolerance(truth, RELATIVE[case.dtype])
+    if case.dtype != case.truth_dtype:
+        others = (one_rank_run(dropped, alone, case.dtype, n) for n in MORE)
+        near = Tolerance(truth, [one_rank_run(dropped, alone, case.dtype)], others)
+    compare.dropout(into, found, near)
+
+
+def tolerance_of(case: Case) -> Tolerance:
+    """Return the truth, and how far a right schedule may be from it.
+
+    Where the model runs in another dtype than its truth, plain runs that add in different orders tell its own error.
+    """
+    if case.dtype == case.truth_dtype:
+        return FixedTolerance(case.truth or plain(case, case.dtype), RELATIVE[case.dtype])
+    kinds = ("sdpa", "eager") if getattr(case.cls, "_supports_sdpa", False) else ("eager",)
+    truth = case.truth or plain(case, case.truth_dtype, kinds[0])
+    ways = [(kind, reverse) for kind in kinds for reverse in (False, True)]
+    others = (plain(case, case.dtype, *way, n) for n, way in zip(MORE, cycle(ways)))
+    return Tolerance(truth, [plain(case, case.dtype, *way) for way in ways], others)
+
+
+def plain(
+    case: Case, dtype: torch.dtype, attention: str | None = None, reverse: bool = False,
+    shake: int | None = None,
+) -> Result:  # fmt: skip
+    """Run plain `transformers` in one process, the whole batch at once.
+
+    Args:
+        case: the model and its batch.
+        dtype: of parameters and inputs.
+        attention: "sdpa" or "eager"; None leaves the choice to `transformers`.
+        reverse: take the rows in the opposite order: the same values, added in another order.
+        shake: seed of `shaken`.
+    """
+    kind = {} if attention is None else {"attn_implementation": attention}
+    model = case.cls.from_pretrained(case.folder, dtype=dtype, **kind, **case.changes())
+    silence(freeze_as_made(shaken(model, shake)))
+    whole, result = cast(case.batch, dtype), Result()
+    batch = {k: v.flip(0) for k, v in whole.items()} if reverse else whole
+    few = {k: v[:EVALUATED].flip(0) if reverse else v[:EVALUATED] for k, v in whole.items()}
+    with torch.no_grad():
+        outputs = result.outputs = result.uncached = tensors_of(model.eval()(**few))
+        if accepts(case.cls, "use_cache"):
+            result.uncached = tensors_of(model(**few, use_cache=False))
+    if reverse:
+        result.outputs, result.uncached = map(_turned, (result.outputs, result.uncached))
+    if "loss" not in outputs:
+        return result
+    first = {id(p): name for name, p in model.named_parameters()}
+    for name, p in model.named_parameters(remove_duplicate=False):
+        result.tied[name] = first[id(p)]
+    loss = model.train()(**batch).loss
+    loss.backward()
+    result.loss = float(loss.detach())
+    result.grads = {
+        n: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for n, p in model.named_parameters()
+    }
+    if case.thorough:
+        optimizer = optimizer_of(model)
+        result.norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM))
+        optimizer.step()
+        result.weights = {n: p.detach() for n, p in model.named_parameters()}
+    return result
+
+
+def _turned(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.flip(0) if x.ndim else x for name, x in outputs.items()}
+
+
+def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    """Load this rank of the scheduled model."""
+    tp, pp, dp = trial.sizes
+    options = LoaderOptions(
+        tp=tp, pp=pp, dp=dp, seed=trial.case.seed, auto_class=trial.case.cls, schedule=trial.schedule,
+        dtype=dtype, **{"kernels": "reference", **trial.knobs},
+    )  # fmt: skip
+    model = load_checkpoint("verify", options, Source(str(trial.case.folder), changes=changes))
+    model.input_check_interval = 0  # what differs is told by module, not by the guards of training
+    return model
+
+
+def scheduled(
+    trial: Trial, dtype: torch.dtype, save: Path | None = None, shake: int | None = None
+) -> RankResult:
+    """Run this rank of the scheduled model on the mesh, without dropout; all ranks call it together.
+
+    Args:
+        trial: the case, the schedule and the mesh.
+        dtype: of the parameters.
+        save: folder for the weights after the step.
+        shake: seed of `shaken`.
+    """
+    model = shaken(load(trial, trial.case.changes(), dtype), shake)
+    silence(model)
+    result = RankResult(coords=_coords(model))
+    whole = cast(trial.case.batch, dtype)
+    with agreed_collectives(model.mesh):
+        with torch.no_grad():
+            result.outputs = tensors_of(
+                model.eval()(**{k: v[:EVALUATED] for k, v in whole.items()})
+            )
+        if "loss" in result.outputs:
+            _train(model, trial, whole, result, save is not None)
+    if save is not None:
+        model.save_pretrained(save)
+    return result
+
+
+def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankResult:
+    """Run a training step of this rank with dropout; all ranks call it together."""
+    model = shaken(load(trial, trial.case.changes(dropped=True), dtype), shake)
+    result = RankResult(coords=_coords(model))
+    for module in () if trial.case.draws else model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = DROPOUT  # what the config leaves out must not part replicas either
+    with agreed_collectives(model.mesh):
+        _train(model, trial, cast(trial.case.batch, dtype), result)
+    return result
+
+
+def recorded(trial: Trial, dtype: torch.dtype, with_dropout: bool = False) -> RankResult:
+    """Record one training step (a forward, for a model without a loss) with all its events."""
+    model = load(trial, trial.case.changes(with_dropout), dtype)
+    if not with_dropout:
+        silence(model)
+    result = RankResult(coords=_coords(model))
+    whole = cast(trial.case.batch, dtype)
+    pipeline = model._slapo.pipeline
+    units = () if pipeline is None else pipeline.units
+    recorder = Recorder(model, model.schedule.state.random, units)
+    result.events = recorder.events
+    with agreed_collectives(model.mesh, recorder), recorder:
+        if has_labels(whole):
+            _step(model.train(), trial, whole)
+        else:
+            model.eval()(**whole)
+    return result
+
+
+def _train(
+    model: Any, trial: Trial, whole: Mapping[str, Tensor], result: RankResult, twice: bool = False
+) -> None:
+    optimizer = optimizer_of(model.train())
+    with counted(model.mesh, result.collectives):
+        result.loss = _step(model, trial, whole)
+    if trial.knobs.get("sequence_parallel") and not tokens_divide(
+        model, _part(model, trial, whole)
+    ):
+        problem = "its batch has no tokens to shard over tp, so this option cannot be verified"
+        raise SlapoError("verify", "sequence_parallel", problem, "leave sequence_parallel out")
+    result.grads = model.consolidated_state_dict(grads=True)
+    result.grad_digests = digests(model, grads=True)
+    if not trial.case.thorough:
+        return
+    if twice:
+        kept = [(p, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+        _step(model, trial, whole)
+        result.twice = model.consolidated_state_dict(grads=True)
+        for p, grad in kept:
+            p.grad = grad
+    result.norm = float(model.clip_grad_norm_(MAX_NORM))
+    optimizer.step()
+    result.weights = model.consolidated_state_dict()
+    result.digests = digests(model)
+    result.untied = untied(model)
+
+
+def _part(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return trial.part(whole, model.mesh.coord("dp"))
+
+
+def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
+    """Run forward and backward of all micro-batches of this rank; return the loss."""
+    parts = trial.micro_batches(model._slapo.table)
+    return float(model.train_step(_part(model, trial, whole), micro_batches=parts))
+
+
+def on_mesh(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> list[RankResult]:
+    """Return the results of all ranks: of the process group that there is, or of threads."""
+    with _without_warnings():
+        if trial.mesh.world_size == 1:
+            return [run(trial, *arguments)]
+        if not dist.is_initialized():
+            return emulate(run, trial, *arguments, mesh=trial.sizes, timeout_s=TIMEOUT_S)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, run(trial, *arguments))
+        return everyone
+
+
+def one_rank_run(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> RankResult:
+    """Run a trial of one rank; what no directive gives a stream of its own draws from the seed of the case."""
+    with _without_warnings(), drawn_from(trial.case.seed):
+        return run(trial, *arguments)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def has_labels(batch: Mapping[str, Tensor]) -> bool:
+    """Return whether a batch tells what to train on."""
+    return any(name in batch for name in LABELS)
+
+
+def cast(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Cast the floating inputs of a batch to the dtype of the model."""
+    return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def tensors_of(output: Any) -> dict[str, Tensor]:
+    """Return the floating tensors of an output by name; caches and tuples of layers are left out."""
+    named = output.items() if hasattr(output, "items") else enumerate(output)
+    return {
+        str(k): v.detach().clone()
+        for k, v in named
+        if isinstance(v, Tensor) and v.is_floating_point()
+    }
+
+
+def optimizer_of(model: Any) -> torch.optim.Optimizer:
+    """Make the optimizer of every run; a large eps keeps it from amplifying noise in tiny gradients."""
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, eps=EPS)
+
+
+def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
+    """Move every parameter by about one unit in its last place, in place; return the model. Without a seed, change nothing.
+
+    What it computes then differs by rounding alone: it tells how far rounding leads.
+    """
+    if seed is None:
+        return model
+    # ranks may be threads: torch's own generator is theirs together
+    own = torch.Generator().manual_seed(seed)
+    for p in model.parameters():
+        noise = torch.rand(p.shape, dtype=torch.float64, generator=own).sub_(0.5).mul_(2)
+        p.data = p.data + p.data * noise.to(p.data) * torch.finfo(p.dtype).eps
+    return model
+
+
+def _coords(model: Any) -> tuple[int, int, int]:
+    tp, pp, dp = (model.mesh.coord(mesh_dim) for mesh_dim in ("tp", "pp", "dp"))
+    return tp, pp, dp
+
+
+def untied(model: Any) -> list[str]:
+    """Return the tied names of this rank that are tensors of their own."""
+    here = dict(model.named_parameters(remove_duplicate=False))
+    ties = tied_names(model).items()
+    return [a for a, b in ties if a in here and b in here and here[a] is not here[b]]
+
+
+def files(
+    into: Comparison, folder: Path, cls: Any, batch: Mapping[str, Tensor], result: RankResult
+) -> None:
+    """Check that plain `transformers` loads what was saved, every tensor bit for bit, and runs it."""
+    try:
+        plain = cls.from_pretrained(folder, dtype=torch.float32)
+    except Exception as error:
+        into.note("files", "from_pretrained", f"{type(error).__name__}: {error}")
+        return
+    saved = dict(plain.named_parameters())
+    for name, want in result.weights.items():
+        into.did("files")
+        if name in saved and not torch.equal(saved[name], want):
+            into.note("files", name, "the saved tensor is another one than was trained")
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, "pt") as opened:
+            if not all(torch.isfinite(opened.get_tensor(key).float()).all() for key in opened.keys()):  # noqa: SIM118  # fmt: skip
+                into.note("files", file.name, "it holds NaN or infinity")
+    with torch.no_grad():
+        plain.eval()(**batch)

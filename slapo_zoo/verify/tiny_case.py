@@ -1,0 +1,110 @@
+"""A case of any config: the smallest model that plain `transformers` trains, watched, in fp64 where it can run so."""
+
+import copy
+import math
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.verify.case import Case, changes_for_comparison, expressive_config, noisy_model
+from slapo_zoo.verify.compare import Result
+from slapo_zoo.verify.judge import plain
+from slapo_zoo.zoo.derivation.observe import Observation, observe
+from slapo_zoo.zoo.derivation.spelling import find_spelling
+from slapo_zoo.zoo.derivation.tiny import TOKENS, Sizes, sizes_in_turn, tiny, without_dropout
+
+MOST = 2e7  # parameters that a tiny model may have
+MICRO_ROWS = 2  # two micro-batches at least show whether a loss is the sum of its parts'
+
+
+def tiny_case(
+    config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, rows: int = 4
+) -> Case:
+    """Make the first tiny model of a config that plain `transformers` trains, with its truth.
+
+    Args:
+        config: of `transformers`; it is not changed.
+        cls: of the model.
+        folder: for its weights.
+        sizes: None takes the given config as it is.
+        rows: of the batch.
+
+    Returns:
+        its case: dropout is compared with the dropouts that the given config has.
+
+    Raises:
+        Exception: what the smallest one raised, where none trains.
+    """
+    problems: list[Exception] = []
+    for chosen in sizes_in_turn(sizes) if sizes else [None]:
+        small = tiny(config, chosen) if chosen else copy.deepcopy(config)
+        for padded in (True, False):
+            try:
+                found = _watched(small, cls, folder, rows, padded)
+            except Exception as error:
+                problems.append(error)
+                break
+            if problem := _not_finite(found.truth):
+                not_finite = ArithmeticError(problem)
+            else:
+                return found
+        else:
+            raise not_finite  # a larger one gives no better
+    raise problems[0]
+
+
+def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
+    """Write the weights of a config without its dropout, run it, and watch it with its dropout."""
+    small = copy.deepcopy(given)
+    zeroed = (name for name in without_dropout(small) if hasattr(small, name))
+    drops = tuple(name for name in zeroed if "drop" in name and "layerdrop" not in name)
+    with torch.device("meta"):
+        count = sum(p.numel() for p in cls(copy.deepcopy(small)).parameters())
+    if count > MOST:
+        raise MemoryError(f"the test model has {count:.0f} parameters, at most {MOST:.0f} fit")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        small = expressive_config(small)
+        model = noisy_model(small, cls)
+        model.save_pretrained(folder)
+        case = Case(small, cls, folder, rows, TOKENS, MICRO_ROWS, padded=padded, drops=drops)
+        seen = _watch(given, case)
+        seen.spelling = find_spelling(_files(folder), model.state_dict())
+        case = replace(case, seen=seen, draws=bool(seen.draws), thorough=False)
+        for dtype in (torch.float64, torch.float32):
+            try:
+                case = replace(case, dtype=dtype, truth_dtype=dtype)
+                return replace(case, truth=plain(case, dtype))
+            except RuntimeError:
+                if dtype == torch.float32:
+                    raise
+    raise AssertionError
+
+
+def _watch(config: Any, case: Case) -> Observation:
+    """Watch one forward of a new model with the dropouts that a config has."""
+    with drawn_from(0):
+        config = copy.deepcopy(config)
+        if "experts_implementation" in changes_for_comparison(config):
+            config._experts_implementation = "eager"  # the default one knows no fp64
+        return observe(case.cls(config).train(), case.batch)
+
+
+def _files(folder: Path) -> dict[str, Tensor]:
+    """Return every tensor of the safetensors files of a folder by its key."""
+    return {key: x for file in folder.glob("*.safetensors") for key, x in load_file(file).items()}
+
+
+def _not_finite(truth: Result) -> str:
+    """Tell what of a run is not finite (some classes give NaN for padding), or return ""."""
+    if not math.isfinite(truth.loss):
+        return f"its loss is {truth.loss}"
+    wrong = [name for name, grad in truth.grads.items() if not grad.isfinite().all()]
+    wrong += [name for name, x in truth.outputs.items() if x.isnan().any()]
+    return f"{wrong[0]} is not finite" if wrong else ""

@@ -1,0 +1,87 @@
+"""The one judge: a fault is seen whichever case it is asked about, that of `verify` or that of a derivation."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from slapo_zoo.language.primitives import ForkRng
+from slapo_zoo.verify.case import Trial, case_for
+from slapo_zoo.verify.compare import Comparison, FixedTolerance, Result
+from slapo_zoo.verify.derive import Search
+from slapo_zoo.verify.judge import judge
+from slapo_zoo.verify.tiny_case import tiny_case
+from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
+
+MESH, SP = (2, 1, 1), {"sequence_parallel": True}
+
+
+@pytest.fixture(scope="module")
+def search(tmp_path_factory):
+    """A search for a table of CTRL, whose blocks drop what is sharded by tokens."""
+    config = tiny(transformers.CTRLConfig(resid_pdrop=0.1, embd_pdrop=0.1))
+    folder = tmp_path_factory.mktemp("ctrl")
+    case = tiny_case(config, transformers.CTRLLMHeadModel, folder, Sizes())
+    return Search(case.config, case, MESH, SP)
+
+
+@pytest.fixture(params=["derived", "verified"])
+def case(request, search):
+    """The same weights as a case of the search, in fp64, and as one of `verify`, in fp32."""
+    if request.param == "derived":
+        return search.case
+    return case_for(search.case.config, search.case.cls, MESH, search.case.folder)
+
+
+def right_table(search):
+    return search.candidates()[0](search.case.config, search.small)
+
+
+def test_a_right_table_passes(case, search):
+    """Also in fp32: the tolerance of a case is that of its dtype."""
+    found = judge(Trial(case, MESH, right_table(search), SP))
+    assert not found.findings
+    assert {"outputs", "loss", "gradients", "replicas", "dropout"} <= found.counts.keys()
+
+
+def test_ranks_that_drop_their_tokens_alike_are_seen(case, search):
+    """Each rank alone looks right: it drops the elements of its own tokens that the others drop of theirs."""
+    table = right_table(search)
+    rows = [
+        (pattern, any(getattr(d, "tokens", "") for d in rule), rule)
+        for pattern, rule, *_ in table.body
+    ]
+    alike = tuple((pattern, (ForkRng(),) if wrong else rule) for pattern, wrong, rule in rows)
+    assert alike != table.body
+    found = judge(Trial(case, MESH, replace(table, body=alike), SP))
+    assert {finding.check for finding in found.findings} == {"dropout"}
+    assert "error" in found.words()
+
+
+def test_replicas_that_come_apart_are_seen(case, search):
+    """Where nobody sums the gradient before a divided product, each rank trains other norms."""
+    table = right_table(search)
+    unsummed = tuple(
+        (row[0], tuple(d for d in row[1] if getattr(d, "mode", "") != "bwd_post"))
+        for row in table.body
+    )
+    assert unsummed != table.body
+    found = judge(Trial(case, MESH, replace(table, body=unsummed)))
+    drifts = [finding for finding in found.findings if finding.check == "replicas"]
+    assert drifts
+    assert drifts[0].problem == "differs from that of rank 0, as its gradient does"
+
+
+def test_infinities_of_a_mask_are_no_difference():
+    """Where the truth is minus infinity the same is right, and a number is not; NaN never is."""
+    truth = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
+    near = FixedTolerance(Result(outputs={"logits": truth}), 1e-4)
+    for found, right in (
+        ([1.0, -torch.inf], True),
+        ([1.0, -1e9], False),
+        ([torch.nan, -torch.inf], False),
+    ):
+        into = Comparison.empty()
+        near.check(into, "outputs", "logits", torch.tensor(found), lambda r: r.outputs["logits"])
+        assert (not into.findings) == right, found
