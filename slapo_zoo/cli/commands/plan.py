@@ -83,8 +83,8 @@ def _forecast(
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.pipeline.orders import StageMap
     from slapo_zoo.tune.forecast import forecast
-    from slapo_zoo.tune.planner.layout_report import worth
     from slapo_zoo.tune.planner.layout import Layout
+    from slapo_zoo.tune.planner.layout_report import worth
 
     tp, pp, dp = mesh
     order, per_rank = knobs["pipeline_order"], knobs["stages_per_rank"]
