@@ -1,7 +1,7 @@
-"""Is a scheduled model the plain one? Outputs, gradients, a step, replicas, dropout, files.
+"""Comparison of a scheduled model with the plain one: outputs, gradients, a step, replicas, dropout, files.
 
-`from slapo_zoo import verify; verify(...)` is `slapo_zoo.verify.core.verify`: the package is callable,
-so that its name and the function's are one. Imports `model` and lower.
+The package is callable: after `from slapo_zoo import verify`, `verify(...)` calls
+`slapo_zoo.verify.core.verify`. Imports `model` and lower.
 """
 
 import importlib

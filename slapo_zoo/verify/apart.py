@@ -1,4 +1,4 @@
-"""Run a verification in a process of its own: it works beside any process group, and may crash alone."""
+"""Verification in a child process: it does not disturb this one's process group, and its crash ends only itself."""
 
 import signal
 from typing import Any
@@ -11,13 +11,13 @@ CHILD = "slapo_zoo.verify.child"
 
 
 def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
-    """Verify in a fresh process, on the CPU; return its document.
+    """Verify in a fresh process on the CPU, and return the JSON document that this process wrote.
 
     Args:
-        request: of `slapo_zoo.verify.child`.
+        request: JSON data in the format that `slapo_zoo.verify.child` reads.
 
     Raises:
-        SlapoError: what that process raised, or that it ended without a report.
+        SlapoError: the child process raised one (it is raised again here), or ended without a report.
     """
     done = python_apart(CHILD, request).wait(TIMEOUT_S)
     if done.code is None:

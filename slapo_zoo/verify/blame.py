@@ -1,8 +1,8 @@
-"""Find the first module that is wrong behind a wrong result, and the directives that touched it.
+"""Search for the first module that computes a wrong tensor, and for the directives that touched it.
 
-One training step is recorded on all ranks, and one of the plain model in fp64 and fp32 (with the
-attention core as a child, so that q, k and v are seen). The events are compared in the order in
-which they happen, forward; if all agree, gradients in the opposite order, backward.
+One training step is recorded on all ranks, and one of the plain model in fp64 and in fp32 (with the
+attention core as a child module, so that q, k and v are recorded). The tensors are compared in the order
+of the forward. If all agree, their gradients are compared in the opposite order, that of the backward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,14 +20,14 @@ MOST = 1e30  # masks hold the lowest number of their dtype
 
 
 class Blame:
-    """Find the first module whose tensors differ from the plain model's on some rank.
+    """Search for the first module whose tensors differ from the plain model's on some rank.
 
     Args:
-        found: of all ranks.
-        truth: events of the fp64 run of the whole batch.
-        plain: the same in fp32, for its own error.
-        partial: paths whose gradients are terms of a sum, as the schedule says.
-        experts: paths within which a rank calls its own experts: what is inside has no like elsewhere.
+        found: results of all ranks of the scheduled model, with their recorded tensors.
+        truth: tensors of the plain model in fp64, run on the whole batch.
+        plain: tensors of the plain model in fp32; their distance from `truth` is the error of rounding.
+        partial: paths of modules whose gradients are partial sums, as the schedule says.
+        experts: paths of modules that run only this rank's experts; modules inside them are not compared.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Blame:
         return None
 
     def _wrong(self, event: Event, gradient: bool) -> int | None:
-        """Return the first rank whose tensor does not belong to the plain model's, or None."""
+        """Return the first rank whose tensor (or its gradient) for this event differs from the plain model's, or None."""
         seen = self.truth[event]
         want = seen.grad if gradient else seen.value
         own = self.plain[event].grad if gradient else self.plain[event].value
@@ -115,7 +115,10 @@ class Blame:
     def _parts(
         self, event: Event, gradient: bool
     ) -> Iterator[tuple[list[int], list[Tensor | None], tuple[int, int]]]:
-        """Yield for each micro-batch of each stage its ranks, their tensors, and the rows."""
+        """Yield (ranks, tensors, (first row, number of rows)) for each micro-batch of each stage.
+
+        `tensors` has one entry per tp rank, None where the event was not recorded.
+        """
         places: dict[tuple[int, int, int], dict[int, Seen]] = {}
         ran: set[tuple[int, int, int]] = set()
         for rank, result in enumerate(self.found):
@@ -139,7 +142,7 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have made the tensor of a forward event."""
+        """Return the paths of modules that can have made the tensor at `index` of `order` (a forward value) wrong."""
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))
@@ -150,13 +153,16 @@ class Blame:
         return tuple(dict.fromkeys(found))
 
     def _children(self, index: int) -> list[str]:
-        """Return the paths of modules that ran within a call, the last one first."""
+        """Return the paths of the child modules that ran within the call at `index` of `order`, the last one first."""
         path = self.order[index].path
         inside = [e.path for e in reversed(self.order[:index]) if parent_of(e.path) == path]
         return list(dict.fromkeys(inside))
 
     def _consumers(self, index: int) -> list[str]:
-        """Return the paths of modules that got the very tensor of an event; failing that, of what ran next beside it."""
+        """Return the paths of modules that took the tensor at `index` of `order` as an argument.
+
+        If there are none, return the module that ran next under the same parent, and the parent.
+        """
         source = self.truth[self.order[index]].source
         later = self.order[index + 1 :]
         took = [e.path for e in later if e.when == "in" and self.truth[e].source == source]
@@ -168,7 +174,7 @@ class Blame:
 
 
 def _nearest_first(paths: list[str]) -> list[str]:
-    """Sort paths: modules that only pass a tensor on to others that pass it on (a stack, its blocks) go last."""
+    """Sort paths: modules that hold further takers of the same tensor (a stack that holds blocks) go last."""
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]
@@ -178,12 +184,15 @@ def _nearest_first(paths: list[str]) -> list[str]:
 
 
 def _plain(x: Tensor) -> Tensor:
-    """Return a tensor in fp64, its numbers clamped: "minus infinity" of a mask is another number in each dtype."""
+    """Return a tensor in fp64, clamped to +-MOST: a mask holds another "minus infinity" in each dtype."""
     return x.double().clamp(-MOST, MOST)
 
 
 def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
-    """Return the rows of a micro-batch; a tensor without a batch axis is returned as it is."""
+    """Return the rows of a micro-batch, given as (first row, count), from a tensor of the whole batch.
+
+    A tensor without a batch axis is returned unchanged. `all_rows` is the number of rows of the whole batch.
+    """
     first, count = rows
     if not want.ndim or not count or count == all_rows or want.shape[0] % all_rows:
         return want
@@ -192,7 +201,7 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _odd_one(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """Return the tp coordinate whose part differs most, or 0."""
+    """Return the tp coordinate whose tensor is missing, or else far from `want`; 0 if that cannot be told."""
     for i, part in enumerate(parts):
         if part is None:
             return i
@@ -210,12 +219,12 @@ def _describe(event: Event) -> str:
 
 
 def parent_of(path: str) -> str:
-    """Return the path of the module that holds this one."""
+    """Return the path of a module's parent: "h.0" for "h.0.attn"."""
     return path.rpartition(".")[0]
 
 
 def directives_at(schedule: Any, paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (path, directive) for every directive that touched one of the paths, in their order."""
+    """Return (path, directive as source text) for every directive that changed a module of `paths`, in their order."""
     found = []
     for path in paths:
         for landed, (pattern, directive) in zip(schedule.landed, schedule.history, strict=True):

@@ -1,4 +1,4 @@
-"""Verify a card: before it is replayed, and before its author publishes it."""
+"""Verification of a card, before its schedule is applied to a model and before its author publishes it."""
 
 import json
 from collections.abc import Mapping
@@ -21,17 +21,17 @@ LEVELS = ("quick", "off")
 def require_correct(
     program: Program, config: Any, mesh: Mesh, level: str, knobs: Mapping[str, Any]
 ) -> None:
-    """Raise a CardError where a schedule does not compute what the plain model computes.
+    """Raise a CardError where the schedule of a card does not compute what the plain model computes.
 
-    Rank 0 verifies it on a small model of the family, in a process of its own; all ranks learn the
-    outcome. A schedule that fits no small model is let through with a warning: `unmeasured`.
+    Rank 0 verifies the schedule on a small model of the family, in a process of its own; all ranks learn
+    the outcome. Where no small model fits the schedule and the given one is large, it only warns.
 
     Args:
-        program: of the card.
-        config: of the model.
-        mesh: of all ranks.
-        level: "quick" or "off".
-        knobs: pipeline_order and stages_per_rank.
+        program: the schedule of the card.
+        config: config of the model that is being loaded.
+        mesh: sizes of tp, pp and dp, and this rank's coordinates.
+        level: "quick" verifies on a small model, "off" does nothing.
+        knobs: values of pipeline_order and stages_per_rank.
     """
     if level not in LEVELS:
         raise CardError("from_pretrained", f"verify={level!r}", "no such level", f"one of {LEVELS}")
@@ -54,7 +54,7 @@ def request_for(
     program: Program, config: Any, sizes: tuple[int, int, int], knobs: Mapping[str, Any],
     quick: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Build the request for the process that verifies a card."""
+    """Build the JSON request with which `verify_apart` verifies a card on a mesh of `sizes` (tp, pp, dp)."""
     return {
         "config": config.to_dict(), "cls": program.model_class, "mesh": sizes, "quick": quick,
         "program": program.to_bytes().decode(), "knobs": dict(knobs),
@@ -63,17 +63,17 @@ def request_for(
 
 @cache
 def _once(request: str) -> dict[str, Any]:
-    """Verify what a request asks for; the same request is answered once per process."""
+    """Verify as a JSON request says, in a process of its own; an equal request later returns the same outcome."""
     return verify_apart(json.loads(request))
 
 
 def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]:
-    """Verify the card of a folder and write the outcome into it.
+    """Verify the card in a folder and write the outcome into that folder.
 
     Args:
-        folder: of the card.
-        config: of the model it is for.
-        quick: on a small model of the family.
+        folder: folder of the card.
+        config: config of the model that the card is for.
+        quick: verify on a small model of the family, in the place of one of the given config.
 
     Returns:
         the contents of verify.json.
@@ -86,6 +86,6 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
 
 
 def with_verdict(card: Card, document: Mapping[str, Any]) -> Card:
-    """Return the card with the outcome of a verification, bound to its program."""
+    """Return a copy of the card that holds the outcome of a verification and the hash of the program it belongs to."""
     kept = {name: value for name, value in document.items() if name != "text"}
     return replace(card, verify={**kept, "program": card.program.hash})

@@ -1,4 +1,4 @@
-"""A case: a small plain model whose weights show mistakes, the batch of all runs, and trials of schedules on it."""
+"""Test cases of a verification: a plain model whose random weights make mistakes visible, a batch, and trials."""
 
 import copy
 from collections.abc import Mapping
@@ -27,27 +27,27 @@ FIRST_BATCH = 100  # added to the seed of a case: its weights are drawn from the
 
 @dataclass(frozen=True)
 class Case:
-    """A plain model in a folder, and how all its runs are made: batch, dtypes, dropout.
+    """Test case: a plain model in a folder, and the batch, dtypes and dropout of all runs of it.
 
     Args:
-        config: of the model, without dropout.
-        cls: its class.
-        folder: of the weights that all runs read.
-        rows: of the batch, for all dp ranks together.
-        tokens: of each row.
+        config: config of the model, without dropout.
+        cls: class of the model.
+        folder: checkpoint from which all runs read the weights.
+        rows: rows of the batch, for all dp ranks together.
+        tokens: tokens of each row.
         micro_rows: rows of a micro-batch.
-        seed: of weights, batch and dropout.
-        tp: ranks whose parts of the vocabulary begin and end with ids of the batch.
-        padded: whether rows of text have unlike lengths.
-        dtype: of the scheduled model.
-        truth_dtype: of the plain model that it is compared with.
-        drops: fields of the config that are `DROPOUT` while dropout is compared.
-        draws: whether anything draws random numbers then.
-        thorough: whether a step of the optimizer, collectives and files are compared too, and whether
-            dropout is compared with that of the batch in one piece, not in micro-batches.
-        seen: what the model does with its parameters, where a table is derived for it.
-        truth: a run of the plain model, where there is one already.
-        batch: of the first step, for all dp ranks together; made where none is given.
+        seed: seed of weights, batch and dropout.
+        tp: number of tp ranks; the batch holds the first and the last id of each rank's vocabulary shard.
+        padded: the rows of text have different lengths and are padded.
+        dtype: dtype of the scheduled model.
+        truth_dtype: dtype of the plain model that the scheduled one is compared with.
+        drops: fields of the config that are set to `DROPOUT` while dropout is compared.
+        draws: whether the model draws random numbers while dropout is compared.
+        thorough: compare an optimizer step, collectives and files too; and compare dropout with a run of
+            the whole batch at once, not in micro-batches.
+        seen: observation of the plain model's forward; None unless a table is derived.
+        truth: a run of the plain model that was made before, or None.
+        batch: inputs of the first step, for all dp ranks together; an empty dict makes them.
     """
 
     config: Any
@@ -73,7 +73,7 @@ class Case:
             object.__setattr__(self, "batch", self.batch_of(0))
 
     def batch_of(self, step: int) -> dict[str, Tensor]:
-        """Make the batch of a step: name --> tensor [rows, ...], floats in fp32."""
+        """Make the batch of step number `step`: name --> tensor [rows, ...]; floating inputs are fp32."""
         model = hf.build_on_meta(self.cls, copy.deepcopy(self.config), torch.float32, False)
         if not self.padded:
             return random_batch(model, self.rows, self.tokens)
@@ -81,21 +81,21 @@ class Case:
         return padded_batch(model, self.rows, self.tokens, seed, self.tp)
 
     def changes(self, dropped: bool = False) -> dict[str, Any]:
-        """Return the fields of the config with which every run loads the model, with or without dropout."""
+        """Return the config fields that every run sets when it loads the model; `dropped` switches its dropout on."""
         drops = dict.fromkeys(self.drops, DROPOUT) if dropped else {}
         return {**changes_for_comparison(self.config), **drops}
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A schedule of a case on a mesh.
+    """A schedule on a mesh that is tried on a test case.
 
     Args:
         case: the plain model and its batch.
-        sizes: of tp, pp and dp.
-        schedule: "zoo", a Table, steps, or a function of the schedule.
-        knobs: sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels.
-        whole: take the rows of a rank as one micro-batch.
+        sizes: sizes of tp, pp and dp.
+        schedule: "zoo", a Table, a list of (pattern, directive), or a function that gets the Schedule.
+        knobs: values of sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels.
+        whole: run all rows of a dp rank as one micro-batch.
     """
 
     case: Case
@@ -106,11 +106,11 @@ class Trial:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh as its first rank sees it."""
+        """Mesh of the trial with the coordinates of rank 0."""
         return Mesh(*self.sizes)
 
     def outline(self) -> Outline:
-        """Make the model on meta with every directive applied."""
+        """Build the model on the meta device and apply every directive of the schedule to it."""
         config = copy.deepcopy(self.case.config)
         return Outline(
             config, self.case.cls, self.mesh, torch.float32, seed=self.case.seed,
@@ -118,22 +118,22 @@ class Trial:
         )  # fmt: skip
 
     def micro_batches(self, table: Table) -> int:
-        """Return the number of parts into which the rows of a dp rank are split; 1 where its table allows no more."""
+        """Return the number of micro-batches of a dp rank; it is 1 where `table` forbids to split a batch."""
         if self.whole or table.batch_statistics or table.is_undivided(self.case.cls):
             return 1
         return self.case.rows // self.sizes[2] // self.case.micro_rows
 
     def part(self, batch: Mapping[str, Tensor], dp_coord: int) -> dict[str, Tensor]:
-        """Return the rows of one dp rank."""
+        """Return the rows of a batch that the dp rank with coordinate `dp_coord` reads."""
         n = self.case.rows // self.sizes[2]
         return {k: v[dp_coord * n : (dp_coord + 1) * n] for k, v in batch.items()}
 
     def on_one_rank(self, whole: bool = True) -> "Trial":
-        """Return the trial of the same schedule on a mesh of one rank, the batch in one piece or in micro-batches."""
+        """Return a trial of the same schedule on a mesh of one rank; `whole` runs the batch as one micro-batch."""
         return Trial(self.case, (1, 1, 1), uncut(self.schedule), {}, whole)
 
     def predicted_collectives(self) -> dict[str, int] | None:
-        """Count the collectives over tp in one step of one tp rank, all stages together; None where unknown."""
+        """Return kind --> number of tp collectives in a step of one tp rank over all stages; None if it is not predicted."""
         outline = self.outline()
         if outline.state.checkpointed or self.sizes[0] == 1:
             return None
@@ -149,15 +149,7 @@ class Trial:
 def case_for(
     config: Any, cls: Any, sizes: tuple[int, int, int], folder: Path, seed: int = 0
 ) -> Case:
-    """Return the case of a config for a mesh: enough micro-batches for all stages, tokens for all tp ranks.
-
-    Args:
-        config: of the weights in the folder.
-        cls: of the model.
-        sizes: of tp, pp and dp.
-        folder: of the weights.
-        seed: of batch and dropout.
-    """
+    """Make the test case of a config, with enough micro-batches for all stages and enough tokens for all tp ranks."""
     tp, pp, dp = sizes
     rows, drops = max(2, 2 * pp), tuple(dropouts(config))
     tokens = -(-LEAST_TOKENS // (2 * tp)) * 2 * tp
@@ -168,7 +160,7 @@ def case_for(
 
 
 def changes_for_comparison(config: Any) -> dict[str, Any]:
-    """Return the fields of a config that every run without dropout loads the model with."""
+    """Return the config fields, with values, that every run without dropout sets when it loads the model."""
     known = config.to_dict()
     found = {name: value for name, value in expressive(config).items() if name in known}
     if any("experts" in name for name in known):
@@ -177,10 +169,10 @@ def changes_for_comparison(config: Any) -> dict[str, Any]:
 
 
 def write_weights(config: Any, cls: Any, folder: Path, seed: int = 0) -> Any:
-    """Write a checkpoint of `noisy_model` to a folder.
+    """Write a checkpoint with the random weights of `noisy_model` to a folder.
 
     Returns:
-        its config: without dropout, and with special tokens where the head needs them.
+        the config of the checkpoint: without dropout, and with special tokens where the head needs them.
     """
     config = expressive_config(config)
     noisy_model(config, cls, seed).save_pretrained(folder)
@@ -188,7 +180,7 @@ def write_weights(config: Any, cls: Any, folder: Path, seed: int = 0) -> Any:
 
 
 def expressive_config(config: Any) -> Any:
-    """Return a copy of a config under which mistakes show: `slapo_zoo.zoo.shrink.expressive`."""
+    """Return a copy of a config without dropout and with larger initial weights (`expressive`), so that mistakes show."""
     config = copy.deepcopy(config)
     for name, value in expressive(config).items():
         setattr(config, name, value)
@@ -196,7 +188,7 @@ def expressive_config(config: Any) -> Any:
 
 
 def noisy_model(config: Any, cls: Any, seed: int = 0) -> Any:
-    """Make a plain model with random weights, none of which is 0 or 1: such would hide mistakes."""
+    """Make a plain model with random weights, none of them exactly 0 or 1: such weights would hide mistakes."""
     with drawn_from(seed):
         model = cls(copy.deepcopy(config))
         model.tie_weights()
@@ -210,7 +202,7 @@ def noisy_model(config: Any, cls: Any, seed: int = 0) -> Any:
 
 
 def uncut(schedule: Any) -> Any:
-    """Return the same schedule without pipeline cuts, for a mesh of one rank."""
+    """Return a schedule (of any kind that `Trial` takes) without its pipeline cuts, for a mesh of one rank."""
     if isinstance(schedule, list | tuple):
         return [step for step in schedule if step[1].name != "cut_pipeline_stage"]
     if not callable(schedule):

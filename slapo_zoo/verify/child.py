@@ -1,7 +1,8 @@
-"""Verify or derive in a process of its own: a request comes on stdin, a document goes to stdout.
+"""Program of the child process that verifies or derives: a JSON request on stdin, a JSON document on stdout.
 
+A request to verify, and one to derive a table:
 {"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
- "layers": false, "folder": null, "knobs": {}}, or
+ "layers": false, "folder": null, "knobs": {}}
 {"config": {...}, "cls": "BloomForCausalLM", "sizes": [2, 1, 1], "knobs": {}}
 """
 
@@ -23,7 +24,7 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Verify what a request asks for; return the document with the report as text."""
+    """Verify or derive as a request says; return the document of the outcome, for a verification with its text."""
     import transformers
 
     hf.register_models()
@@ -56,7 +57,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _steps(request: dict[str, Any], config: Any) -> Any:
-    """Return the steps of the card in the request, if there is one."""
+    """Return the (pattern, directive) list of the card in the request; None where the request has no card."""
     if request.get("program") is None:
         return None
     tp, pp, dp = request["mesh"]
@@ -67,7 +68,10 @@ def _steps(request: dict[str, Any], config: Any) -> Any:
 def _of_program(
     program: Program, config: Any, quick: bool, arguments: dict[str, Any]
 ) -> Report | None:
-    """Verify a program on a small model where it fits one, else on the given one."""
+    """Verify the schedule of a card: with `quick` on a small model if one fits it, else on the given config.
+
+    Return None if `quick` is set, no small model fits and the given one has over MANY_PARAMETERS parameters.
+    """
     sizes: dict[str, int] = dict(zip(("tp", "pp", "dp"), arguments["mesh"], strict=True))
     stages = 1 + sum(name == "cut_pipeline_stage" for _, name, _ in program.steps)
     sizes["stages"] = stages
@@ -81,7 +85,7 @@ def _of_program(
 
 
 def main() -> None:
-    """Read a request; the last line of the output is the document."""
+    """Read a request from stdin, and write the document of its outcome as the last line of stdout."""
     try:
         found = answer(json.load(sys.stdin))
     except SlapoError as error:

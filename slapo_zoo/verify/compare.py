@@ -1,4 +1,4 @@
-"""What runs return, and values against values: the tolerance is the reference's own error (docs/decisions/0003)."""
+"""Results of runs, and their comparison: the tolerance is the reference's own error (docs/decisions/0003)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ CHECKS: dict[str, str] = {
 
 @dataclass
 class Result:
-    """Result of one run; tensors are full ones under their HuggingFace names."""
+    """Result of one run of a model; its tensors are unsharded and have their HuggingFace names."""
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
     uncached: dict[str, Tensor] = field(default_factory=dict)  # without a cache, as a pipeline runs
@@ -40,22 +40,22 @@ class Result:
     tied: dict[str, str] = field(default_factory=dict)  # another name of a parameter --> its first
 
     def rename(self, tied: Mapping[str, str]) -> None:
-        """Rename tied parameters to the names that the plain model has for them."""
+        """Rename the tied parameters in `grads` and `weights`; `tied` maps any name to the plain model's name."""
         self.grads = {tied.get(name, name): x for name, x in self.grads.items()}
         self.weights = {tied.get(name, name): x for name, x in self.weights.items()}
 
 
 @dataclass
 class RankResult(Result):
-    """Result of one rank of a run; full gradients and weights are on rank 0 only.
+    """Result of one rank of a run; unsharded gradients and weights are on rank 0 only.
 
     Args:
-        coords: of tp, pp and dp.
-        digests: local parameter --> hash of its bytes after the step, and which part it is.
-        untied: names that should share memory and do not.
-        grad_digests: local parameter --> the same of its gradient, before clipping.
-        collectives: kind --> how many over tp in the step.
-        twice: gradients after a second step on the same batch.
+        coords: this rank's coordinates in tp, pp and dp.
+        digests: local parameter --> (hash of its bytes after the step, which shard it is).
+        untied: names of parameters that should share memory and do not.
+        grad_digests: local parameter --> the same two for its gradient, before clipping.
+        collectives: kind --> number of collectives over tp in the step.
+        twice: gradients after a second backward on the same batch, accumulated.
     """
 
     coords: tuple[int, int, int] = (0, 0, 0)
@@ -68,14 +68,14 @@ class RankResult(Result):
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where a scheduled model first leaves the plain one.
+    """First difference between a scheduled model and the plain one.
 
     Args:
-        path: of the module.
-        phase: "forward", "backward" or "parameters".
-        what: which tensor of it.
-        rank: the first rank on which it shows.
-        suspects: paths whose directives can have caused it, the likeliest first.
+        path: path of the module.
+        phase: "forward", "backward", "parameters", "error", "beyond the modules", or one of CHECKS.
+        what: description of the tensor that differs, such as "output 0".
+        rank: the first rank on which it differs.
+        suspects: paths of modules whose directives can have caused it, the likeliest first.
     """
 
     path: str
@@ -87,13 +87,13 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is not as it should be.
+    """One difference that a check found.
 
     Args:
-        check: which of CHECKS.
-        what: the tensor or file.
+        check: name of the check, a key of CHECKS.
+        what: name of the tensor or file.
         problem: what was found against what was expected.
-        rank: where, or None for all.
+        rank: rank on which it was found, or None for all.
     """
 
     check: str
@@ -104,13 +104,13 @@ class Finding:
 
 @dataclass
 class Comparison:
-    """All findings, and the largest error of each check in units of what is allowed.
+    """Findings of all checks, with the largest error of each check divided by the allowed error.
 
     Args:
-        findings: what is wrong.
-        worst: check --> its largest error.
-        counts: check --> comparisons made.
-        factor: that every gradient is multiplied by, where it is one and not 1.
+        findings: the differences that were found.
+        worst: check --> its largest error divided by the allowed one.
+        counts: check --> number of comparisons made.
+        factor: one number by which all gradients are too large; None where there is no such number.
     """
 
     findings: list[Finding]
@@ -124,7 +124,7 @@ class Comparison:
         return Comparison([], {}, {})
 
     def words(self) -> str:
-        """Describe the first finding and count the others of its check; "" where nothing is wrong."""
+        """Describe the first finding and count the others of its check; return "" if there are no findings."""
         if not self.findings:
             return ""
         first = self.findings[0]
@@ -134,7 +134,7 @@ class Comparison:
         return f"{first.check}: {first.what}{where}: {first.problem}{also}"
 
     def note(self, check: str, what: str, problem: str, rank: int | None = None) -> None:
-        """Record a difference."""
+        """Record a finding; the arguments are those of `Finding`."""
         self.findings.append(Finding(check, what, problem, rank))
 
     def did(self, check: str, ratio: float = 0.0) -> None:
@@ -144,33 +144,33 @@ class Comparison:
 
 
 class Tolerance:
-    """Allowed error: twice the distance of plain runs from the fp64 truth, plus a floor for rounding.
+    """Allowed error: twice the largest distance of plain runs from the fp64 run, plus a floor for rounding.
 
     Args:
-        truth: the fp64 run.
-        plains: runs of the same in the dtype under test.
-        others: more of them, asked for where a value lies too far off: few runs can all be lucky.
+        truth: the run of the plain model in fp64.
+        plains: runs of the plain model in the dtype under test.
+        others: further such runs, made only when a value exceeds the tolerance that the first ones give.
     """
 
     def __init__(self, truth: Result, plains: Sequence[Result], others: Iterable[Result] = ()):
         self.truth, self.plains, self._others = truth, list(plains), iter(others)
 
     def another(self) -> bool:
-        """Return whether one more plain run tells now how far rounding leads."""
+        """Make one more plain run and add it to `plains`; return False if no run is left to make."""
         self.plains += (more := list(islice(self._others, 1)))
         return bool(more)
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """Return the distance of the plain runs from the truth."""
+        """Return the largest distance of the plain runs from the truth; `what` takes the compared value from a run."""
         want = torch.as_tensor(what(self.truth)).double()
         return max(_distance(what(plain), want) for plain in self.plains)
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return the error that a value may have.
+        """Return the absolute error that a value may have.
 
         Args:
-            what: takes the value from a run.
-            largest: absolute value of its elements.
+            what: function that takes the value from a run.
+            largest: largest absolute value among the elements of the value.
             scale: magnitude of the values that it was computed from.
         """
         return 2 * self.own_error(what) + FLOOR * max(largest, scale)
@@ -182,13 +182,13 @@ class Tolerance:
         """Compare one value of the scheduled model with the plain runs.
 
         Args:
-            into: where the outcome goes.
-            check: which of CHECKS.
-            name: of the value.
-            found: under test.
-            what: takes the value from a run.
+            into: where the outcome is recorded.
+            check: name of the check, a key of CHECKS.
+            name: name of the value.
+            found: the value of the scheduled model.
+            what: function that takes the value from a run.
             scale: magnitude of the values that it was computed from, for the floor.
-            rank: that found it.
+            rank: rank on which the value was computed, or None for all.
         """
         want = torch.as_tensor(what(self.truth)).double()
         found = torch.as_tensor(found).double()
@@ -205,11 +205,11 @@ class Tolerance:
 
 
 class FixedTolerance(Tolerance):
-    """Allowed error of a model that runs in the dtype of its truth: a share of the largest value.
+    """Allowed error of a model that runs in the dtype of its truth: a fixed share of the largest value.
 
     Args:
-        truth: the plain run.
-        relative: that share.
+        truth: the run of the plain model.
+        relative: the share.
     """
 
     def __init__(self, truth: Result, relative: float):
@@ -221,7 +221,7 @@ class FixedTolerance(Tolerance):
         return 0.0
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return the share of the value's own size, and a hundredth of that of what surrounds it."""
+        """Return `relative` of the value's largest element, plus a hundredth of that of `scale`."""
         return self.relative * (largest + 0.01 * scale)
 
 
@@ -238,7 +238,10 @@ def _distance(found: Any, want: Tensor) -> float:
 
 
 def compare(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Compare outputs and loss on every rank; gradients; and, where a step was made, norm and weights."""
+    """Compare each rank's outputs and loss, the gradients, and, if a step was made, the gradient norm and weights.
+
+    `found` has one result per rank; the outcome is recorded in `into`.
+    """
     truth, cached = near.truth, all(result.coords[1] == 0 for result in found)
     for rank, result in enumerate(found):
         _outputs(into, near, result, rank, cached)
@@ -282,7 +285,7 @@ def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
 
 
 def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float | None:
-    """Return the one number by which every gradient is multiplied, or None."""
+    """Return the number f if every gradient in `found` is f times that in `want`; None if there is no such f, or f = 1."""
     pairs = [
         (found[n].double().flatten(), g.double().flatten()) for n, g in want.items() if n in found
     ]
@@ -301,7 +304,7 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
-    """Compare the weights after one step; a gradient that is 0 in truth is noise that AdamW amplifies."""
+    """Compare the weights after one AdamW step, loosely where the true gradient is 0, as AdamW amplifies its noise."""
     truth = near.truth
     largest = largest_of(truth.grads)
     noise = {n for n, g in truth.grads.items() if float(g.abs().max()) < 1e-12 * largest}
@@ -341,7 +344,10 @@ def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterab
 
 
 def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
-    """Check that what several ranks hold is the same, bit for bit: weights after the step, or else gradients."""
+    """Check that ranks with the same tensor hold equal bytes, and that tied parameters are one tensor.
+
+    The weights after the step are compared, or the gradients if no step was made.
+    """
     held = [result.digests or result.grad_digests for result in found]
     wrong: list[tuple[bool, str, int, int]] = []
     for name, rank, first in unlike_replicas(held):
@@ -359,9 +365,9 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 
 
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Check that with dropout the mesh computes what the scheduled model computes on one rank.
+    """Check that with dropout the mesh computes the loss and gradients that the scheduled model has on one rank.
 
-    The masks are drawn by us for every layout alike, so loss and gradients are those of one rank.
+    They are equal because slapo_zoo draws the same dropout masks on every layout.
     """
     truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]
@@ -376,7 +382,10 @@ def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> N
 def collective_counts(
     into: Comparison, found: Sequence[RankResult], want: Mapping[str, int] | None
 ) -> None:
-    """Check that the collectives that ran are those of `slapo-zoo show` and `schedule.explain`."""
+    """Check that each tp rank ran the predicted number of tp collectives of each kind in one step.
+
+    `want` is {kind: number}, added over all stages; None checks nothing.
+    """
     if want is None:
         return
     for tp_coord in sorted({result.coords[0] for result in found}):

@@ -1,4 +1,4 @@
-"""Verify a block of scheduling steps: it must leave what any module computes as it was."""
+"""Verification of a block of scheduling steps: after it, the model must compute what it computed before."""
 
 import copy
 import time
@@ -33,14 +33,15 @@ LEAST = -1e4  # what additive masks hold: this, the least number of a dtype, or 
 
 
 class Verify:
-    """Compare what a module computes before and after a block of scheduling steps.
+    """Context that compares what a module computes before and after a block of scheduling steps.
 
     Outputs and every gradient are compared on all ranks, in the dtype of the model, with a tolerance
-    of twice its own error against fp64. Dropout is switched off. The module is left as it was: its
-    values, gradients, buffers, mode, and torch's generator. A model on meta gets values meanwhile.
+    of twice its own error against fp64. Dropout is switched off. Afterwards the module has its former
+    values, gradients, buffers and mode, and torch's generator its former state. A model on the meta
+    device gets random values inside the block.
 
-    Inputs count among what has a gradient: those that require one, or, where none does, all of
-    floating point but additive masks (nothing but zeros and very negative numbers).
+    Gradients of inputs are compared too: of the inputs that require one or, where none does, of all
+    floating-point inputs except additive masks (only zeros and very negative numbers).
 
         with Verify(sch, [x]):
             sch["fc1"].shard("weight", 0).sync("bwd_post", "all_reduce")
@@ -50,12 +51,13 @@ class Verify:
         sch: a schedule.
         example_inputs: positional arguments of the model as a list or tuple, keyword arguments as
             a dict, or one tensor; the same on all ranks.
-        device: where the model runs meanwhile; "cuda" without a CUDA device: where it is.
-        eval_mode: False runs it in training mode.
-        enable: False does nothing at all.
+        device: device of the model while it is verified; "cuda" without a CUDA device leaves the model
+            where it is.
+        eval_mode: False runs the model in training mode.
+        enable: False turns the verification off.
 
     Attributes:
-        report: after the block, what was compared.
+        report: the outcome, set at the end of the block.
 
     Raises:
         VerifyError: at the end of the block, with the first module that differs.
@@ -140,7 +142,10 @@ class Verify:
         return divergence
 
     def _error(self, error: Exception) -> Exception:
-        """Make the error of a schedule that does not run: the module that was running is the divergence."""
+        """Return the error to raise for a model that raised `error` after the block.
+
+        It is a VerifyError that names the module that was running, or `error` itself if no module is known.
+        """
         paths = getattr(error, "slapo_modules", ())
         if not paths:
             return error
@@ -171,7 +176,7 @@ def _compare_all(
     into: Comparison, near: Tolerance, check: str, found: Mapping[str, Tensor],
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
-    """Compare tensors by name; a parameter that a directive put elsewhere has none to compare with."""
+    """Compare tensors by name ("outputs" or "gradients"); a parameter that only one side has is left out."""
     largest = largest_of(want)
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]
     if check == "outputs" and found.keys() != want.keys():
@@ -181,7 +186,10 @@ def _compare_all(
 
 
 def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
-    """Run the model; return its outputs, the gradients of a fixed random sum of them, and the events of all modules."""
+    """Run forward and backward of the model; return its outputs, gradients, and the tensors recorded at all modules.
+
+    The gradients are those of a sum of all outputs with fixed random factors.
+    """
     mesh, model = sch.mesh, sch.model
     result = RankResult(coords=(mesh.coord("tp"), mesh.coord("pp"), mesh.coord("dp")))
     recorder = Recorder(model)
@@ -208,7 +216,7 @@ def _whole(x: Any) -> Any:
 
 
 def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
-    """Sum all outputs with fixed random factors: every element counts."""
+    """Return the sum of all output elements times fixed random factors; None if no output requires a gradient."""
     terms = []
     for i, x in enumerate(outputs.values()):
         if x.requires_grad and x.numel():
@@ -220,7 +228,7 @@ def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
-    """Gather the gradients of all parameters, unsharded, on rank 0."""
+    """Return the unsharded gradients of all parameters on rank 0; all ranks call it together."""
     plan, mesh, named = plan_of(sch.state), sch.mesh, dict(sch.model.named_parameters())
     tokens_sharded = sch.state.forward.tokens_divided
     rows = [row for row in plan.saved if row.name in named]
@@ -244,7 +252,7 @@ class _Kept:
 
 @contextmanager
 def _undisturbed(model: nn.Module) -> Iterator[None]:
-    """Enter a context after which every value, gradient, buffer, mode and dropout rate is what it was before."""
+    """Return a context that restores values, gradients, buffers, modes and dropout rates of a model at its end."""
     kept = {id(t): (t, _Kept(t.data, t.grad)) for t in _tensors(model)}
     for buffer in model.buffers():  # batch norm writes into them
         buffer.data = buffer.data.clone()
@@ -274,14 +282,20 @@ def _device(name: str) -> torch.device | None:
 
 
 def _is_mask(x: Tensor) -> bool:
-    """Return whether it is an additive mask: nobody wants its gradient, which is a part on each rank by nature."""
+    """Return whether a tensor is an additive mask: only zeros and very negative numbers.
+
+    The gradient of a mask is not compared, as each rank has a partial sum of it.
+    """
     return bool(((x == 0) | (x <= LEAST)).all()) and bool((x <= LEAST).any())
 
 
 def _arguments(
     inputs: Any, device: torch.device | None, dtype: torch.dtype | None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments on the device and in the dtype of the model."""
+    """Return copies of the example inputs as positional and keyword arguments.
+
+    `device` or `dtype` None leaves that of each input; only floating-point inputs get the dtype.
+    """
 
     chosen = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(inputs))
 

@@ -1,4 +1,4 @@
-"""Verify a schedule of a `transformers` model on a mesh against the plain model, and say what is to blame."""
+"""Verification of a schedule on a mesh against plain `transformers`; the report names the directives to blame."""
 
 import tempfile
 import time
@@ -34,17 +34,17 @@ def verify(
     """Run a schedule on a mesh, every rank a thread of this process, and compare with the plain model.
 
     Args:
-        config: of `transformers`.
-        auto_class: which head; None takes the config's own class.
+        config: a config of `transformers`.
+        auto_class: class of the model with its head; None takes the config's own class.
         mesh: sizes of tp, pp and dp.
-        schedule: "zoo", a Schedule or its steps, or a function of the schedule; "auto" is the zoo's
-            where it has a table, and refused elsewhere: a derived table was proven already.
-        quick: on a small config of the same family; False takes the given one.
-        keep_layers: the small config keeps the number of layers.
-        seed: of weights, batch and dropout.
-        folder: a checkpoint to take weights from; None draws them. Not with `quick`.
-        knobs: sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels (none of
-            them unless named: what is compared is the schedule).
+        schedule: "zoo", a Schedule or its steps, or a function of the schedule. "auto" means "zoo" for a
+            family with a table; for other families it is refused, as a derived table was proven already.
+        quick: verify a small config of the same family; False verifies the given one.
+        keep_layers: keep the number of layers in the small config.
+        seed: seed of weights, batch and dropout.
+        folder: checkpoint to take weights from; None draws random ones. It is not read with `quick`.
+        knobs: values of sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels; by
+            default no fused kernels are used, as only the schedule is compared.
     """
     begin = time.perf_counter()
     hf.register_models()
@@ -70,10 +70,10 @@ def verify(
 
 
 def known_schedule(config: Any, schedule: Any) -> Any:
-    """Return "zoo" for "auto" where the zoo has a table of the family, and any other schedule as it is.
+    """Return "zoo" for "auto" if the zoo has a table of the family, and any other schedule unchanged.
 
     Raises:
-        ArchitectureError: it has none.
+        ArchitectureError: the schedule is "auto" and the zoo has no table of the family.
     """
     if not (isinstance(schedule, str) and schedule == "auto"):
         return schedule
@@ -93,14 +93,14 @@ class _Outcome:
 
 
 class _Verification:
-    """Runs all checks of a trial once; files lie below `scratch`."""
+    """Runner of all checks of one trial; temporary files are written below the folder `scratch`."""
 
     def __init__(self, trial: Trial, scratch: Path):
         self.trial, self.scratch = trial, scratch
         self.comparison = Comparison.empty()
 
     def run(self) -> _Outcome:
-        """Run every check; where one fails, find the first module that differs."""
+        """Run every check; if one fails, search for the first module that differs."""
         try:
             self.trial.outline()
         except (ArchitectureError, MeshError) as error:
@@ -118,7 +118,7 @@ class _Verification:
         return self._located()
 
     def _does_not_run(self, error: Exception) -> _Outcome:
-        """Return the outcome of a schedule that raised: the module that was running is the divergence."""
+        """Return the outcome of a schedule that raised; its divergence is the module that was running."""
         text = f"{type(error).__name__}: {error}"
         named = isinstance(error, ScheduleError)
         paths = (str(error.where),) if named else self._where_it_raises() or self._named_by(error)
@@ -129,13 +129,13 @@ class _Verification:
         return _Outcome(self.comparison, divergence, self._touching(suspects), text)
 
     def _named_by(self, error: Exception) -> tuple[str, ...]:
-        """Return the module whose parameter an error names."""
+        """Return the path of the module whose parameter an error names, or an empty tuple."""
         path = str(getattr(error, "what", "")).rpartition(".")[0]
         known = path and path in dict(self.trial.outline().model.named_modules())
         return (path,) if known else ()
 
     def _where_it_raises(self) -> tuple[str, ...]:
-        """Return the module that runs when the schedule raises, and the one that returned last."""
+        """Run the schedule again; return the module that is running when it raises, and the one that returned last."""
         try:
             on_mesh(recorded, self.trial, DTYPES[1])
         except Exception as error:
@@ -143,7 +143,7 @@ class _Verification:
         return ()
 
     def _located(self) -> _Outcome:
-        """Find the first module that differs, without dropout, or else with it."""
+        """Return the outcome with the first module that differs; the search uses dropout if only that check failed."""
         wrong = [f.what for f in self.comparison.findings if f.check == "gradients"]
         divergence = None
         if {f.check for f in self.comparison.findings} != {"dropout"}:
@@ -165,7 +165,10 @@ class _Verification:
         return Blame(found, truth, plain, partial, experts).first(wrong)
 
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
-        """Name what lies beyond modules (a loss, a factor, a norm) where every module computes the right thing."""
+        """Return a divergence outside of all modules: in the loss, in one factor of all gradients, or in their norm.
+
+        Return `divergence` unchanged if it is in the forward, or if no such cause is found.
+        """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}
         factor, before = self.comparison.factor, divergence.suspects if divergence else ()
@@ -181,12 +184,12 @@ class _Verification:
         return None if gradients == {"norm"} else divergence
 
     def _drifts(self) -> list[Finding]:
-        """Return findings for replicas of a parameter that got different gradients."""
+        """Return the findings about replicas of a parameter whose gradients differ between ranks."""
         end = "as its gradient does"
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _by_names(self) -> Divergence | None:
-        """Return the divergence that the findings themselves name, where every module agrees without dropout."""
+        """Return a divergence at the module of the first parameter that a finding names, or None."""
         for finding in (*self._drifts(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)
@@ -194,7 +197,10 @@ class _Verification:
         return None
 
     def _landed(self, kind: str) -> frozenset[str]:
-        """Return the paths of directives of a kind: those that leave gradients partial, or those of experts."""
+        """Return the paths of the modules to which directives of a kind were applied.
+
+        Kind "sync_op_or_fn": syncs that leave partial gradients; kind "count": sharding of experts.
+        """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)
         return frozenset(
@@ -210,7 +216,7 @@ class _Verification:
 
 
 def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:
-    """Record one step of the plain model on one rank; only its attention core is a module."""
+    """Record the tensors of one step of the plain model on one rank, with its attention core as a child module."""
 
     def seam(sch: Any) -> None:
         for pattern, directive in trial.outline().schedule.history:

@@ -1,4 +1,4 @@
-"""Derive a table and prove it: candidates from the modules, each compared with plain `transformers`."""
+"""Derivation of a table and its proof: candidates made from the modules, each compared with plain `transformers`."""
 
 import copy
 import tempfile
@@ -35,13 +35,13 @@ class Proof:
     """A derived table and the result of its proof.
 
     Args:
-        table: for the real config.
-        left_whole: group of modules --> why it is not sharded.
-        sizes: tp, pp, dp of the mesh.
-        open_table: the same with names for its numbers, for any config of the family.
-        per_rank: pattern --> the shape of its weight on rank 0.
-        share: of the parameters that tp ranks divide.
-        seconds: that derivation and proof took.
+        table: table for the given config.
+        left_whole: group of modules --> reason why it is not sharded, "" if none is known.
+        sizes: sizes of tp, pp and dp.
+        open_table: the same table with config field names for its numbers, for any config of the family.
+        per_rank: pattern --> shape of the weight on tp rank 0.
+        share: share of the model's parameters that are sharded over tp, 0 to 1.
+        seconds: wall time of derivation and proof.
     """
 
     table: Table
@@ -53,14 +53,14 @@ class Proof:
     seconds: float = 0.0
 
     def words(self) -> list[str]:
-        """Return the lines of a report: what was proven, and what stays unsharded and why."""
+        """Return the lines of a report: what was proven, and which modules stay unsharded and why."""
         tp, pp, dp = self.sizes
         divided = f", tp divides {self.share:.0%} of the parameters" if tp > 1 else ""
         found = [f"proven on tp={tp}, pp={pp}, dp={dp}: outputs, loss and every gradient{divided}"]
         return found + [f"{n} stays whole: {why}" for n, why in self.left_whole.items() if why]
 
     def document(self) -> dict[str, Any]:
-        """Return plain data for the cache."""
+        """Return the proof as JSON data, for the cache of derived tables."""
         return {
             "table": to_document(self.table), "left_whole": self.left_whole, "share": self.share,
             "sizes": self.sizes, "seconds": self.seconds, "software": software(),
@@ -68,11 +68,13 @@ class Proof:
 
 
 def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> Proof:
-    """Derive the best proven table of a model on a mesh.
+    """Derive the table that shards most among those that are proven right on a mesh.
+
+    `sizes` are those of tp, pp and dp; `knobs` are loader arguments for the proof, such as sequence_parallel.
 
     Raises:
-        ArchitectureError: none is right, nothing can be sharded, or there is nothing to compare with;
-            it names what stands in the way.
+        ArchitectureError: no table is right, nothing can be sharded, or plain `transformers` cannot train
+            the model; the error names the cause.
     """
     tp, pp, dp = sizes
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-derive-") as scratch:
@@ -91,7 +93,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
 
 
 class Search:
-    """Search for a table that is right, from the one that shards most to the one that shards least."""
+    """Search for a table that is right, from the candidate that shards most to the one that shards least."""
 
     def __init__(self, config: Any, case: Case, sizes: tuple[int, int, int], knobs: Any):
         self.config, self.case, self.sizes, self.knobs = config, case, sizes, knobs
@@ -116,7 +118,10 @@ class Search:
         raise refusal(self.config, f"no table is right here: {problem}", "use another layout")
 
     def _attempts(self) -> Iterator[Make]:
-        """Yield tables from the one that shards most to the least; what stays unsharded is set between them."""
+        """Yield functions that make a table, in the order from the one that shards most to the one that shards least.
+
+        Between two of them `left_whole` is set: the groups of modules that the next tables leave unsharded.
+        """
         for undivided in self._ways_to_sum():
             self.undivided = undivided
             yield from self.candidates()
@@ -128,22 +133,25 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return the stacks, where there are several: a tower that cannot be cut is held as a whole."""
+        """Return the stacks of blocks of a model with several, one of which a pipeline may cut; else an empty list."""
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
     def _ways_to_sum(self) -> tuple[bool, ...]:
-        """Return which of two kinds of loss to try: one that is the sum of its micro-batches', and one that is not."""
+        """Return the values of the table field `undivided` to try.
+
+        True stands for a loss that cannot be computed from micro-batches; it is tried only with pp=1 and dp=1.
+        """
         return (False, True) if self.sizes[1:] == (1, 1) else (False,)
 
     def candidates(self) -> list[Make]:
-        """Return tables to prove, the most useful first."""
+        """Return functions that make the tables to prove, the most useful table first."""
         plan = [self._planned] if self._has_plan() else []
         structural = [self._structural] if self.sizes[0] > 1 else []
         return [*plan, *structural, self._gathered]
 
     def _has_plan(self) -> bool:
-        """Return whether `transformers` has a tp plan that serves the given config too, with its dropouts."""
+        """Return whether the tp plan of `transformers` gives a table for the given config with its dropouts."""
         if not plan_of(self.case.config):
             return False
         with suppress(SlapoError):
@@ -159,7 +167,7 @@ class Search:
         return self._table(config, model, True)
 
     def _gathered(self, config: Any, model: Any) -> Table:
-        """Make a table that gathers every product at once: nothing depends on what lies between two of them."""
+        """Make a table that gathers the output of every sharded layer at once, so that layers stay independent."""
         return self._table(config, model, False)
 
     def _table(self, config: Any, model: Any, chains: bool) -> Table:
@@ -177,12 +185,12 @@ class Search:
         return problem_of(Trial(self.case, sizes, table, self.knobs))
 
     def _wrong_anyway(self) -> bool:
-        """Return whether the fault stays when every module is whole."""
+        """Return whether the comparison fails even with every module unsharded."""
         self.left_whole = dict.fromkeys(self.groups, "")
         return bool(self._probe(self._gathered, self.sizes))
 
     def _drop_wrong_groups(self) -> None:
-        """Leave whole what is wrong with tp alone, found by halves."""
+        """Find by bisection the groups of modules that are wrong under tp alone, and leave them unsharded."""
         tp_only = (self.sizes[0], 1, 1)
 
         def fine(some: list[str]) -> list[str]:
@@ -215,7 +223,7 @@ class Search:
 
 
 def problem_of(trial: Trial) -> str:
-    """Judge a trial; return what is wrong first, what it raised, or ""."""
+    """Compare a trial with the plain model; return the first problem or an exception's text, or "" if all agree."""
     try:
         return judge(trial).words()
     except Exception as error:
@@ -224,7 +232,10 @@ def problem_of(trial: Trial) -> str:
 
 
 def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[str, str]:
-    """Return each pattern, as the table writes it --> the shape of its weight on rank 0."""
+    """Return pattern, as written in `table` --> shape of its weight on tp rank 0.
+
+    `frozen` is the same table with full patterns for `model`, which is on the meta device.
+    """
     modules, found = dict(model.named_modules()), {}
     for (short, _), (pattern, rule) in zip([*table.body, *table.heads], frozen.heads, strict=True):
         paths = select_paths(pattern, modules)
@@ -238,7 +249,7 @@ def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[st
 
 
 def divided_share(table: Table, model: Any) -> float:
-    """Return the share of the model's parameters that are sharded over tp."""
+    """Return the share (0 to 1) of the model's parameters that the table shards over tp."""
     parameters = dict(model.named_parameters())
     modules = dict(model.named_modules())
     found: set[str] = set()

@@ -1,4 +1,4 @@
-"""Record inputs, outputs and gradients of every module in one training step."""
+"""Recording of the inputs, outputs and gradients of every module in one training step."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -11,14 +11,14 @@ from slapo_zoo.pipeline.stages import Foreign
 
 
 class Event(NamedTuple):
-    """One tensor that entered or left a module.
+    """Key of one tensor that entered or left a module.
 
     Args:
-        path: of the module.
-        when: "in" or "out".
-        call: which call of the module in one forward.
-        leaf: which argument or output.
-        first_row: of the micro-batch, in the whole batch.
+        path: path of the module.
+        when: "in" for an argument, "out" for an output.
+        call: number of the call of this module within one forward, from 0.
+        leaf: name or index of the argument or output.
+        first_row: first row of the micro-batch, counted in the whole batch.
     """
 
     path: str
@@ -29,7 +29,10 @@ class Event(NamedTuple):
 
 
 class Seen:
-    """A tensor of an event, its rows, and later its gradient."""
+    """Copy of a recorded tensor, and after the backward its gradient.
+
+    `rows` is the number of rows of the micro-batch (0: unknown); `source` is the id of the recorded tensor.
+    """
 
     def __init__(self, value: Tensor, rows: int, source: int):
         self.value, self.rows, self.source = value, rows, source
@@ -37,12 +40,12 @@ class Seen:
 
 
 class Recorder:
-    """Records calls of modules, their outputs and gradients within the context.
+    """Context that records the arguments, outputs and output gradients of all modules.
 
     Args:
-        model: its hooks run after those of the schedule, so they see what the schedule made.
-        stream: tells the rows of the current micro-batch.
-        units: of a pipeline; what lies beside them also runs on stand-ins, so it is left out.
+        model: the model; the recording hooks run after those of the schedule.
+        stream: random stream of the model, which knows the rows of the current micro-batch; or None.
+        units: pipeline units of this rank; modules outside are not recorded, as they get placeholders. Empty: all are.
     """
 
     def __init__(self, model: nn.Module, stream: Any = None, units: Sequence[str] = ()):

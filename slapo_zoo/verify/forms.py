@@ -1,8 +1,8 @@
-"""Tell in which form the tensors of the tp ranks make up one tensor of the plain model.
+"""Detection of how the tensors of the tp ranks make up one tensor of the plain model.
 
-A module of a correct schedule leaves on the ranks: the same tensor; runs of one axis in the order of
-the ranks (padded, shared by neighbours, or q|k|v run by run); or runs of tokens. A sum over ranks that
-is still to be taken is none of these, except where the schedule says so.
+Under a correct schedule the tp ranks hold the same tensor, or slices of one axis in the order of the
+ranks (padded, shared by neighbours, or of q, k and v each), or slices of the tokens. Partial sums are
+accepted only where the schedule says so.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,13 +14,13 @@ Close = Callable[[Tensor], bool]
 
 
 def form_of(parts: Sequence[Tensor], want: Tensor, close: Close, partial: bool = False) -> str:
-    """Return the form in which the parts are `want`, or the empty string.
+    """Return a description of how the tensors of the ranks make up `want`, or "" if they do not.
 
     Args:
-        parts: of the tp ranks, in order.
-        want: the plain model's.
-        close: whether a tensor of the shape of `want` is near enough to it.
-        partial: the parts may be terms of a sum.
+        parts: one tensor per tp rank, in order.
+        want: the plain model's tensor.
+        close: returns whether a tensor of the shape of `want` is near enough to it.
+        partial: accept partial sums too.
     """
     if all(part.shape == want.shape and close(part) for part in parts):
         return "the same on all"
@@ -54,7 +54,7 @@ def _candidates(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Te
 
 
 def _joined(parts: Sequence[Tensor], axis: int, want: Tensor) -> Tensor | None:
-    """Join the parts along an axis; padding beyond the end (less than a unit each) is cut off."""
+    """Concatenate the parts along an axis and cut off padding at the end; return None if the shape is not `want`'s."""
     if not all(part.ndim == want.ndim for part in parts) or not _fit(parts, axis):
         return None
     whole = torch.cat(list(parts), axis)
@@ -64,13 +64,13 @@ def _joined(parts: Sequence[Tensor], axis: int, want: Tensor) -> Tensor | None:
 
 
 def _fit(parts: Sequence[Tensor], axis: int) -> bool:
-    """Return whether the parts differ in one axis only."""
+    """Return whether the shapes of the parts are equal on all axes but `axis`."""
     shapes = {tuple(s for i, s in enumerate(p.shape) if i != axis) for p in parts}
     return len(shapes) == 1
 
 
 def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts; neighbours that hold the same (KV heads) count once."""
+    """Return the parts without those that equal the part before them (KV heads shared by neighbouring ranks)."""
     kept = [parts[0]]
     for part in parts[1:]:
         if part.shape != kept[-1].shape or not torch.equal(part, kept[-1]):
@@ -79,7 +79,10 @@ def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tokens_of_flat_rows(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the whole tensor where OPT flattened [rows, tokens, ...] and each rank holds some tokens of every row."""
+    """Yield (description, tensor) for tensors [rows * tokens, ...] of which each rank holds some tokens of every row.
+
+    OPT flattens its activations this way. Each possible number of rows is tried.
+    """
     n, flat = len(parts), parts[0].shape[0] if parts[0].ndim else 0
     if want.ndim < 2 or any(p.shape != parts[0].shape for p in parts) or flat * n != want.shape[0]:
         return

@@ -1,4 +1,4 @@
-"""Judge a schedule: run the plain model and all ranks of the scheduled one, and compare what they compute."""
+"""Comparison of a schedule on all ranks with the plain model: the runs that it needs, and their order."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -47,18 +47,18 @@ RELATIVE = {torch.float64: 1e-4, torch.float32: 1e-3}
 def judge(
     trial: Trial, into: Comparison | None = None, scratch: Path | None = None
 ) -> Comparison:  # fmt: skip
-    """Run a schedule of a case on a mesh and compare it with the plain model, first without dropout, then with it.
+    """Run a schedule on a mesh and compare it with the plain model, first without dropout, then with it.
 
     Args:
-        trial: the case, the schedule and the mesh.
-        into: where findings go, also those made before a schedule raises; None makes one.
-        scratch: folder for what is saved; None compares no files.
+        trial: the test case, the schedule and the mesh.
+        into: where findings are recorded, also those made before a schedule raises; None makes one.
+        scratch: folder for the saved weights; None compares no files.
 
     Returns:
         all findings.
 
     Raises:
-        Exception: what a schedule that does not run raised.
+        Exception: whatever a schedule that does not run raised.
     """
     case, into = trial.case, Comparison.empty() if into is None else into
     near = tolerance_of(case)
@@ -80,7 +80,7 @@ def judge(
 
 
 def _with_dropout(into: Comparison, trial: Trial) -> None:
-    """Compare replicas with each other, then, where anything draws, the mesh with one rank of the same schedule."""
+    """Compare replicas after a step with dropout, then, if the model draws random numbers, the mesh with one rank."""
     case = trial.case
     if not case.draws and trial.sizes[0] == 1:
         return  # nothing that ranks hold alike can come apart
@@ -98,9 +98,10 @@ def _with_dropout(into: Comparison, trial: Trial) -> None:
 
 
 def tolerance_of(case: Case) -> Tolerance:
-    """Return the truth, and how far a right schedule may be from it.
+    """Run the plain model; return its result together with the error that a right schedule may have.
 
-    Where the model runs in another dtype than its truth, plain runs that add in different orders tell its own error.
+    If the scheduled model runs in another dtype than the truth, that error is measured on plain runs in
+    this dtype that add in different orders.
     """
     if case.dtype == case.truth_dtype:
         return FixedTolerance(case.truth or plain(case, case.dtype), RELATIVE[case.dtype])
@@ -119,10 +120,10 @@ def plain(
 
     Args:
         case: the model and its batch.
-        dtype: of parameters and inputs.
+        dtype: dtype of parameters and floating-point inputs.
         attention: "sdpa" or "eager"; None leaves the choice to `transformers`.
-        reverse: take the rows in the opposite order: the same values, added in another order.
-        shake: seed of `shaken`.
+        reverse: take the rows in the opposite order, which adds the same values in another order.
+        shake: seed of the rounding noise that `shaken` adds to the parameters; None adds none.
     """
     kind = {} if attention is None else {"attn_implementation": attention}
     model = case.cls.from_pretrained(case.folder, dtype=dtype, **kind, **case.changes())
@@ -161,7 +162,7 @@ def _turned(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Load this rank of the scheduled model."""
+    """Load this rank's part of the scheduled model; all ranks call it together. `changes` are config fields to set."""
     tp, pp, dp = trial.sizes
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=trial.case.seed, auto_class=trial.case.cls, schedule=trial.schedule,
@@ -178,10 +179,10 @@ def scheduled(
     """Run this rank of the scheduled model on the mesh, without dropout; all ranks call it together.
 
     Args:
-        trial: the case, the schedule and the mesh.
-        dtype: of the parameters.
-        save: folder for the weights after the step.
-        shake: seed of `shaken`.
+        trial: the test case, the schedule and the mesh.
+        dtype: dtype of the parameters.
+        save: folder for the weights after the step; None saves none.
+        shake: seed of the rounding noise that `shaken` adds; None adds none.
     """
     model = shaken(load(trial, trial.case.changes(), dtype), shake)
     silence(model)
@@ -200,7 +201,10 @@ def scheduled(
 
 
 def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankResult:
-    """Run a training step of this rank with dropout; all ranks call it together."""
+    """Run a training step of this rank with dropout; all ranks call it together.
+
+    `shake` is the seed of the rounding noise that `shaken` adds to the parameters; None adds none.
+    """
     model = shaken(load(trial, trial.case.changes(dropped=True), dtype), shake)
     result = RankResult(coords=_coords(model))
     for module in () if trial.case.draws else model.modules():
@@ -212,7 +216,7 @@ def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankR
 
 
 def recorded(trial: Trial, dtype: torch.dtype, with_dropout: bool = False) -> RankResult:
-    """Record one training step (a forward, for a model without a loss) with all its events."""
+    """Record the tensors at every module in one training step of this rank (in a forward, if the model has no loss)."""
     model = load(trial, trial.case.changes(with_dropout), dtype)
     if not with_dropout:
         silence(model)
@@ -263,13 +267,16 @@ def _part(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
-    """Run forward and backward of all micro-batches of this rank; return the loss."""
+    """Run forward and backward of all micro-batches of this rank; return the loss of its rows."""
     parts = trial.micro_batches(model._slapo.table)
     return float(model.train_step(_part(model, trial, whole), micro_batches=parts))
 
 
 def on_mesh(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> list[RankResult]:
-    """Return the results of all ranks: of the process group that there is, or of threads."""
+    """Call `run(trial, *arguments)` on every rank and return all results.
+
+    The ranks are those of the process group; if there is none, threads of this process.
+    """
     with _without_warnings():
         if trial.mesh.world_size == 1:
             return [run(trial, *arguments)]
@@ -281,7 +288,7 @@ def on_mesh(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> li
 
 
 def one_rank_run(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> RankResult:
-    """Run a trial of one rank; what no directive gives a stream of its own draws from the seed of the case."""
+    """Call `run` for a trial on one rank; random draws that no directive seeds come from the seed of the test case."""
     with _without_warnings(), drawn_from(trial.case.seed):
         return run(trial, *arguments)
 
@@ -294,17 +301,17 @@ def _without_warnings() -> Iterator[None]:
 
 
 def has_labels(batch: Mapping[str, Tensor]) -> bool:
-    """Return whether a batch tells what to train on."""
+    """Return whether a batch contains labels."""
     return any(name in batch for name in LABELS)
 
 
 def cast(batch: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Cast the floating inputs of a batch to the dtype of the model."""
+    """Return the batch with its floating-point inputs in `dtype`; other inputs are unchanged."""
     return {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
 
 
 def tensors_of(output: Any) -> dict[str, Tensor]:
-    """Return the floating tensors of an output by name; caches and tuples of layers are left out."""
+    """Return copies of the floating-point tensors of a model's output by name; caches and tuples are left out."""
     named = output.items() if hasattr(output, "items") else enumerate(output)
     return {
         str(k): v.detach().clone()
@@ -314,14 +321,14 @@ def tensors_of(output: Any) -> dict[str, Tensor]:
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
-    """Make the optimizer of every run; a large eps keeps it from amplifying noise in tiny gradients."""
+    """Make the AdamW optimizer of every run; its large eps keeps it from amplifying noise in tiny gradients."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, eps=EPS)
 
 
 def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
-    """Move every parameter by about one unit in its last place, in place; return the model. Without a seed, change nothing.
+    """Add noise of about one unit in the last place to every parameter, in place; return the model.
 
-    What it computes then differs by rounding alone: it tells how far rounding leads.
+    The change of the results shows how far rounding alone leads. With `seed` None nothing is changed.
     """
     if seed is None:
         return model
@@ -339,7 +346,7 @@ def _coords(model: Any) -> tuple[int, int, int]:
 
 
 def untied(model: Any) -> list[str]:
-    """Return the tied names of this rank that are tensors of their own."""
+    """Return the names of this rank's parameters that should be tied to another parameter and are not."""
     here = dict(model.named_parameters(remove_duplicate=False))
     ties = tied_names(model).items()
     return [a for a, b in ties if a in here and b in here and here[a] is not here[b]]
@@ -348,7 +355,10 @@ def untied(model: Any) -> list[str]:
 def files(
     into: Comparison, folder: Path, cls: Any, batch: Mapping[str, Tensor], result: RankResult
 ) -> None:
-    """Check that plain `transformers` loads what was saved, every tensor bit for bit, and runs it."""
+    """Check that plain `transformers` loads what was saved in `folder`, every tensor bit for bit, and runs it.
+
+    `result` holds the weights that were saved; `batch` is the input of the run.
+    """
     try:
         plain = cls.from_pretrained(folder, dtype=torch.float32)
     except Exception as error:

@@ -1,8 +1,8 @@
-"""Verify layer by layer a model that is larger than the memory, a few layers at a time.
+"""Verification of a model that is larger than the memory, a few layers at a time.
 
-Every run holds the embeddings, the head and LAYERS_AT_ONCE layers of the true widths. Stretches of
-layers that are made and scheduled alike are verified once, so that the zoo's schedule of 96 layers
-costs one run, and one that treats layer 17 in its own way costs two.
+Each run builds the embeddings, the head and LAYERS_AT_ONCE consecutive layers in their true widths.
+Layers whose config and directives equal those of layers before them are skipped: the zoo's schedule of
+96 layers costs one run, and a schedule that treats layer 17 differently costs two.
 """
 
 import copy
@@ -35,15 +35,17 @@ def verify_layers(
     config: Any, auto_class: Any = None, mesh: tuple[int, int, int] = (2, 1, 1),
     schedule: Any = "zoo", seed: int = 0, **knobs: Any,
 ) -> Report:  # fmt: skip
-    """Verify a schedule stretch by stretch; the first that is wrong is reported by its own paths.
+    """Verify a schedule on LAYERS_AT_ONCE layers at a time, and stop at the first that are wrong.
+
+    The paths in the report carry the layer numbers of the given model.
 
     Args:
-        config: of `transformers`.
-        auto_class: which head; None takes the config's own class.
-        mesh: sizes of tp, pp and dp; pp is 1: cuts are verified on a small model.
+        config: a config of `transformers`.
+        auto_class: class of the model with its head; None takes the config's own class.
+        mesh: sizes of tp, pp and dp; pp must be 1, as pipeline cuts are verified on a small model.
         schedule: "zoo", a Schedule or its steps, or a function of the schedule.
-        seed: of weights, batch and dropout.
-        knobs: sequence_parallel, checkpoint_ratio.
+        seed: seed of weights, batch and dropout.
+        knobs: values of sequence_parallel and checkpoint_ratio.
 
     Raises:
         SlapoError: pp > 1, too little memory, or the config does not say how many layers there are.
@@ -67,7 +69,7 @@ def verify_layers(
 
 
 def require_memory(config: Any, cls: Any) -> None:
-    """Raise a SlapoError where a verification of this config would be stopped by the system half way."""
+    """Raise a SlapoError if a verification of this config needs more memory than is free."""
     needed = BYTES_PER_PARAMETER * hf.count_parameters(config, cls.__name__)
     free = _available()
     if free is not None and needed > free:
@@ -77,7 +79,7 @@ def require_memory(config: Any, cls: Any) -> None:
 
 
 def _available() -> int | None:
-    """Return the bytes that may be taken without swapping; None where the system does not say."""
+    """Return the bytes of memory that are available without swapping; None if the system does not say."""
     info = Path("/proc/meminfo")
     lines = info.read_text().splitlines() if info.exists() else []
     sizes = [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")]
@@ -85,7 +87,7 @@ def _available() -> int | None:
 
 
 def few_layers(config: Any, start: int) -> Any:
-    """Return the config of LAYERS_AT_ONCE layers from `start` on; all widths stay."""
+    """Return a copy of the config with only the LAYERS_AT_ONCE layers from number `start` on, in their full widths."""
     few, stop = copy.deepcopy(config), start + LAYERS_AT_ONCE
     for name in PER_LAYER:
         if isinstance(listed := getattr(config, name, None), list):
@@ -99,7 +101,7 @@ def few_layers(config: Any, start: int) -> Any:
 
 
 def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
-    """Yield the blocks at which a stretch begins that differs from all before it."""
+    """Yield the first layer number of each LAYERS_AT_ONCE layers that differ from all such layers before them."""
     counts = [n for name in LAYERS if type(n := getattr(config, name, None)) is int]
     if not counts:
         problem = f"a {type(config).__name__} does not say how many layers there are"
@@ -116,7 +118,7 @@ def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]
 
 
 class _Numbers:
-    """Renumbers the blocks in paths and patterns of one model."""
+    """Conversion of the block numbers in paths and patterns between the full model and one with few layers."""
 
     def __init__(self, outline: Outline):
         prefix = base_prefix(outline.model)
@@ -125,7 +127,7 @@ class _Numbers:
         self._shared = bool(outline.table.calls)
 
     def moved(self, steps: Sequence[Step], start: int) -> list[Step]:
-        """Return the steps of a stretch: what names a block outside of it is left out."""
+        """Return the steps for a model of the few layers from number `start` on, without those of other layers."""
         if self._shared:
             return list(steps)
         found = []
@@ -141,7 +143,7 @@ class _Numbers:
         return found
 
     def as_named(self, report: Report, start: int) -> Report:
-        """Return a report on a stretch with the numbers that its blocks have in the model."""
+        """Return a copy of a report on the layers from number `start` on, with the block numbers of the full model."""
 
         def named(path: str) -> str:
             number = None if self._shared else self._number(path)
@@ -158,7 +160,7 @@ class _Numbers:
         )  # fmt: skip
 
     def _split(self, path: str) -> tuple[int, int] | None:
-        """Return where the block number in a path begins and ends, or None."""
+        """Return the indices in a path at which its block number begins and ends, or None."""
         found = self._known.match(path)
         digits = re.compile("[0-9]+").match(path, found.end()) if found else None
         return digits.span() if digits else None
@@ -173,7 +175,7 @@ class _Numbers:
 
 
 def _together(reports: Sequence[Report]) -> Report:
-    """Merge the reports of stretches of layers: counts are summed, the largest error is kept, findings are the last one's."""
+    """Merge the reports of all runs: counts and seconds are added, the largest errors kept, findings are the last's."""
     last, checks = reports[-1], dict(reports[0].checks)
     for report in reports[1:]:
         for check, found in report.checks.items():

@@ -1,4 +1,4 @@
-"""Give a model on meta values while it is verified, and put it back on meta afterwards."""
+"""Temporary random values for a model on the meta device, while it is verified."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ SEED = 20
 
 
 def give_values(model: nn.Module) -> bool:
-    """Fill what is on meta, equally on all ranks; return whether anything was."""
+    """Replace parameters and buffers on meta by random CPU tensors, equal on all ranks; return whether any was."""
     made: dict[Tensor, Tensor] = {}
     generator = torch.Generator().manual_seed(SEED)
     for tensor in _slots(model):
@@ -18,7 +18,7 @@ def give_values(model: nn.Module) -> bool:
 
 
 def take_values(model: nn.Module) -> None:
-    """Put all tensors back to meta; ties stay ties."""
+    """Replace all parameters and buffers by meta tensors; tied parameters stay tied."""
     _swap(model, {tensor: _like(tensor, tensor.data.to("meta")) for tensor in _slots(model)})
 
 

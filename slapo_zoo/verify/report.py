@@ -1,4 +1,4 @@
-"""Report of a verification: for programs (verify.json) and for people."""
+"""Report of a verification, as JSON (verify.json) and as text."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,15 +20,15 @@ class Report:
         model: class of the model.
         mesh: sizes of tp, pp and dp.
         config: how the verified model was made: "given", "shrunken", or "layer by layer".
-        checks: check --> comparisons made, and the largest error by what is allowed; of those that
-            could not be made, "unmeasured".
-        findings: what is wrong.
-        divergence: the first module that is wrong, or None.
-        directives: (path, directive) that touched it, the likeliest first.
-        error: what the schedule raised instead of running, or None.
-        seed: of weights, batch and dropout.
+        checks: check --> number of comparisons ("compared") and largest error divided by the allowed one
+            ("worst"); or "unmeasured" for a check that could not be made.
+        findings: the differences that were found.
+        divergence: the first module that differs, or None.
+        directives: (path, directive) that touched this module, the likeliest cause first.
+        error: text of the exception that the schedule raised, or None.
+        seed: seed of weights, batch and dropout.
         seconds: wall time.
-        software: versions.
+        software: package --> version.
     """
 
     model: str
@@ -45,11 +45,11 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Return whether everything that was measured is right."""
+        """Return whether no difference was found and the schedule ran; checks that could not be made do not count."""
         return not self.findings and self.error is None
 
     def document(self) -> dict[str, Any]:
-        """Return the contents of verify.json."""
+        """Return the contents of verify.json, with at most 100 findings."""
         found = asdict(self)
         found["findings"] = found["findings"][:100]
         return {"verdict": VERIFIED if self.ok else FAILED, **found}
@@ -96,7 +96,7 @@ class Report:
         return lines + [f"      {path}: {text}" for path, text in self.directives[:NAMED]]
 
     def raise_if_wrong(self, where: str) -> None:
-        """Raise a VerifyError with this text, if anything is wrong."""
+        """Raise a VerifyError with the text of this report, unless all agrees; `where` names the caller in the error."""
         if not self.ok:
             missing = "add the directive that is missing: a shard, or a sync beside one"
             hint = "repair the directives named above" if self.directives else missing
@@ -104,11 +104,11 @@ class Report:
 
 
 class VerifyError(SlapoError, AssertionError):
-    """A schedule does not compute what the plain model computes."""
+    """Error of a schedule that does not compute what the plain model computes."""
 
 
 def figures(comparison: Comparison) -> dict[str, Any]:
-    """Return for each check how many comparisons were made, and the largest error divided by the allowed one."""
+    """Return check --> number of comparisons and largest error divided by the allowed one, or "unmeasured"."""
     found: dict[str, Any] = dict.fromkeys(CHECKS, UNMEASURED)
     for check, count in comparison.counts.items():
         found[check] = {"compared": count, "worst": round(comparison.worst[check], 4)}

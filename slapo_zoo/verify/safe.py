@@ -1,4 +1,4 @@
-"""Around a run: collectives are checked and counted, dropout is switched off."""
+"""Contexts around a run: collectives are checked and counted, dropout is switched off."""
 
 import zlib
 from collections import Counter
@@ -17,14 +17,13 @@ from slapo_zoo.parallel import collectives
 
 @contextmanager
 def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
-    """Enter a context in which ranks that are about to call different collectives raise instead of hanging.
+    """Return a context in which tp ranks that are about to call different collectives raise instead of hanging.
 
-    Every collective over tp is preceded by a small one of a fixed shape, in which the ranks say
-    what they are about to do.
+    Before every collective over tp the ranks all-gather a hash of its kind, shape and dtype.
 
     Args:
-        mesh: of this rank.
-        recorder: knows which module runs.
+        mesh: mesh with this rank's coordinates.
+        recorder: a `Recorder` that knows which module is running, for the error; or None.
 
     Raises:
         ScheduleError: kinds, shapes or dtypes differ between ranks.
@@ -57,7 +56,7 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
 
 @contextmanager
 def counted(mesh: Any, counts: dict[str, int]) -> Iterator[None]:
-    """Count the collectives over tp that this rank calls within, by kind."""
+    """Return a context that counts this rank's collectives over tp; at its end they are added to `counts`, by kind."""
     if mesh.tp == 1:
         yield
         return
@@ -76,14 +75,14 @@ def counted(mesh: Any, counts: dict[str, int]) -> Iterator[None]:
 
 
 def silence(model: nn.Module) -> None:
-    """Switch off all dropout, also what a class has written into its code."""
+    """Set the rate of all dropout modules to 0, also where the rate does not come from the config."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
 
 
 class NoDropout(TorchFunctionMode):
-    """Mode in which fused attention drops nothing and `F.dropout` is the identity."""
+    """Mode in which `F.dropout` is the identity and fused attention is called without dropout."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

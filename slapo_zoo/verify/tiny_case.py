@@ -1,4 +1,4 @@
-"""A case of any config: the smallest model that plain `transformers` trains, watched, in fp64 where it can run so."""
+"""Test case from which a table is derived: the smallest model of a config that plain `transformers` trains."""
 
 import copy
 import math
@@ -26,20 +26,20 @@ MICRO_ROWS = 2  # two micro-batches at least show whether a loss is the sum of i
 def tiny_case(
     config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, rows: int = 4
 ) -> Case:
-    """Make the first tiny model of a config that plain `transformers` trains, with its truth.
+    """Make the test case of the first tiny model of a config that plain `transformers` trains, with a plain run of it.
 
     Args:
-        config: of `transformers`; it is not changed.
-        cls: of the model.
-        folder: for its weights.
-        sizes: None takes the given config as it is.
-        rows: of the batch.
+        config: a config of `transformers`; it is not changed.
+        cls: class of the model.
+        folder: folder to which the weights are written.
+        sizes: widths and layer counts to begin with; None takes the given config unshrunken.
+        rows: rows of the batch.
 
     Returns:
-        its case: dropout is compared with the dropouts that the given config has.
+        the test case; its `drops` are the dropouts of the given config.
 
     Raises:
-        Exception: what the smallest one raised, where none trains.
+        Exception: if no size trains: what the first one raised, or ArithmeticError for a value that is not finite.
     """
     problems: list[Exception] = []
     for chosen in sizes_in_turn(sizes) if sizes else [None]:
@@ -60,7 +60,10 @@ def tiny_case(
 
 
 def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
-    """Write the weights of a config without its dropout, run it, and watch it with its dropout."""
+    """Make the test case of a small config: write its weights to `folder`, and run it without and with dropout.
+
+    The forward with the dropout of `given` is observed; a run without dropout is the truth of the test case.
+    """
     small = copy.deepcopy(given)
     zeroed = (name for name in without_dropout(small) if hasattr(small, name))
     drops = tuple(name for name in zeroed if "drop" in name and "layerdrop" not in name)
@@ -88,7 +91,7 @@ def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
 
 
 def _watch(config: Any, case: Case) -> Observation:
-    """Watch one forward of a new model with the dropouts that a config has."""
+    """Observe one training-mode forward of a new model with the dropouts of `config`."""
     with drawn_from(0):
         config = copy.deepcopy(config)
         if "experts_implementation" in changes_for_comparison(config):
@@ -97,12 +100,12 @@ def _watch(config: Any, case: Case) -> Observation:
 
 
 def _files(folder: Path) -> dict[str, Tensor]:
-    """Return every tensor of the safetensors files of a folder by its key."""
+    """Return key --> tensor of all safetensors files in a folder."""
     return {key: x for file in folder.glob("*.safetensors") for key, x in load_file(file).items()}
 
 
 def _not_finite(truth: Result) -> str:
-    """Tell what of a run is not finite (some classes give NaN for padding), or return ""."""
+    """Name the first value of a run that is not finite (some classes give NaN for padding); return "" if all are."""
     if not math.isfinite(truth.loss):
         return f"its loss is {truth.loss}"
     wrong = [name for name, grad in truth.grads.items() if not grad.isfinite().all()]
