@@ -1,4 +1,4 @@
-"""A card: a program, what was measured with it, and the page that shows both."""
+"""Card: a published schedule with its measurements and its README page."""
 
 import json
 import os
@@ -21,17 +21,17 @@ LICENCE = "apache-2.0"
 
 @dataclass(frozen=True)
 class Card:
-    """A published schedule with its reports and page: the contents of one folder.
+    """Published schedule with its reports and README page: the content of one card folder.
 
     Args:
-        program: of schedule.json.
-        mesh: sizes `tp pp dp` that it was made for.
-        base_model: id on the Hub, or the family where the card is of no single checkpoint.
-        verify: verdict and figures of a verification, or {"verdict": "unmeasured"}.
-        bench: MEASURES --> value or "unmeasured".
-        tuning: chosen values by device, measured; and "simulated": plans, see `plans`.
-        software: versions that it was made with.
-        repo_id: where it is published.
+        program: the schedule as data, stored in schedule.json.
+        mesh: sizes of tp, pp and dp that the schedule was made for, by name.
+        base_model: Hub id of the checkpoint; the model family if the card is for no single checkpoint.
+        verify: verdict and figures of the comparison with the plain model, or {"verdict": "unmeasured"}.
+        bench: each name in MEASURES --> measured value, or "unmeasured".
+        tuning: device name --> results of `slapo-zoo tune`; the key "simulated" holds `plans.Plan`s.
+        software: package name --> version that the card was made with.
+        repo_id: Hub reference, org/name@sha, that the README page tells users to load.
     """
 
     program: Program
@@ -44,7 +44,7 @@ class Card:
     repo_id: str = "org/name@sha"
 
     def metadata(self) -> dict[str, Any]:
-        """Return the YAML metadata of README.md."""
+        """Return the metadata that README.md holds as YAML."""
         program, sizes = self.program, {name: self.mesh[name] for name in ("tp", "pp", "dp")}
         layout = [f"{name}-{size}" for name, size in sizes.items()]
         found: dict[str, Any] = {
@@ -67,7 +67,7 @@ class Card:
         return found | ({"base_model": [self.base_model]} if "/" in self.base_model else {})
 
     def page(self) -> str:
-        """Return the text of README.md."""
+        """Return the text of README.md, its YAML metadata included."""
         program = self.program
         exact = "exactly the module tree it was made for"
         values = {
@@ -88,7 +88,7 @@ class Card:
         return readme.render(self.metadata(), values)
 
     def contents(self) -> dict[str, bytes]:
-        """Return every file of the folder: name --> bytes."""
+        """Return every file of the card folder: file name --> bytes."""
         reports = dict(zip(files.REPORTS, (self.verify, self.bench, self.tuning), strict=True))
         return {
             files.README: self.page().encode(),
@@ -100,7 +100,7 @@ class Card:
         }
 
     def write(self, folder: Path) -> None:
-        """Write the folder; files of other names in it are an error, before anything is written."""
+        """Write the card's files into a folder; raise CardError first if it holds files that no card has."""
         contents = self.contents()
         _check_page(self.program, contents[files.README])
         folder.mkdir(parents=True, exist_ok=True)
@@ -112,14 +112,14 @@ class Card:
 
 
 def read_card(folder: Path, root: Path | None = None) -> Card:
-    """Read and check a whole card; nothing of it is executed.
+    """Read a card folder and check it; no code from the card is executed.
 
     Args:
-        folder: of the card.
-        root: of the Hub's cache, see `files.read`.
+        folder: folder with the card's files.
+        root: None refuses symbolic links; a directory of the Hub's cache allows links to files below it.
 
     Raises:
-        CardError: something in it is not as a card has it, or its hash is another.
+        CardError: a file is missing or malformed, or README.md names another hash than schedule.json has.
     """
     names = files.names_of(folder) if root is None else [p.name for p in folder.iterdir()]
     for needed in (files.PROGRAM, files.README):

@@ -1,4 +1,4 @@
-"""The files of a card folder: a closed set of names, regular files, bounded, inside the folder."""
+"""Files of a card folder: allowed names, and reads that refuse links and files above 1 MiB."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ MAX_FILE = 2**20
 
 
 def names_of(folder: Path) -> list[str]:
-    """The files of a card; CardError when something else lies there."""
+    """Return the sorted file names of a card folder; raise CardError for a name that no card has."""
     if not folder.is_dir():
         problem = "no such folder"
         raise CardError("card", str(folder), problem, "pass a folder or org/name@sha")
@@ -27,12 +27,12 @@ def names_of(folder: Path) -> list[str]:
 
 
 def read(folder: Path, name: str, root: Path | None = None) -> bytes:
-    """Read one file of a card.
+    """Return the bytes of one file of a card; raise CardError if it is too large or no regular file.
 
     Args:
-        folder: of the card.
-        name: of the file.
-        root: the Hub's cache keeps links to files elsewhere below it; None allows no link.
+        folder: folder with the card's files.
+        name: file name in the folder.
+        root: None refuses symbolic links; a directory of the Hub's cache allows links to files below it.
     """
     path = folder / name
     if root is not None:

@@ -1,4 +1,4 @@
-"""Cards on the Hub: fetched by the sha of a commit, pushed as one commit that nobody overtook."""
+"""Download of cards from the Hub, pinned to a commit, and upload of a card as one commit."""
 
 import json
 import os
@@ -22,14 +22,14 @@ ALLOWED = [files.PROGRAM, files.README, *files.REPORTS]
 
 @dataclass(frozen=True)
 class Reference:
-    """`org/name@revision`; without a revision, its main branch."""
+    """Hub repository and revision, written `org/name@revision`; the revision defaults to main."""
 
     repo_id: str
     revision: str = "main"
 
     @staticmethod
     def parse(text: str) -> "Reference":
-        """Parse `org/name@revision`; CardError for any other text."""
+        """Return the Reference for a text `org/name@revision`; raise CardError for any other text."""
         found = _REFERENCE.match(text)
         if not found or ".." in text:
             hint = 'pass a folder, "org/name@<sha>" or "org/name@<tag>"'
@@ -38,7 +38,7 @@ class Reference:
 
     @property
     def is_pinned(self) -> bool:
-        """Return whether it names a commit, which nobody can change."""
+        """Return whether the revision is a commit sha, whose content cannot change."""
         return SHA.match(self.revision) is not None
 
     def __str__(self) -> str:
@@ -47,12 +47,12 @@ class Reference:
 
 @dataclass(frozen=True)
 class Pulled:
-    """A card that was fetched into the Hub's cache.
+    """Card that was downloaded into the Hub's cache.
 
     Args:
-        folder: with the files of the card.
-        root: of the repository in the cache; links stay below it.
-        reference: pinned to the sha that was fetched.
+        folder: folder with the card's files.
+        root: cache directory of the repository; links in `folder` lead to files below it.
+        reference: the repository, with the sha of the downloaded commit as revision.
     """
 
     folder: Path
@@ -61,14 +61,14 @@ class Pulled:
 
 
 def pull(reference: Reference, with_python: bool = False) -> Pulled:
-    """Fetch the named files of a card into the cache, and no others.
+    """Download the files of a card into the Hub's cache; other files of the repository are not fetched.
 
-    A branch or a tag is resolved to a sha first. A tag that named another commit when it was
-    seen last is an error: someone moved it.
+    A branch or a tag is resolved to a commit sha first. CardError is raised if a tag names another
+    commit than at its last download on this machine: someone has moved the tag.
 
     Args:
         reference: repository and revision.
-        with_python: `schedule.py` too.
+        with_python: download `schedule.py` too.
     """
     from huggingface_hub import snapshot_download
 
@@ -87,7 +87,7 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
 
 
 def _check_sizes(pinned: Reference, names: list[str]) -> None:
-    """CardError for files that are too large to be a card's, before a byte of them is fetched."""
+    """Raise CardError if a file in `names` is too large for a card, before anything is downloaded."""
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():  # what is in the cache is there already
@@ -108,16 +108,16 @@ def push(
     message: str = "Publish a schedule card",
     parent: str | None = None,
 ) -> Reference:
-    """Publish a folder as one commit; returns the reference that users should write down.
+    """Publish a card folder as one commit, and return the reference org/name@sha of that commit.
 
     Args:
-        folder: of a card; it is checked first.
-        repo_id: is made when it is not there.
-        token: None takes the one of `hf auth login`.
-        private: of a new repository.
-        tag: a name for the commit; an existing one is not moved.
-        message: of the commit.
-        parent: the sha that the repository must still be at; None takes what it is at now.
+        folder: card folder; its files are checked first.
+        repo_id: Hub repository org/name; it is created if missing.
+        token: Hub token; None uses the one of `hf auth login`.
+        private: make a new repository private; None uses the default of the Hub.
+        tag: tag to create for the commit; an existing tag is not moved.
+        message: commit message.
+        parent: sha that must be the newest commit of the repository; None accepts any newest commit.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
 
@@ -137,7 +137,7 @@ def push(
 
 
 def _resolve(reference: Reference) -> Reference:
-    """The commit that a branch or tag names now; offline, the one that it named last."""
+    """Return the reference with the commit sha that its branch or tag names; offline, the last known sha."""
     from huggingface_hub import HfApi, constants
 
     seen = _read_seen()
@@ -171,7 +171,7 @@ def _seen_file() -> Path:
 
 
 def _read_seen() -> dict[str, Any]:
-    """Reference --> the sha that it named when it was last fetched."""
+    """Return the shas of earlier downloads: reference as text --> {"sha": commit it named then}."""
     try:
         found = json.loads(_seen_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -190,7 +190,7 @@ def _write_seen(seen: dict[str, Any]) -> None:
 
 @contextmanager
 def readable(what: str) -> Iterator[None]:
-    """Turn an error of the Hub's client into a SlapoError."""
+    """Context that turns errors of the Hub's client into a CardError about `what`, e.g. a repository."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         HfHubHTTPError,

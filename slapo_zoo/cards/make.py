@@ -1,4 +1,4 @@
-"""A program for others, from a scheduled model on meta."""
+"""Creation of a card: the directives of a scheduled model, written as a program for other models."""
 
 import copy
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ from slapo_zoo.zoo.table import Table, table_for
 def zoo_card(
     config: Any, auto_class: Any, mesh: Mesh, base_model: str, any_size: bool = False, **knobs: Any
 ) -> Card:
-    """The card of the zoo's own schedule of a model; nothing was measured with it yet.
+    """Return a card with the schedule that the zoo has for a model; nothing is measured yet.
 
     Args:
-        config: of the model.
-        auto_class: which head.
-        mesh: that it is made for.
-        base_model: id on the Hub, or the family.
-        any_size: see `make_program`.
-        knobs: sequence_parallel, checkpoint_ratio.
+        config: `transformers` config of the model.
+        auto_class: auto class that selects the model's head, e.g. "AutoModelForCausalLM".
+        mesh: mesh that the schedule is for.
+        base_model: Hub id of the checkpoint; any other text is replaced by the model family.
+        any_size: as in `make_program`.
+        knobs: arguments of `zoo.outline.Outline`, e.g. sequence_parallel, checkpoint_ratio.
     """
     outline = Outline(config, auto_class, mesh, torch.float32, **knobs)
     program = make_program(outline.schedule, outline.model.config, outline.cls, any_size)
@@ -41,25 +41,26 @@ def zoo_card(
 
 
 def structure_of(config: Any, cls: type) -> str:
-    """The structure of the unscheduled model of a config."""
+    """Return a hash of the module tree and tensor shapes of the unscheduled model of a config."""
     seam = table_for(config.model_type).seam
     return structure_hash(hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, seam))
 
 
 def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = False) -> Program:
-    """The history of a schedule as a program; sizes of the model stay arithmetic where known.
+    """Return the directives of a schedule as a program that can be applied to other models.
 
-    Kernels that "auto" has chosen are no part of it: on another device it would choose others.
+    A size such as the number of heads stays a formula over the config where the zoo knows one. Kernels
+    chosen by kernels="auto" are left out, because another device would choose others.
 
     Args:
-        schedule: of a family of the zoo.
-        config: of the model.
-        cls: of the model.
-        any_size: for every model of the class that has as many blocks; otherwise exactly for models
-            of this structure.
+        schedule: schedule of a model whose family is in the zoo.
+        config: `transformers` config of the model.
+        cls: class of the model, with its head.
+        any_size: accept every model of the class with the same number of blocks; otherwise only
+            models with the same module tree and tensor shapes.
 
     Raises:
-        CardError: a step holds a live object, or a primitive that no card may name.
+        CardError: a directive holds a live Python object, or uses a primitive that cards may not name.
     """
     used = set[str]()
     steps = _steps(schedule, used)
@@ -77,10 +78,12 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
 
 
 def module_program(schedule: Schedule) -> Program:
-    """Return the history of a schedule of any module as a program, for modules of the same structure alone.
+    """Return the directives of a schedule as a program for modules with the same tree and tensor shapes.
+
+    The module need not come from `transformers`.
 
     Raises:
-        CardError: a step holds a live object, or a primitive that no card may name.
+        CardError: a directive holds a live Python object, or uses a primitive that cards may not name.
     """
     cls, steps = type(schedule.model).__name__, _steps(schedule, set())
     program = Program(MODULE, cls, schedule.structure, {}, (_stages(schedule),), steps)
@@ -92,7 +95,10 @@ def _stages(schedule: Schedule) -> str:
 
 
 def _steps(schedule: Schedule, used: set[str]) -> tuple[tuple[str, str, Mapping[str, Any]], ...]:
-    """Write every directive of the history, but those that this device chose; `used` gets the names of numbers in them."""
+    """Return (pattern, primitive, arguments) of each directive, except kernels that this device chose.
+
+    `used` is a set; the names of model sizes that occur in the arguments are added to it.
+    """
     chosen = {(c.pattern, c.kernel) for c in schedule.kernels if c.accepted and c.by_device}
     return tuple(
         (pattern, directive.name, _written(pattern, directive, used))
@@ -122,7 +128,7 @@ def _value(value: Any, used: set[str]) -> Any:
 
 
 def _numbers(table: Table, config: Any, used: set[str]) -> dict[str, str]:
-    """Return the arithmetic of the numbers that steps name, over the config; what a function computes is a constant."""
+    """Return name --> formula over the config for the names in `used` and those that their formulas need."""
     texts = {n: str(of(config)) if callable(of) else of for n, of in table.dims.items()}
     wanted = set(used)
     for name in reversed(texts):  # a number may be made of those before it

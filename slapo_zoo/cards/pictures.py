@@ -1,4 +1,4 @@
-"""Pictures of what was measured with a card: throughput.png and memory.png, beside the baselines."""
+"""Pictures that compare a card's measurements with the baselines: throughput.png and memory.png."""
 
 import io
 from collections.abc import Mapping
@@ -11,15 +11,15 @@ PICTURES = {  # measure of bench.json --> (file, what the axis says)
 
 
 def pictures_of(bench: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return (file, what it shows) of every picture that the figures allow; of what is unmeasured there is none."""
+    """Return (file name, axis label) of each picture that `draw` would make of the same `bench`."""
     return [PICTURES[measure] for measure in PICTURES if len(_bars(bench, measure)) > 0]
 
 
 def draw(bench: Mapping[str, Any]) -> dict[str, bytes]:
-    """Draw the pictures of a card: name --> PNG bytes.
+    """Draw the pictures of a card, and return file name --> PNG bytes; unmeasured values get no picture.
 
     Args:
-        bench: of a card: measure --> value or "unmeasured"; "baselines" is name --> measure --> value.
+        bench: measure --> value or "unmeasured"; its entry "baselines" is baseline --> measure --> value.
 
     Raises:
         ImportError: something was measured, and matplotlib is not installed.
@@ -32,7 +32,7 @@ def draw(bench: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _bars(bench: Mapping[str, Any], measure: str) -> dict[str, float]:
-    """This schedule's figure and those of the baselines; none without the first."""
+    """Return name --> value of a measure for this schedule and the baselines; {} if it is unmeasured here."""
     own = bench.get(measure)
     if not _is_number(own):
         return {}

@@ -1,4 +1,4 @@
-"""Plans of a card: the layout that the planner found fastest for some devices, in `tuning.json` under "simulated"."""
+"""Plans of a card: layouts that the planner simulated as fastest, in `tuning.json` under "simulated"."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -14,23 +14,23 @@ MOST = 64  # plans of a card
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A planned layout for one model on one kind of device, with its predicted times.
+    """Planned layout for one model on one kind of device, with its simulated times.
 
     Args:
         size: name of the checkpoint whose sizes the model has.
-        model: its family and sizes, as `zoo.tuned.shape_name` has them.
-        model_class: its head.
-        parameters: of it.
-        device: name of the planner's profile, a part of the device's own name.
+        model: family and sizes of the model, as `zoo.tuned.shape_name` writes them.
+        model_class: name of the model's class, with its head.
+        parameters: number of parameters of the model.
+        device: name of the planner's hardware profile, which is part of the device's own name.
         gpus: number of devices.
-        rows: of a step, all copies together.
-        seq_len: tokens of a row.
-        knobs: arguments of `from_pretrained`.
-        micro_batch_rows: rows of a micro-batch.
-        step_s: simulated seconds of a step.
-        tokens_per_s: of all devices.
-        memory_gib: of the fullest device, without what libraries take.
-        mean_error: of such times beside published runs on that device; None where none was compared.
+        rows: rows of the global batch of a step, over all data-parallel replicas.
+        seq_len: tokens per row.
+        knobs: arguments of `from_pretrained` that select the layout.
+        micro_batch_rows: rows per micro-batch.
+        step_s: simulated seconds per step.
+        tokens_per_s: simulated tokens per second of all devices together.
+        memory_gib: simulated GiB on the fullest device, without the memory that libraries take.
+        mean_error: mean relative error of simulated against published times on this device; None if unknown.
     """
 
     size: str
@@ -50,11 +50,11 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """Return the name of the devices: the key in the file."""
+        """Return number and kind of the devices, e.g. "8 x h100": the plan's key in tuning.json."""
         return f"{self.gpus} x {self.device}"
 
     def row(self) -> tuple[str, str, str, str, str]:
-        """Return the cells of a table: devices, knobs, seconds, tokens/s, error."""
+        """Return the plan's row in the README's table: devices, knobs, seconds, tokens/s, error."""
         knobs = ", ".join(f"{name}={value!r}" for name, value in self.knobs.items())
         error = "unmeasured" if self.mean_error is None else f"{self.mean_error:.0%}"
         return self.name, f"`{knobs}`", f"{self.step_s:g}", f"{self.tokens_per_s:g}", error
@@ -67,7 +67,7 @@ POLICIES = ("save_matmuls", "sharded", "offload")
 
 
 def _knobs() -> dict[str, Any]:
-    """The schema of the knobs; closed: a card chooses nothing else, least of all what code is trusted."""
+    """Return the JSON Schema of `Plan.knobs`, which refuses other arguments, e.g. trust_remote_code."""
     counts = ("tp", "pp", "dp", "dp_shard", "micro_batches", "stages_per_rank")
     each = {"type": "array", "maxItems": 1024, "items": {"enum": ["keep", "recompute", *POLICIES]}}
     properties = dict.fromkeys(counts, COUNT) | {
@@ -88,7 +88,7 @@ def _knobs() -> dict[str, Any]:
 
 @cache
 def _validator(whole: bool = True) -> Any:
-    """Checks the plans of a file; not whole: the knobs of one."""
+    """Return the JSON Schema validator for all plans of a file, or for one plan's knobs if not `whole`."""
     from jsonschema import Draft202012Validator
 
     kinds: dict[Any, Any] = {str: TEXT, int: COUNT, float: NUMBER}
@@ -100,7 +100,7 @@ def _validator(whole: bool = True) -> Any:
 
 
 def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
-    """The plans of a `tuning.json`; CardError for one that is not as they are."""
+    """Return the plans in the content of a `tuning.json`; raise CardError if one does not match the schema."""
     found = tuning.get(SIMULATED, {})
     error = next(_validator().iter_errors(found), None)
     if error is not None:
@@ -111,12 +111,12 @@ def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
 
 
 def measured_knobs(tuned: Mapping[str, Any], model: str, ranks: int) -> dict[str, Any] | None:
-    """The fastest point that `slapo-zoo tune --card` noted for a model on so many ranks of one device.
+    """Return the fastest measured arguments of `from_pretrained` in a `tuning.json`; None without a match.
 
     Args:
-        tuned: setting --> entry, of the device.
-        model: as `zoo.tuned.model_name` has it.
-        ranks: that there are.
+        tuned: results of `slapo-zoo tune --card` on one device: setting --> entry.
+        model: name of the model, as `zoo.tuned.model_name` writes it.
+        ranks: number of ranks, which tp * pp * dp of a match must equal.
     """
     found: list[tuple[float, dict[str, Any]]] = []
     for entry in tuned.values():

@@ -1,4 +1,4 @@
-"""schedule.json: the program of a card, checked before anything of it is used."""
+"""Program of a card: the content of schedule.json, which is checked before it is used."""
 
 import difflib
 import hashlib
@@ -19,16 +19,16 @@ MODULE = "module"  # the model type of a program for a module outside of `transf
 
 @dataclass(frozen=True)
 class Program:
-    """A schedule as data: nothing in it is executed, every name is looked up in a closed set.
+    """Schedule as data; applying it runs no code of its author, for every name is looked up in a fixed set.
 
     Args:
-        model_type: family, as in the config of `transformers`; or MODULE.
-        model_class: head class.
-        structure: hash of the module tree it was made for, or None: any that meets the constraints.
-        numbers: name --> integer arithmetic over numbers of the mesh, earlier ones and, where there
-            is none of a name, of the config.
-        constraints: comparisons that must hold, over the same names.
-        steps: (pattern, primitive, arguments); an argument `{"=": "head_dim"}` is arithmetic.
+        model_type: model family, as in the config of `transformers`; MODULE for any other nn.Module.
+        model_class: name of the model class, with its head.
+        structure: hash of the required module tree and shapes; None requires only the constraints.
+        numbers: name --> integer formula over mesh sizes, earlier names and fields of the config.
+        constraints: comparisons that must hold, e.g. "tp <= num_heads", over the same names.
+        steps: (module path pattern, primitive, arguments) of each directive; an argument may be a
+            formula: {"=": "head_dim"}.
     """
 
     model_type: str
@@ -40,7 +40,7 @@ class Program:
 
     @staticmethod
     def parse(data: bytes, where: str = "schedule.json") -> "Program":
-        """Read and check the bytes of a file; CardError names the first thing that is wrong."""
+        """Return the program in the bytes of a schedule.json; CardError says what is wrong in file `where`."""
         document = strict_json.parse(data, where)
         _check(document, where)
         program = Program(
@@ -53,7 +53,7 @@ class Program:
         return program
 
     def document(self) -> dict[str, Any]:
-        """Return the program as the document of schedule.json."""
+        """Return the program as the JSON object of schedule.json."""
         return {
             "format": FORMAT,
             "model": {"model_type": self.model_type, "class": self.model_class},
@@ -71,20 +71,20 @@ class Program:
 
     @property
     def hash(self) -> str:
-        """Over the canonical form: spaces and the order of keys do not count."""
+        """Return the sha256 of the program in a canonical form without spaces and with sorted keys."""
         return (
             "sha256:" + hashlib.sha256(strict_json.canonical(_plain(self.document()))).hexdigest()
         )
 
     def resolve(self, config: Any, mesh: Mapping[str, int]) -> list[Step]:
-        """Return the directives for one model and mesh, all arithmetic evaluated.
+        """Return the directives for one model and mesh, with all formulas evaluated.
 
         Args:
-            config: of `transformers`; only its integers are seen.
-            mesh: sizes `tp pp dp` and `stages`.
+            config: `transformers` config of the model; only its integer fields are read.
+            mesh: sizes of tp, pp, dp and stages, by name.
 
         Raises:
-            CardError: of another family, or a constraint that does not hold here.
+            CardError: the model is of another family, or a constraint does not hold.
         """
         if config.model_type != self.model_type:
             problem = f"it was made for {self.model_type!r}, the model is {config.model_type!r}"
@@ -105,7 +105,7 @@ class Program:
             raise _card_error(error, "steps") from None
 
     def lines(self) -> list[str]:
-        """Return the program in lines for people; numbers keep their names."""
+        """Return the program as readable lines, in which formulas are not evaluated."""
         lines = [f"constraint {text}" for text in self.constraints]
         lines += [f"{name} = {text}" for name, text in sorted(self.numbers.items())]
         for pattern, name, arguments in self.steps:
@@ -114,7 +114,7 @@ class Program:
         return lines
 
     def diff(self, other: "Program", name: str = "this", other_name: str = "other") -> str:
-        """Lines that differ, as a unified diff; empty when there are none."""
+        """Return a unified diff of two programs under the two names; empty if the programs are equal."""
         sides = self.lines(), other.lines()
         return "\n".join(difflib.unified_diff(*sides, name, other_name, lineterm="", n=1))
 
@@ -129,7 +129,7 @@ class Program:
         return numbers
 
     def _sums(self) -> list[str]:
-        """The text of every sum: of the numbers, and in arguments."""
+        """Return the text of every formula: those of `numbers`, and those in arguments of steps."""
         inside = [
             text for _, _, arguments in self.steps for text in _sums_in([*arguments.values()])
         ]
@@ -145,7 +145,7 @@ class Program:
             raise _card_error(error, where) from None
 
     def _check_steps(self, where: str) -> None:
-        """Every directive can be made; what it means on a model is seen when it is replayed."""
+        """Raise CardError if a step is no valid directive, with each formula taken as 1; no model is needed."""
         steps = [[p, n, {k: _filled(v) for k, v in a.items()}] for p, n, a in self.steps]
         try:
             from_json(json.dumps({"format": FORMAT, "steps": steps}))
@@ -154,14 +154,14 @@ class Program:
 
 
 def _filled(value: Any) -> Any:
-    """Return a value with 1 in the place of every sum, to check its form."""
+    """Return an argument with each formula replaced by 1, to check its form."""
     if isinstance(value, Mapping):
         return 1
     return [_filled(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _check(document: Any, where: str) -> None:
-    """Check a document against the schema; the error names the place."""
+    """Raise CardError if a document does not match the schema of schedule.json; it names the key at fault."""
     error = next(validator().iter_errors(document), None)
     while error is not None and error.context:
         error = error.context[0]
@@ -205,5 +205,5 @@ def _shown(value: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Tuples and mappings of any kind as lists and dicts."""
+    """Return a value with its tuples and mappings turned into lists and dicts."""
     return json.loads(json.dumps(value))

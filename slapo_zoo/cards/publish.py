@@ -1,4 +1,4 @@
-"""The schedule of a live model or module as a card, in a folder or on the Hub."""
+"""Publishing of the schedule of a loaded model or module as a card, in a folder or on the Hub."""
 
 import tempfile
 import warnings
@@ -19,12 +19,12 @@ from slapo_zoo.parallel.ranks.agreement import together
 
 
 def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -> Card:
-    """Make the card of a scheduled model; nothing was measured with it yet.
+    """Return a card with the schedule of a loaded model; nothing is measured yet.
 
     Args:
-        model: what the loader returned, on any rank.
-        base_model: id of its checkpoint on the Hub; None takes the config's own, or the family.
-        any_size: for every size of the model that meets the constraints.
+        model: model that AutoScheduledModel loaded, on any rank.
+        base_model: Hub id of its checkpoint; None takes the id in its config, or else the family.
+        any_size: accept every model of the class with the same number of blocks.
     """
     mesh = model.mesh
     program = make_program(model.schedule, model.config, model.unscheduled_class, any_size)
@@ -35,18 +35,19 @@ def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -
 
 
 def card_of_module(sch: Schedule) -> Card:
-    """Return the card of a schedule of one's own module; nothing was measured with it yet."""
+    """Return a card with the schedule of a user's own nn.Module; nothing is measured yet."""
     return Card(module_program(sch), sch.mesh.sizes, MODULE, software=software())
 
 
 def publish(mesh: Mesh, make: Callable[[], Card], place: str | Path, **options: Any) -> str:
-    """Write a card from rank 0, into a folder or a repository of the Hub; every rank gets its name.
+    """Write a card from rank 0 to a folder or the Hub; return its folder or org/name@sha on every rank.
 
     Args:
-        mesh: of all ranks.
-        make: returns the card; called on rank 0 alone.
-        place: a folder (a `Path`, what begins with `.`, `/` or `~`, or one that is there), or org/name.
-        options: of `hub.push`; a folder takes none.
+        mesh: mesh of the ranks, all of which call this function.
+        make: function that returns the card; called on rank 0 alone.
+        place: folder, or Hub repository org/name; a text is a folder if it begins with `.`, `/` or
+            `~`, or if the folder exists.
+        options: further arguments of `hub.push`; an error for a folder.
     """
 
     def first() -> str:
@@ -74,9 +75,9 @@ def _write(card: Card, folder: Path, options: Mapping[str, Any]) -> str:
 
 
 def write_beside(model: Any, folder: Path) -> None:
-    """The schedule beside the weights of a folder; a README.md that lies there stays.
+    """Write schedule.json and README.md into a folder of saved weights; an existing README.md is kept.
 
-    A schedule with a live function is left out, and a warning says why.
+    A schedule that no card can hold, such as one with a Python function, is left out with a warning.
     """
     try:
         contents = card_of(model).contents()

@@ -1,4 +1,4 @@
-"""README.md of a card: rendered from one template, read with the plainest YAML there is."""
+"""README.md of a card: filled in from a template, and read with a restricted YAML parser."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -16,11 +16,11 @@ _MARKUP = re.compile(r"<\s*[a-zA-Z/!?]|javascript:|data:text/html", re.IGNORECAS
 
 
 def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Fill the template of README.md.
+    """Return the text of README.md, filled in from the template.
 
     Args:
-        metadata: the YAML block.
-        values: what the template names.
+        metadata: entries of the YAML block at the start.
+        values: variables of the template, by name.
     """
     from huggingface_hub import ModelCard, ModelCardData
 
@@ -32,7 +32,10 @@ def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
 
 
 def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
-    """The YAML block of a card's text; CardError on tags, aliases, repeated keys, markup or none."""
+    """Return the YAML metadata at the start of a README.md.
+
+    CardError refuses a missing block, HTML in the text, and YAML with tags, aliases or repeated keys.
+    """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -48,7 +51,7 @@ def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
 
 
 def _depth(text: str) -> int:
-    """Deepest nesting of brackets, strings and comments included; no parser runs before this."""
+    """Return the deepest nesting of brackets, those in strings included; called before YAML is parsed."""
     depth = deepest = 0
     for bracket in _BRACKET.findall(text):
         depth = max(0, depth + (1 if bracket in "[{" else -1))
@@ -79,7 +82,7 @@ def _yaml(text: str, where: str) -> dict[str, Any]:
 
 
 def _plain_events(text: str, fail: Any) -> Iterator[Any]:
-    """Load plain YAML; refuse tags, anchors and duplicate keys at the first one."""
+    """Yield the parser events of a YAML text; raise `fail(problem)` for tags, anchors and deep nesting."""
     import yaml
 
     depth = 0
@@ -96,7 +99,7 @@ def _plain_events(text: str, fail: Any) -> Iterator[Any]:
 
 
 def _document(events: list[Any], fail: Any) -> Any:
-    """The value of the events, made without reading the text again."""
+    """Return the value that YAML events describe; raise `fail(problem)` for a repeated key."""
     from yaml.composer import Composer
     from yaml.constructor import SafeConstructor
     from yaml.resolver import Resolver

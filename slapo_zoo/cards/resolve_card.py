@@ -1,4 +1,4 @@
-"""Meaning of `schedule="..."` in the loader: "zoo", a folder, a card of the Hub."""
+"""Resolution of the loader's `schedule=` argument: a card folder, a .json file or a Hub reference."""
 
 import importlib.util
 import warnings
@@ -23,7 +23,7 @@ from slapo_zoo.parallel.rng.seeds import get_logger
 
 
 def load_card(name: str) -> Card:
-    """A card from a folder or the Hub, or one that is only a program: a .json file."""
+    """Return the card in a folder, on the Hub (org/name@revision), or with only the program of a .json file."""
     if name.endswith(".json") and Path(name).is_file():
         path = Path(name).absolute()
         program = Program.parse(files.read(path.parent, path.name), path.name)
@@ -39,15 +39,15 @@ def load_card(name: str) -> Card:
 
 
 def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
-    """Return the steps of a card for a module outside of the zoo; class, structure and mesh are checked first.
+    """Return the directives of a card for a user's own nn.Module, once class, shapes and mesh were checked.
 
     Args:
-        name: a folder, or org/name@revision.
-        module: what the steps are for; nothing is applied yet.
-        mesh: of all ranks.
+        name: card folder, or Hub reference org/name@revision.
+        module: unscheduled module; it is not changed.
+        mesh: mesh of all ranks.
 
     Raises:
-        CardError: the card is for a family of `transformers`, another module, or another mesh.
+        CardError: the card is for a model of `transformers`, another module, or another mesh.
     """
     program = program_for_all(name, mesh)
     if program.model_type != MODULE:
@@ -65,9 +65,9 @@ def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
 
 
 def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
-    """The steps of a file that `Schedule.to_json` wrote; None for anything else, such as a card.
+    """Return the directives in a .json file of `Schedule.to_json`; None if `name` is anything else.
 
-    It holds a schedule for one mesh, and no constraints: its author knows what it is for.
+    Rank 0 reads the file for all ranks. Such a file fits one mesh, but has no constraints to check it by.
     """
     if not name.endswith(".json"):
         return None
@@ -83,7 +83,7 @@ def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
 
 
 def check_structure(program: Program, config: Any, cls: type) -> None:
-    """CardError when the program was made for another class or module tree."""
+    """Raise CardError if the program was made for another model class, module tree or tensor shapes."""
     if cls.__name__ != program.model_class:
         problem = f"it was made for {program.model_class}, the model is {cls.__name__}"
         raise CardError("card", "class", problem, "pass auto_class=, or choose another card")
@@ -99,7 +99,7 @@ def _check_digest(program: Program, found: str, hint: str) -> None:
 
 
 def program_for_all(name: str, mesh: Mesh) -> Program:
-    """The program of a card; rank 0 reads it, and every rank gets the same bytes."""
+    """Return the program of a card on every rank; rank 0 reads the card and sends it to the others."""
 
     def first() -> bytes:
         return load_card(name).program.to_bytes() if mesh.rank == 0 else b""
@@ -108,14 +108,14 @@ def program_for_all(name: str, mesh: Mesh) -> Program:
 
 
 def python_schedule(name: str, trusted: bool) -> Callable[[Any], Any]:
-    """`schedule(sch)` of a `schedule.py`: code of its author, run in this process.
+    """Return the function `schedule(sch)` of a card's `schedule.py`, whose code runs in this process.
 
     Args:
-        name: org/name@sha.
-        trusted: the user's trust_remote_code.
+        name: Hub reference org/name@sha.
+        trusted: the user's value of trust_remote_code.
 
     Raises:
-        CardError: not trusted, not pinned to a sha, or the file has no function `schedule`.
+        CardError: the code is not trusted, the name has no commit sha, or there is no such function.
     """
     reference = Reference.parse(name)
     if not trusted or not reference.is_pinned:

@@ -1,7 +1,7 @@
-"""The JSON Schema of `schedule.json`, and the primitives that a card may name.
+"""JSON Schema of `schedule.json`, and the primitives that a card may name.
 
-The set is closed here, and not by registration: what a third party registers in a process is not
-what a stranger's file may call.
+The primitives are listed here by name, so that a downloaded card cannot call one that a third party
+has registered in the process.
 """
 
 import json
@@ -41,12 +41,12 @@ def schema() -> dict[str, Any]:
 
 @cache
 def validator() -> Any:
-    """Return the validator of schedule.json; 1.0 is no integer for it."""
+    """Return the JSON Schema validator of schedule.json, which does not take 1.0 for an integer."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import extend
 
     def all_of(validator: Any, rules: Any, instance: Any, rule: Any) -> Iterator[Any]:
-        """Check a step against the rule of its own primitive alone: the other rules never apply, and are slow."""
+        """Yield the errors of a step by the rule of its own primitive alone; trying all rules is slow."""
         for index, each in enumerate(rules):
             if isinstance(instance, list) and instance[1:2] != [_primitive_of(each)]:
                 continue
@@ -58,5 +58,5 @@ def validator() -> Any:
 
 
 def _primitive_of(rule: Any) -> str:
-    """Whose arguments a rule of a step is about."""
+    """Return the name of the primitive whose arguments a rule of the schema describes."""
     return rule["if"]["prefixItems"][1]["const"]

@@ -1,4 +1,4 @@
-"""JSON from strangers: bounded in size, depth and numbers; no repeated key, no NaN, ASCII names."""
+"""JSON parser for untrusted files: bounded size, depth and numbers; no repeated keys, no NaN."""
 
 import json
 import math
@@ -13,11 +13,11 @@ _BRACKET = re.compile(r"[\[{\]}]")
 
 
 class RefusedError(ValueError):
-    """Raised while parsing JSON for a value that a card may not have."""
+    """Error of the parser for a JSON value that a card may not hold."""
 
 
 def parse(data: bytes, where: str) -> Any:
-    """The document; CardError when it is none, or goes beyond a limit."""
+    """Return the JSON document in `data`; raise CardError about file `where` if it is invalid or too large."""
     try:
         return _parse(data)
     except RefusedError as error:
@@ -70,9 +70,9 @@ def _constant(name: str) -> Any:
 
 
 def _depth(text: str) -> int:
-    """Deepest nesting of brackets outside strings; no parser runs before this.
+    """Return the deepest nesting of brackets outside strings; called before JSON is parsed.
 
-    One pass: an escape may hide a quote, and then every second part between quotes is a string.
+    Escaped characters are removed first; then every second part between quotes is a string.
     """
     depth = deepest = 0
     outside = " ".join(_ESCAPE.sub("", text).split('"')[::2])
@@ -83,7 +83,7 @@ def _depth(text: str) -> int:
 
 
 def strings(document: Any) -> list[str]:
-    """Return every string in a document, keys included."""
+    """Return every string in a JSON document, keys included."""
     if isinstance(document, str):
         return [document]
     if isinstance(document, dict):
@@ -94,7 +94,7 @@ def strings(document: Any) -> list[str]:
 
 
 def canonical(document: Any) -> bytes:
-    """Return the bytes of a document that are hashed: sorted keys, no spaces, UTF-8."""
+    """Return a JSON document as bytes to be hashed: sorted keys, no spaces, UTF-8."""
     text = json.dumps(
         document, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
     )
