@@ -54,13 +54,16 @@ def _act(kind: str, x: Tensor) -> Tensor:
 
 
 def _plain(kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None) -> Tensor:
-    """Compute act(x + bias) * up by torch's operators, with torch's own backward."""
+    """Compute act(x + bias) * up by torch's operators, so that autograd makes the backward."""
     y = _act(kind, x if bias is None else x + bias)
     return y if up is None else y * up
 
 
 def _through_act(kind: str, dy: Tensor, h: Tensor, ours: bool) -> Tensor:
-    """Return the gradient of h from `dy`, that of act(h), in torch operations; overwrite `dy` if `ours`."""
+    """Return the gradient of h, given the gradient `dy` of act(h), in torch operations.
+
+    `ours` says that nobody else reads `dy`, so that its memory is reused for the result.
+    """
     into = dy if ours else torch.empty_like(dy)
     if kind == "relu":
         return torch.mul(dy, h > 0, out=into)

@@ -38,7 +38,7 @@ def _act(h, KIND: tl.constexpr):
 
 @triton.jit
 def _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout mask of a tile: loaded from `keep`, or hashed from the seed of each `cell` rows of x."""
+    """Return the dropout mask of a tile: loaded from `keep`, or hashed; `cell` rows of x share one seed."""
     if MASK == "keep":
         at = m[:, None].to(tl.int64) * N + n[None, :]
         found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
@@ -76,7 +76,7 @@ def _backward_kernel(
     KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of one strip of `rows` rows and BLOCK_N columns, with its part of the bias gradient."""
+    """Compute the gradients of a strip of `rows` rows and BLOCK_N columns, and their sum over its rows for the bias."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * rows
     total = tl.zeros((BLOCK_N,), tl.float32)

@@ -39,7 +39,7 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of scores in fp32 (-inf where a query does not see a key), and its classes of distances."""
+    """Return a tile of scores in fp32 (-inf where a query does not see a key), and their indices into `table`."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     ok = (i[:, None] < S) & (j[None, :] < T)
     kind = tl.zeros(s.shape, tl.int32)
@@ -62,7 +62,7 @@ def _scores(
 
 @triton.jit
 def _keep(i, j, cell, keep, seeds, S, T, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout mask of a tile of scores; a cell is one batch row and head."""
+    """Return the dropout mask of a tile of scores; `cell` is the index batch row * H + head, which selects the seed."""
     at = i[:, None].to(tl.int64) * T + j[None, :]
     if MASK == "keep":
         ok = (i[:, None] < S) & (j[None, :] < T)
@@ -140,7 +140,7 @@ def _query_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute dq of a block of queries, and the block's part of the bias table's gradient."""
+    """Compute the gradient dq of a block of queries, and what the block adds to the bias table's gradient."""
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
@@ -192,7 +192,7 @@ def _key_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv of a block of keys."""
+    """Compute the gradients dk and dv of a block of keys and values."""
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
@@ -254,13 +254,13 @@ def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, sca
 
 
 def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> dict[str, Any]:
-    """Return tile sizes that spill registers on no supported GPU, found by compiling (`ci/bench.py launches`).
+    """Return tile sizes with which a kernel spills no registers on a supported GPU (`ci/bench.py launches` found them).
 
     Args:
         kernel: "forward", "query" or "key".
         head_size: head dim D.
-        table: distances have a bias, whose gradient the query kernel sums.
-        plain: there is no table, key mask or dropout.
+        table: whether scores get a bias by distance, whose gradient the query kernel sums.
+        plain: whether attention has no bias table, key mask or dropout.
         mask: kind of dropout mask: "none", "keep" (a tensor) or "seeds" (hashed within the tile).
     """
     block = max(triton.next_power_of_2(head_size), 16)

@@ -27,7 +27,7 @@ def reference(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute the definition in torch operations (arXiv:1502.03167, arXiv:1603.05027)."""
+    """Compute the result of the kernel in plain torch operations (arXiv:1502.03167, arXiv:1603.05027)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training or running_mean is None or running_var is None:
         mean = wide.mean((0, 2, 3))
@@ -99,13 +99,13 @@ def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(bn: Any) -> bool:
-    """Return whether the kernel may replace `bn.forward`, which a schedule may have changed to sum over ranks."""
+    """Return whether the kernel may replace `bn.forward`; False where a schedule made it average over ranks."""
     was_changed = "forward" in bn.__dict__
     return not was_changed and bn.momentum is not None and bn.weight is not None
 
 
 def _in_place(y: Tensor, residual: Tensor | None) -> Tensor:
-    """Compute relu(y + residual) in place; autograd of the BatchNorm needs its input only."""
+    """Compute relu(y + residual) in the memory of y; BatchNorm's backward reads its input only, not its output y."""
     return (y if residual is None else y.add_(residual)).relu_()
 
 
@@ -133,7 +133,7 @@ def batch_norm_relu_add(
         residual: tensor in the shape of x, or None.
         running_mean: [C], or None.
         running_var: [C], or None.
-        training: normalise with the statistics of the batch.
+        training: normalise with the statistics of the batch instead of the running ones.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
     """

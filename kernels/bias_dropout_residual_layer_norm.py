@@ -77,7 +77,7 @@ def bias_dropout_residual_layer_norm(
         residual: tensor in the shape of x.
         weight: [N].
         bias: [N].
-        x_bias: bias [N] of the linear before, which is then called without it.
+        x_bias: bias [N] of the linear that made x, if that linear did not add it.
         eps: added to the variance.
         keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
         seeds: int64 [B]; the mask is hashed from them when `keep` is None.

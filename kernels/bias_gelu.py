@@ -13,7 +13,7 @@ SHAPES = [(1, 64), (63, 100), (9, 1025), (0, 32)]
 
 
 def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
-    """Compute the definition in torch operations (Hendrycks & Gimpel 2016, arXiv:1606.08415).
+    """Compute the result of the kernel in plain torch operations (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 
     "tanh" is what `transformers` calls gelu_new (activations.py, NewGELUActivation); it differs from the exact
     form by up to 5e-4, so neither may replace the other.
@@ -49,7 +49,7 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
 
     Args:
         x: [..., N].
-        bias: bias [N] of the linear before, which is then called without it.
+        bias: bias [N] of the linear that made x, if that linear did not add it.
         approximate: "none" (erf: BERT, RoBERTa) or "tanh" (gelu_new: GPT-2, GPT-Neo, ALBERT).
     """
     return activation("bias_gelu", "gelu" if approximate == "none" else "gelu_tanh", x, bias)

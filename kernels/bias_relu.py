@@ -12,7 +12,7 @@ SHAPES = [(1, 64), (63, 100), (9, 1025), (0, 32)]
 
 
 def reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the definition in torch operations, as in OPT's feed-forward (modeling_opt.py: OPTDecoderLayer)."""
+    """Compute the kernel's result in torch operations, as in OPT's feed-forward (modeling_opt.py: OPTDecoderLayer)."""
     h = x if bias is None else x + bias
     return torch.where(h > 0, h, torch.zeros_like(h))
 
@@ -32,6 +32,6 @@ def bias_relu(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Args:
         x: [..., N].
-        bias: bias [N] of the linear before, which is then called without it.
+        bias: bias [N] of the linear that made x, if that linear did not add it.
     """
     return activation("bias_relu", "relu", x, bias)

@@ -23,7 +23,7 @@ LARGEST_HEAD = 128  # columns; larger tiles spill registers
 
 
 class Given(NamedTuple):
-    """Arguments of the attention operators after q, k and v; they are those of `attention`."""
+    """Arguments of the attention operators after q, k and v; `attention` describes each of them."""
 
     table: Tensor | None
     classes: Tensor | None
@@ -40,11 +40,11 @@ class Given(NamedTuple):
     wide: bool
 
     def runs_in_tiles(self, q: Tensor) -> bool:
-        """Return whether the Triton kernels run for queries `q`; they support no bias and no drawn masks."""
+        """Return whether the Triton kernels run for queries `q`; they support no `bias` and no `drawn` masks."""
         return in_triton(q) and self.bias is None and not self.drawn
 
     def of_tiles(self) -> tuple:
-        """Return the arguments that the Triton kernels take."""
+        """Return the arguments that the Triton kernels take after q, k and v, in their order."""
         tensors = (self.table, self.classes, self.key_mask, self.keep, self.seeds)
         return *tensors, self.p, self.scale, self.causal, self.window
 
@@ -84,8 +84,8 @@ def attention(
         p: dropout probability.
         wide: multiply q by k in fp32 on a CPU, whatever their dtype.
         bias: added to the scores (CPU only); broadcasts to [B, H, S, T] and gets no gradient; or None.
-        places: [S], index of each token among the `drawn` ones; None for the first S.
-        drawn: number of tokens per row for which a CPU draws masks (`drawn_cells`); 0: masks are hashed.
+        places: [S], index of each token in a row of `drawn` tokens; None: they are its first S.
+        drawn: tokens per row, padding included, for which a CPU draws a mask from each seed; 0: masks are hashed.
     """
     if q.device.type != "cpu" and cannot(q):
         given = (table, classes, key_mask, keep, seeds, p)
@@ -274,7 +274,7 @@ class _Blocks:
         self.kept = 1.0 - given.p if hashed_or_drawn else 1.0  # share of weights that a mask leaves
 
     def of(self, row: int) -> Iterator[tuple[slice, slice, slice]]:
-        """Yield (heads, queries, keys) of each block of a batch row, for `weights` and `mask`."""
+        """Yield the index ranges (heads, queries, keys) of each block of scores of a batch row."""
         scale, self.row, self.drawn = self.given.scale, row, None
         queries = self.q[row].to(self.dtype)
         self.queries = queries if scale == 1.0 else queries * scale
@@ -333,7 +333,7 @@ class _Blocks:
         return x if x.dtype == self.rounded.dtype else _first(self.rounded, x.shape).copy_(x)
 
     def mask(self, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-        """Return the dropout mask [heads, rows, keys] of a block, or None; one made from seeds is 0 or 1."""
+        """Return a block's dropout mask [heads, rows, keys], 0 or 1 if made from seeds; None without dropout."""
         given, first = self.given, self.row * self.heads
         if given.keep is not None:
             return given.keep[self.row, heads, rows, keys]
@@ -349,7 +349,7 @@ class _Blocks:
         return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
 
     def _draw(self, seeds: list[int]) -> Tensor:
-        """Return the drawn masks of some heads, cut out of the masks of all tokens of the row."""
+        """Draw one mask from each head's seed for all tokens of the row; return its entries for the S tokens here."""
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)
         found = drawn_cells(self.scores.new_empty(()).expand(shape), self.given.p, seeds)

@@ -76,12 +76,15 @@ def _by_row(logits: Tensor) -> Tensor:
 
 
 def join(parts: Tensor) -> Tensor:
-    """Combine the statistics of n vocabulary shards [n, 3, N] into those of all classes [3, N]."""
+    """Combine the `statistics` of n vocabulary shards, `parts` [n, 3, N], into those of all classes [3, N]."""
     return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0), parts[:, 2].sum(0)])
 
 
 def row_losses(whole: Tensor, counts: Tensor, smoothing: float, vocab_size: int) -> Tensor:
-    """Return the cross-entropy of each row [N] from the statistics of all classes; 0 where `counts` is False."""
+    """Return the cross-entropy of each row [N] from the statistics `whole` [3, N] of all classes.
+
+    `counts` [N] is False for ignored rows, whose loss is 0; `smoothing` is the label smoothing.
+    """
     log_sum, picked, total = whole.unbind(0)
     loss = log_sum - (1.0 - smoothing) * picked
     if smoothing:
@@ -91,7 +94,7 @@ def row_losses(whole: Tensor, counts: Tensor, smoothing: float, vocab_size: int)
 
 @operator("cross_entropy_gradient", lambda logits, *rest: padded_columns(logits, *logits.shape))
 def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Return the gradient of the logits [N, C]: softmax * d[0] + onehot * d[1] + d[2], with d = d_statistics.
+    """Return the gradient [N, C] of the logits: softmax * d[0] + onehot * d[1] + d[2], with d = d_statistics.
 
     Args:
         logits: [N, C].
@@ -106,7 +109,7 @@ def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tens
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Compute `gradient` in place of the logits."""
+    """Compute `gradient` (same arguments) in the memory of the logits, which it overwrites and returns."""
     if in_triton(logits):
         from slapo_zoo.kernels import cross_entropy_triton
 
@@ -117,7 +120,7 @@ def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Ten
 def _gradient_into(
     out: Tensor, logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor
 ) -> Tensor:
-    """Compute `gradient` in torch operations; `out` may be the logits."""
+    """Compute `gradient` in torch operations into `out` [N, C], which may be the logits themselves."""
     if not logits.shape[1]:
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]
@@ -141,11 +144,11 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def chunk_rows(x: Tensor, columns: int, chunk_bytes: int | None = None) -> int:
-    """Return the number of rows whose logits fit into `chunk_bytes`, large enough for efficient GEMMs.
+    """Return the number of rows of x whose logits [rows, columns] fit into `chunk_bytes`.
 
-    By default 1 GiB of logits on a GPU: with chunks as small as Liger's (V/H) the weight's gradient would be
-    read and written so often that it costs more than the GEMMs. On a CPU 128 MiB where BLAS adds to the
-    gradient as it multiplies (fp32), else 512 MiB.
+    By default a chunk has 1 GiB of logits on a GPU: with chunks as small as Liger's (V/H) the weight's gradient
+    would be read and written so often that it costs more than the GEMMs. On a CPU a chunk has 128 MiB where BLAS
+    adds to the gradient as it multiplies (fp32), else 512 MiB.
     """
     on_cpu = x.device.type == "cpu"
     size = (x.dtype if on_cpu else wide_dtype(x)).itemsize
@@ -157,7 +160,7 @@ def chunk_rows(x: Tensor, columns: int, chunk_bytes: int | None = None) -> int:
 
 
 def matmul_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Cast the tensors to autocast's dtype, as F.linear would; return them unchanged outside of autocast."""
+    """Return the tensors cast to autocast's dtype, as F.linear would cast them; unchanged outside of autocast."""
     if not torch.is_autocast_enabled(x.device.type):
         return (x, *others)
     dtype = torch.get_autocast_dtype(x.device.type)

@@ -66,7 +66,7 @@ def _gradient_kernel(out, logits, target, log_sum, d_statistics, N, C, stride, B
 
 
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """Launch the statistics kernel: arguments and result of `cross_entropy.statistics`."""
+    """Launch the statistics kernel; arguments and result are those of `cross_entropy.statistics`."""
     N, C = logits.shape
     out = logits.new_empty((3, N), dtype=torch.float32)
     if not C:
@@ -81,7 +81,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Launch the gradient kernel, which overwrites the logits: arguments and result of `cross_entropy.gradient_`."""
+    """Launch the gradient kernel, which overwrites the logits; the interface is that of `cross_entropy.gradient_`."""
     N, C = logits.shape
     if N and C:
         block = min(BLOCK, triton.next_power_of_2(C))

@@ -13,16 +13,16 @@ SMALL = 1 << 24  # scores up to which a CPU keeps them all: it is faster
 
 
 def serves(q: Tensor, mask: Tensor | None, keys: int, drawn: bool) -> bool:
-    """Return whether `seeded_attention` can, and should, run.
+    """Return whether `seeded_attention` supports these arguments and is the faster choice for them.
 
-    Hashed masks: a boolean mask that all heads share is supported, an additive one is not. Masks drawn on a
-    CPU: every mask is supported, but fewer than SMALL scores are faster in memory.
+    With hashed dropout it supports a boolean attention mask that all heads share, but no additive one. With
+    dropout drawn on a CPU it supports every attention mask, but is slower for fewer than SMALL scores.
 
     Args:
         q: queries [B, H, S, D].
-        mask: mask of `transformers`, or None.
+        mask: attention mask of `transformers`, or None.
         keys: number of keys.
-        drawn: dropout masks are drawn on a CPU, not hashed.
+        drawn: whether dropout masks are drawn on a CPU instead of hashed.
     """
     if drawn:
         return q.shape[0] * q.shape[1] * q.shape[2] * keys > SMALL
@@ -46,8 +46,8 @@ def seeded_attention(
         scaling: factor of the scores.
         seeds: int64 [B * H], from which dropout masks are made; None: no dropout.
         p: dropout probability.
-        drawn: number of tokens per row for which a CPU draws masks; 0: masks are hashed.
-        places: [S], index of each token among the `drawn` ones; None for the first S.
+        drawn: tokens per row, padding included, for which a CPU draws a mask from each seed; 0: masks are hashed.
+        places: [S], index of each token in a row of `drawn` tokens; None: they are its first S.
     """
     (B, _, S, _), T = q.shape, k.shape[2]
     options: dict[str, Any] = {"seeds": seeds, "p": p}

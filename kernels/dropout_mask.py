@@ -20,7 +20,7 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
     Args:
         x: tensor to be dropped.
         keep: the mask itself, or None.
-        seeds: int64, one per cell, each for an equal run of x's elements; used when `keep` is None.
+        seeds: int64 [n], each for one n-th of x's elements in row-major order; used when `keep` is None.
         p: dropout probability.
     """
     if keep is not None or seeds is None or p == 0.0:
@@ -30,16 +30,16 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
 
 
 def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
-    """Return the mask of a dropout module for x as the arguments `keep`, or `seeds` and `p`; {} in eval mode.
+    """Return a kernel's dropout arguments, {"keep": mask} or {"seeds": ..., "p": ...}; {} in eval mode.
 
-    A schedule gives the module a forward with its own random stream and a function `draws`, which returns a
-    mask on a CPU and seeds elsewhere. Another replaced forward is called for its mask; a plain module on a GPU
-    gets one seed per cell from torch's generator.
+    A forward that a schedule gave the module has a function `draws`, which returns a mask on a CPU and seeds
+    elsewhere. Any other replaced forward is called on ones to get its mask. For a plain module on a GPU, seeds
+    come from torch's generator.
 
     Args:
         module: an nn.Dropout.
         x: tensor to be dropped; only shape, dtype and device are used.
-        cells: number of cells; 0 for those of the stream, or the rows of x.
+        cells: number of seeds wanted, e.g. rows * heads; 0 for as many as `draws` returns, or one per row of x.
     """
     if not module.training or module.p == 0.0:
         return {}
@@ -57,16 +57,17 @@ def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
 
 
 def new_seeds(cells: int, p: float, device: Any) -> dict[str, Any]:
-    """Return one seed per cell from torch's generator, as the arguments `seeds` and `p`; {} for p = 0."""
+    """Draw `cells` seeds from torch's generator; return {"seeds": int64 [cells], "p": p}, or {} for p = 0."""
     if p == 0.0:
         return {}
     return {"seeds": torch.randint(2**63 - 1, (cells,), device=device), "p": p}
 
 
 def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
-    """Return which keys are real, bool [B, size], from a mask of transformers [B, 1, S or 1, T]; None without mask.
+    """Return bool [B, size], True where a key is no padding, from an attention mask of `transformers`.
 
-    The row of the last query is taken, which sees every real key even in a causal mask.
+    The mask is [B, 1, S or 1, T]. Its last query is read, which sees every real key even if causal. The result
+    is None when the mask is None.
     """
     if mask is None:
         return None

@@ -23,7 +23,7 @@ def _dropout_kernel(y, x, seeds, size, blocks, threshold, scale, BLOCK: tl.const
 
 
 def dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:
-    """Launch the dropout kernel on x [B, ...] with seeds [B]; return mask * x."""
+    """Launch the dropout kernel on x [B, ...] with one seed per batch row, seeds [B]; return mask * x."""
     x, y = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     if x.numel():
         size = x.numel() // len(seeds)

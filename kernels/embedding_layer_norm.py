@@ -32,7 +32,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute the definition in torch operations (transformers, modeling_bert.py: BertEmbeddings)."""
+    """Compute the result of the kernel in plain torch operations (transformers, modeling_bert.py: BertEmbeddings)."""
     rows = word[ids]
     if padding_idx >= 0:  # that row has no gradient
         rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)
@@ -65,7 +65,7 @@ def _forward(
     inputs_embeds: Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> Tensor:
-    """Run BertEmbeddings.forward; its tables are called as modules, since they may be vocabulary-parallel."""
+    """Run BertEmbeddings.forward with this kernel; sharded embeddings are called as modules, which all-reduce."""
     given: Any = inputs_embeds if input_ids is None else input_ids
     B, S = given.shape[:2]
     if position_ids is None:
@@ -99,7 +99,7 @@ def embedding_layer_norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute the embeddings of a BERT-like model [B, S, N]; tables get gradients by torch's sorted scatter.
+    """Compute the embeddings [B, S, N] of a BERT-like model; the backward is deterministic (a sorted scatter).
 
     Args:
         ids: word ids [B, S].

@@ -17,7 +17,7 @@ SHAPES = [(7, 24, 10), (5, 33, 16), (64, 16, 1), (0, 8, 4)]
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute the definition in torch operations (torch.nn.Linear)."""
+    """Compute the result of the kernel in plain torch operations (torch.nn.Linear)."""
     return x @ weight.T + bias
 
 
@@ -57,15 +57,15 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a kernel may use a linear's weight without calling it: no hooks and no replaced forward."""
+    """Return whether a linear has no hooks and no foreign forward, so that a kernel may use its weight directly."""
     own = products.computes_as_class(vars(module).get("forward"))
     return own and not any(getattr(module, name) for name in HOOKS)
 
 
 def _install(site: Any, **options: Any) -> None:
-    """Replace the forward of a linear by the kernel's, if oneDNN is faster on this CPU.
+    """Replace the forward of the linear `site.module` by the kernel's, if oneDNN is faster on this CPU.
 
-    A forward that a directive has set (row-parallel: bias after the all-reduce) is kept.
+    A forward that the schedule has set before (row-parallel: bias after the all-reduce) is kept.
     """
     if products.is_faster_here() and "forward" not in vars(site.module):
         site.module.forward = _forward.__get__(site.module)

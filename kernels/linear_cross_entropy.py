@@ -31,7 +31,7 @@ def reference(
     chunk_bytes: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute the definition in torch operations (transformers, loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
+    """Compute the kernel's result by torch (transformers, loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
     logits = x if weight is None else x @ weight.T if bias is None else x @ weight.T + bias
     logits = logits.to(cross_entropy.wide_dtype(x))
     log_softmax = logits - torch.logsumexp(logits, -1, keepdim=True)
@@ -96,9 +96,9 @@ def _sites(model: Any) -> list[str]:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """Compute F.cross_entropy(x W^T + bias, target) in fp32; arguments of `lm_loss`.
+    """Compute F.cross_entropy(x W^T + bias, target) in fp32; the arguments are those of `lm_loss`.
 
-    A TorchFunctionMode sees this call as it sees F.cross_entropy, which slapo_zoo.parallel.losses.loss_means needs.
+    The call can be intercepted by a TorchFunctionMode, as F.cross_entropy can: `loss_means` does so.
     """
     tensors = (x, target) if weight is None else (x, weight, target)
     if has_torch_function_variadic(*tensors):

@@ -53,7 +53,7 @@ def lm_loss(
         reduction: "mean" or "sum"; for logits also "none". `num_items` is used with "mean" only.
         vocab_size: number of classes V; None for the number of columns on this rank.
         group: ranks that shard the vocabulary, the last perhaps with padding; None for one rank.
-        summed: the module before x all-reduces the gradient of x over the group.
+        summed: whether the module that made x all-reduces the gradient of x over the group; else this loss does.
     """
     counts = target != ignore_index
     columns = x.shape[1] if weight is None else weight.shape[0]
@@ -85,7 +85,7 @@ def lm_loss(
 
 
 def _mean(total: Tensor, counts: Tensor, items: Tensor | float | None) -> Tensor:
-    """Return total / items; NaN with gradients of 0 when no target counts, as F.cross_entropy does."""
+    """Return total / items, by default the number of True in `counts`; NaN with zero gradients if all are False."""
     if items is not None:
         return total / items
     number = counts.sum()
@@ -104,7 +104,7 @@ def _torch_has_it(x: Tensor, label_smoothing: float, group: Any) -> bool:
 def _row_losses(
     logits: Tensor, target: Tensor, smoothing: float, vocab_size: int, group: Any
 ) -> Tensor:
-    """Return the loss of each row of logits [N, C], 0 where the target is -1; one all-gather of statistics."""
+    """Return the loss of each row [N] of logits [N, C], 0 where the target is -1; all-gathers over `group`."""
     start, stop = own_columns(vocab_size, group)
     found = cross_entropy.statistics(logits[:, : stop - start], _local(target, start, stop))
     whole = _joined(found, group)
@@ -112,14 +112,14 @@ def _row_losses(
 
 
 def own_columns(vocab_size: int, group: Any) -> tuple[int, int]:
-    """Return (first, end): the range of classes whose logits this rank computes."""
+    """Return (first, end): this rank computes the logits of classes first..end-1."""
     n, r = collectives.group_size(group), collectives.group_rank(group)
     runs = Placement(0, pad=True).runs(vocab_size, n, r)
     return runs[0] if runs else (0, 0)
 
 
 def _local(target: Tensor, start: int, stop: int) -> Tensor:
-    """Return targets as columns of this rank, -1 where another rank has the class."""
+    """Return target - start, the column on this rank, which holds classes start..stop-1; -1 for other classes."""
     return torch.where((target >= start) & (target < stop), target - start, -1)
 
 
@@ -149,14 +149,14 @@ def _gradients(ctx: Any, d_loss: Tensor, *_: Any) -> tuple:
 
 
 def _divides_first(x: Tensor) -> bool:
-    """Return whether gradients are divided by the number of targets at once; in fp16 small ones would underflow."""
+    """Return whether to divide gradients by the number of targets in the forward; in fp16 they would underflow."""
     return x.dtype != torch.float16
 
 
 def _times(t: Tensor, d: Tensor) -> Tensor:
-    """Return t d for a scalar d in fp32; rounding d to bf16 would change all gradients by up to 0.2 %.
+    """Return t * d for a scalar d in fp32; rounding d to bf16 would change all gradients by up to 0.2 %.
 
-    `loss.backward()` has d = 1, so that t is returned as it is; on a GPU reading d would wait.
+    On a CPU t itself is returned for d = 1 (`loss.backward()`); on a GPU reading d would wait for the device.
     """
     is_traced = torch.compiler.is_compiling() or type(d) is not Tensor
     if not is_traced and d.device.type == "cpu" and d.item() == 1.0:
@@ -217,7 +217,7 @@ def _one_pass(
     vocab_size: int,
     group: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute loss and gradients chunk by chunk; with a group, one all-gather of statistics per chunk."""
+    """Compute `_mean_loss` chunk by chunk; with a `group` that shards the classes, each chunk needs one all-gather."""
     wide = cross_entropy.wide_dtype(x)
     start, stop = own_columns(vocab_size, group)
     padding = len(weight) - (stop - start)  # rows after those of real classes
@@ -269,7 +269,7 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype)
 def _loss_and_gradient_(
     logits: Tensor, target: Tensor, smoothing: float, scale: Tensor, vocab_size: int, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of a chunk's losses, and its logits overwritten by the gradient of `scale` times that sum."""
+    """Return (sum of a chunk's losses, the logits overwritten by the gradient of `scale` times that sum)."""
     counts = target >= 0
     if in_triton(logits) or group is not None:
         start, stop = own_columns(vocab_size, group)

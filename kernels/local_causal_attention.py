@@ -31,7 +31,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute the definition in torch operations (modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
+    """Compute the result of the kernel in plain torch operations (modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
 
     GPT-Neo's FlashAttention-2 path is no reference: it ignores the window.
     """
@@ -50,7 +50,7 @@ def reference(
 
 
 def inputs(B: int, H: int, S: int, D: int, window: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for q, k, v [B, H, S, D], with dropout; without window, some padding."""
+    """Return random arguments of the kernel for q, k, v [B, H, S, D], with dropout; window=0 adds padding."""
     q, k, v = (torch.randn(B, H, S, D, **like) for _ in range(3))
     real = torch.full((B, 1), S)
     if window == 0:  # with a window, a query could see padding only: undefined

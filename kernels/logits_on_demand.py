@@ -41,7 +41,7 @@ _OF_GRADIENT = (torch.Tensor.retain_grad, torch.Tensor.register_hook)
 
 @dataclass
 class Head:
-    """An LM head, as needed to compute logits of rows or their loss.
+    """Language-model head, from which logits of hidden states (rows) or their loss are computed.
 
     Args:
         linear: module with the weight [V, H] (over tp: a shard of its rows) and bias.
@@ -49,8 +49,8 @@ class Head:
         before: acts on each row before `linear` (BERT's transform), or None.
         vocab_size: number of classes V.
         group: ranks that shard the vocabulary, or None.
-        summed: the module before the head all-reduces the gradient of the rows over the group.
-        root: module whose weights `logits` reads; None: `linear`.
+        summed: whether the module before the head all-reduces the gradient of the rows over the group.
+        root: module whose weights `logits` reads; None takes `linear`.
         within: makes contexts in which the root's weights are those of its forward (casts, gathered shards).
     """
 
@@ -70,12 +70,12 @@ class Head:
     def loss(
         self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
     ) -> Tensor:
-        """Return the sum of the losses of rows [N, H] over `items`, by default the number of targets that count."""
+        """Return the summed loss of rows [N, H], divided by `items`; None: by the number of targets that count."""
         with self.reading():
             return self._loss(rows, target, ignore_index, smoothing, items)
 
     def reading(self) -> AbstractContextManager:
-        """Context in which weights are read after the forward, for logits or a loss."""
+        """Context in which the head's weights are those of its forward, to compute logits or a loss later."""
         assert self.within is not None  # noqa: S101 - set above
         return self.within()
 
@@ -95,7 +95,10 @@ class Head:
 
 
 def may_defer(module: Any, rows: Tensor) -> bool:
-    """Return whether a head may return LogitsOnDemand: in training, with real tensors, not compiled."""
+    """Return whether the head `module` may return LogitsOnDemand for hidden states `rows`.
+
+    It may in training, with real (not fake or meta) tensors, and outside torch.compile.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
     real = not isinstance(rows, FakeTensor) and not rows.is_meta
@@ -110,7 +113,7 @@ def make_logits_at_once(model: Any) -> None:
 
 
 class LogitsOnDemand(torch.Tensor):
-    """Tensor subclass without memory; operations other than views, casts and cross_entropy compute the logits."""
+    """Tensor subclass for logits that are not computed yet; all but views, casts and cross_entropy compute them."""
 
     rows: Tensor
     head: Head
@@ -124,7 +127,7 @@ class LogitsOnDemand(torch.Tensor):
 
     @staticmethod
     def of(rows: Tensor, head: Head) -> Tensor:
-        """Return logits [..., V] on demand of rows [..., H]."""
+        """Return the logits [..., V] of hidden states `rows` [..., H], not computed yet."""
         dtype = rows.dtype
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)
@@ -135,21 +138,21 @@ class LogitsOnDemand(torch.Tensor):
         rows: Tensor, head: Head, dtype: torch.dtype, make: Callable[[Tensor], Tensor],
         parent: "LogitsOnDemand | None",
     ) -> Tensor:  # fmt: skip
-        """Return logits on demand that `make` computes from `rows`, or from the logits of `parent`."""
+        """Return a LogitsOnDemand whose values `make` will compute from `rows`, or from the logits of `parent`."""
         source = rows if parent is None else parent
         with head.reading():
             weight = head.linear.weight
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return these logits on demand for a head whose vocabulary is sharded over `group`; self without a group."""
+        """Return the same logits for a head whose vocabulary is sharded over the ranks of `group`; self if None."""
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
         return LogitsOnDemand._new(self.rows, head, self.dtype, self.make, None)
 
     def tensor(self) -> Tensor:
-        """Return the logits [..., V] as a plain tensor with a graph, computed at the first call."""
+        """Return the logits [..., V] as a plain tensor with an autograd graph; the first call computes them."""
         if self.made is None:
             self._require_same_weights()
             with torch.enable_grad():  # a loss may use them after a metric did
@@ -162,7 +165,7 @@ class LogitsOnDemand(torch.Tensor):
         return self.made
 
     def numbers(self) -> Tensor:
-        """Return the values of the logits without a graph, for code below autograd."""
+        """Return the values of the logits without an autograd graph."""
         if self.changed():
             problem = "they were changed in place, and this use would miss the gradient"
             hint = "use the tensor that the operation returned"
@@ -189,7 +192,7 @@ class LogitsOnDemand(torch.Tensor):
                 return _whole(self.make(self.rows), self.head)
 
     def _of_parent(self, parent: "LogitsOnDemand") -> Tensor:
-        """Compute the logits from the parent's; a copy that was made before an in-place change has the old values."""
+        """Compute these logits from the parent's; a copy gets the parent's values from before in-place changes."""
         whole = parent.tensor()
         made = self.make(whole)
         if parent.changed() and made.untyped_storage()._cdata != whole.untyped_storage()._cdata:
@@ -208,7 +211,7 @@ class LogitsOnDemand(torch.Tensor):
             raise SlapoError("output", "logits", problem, hint)
 
     def cross_entropy_over(self, items: float, target: Tensor, **options: Any) -> Tensor:
-        """Return the sum of the losses over `items`; dividing later would be another pass over all gradients."""
+        """Return the summed cross-entropy divided by `items`; `options` are those of F.cross_entropy."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.untouched() and _common(self, target, **options):
                 return _cross_entropy(self, target, items=items, **options)
@@ -222,7 +225,7 @@ class LogitsOnDemand(torch.Tensor):
     @classmethod
     @_disable_dynamo  # a compiled loss gets the logits, made before its graph begins
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` on the rows where the result is the same, else on computed logits."""
+        """Run a torch function on the hidden states where that gives the same result, else on computed logits."""
         kwargs, x = kwargs or {}, args[0] if args else None
         with torch._C.DisableTorchFunctionSubclass():
             if func in _KNOWN:
@@ -300,7 +303,7 @@ def _require_all(ranks: list[int]) -> None:
 
 
 def _plain(value: Any, below: bool = False) -> Any:
-    """Return nested tuples, lists and dicts with logits computed; without a graph if `below` autograd."""
+    """Return nested tuples, lists and dicts with every LogitsOnDemand computed; with `below`, without a graph."""
     if isinstance(value, LogitsOnDemand):
         return value.numbers() if below else value.tensor()
     if isinstance(value, tuple | list):
@@ -309,7 +312,7 @@ def _plain(value: Any, below: bool = False) -> Any:
 
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
-    """Return the result of `func` (a cast, view or slice) as logits on demand; None for other functions."""
+    """Return the result of a cast, view or slice of `x` as a LogitsOnDemand; None if `func` is something else."""
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)
@@ -331,12 +334,12 @@ def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor 
 
 
 def _is_of_an_engine(_x: Any, hook: Any) -> bool:
-    """Return whether a hook is one of FSDP2, DeepSpeed and the like, which ignore the gradient's values."""
+    """Return whether a tensor hook is from FSDP2, DeepSpeed or a similar engine, whose hooks ignore the gradient."""
     return str(getattr(hook, "__module__", "")).startswith(_ENGINES)
 
 
 def _is_slice(index: Any) -> bool:
-    """Return whether an index has only slices, integers, None and `...`; a tensor could change later."""
+    """Return whether an index has only slices, integers, None and `...`: an index tensor could change later."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(isinstance(part, slice | int) or part is None or part is Ellipsis for part in parts)
 
@@ -360,7 +363,7 @@ def _common(
     x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> bool:  # fmt: skip
-    """Return whether a call of cross_entropy compares [N, V] with class indices and reduces, so that rows suffice."""
+    """Return whether this call of cross_entropy compares [N, V] with class indices and reduces to a scalar."""
     given = weight is None and size_average is None and reduce is None
     return given and reduction != "none" and x.dim() == 2 and target.dtype == torch.int64
 

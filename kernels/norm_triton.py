@@ -15,7 +15,7 @@ PROGRAMS = 264  # of the backward: two per multiprocessor of an H100; each has p
 
 @triton.jit
 def _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout mask of a tile: loaded from `keep`, or hashed from the seed of each `cell` rows."""
+    """Return the dropout mask of a tile: loaded from `keep`, or hashed; `cell` rows of x share one seed."""
     if MASK == "keep":
         found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
     else:  # `else`, since code after a `return` is compiled too, without seeds
@@ -68,7 +68,7 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
     RMS: tl.constexpr, DZ: tl.constexpr, X_BIAS: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every k-th tile of rows; partial sums go to row i of dw, db, dx_bias for program i."""
+    """Compute the gradients of every k-th tile of rows; program i writes its sums to row i of dw, db and dx_bias."""
     n = tl.arange(0, BLOCK_N)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     sum_w = tl.zeros((BLOCK_N,), tl.float32)

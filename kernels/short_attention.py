@@ -21,7 +21,7 @@ INERT = ("sliding_window", "position_ids", "use_cache", "output_attentions", "ca
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """Compute the definition in torch operations (Vaswani et al. 2017, arXiv:1706.03762)."""
+    """Compute the result of the kernel in plain torch operations (Vaswani et al. 2017, arXiv:1706.03762)."""
     scores = (q @ k.transpose(-1, -2)) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -36,7 +36,7 @@ def inputs(B: int, H: int, S: int, D: int, causal: bool, **like: Any) -> dict[st
 
 
 def _is_faster_here() -> bool:
-    """Return whether this CPU has fast bf16 products (AVX-512) but no AMX, which torch's attention would use."""
+    """Return whether this CPU has fast bf16 products by AVX-512 and no AMX: with AMX torch's attention is fast."""
     return bool(products.CPU.get("avx512_bf16")) and not products.CPU.get("amx_bf16")
 
 

@@ -26,7 +26,7 @@ def reference(
     bias: Tensor | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute the definition in torch operations, with logits of all tokens (modeling_bert.py: BertForMaskedLM)."""
+    """Compute the kernel's result by torch, with logits of all tokens (modeling_bert.py: BertForMaskedLM)."""
     h = transform(hidden)
     logits = h @ weight.T if bias is None else h @ weight.T + bias
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))
@@ -112,7 +112,7 @@ def sparse_mlm_head_loss(
 
 
 def _at_most(rows: Tensor, targets: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return `capacity` rows and targets: all masked ones, then others."""
+    """Return `capacity` (rows, targets): first all masked tokens, then others to fill up."""
     masked = targets != -100
     problem = f"more than capacity={capacity} masked tokens; hint: raise it, or pass None"
     torch._assert_async(masked.sum() <= capacity, problem)  # pyright: ignore[reportPrivateImportUsage]

@@ -47,7 +47,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute the definition in torch operations (arXiv:1910.10683; modeling_t5.py: T5Attention)."""
+    """Compute the result of the kernel in plain torch operations (arXiv:1910.10683; modeling_t5.py: T5Attention)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(wide)
     S, T = scores.shape[-2:]
@@ -87,11 +87,11 @@ def _forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Run T5Attention.forward with this kernel; as `position_bias` the next layer gets the table, not [1, H, S, T].
+    """Run T5Attention.forward with this kernel; it returns the bias table as `position_bias` for the next layer.
 
-    The class's own forward runs for packed sequences and under a compiler, with the bias computed from the
-    table; also with a cache that holds tokens, or after a layer that passed a bias, and then it passes on its
-    own bias.
+    The class's own forward, with a bias [1, H, S, T], runs for packed sequences, under a compiler, with a cache
+    that holds tokens, and after a layer that returned such a bias. In the last two cases the next layer gets
+    the bias instead of the table.
     """
     held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states
@@ -145,7 +145,7 @@ def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tup
 
 
 def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Return the dropout mask arguments: from the model's random stream if a schedule set it, else new seeds."""
+    """Return the kernel's dropout arguments: drawn as the schedule set for the model, else from new seeds."""
     (B, H, S, _), core = q.shape, module._modules.get("core_attn")
     if core is None or not module.dropout:
         return new_seeds(B * H, module.dropout, q.device)
@@ -202,7 +202,7 @@ def t5_attention(
 def _by_class(
     weight: Tensor, S: int, T: int, offset: int, bidirectional: bool, max_distance: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the table [H, C] with classes sorted by distance, and the class of each distance [S + T - 1]."""
+    """Return (table [H, C] of biases, int32 [S + T - 1]: the table's column for each distance, ascending)."""
     n = weight.shape[0]
     distance = torch.arange(S + T - 1, device=weight.device) - (S - 1 + offset)
     bucket = relative_buckets(distance, bidirectional, n, max_distance)

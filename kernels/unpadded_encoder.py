@@ -19,7 +19,7 @@ SERVES = ("BertEncoder", "RobertaEncoder", "AlbertTransformer")
 
 
 def reference(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute the definition: run the layers on all tokens, and set padding to 0."""
+    """Compute the result of the kernel plainly: run the layers on all tokens, and set padding to 0."""
     return layers(x) * real[..., None]
 
 

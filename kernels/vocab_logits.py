@@ -37,9 +37,9 @@ _ATTRIBUTES = {
 
 
 class VocabLogits(torch.Tensor):
-    """Tensor subclass: local columns [..., ceil(V / n)] that behave as logits [..., V].
+    """Tensor subclass that holds this rank's columns [..., ceil(V / n)] and behaves as the logits [..., V].
 
-    Only the last rank's columns can be padding, which `gathered` cuts off and the loss ignores.
+    The vocabulary is sharded over n ranks. Padding columns come last; `gathered` removes them, the loss ignores them.
     """
 
     vocab_size: int
@@ -47,7 +47,7 @@ class VocabLogits(torch.Tensor):
 
     @staticmethod
     def wrap(local: Tensor, vocab_size: int, group: Any) -> Tensor:
-        """Return this rank's columns as VocabLogits; without a group the tensor itself."""
+        """Return this rank's columns `local` as VocabLogits; `local` itself when `group` is None."""
         if group is None:
             return local
         if isinstance(group, ShapeOnlyGroup):  # a dry run has no data to keep apart
@@ -67,7 +67,7 @@ class VocabLogits(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run `func` on the local columns where the result is the same, else on gathered logits."""
+        """Run a torch function on the local columns where that gives the same result, else on gathered logits."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             x = args[0] if args else None
@@ -96,7 +96,7 @@ def _gather_all(value: Any) -> Any:
 
 
 def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Tensor] | None:
-    """Return (result on local columns,), or None when `func` needs the whole vocabulary axis."""
+    """Return a 1-tuple with the result of `func` on local columns, or None when it needs the whole vocabulary."""
     local = x.local()
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)

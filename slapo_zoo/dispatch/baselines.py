@@ -39,7 +39,7 @@ def linear_loss(
     x: Tensor, weight: Tensor | None, target: Tensor, bias: Tensor | None = None,
     label_smoothing: float = 0.0, num_items: Any = 1, reduction: str = "sum", **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute a head, where there is a weight, and its loss with all logits in memory."""
+    """Compute the cross-entropy of x W^T + bias, or of logits x without a weight, with all logits in memory."""
     logits = (x if weight is None else functional.linear(x, weight, bias)).float()
     options: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
     return functional.cross_entropy(logits, target, **options) / num_items
@@ -141,7 +141,7 @@ EXPERT: dict[str, Callable[..., Any]] = {"local_causal_attention": local_causal_
 
 
 def liger() -> dict[str, Callable[..., Any]]:
-    """Return Liger's functions by kernel name, with our arguments (GPU only); empty without Liger."""
+    """Return {kernel name: the equivalent function of Liger, with our arguments}; {} without Liger or a GPU."""
     try:
         from liger_kernel.transformers import functional as lf
     except ModuleNotFoundError:

@@ -78,7 +78,7 @@ def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[
 
 
 def step(function: Any, given: dict[str, Any]) -> Callable[[], None]:
-    """Return a function that runs a forward and backward of `function(**given)`; the output gradient is made once."""
+    """Return a function that runs forward and backward of `function(**given)`, always with the same output gradient."""
     out = function(**given)
     out = out[0] if isinstance(out, tuple) else out
     gradient = torch.ones_like(out) if out.ndim else None
@@ -124,7 +124,10 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 
 
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
-    """Return, for each way to compute a kernel's result, its step function, or a text why there is none."""
+    """Return {alternative: function that runs a step of it, or a text why it cannot run}.
+
+    Alternatives are the kernel itself, its reference, an expert's version, torch.compile and Liger.
+    """
     kernel: Any = KERNELS[name]
     plain = PLAIN.get(name, kernel.reference)
     found: dict[str, Any] = {"eager": step(plain, given), "ours": step(kernel.entry, given)}
@@ -163,10 +166,11 @@ def measure(
 
 
 def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
-    """Return two dicts by bucket: the path to take (`path` or "torch"), and the least ratio of alternative to ours.
+    """Return ({bucket: `path` or "torch"}, {bucket: smallest time of an alternative over the kernel's}).
 
-    A kernel is taken where no alternative (eager, expert, Liger) was faster in any row, and one was slower by
-    GAIN in some row. torch.compile is not compared, since the model around the kernel is not compiled.
+    A bucket is a kernel, dtype and size (`kernel_registry.bucket`). It gets `path`, the kernel, where no
+    alternative (eager, expert, Liger) was faster in any row, and one was slower by GAIN in some row.
+    torch.compile is not compared, since the model around the kernel is not compiled.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:
@@ -207,7 +211,7 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
 
 
 def _of_steps(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entries of a table whose kernels are not among the measured rows."""
+    """Return the part of a dispatch table (as JSON data) about kernels that are not among the measured `rows`."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 
@@ -275,7 +279,7 @@ def quick_table(names: Sequence[str], device: str) -> Table:
 def _row(
     what: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any] | None:
-    """Measure one shape of a kernel; return its row, or None (logged) when memory runs out or nothing compiles."""
+    """Measure one shape of a kernel; return its row, or log and return None when memory or compilation fails."""
     try:
         return measure(what, shape, dtype, device, compile)
     except Exception as error:

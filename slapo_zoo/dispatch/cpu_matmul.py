@@ -22,7 +22,7 @@ AS_CLASS: set[Any] = set()  # forwards of kernels that compute what Linear and C
 
 
 def is_faster_here() -> bool:
-    """Return whether oneDNN is the faster one on this CPU: AMD with AVX-512, and torch multiplies with MKL."""
+    """Return whether oneDNN is faster than torch's BLAS here: on AMD CPUs with AVX-512 and a torch that uses MKL."""
     return bool(CPU["mkl"] and CPU.get("avx512_f")) and "AMD" in str(CPU.get("cpu_name"))
 
 
@@ -39,7 +39,7 @@ def computes_as_class(forward: Any) -> bool:
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a b + bias, [M, N], by the faster library; the result carries no autograd graph."""
+    """Return a @ b + bias, [M, N], computed by the faster library; the result carries no autograd graph."""
     if suits(a, b):
         if bias is None and a.numel() >= LARGE and not a.is_contiguous():
             return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # avoids a copy of a
@@ -48,7 +48,7 @@ def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute a b into `out` [M, N] without a temporary of that size."""
+    """Compute a @ b into `out` [M, N] without a temporary of that size."""
     if not suits(a, b):
         return torch.mm(a, b, out=out)
     if b.is_contiguous():  # slices of its columns would not be contiguous
@@ -61,7 +61,7 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_mm_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a b to `total` [M, N] in place, without a temporary of that size."""
+    """Add a @ b to `total` [M, N] in place, without a temporary of that size."""
     if not suits(a, b):
         return total.addmm_(a, b)
     for part in _blocks(a.shape[0], b.shape[1]):
@@ -76,7 +76,7 @@ def _blocks(length: int, width: int) -> Iterator[slice]:
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a b + bias by oneDNN's linear operator, which torch.compile uses too but is not public.
+    """Compute a @ b + bias by oneDNN's linear operator, which torch.compile uses too but is not public.
 
     Non-contiguous operands are copied first, because oneDNN is a hundred times slower on them and ignores the
     strides of a bias.

@@ -74,7 +74,10 @@ def _between(known: list[int], size: int) -> tuple[int, int] | None:
 def _interpolated(
     table: Table, rows: Mapping[int, str], between: tuple[int, int], size: int
 ) -> float:
-    """Return the ratio for `size` between two measured sizes, interpolated on a logarithmic scale; NaN if unknown."""
+    """Return the ratio (alternative's time over the kernel's) at `size`, interpolated logarithmically; NaN if unknown.
+
+    `rows` maps measured sizes to their keys in `table`; `between` are the two nearest measured sizes.
+    """
     low, high = (table.ratios.get(rows[n], math.nan) for n in between)
     share = math.log2(size / between[0]) / math.log2(between[1] / between[0])
     return low ** (1 - share) * high**share if low > 0 and high > 0 else math.nan

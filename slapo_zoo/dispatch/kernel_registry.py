@@ -28,11 +28,11 @@ TRITON_DTYPES = (torch.float32, torch.float16, torch.bfloat16)  # sums are in fp
 
 @dataclass(frozen=True)
 class Kernel:
-    """A faster implementation of a module's forward.
+    """Faster implementation of a module's forward.
 
     Args:
         name: name for `replace(name)`.
-        install: installs the kernel in the module of a site; adds no key to the state dict.
+        install: function (site, **options) that sets `site.module.forward`; it adds no key to the state dict.
         refuses: returns why the kernel cannot serve a module, or "".
         serves: class name --> forward that modules of the class get; classes with a forward of their own are
             excluded, whatever their name.
@@ -41,9 +41,9 @@ class Kernel:
         inputs: maps a test shape to keyword arguments of `entry` and `reference`.
         shapes: shapes that the kernel is tested on.
         paths: device type --> path that runs there unless another was measured to be faster.
-        sites: returns the paths of a model's modules that the kernel is for; None takes all it serves.
-        runs_inside: the kernel runs all modules inside the served one, and so their kernels.
-        innermost: every other kernel calls the served modules as modules.
+        sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
+        runs_inside: whether the kernel calls the modules inside the served one, so that they may have kernels too.
+        innermost: whether every other kernel calls modules that this one serves, so that each may have both.
         limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
     """
 
@@ -62,7 +62,7 @@ class Kernel:
     limits: Callable[[Tensor], str] = lambda x: ""
 
     def falls_back(self, dtype: torch.dtype, size: int, device: str) -> str:
-        """Return why the kernel runs as torch operations on a GPU whatever was measured, or "".
+        """Return why the kernel has to run as torch operations on a GPU, or "" if its Triton path can run.
 
         Args:
             dtype: dtype of the input.
@@ -78,7 +78,7 @@ class Kernel:
         return self.limits(torch.empty(1, size, dtype=dtype, device="meta"))
 
     def runs(self, device: str) -> tuple[str, str]:
-        """Return (path, reason): which path runs on a device ("cpu", or the name of a GPU)."""
+        """Return (path, reason) for a device ("cpu", or a GPU's name); a path is "triton", "torch" or a library."""
         if device == "cpu":
             return self.paths.get("cpu", "torch"), "the best of what runs on a CPU"
         if not any(key.startswith(f"{self.name}:") for key in table_of(device).dispatch):
@@ -93,7 +93,7 @@ def register_kernel(
     name: str, refuses: Callable[[nn.Module], str] = lambda module: "", passes: Sequence[str] = (),
     **more: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
-    """Return a decorator that registers a function `install(site, **options)` as the kernel `name`.
+    """Return a decorator that registers a function `install(site, **options)`, which sets up the kernel `name`.
 
     Args:
         name: name for `replace(name)`.
@@ -137,7 +137,7 @@ def kernel(
         serves: class name --> forward that modules of the class get; the classes are not imported.
         cannot: returns why a module of such a class cannot be served, or "".
         cpu: what the function runs on a CPU, in a word or two.
-        sites: returns the paths of a model's modules that the kernel is for; None takes all it serves.
+        sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
         limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
         passes: names of children whose work the kernel does itself. When one is replaced, patched or hooked
             later, the class's own forward runs instead.
@@ -196,7 +196,7 @@ def served_class(module: nn.Module, serves: Collection[str]) -> Any:
 
 
 def _unlike(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """Return why a module is not of the classes that a kernel was written for, or ""."""
+    """Return why a module is of no class that a kernel was written for, or "" if it is of one."""
     found, own = served_class(module, serves), type(module)
     if found is None:
         kinds = ", ".join(sorted(serves)) or "a function only"
@@ -227,7 +227,10 @@ def as_written(cls: type) -> bool:
 
 
 def _is_of(cls: type, value: Any) -> bool:
-    """Return whether a class attribute is no function, or one of the class's file, perhaps wrapped by a library."""
+    """Return whether `value`, an attribute of `cls`, is no function or was defined in the file of `cls`.
+
+    A decorator of another library around it does not count as a change.
+    """
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):
         return value is not vars(cls).get("forward")
@@ -298,7 +301,7 @@ def force(path: str) -> Iterator[None]:
 
 
 def runs_triton(name: str, x: Tensor) -> bool:
-    """Return whether a kernel's Triton path runs for `x`, by the measurements of its device."""
+    """Return whether the Triton path of the kernel `name` runs for `x`, according to measurements on its device."""
     if x.dtype not in TRITON_DTYPES or not HAS_TRITON:
         return False
     if INTERPRETED or x.device.type == "cpu":
@@ -311,13 +314,16 @@ def runs_triton(name: str, x: Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
-    """Return the decision for a dtype, size and device; False for a kernel without any measurement there."""
+    """Return whether a kernel's Triton path runs for a dtype, size and device; False if never measured on it.
+
+    `tables` is the count of table changes, which invalidates cached results.
+    """
     known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
     return known and decide(name, dtype, size, device).runs
 
 
 def in_triton(x: Tensor) -> bool:
-    """Return whether the body of an operator that was called uses Triton for `x`."""
+    """Return whether an operator's implementation can use Triton for `x`: by its dtype and device."""
     return HAS_TRITON and x.dtype in TRITON_DTYPES and (x.is_cuda or INTERPRETED)
 
 
@@ -328,7 +334,7 @@ def bucket(name: str, x: Tensor) -> str:
 
 @dataclass(frozen=True)
 class FusedKernel:
-    """A faster implementation of a subgraph of a traced module.
+    """Faster implementation of a subgraph of a traced module.
 
     Args:
         name: name for `fuse(compiler="kernel", name=...)` and `replace(name, subgraph)`.

@@ -42,7 +42,7 @@ class Table:
 
 
 def user_folder() -> Path:
-    """Return the folder of this user's measurements, below $SLAPO_ZOO_CACHE or the system's cache folder."""
+    """Return the folder of this user's kernel measurements, in $SLAPO_ZOO_CACHE or the system's cache folder."""
     given = os.environ.get("SLAPO_ZOO_CACHE")
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return (Path(given) if given else base / "slapo_zoo") / "kernels"
@@ -69,7 +69,7 @@ _changes = [0]  # how often a table changed in this process
 
 
 def keep(device: str, table: Table) -> None:
-    """Use this table for a device from now on in this process, instead of the files."""
+    """Use `table` for a device from now on in this process, instead of the device's files."""
     _kept[device] = table
     _changes[0] += 1
 
