@@ -1,4 +1,4 @@
-"""Zoo: make a schedule from a config by tables, rules, options, derivation and the choice of kernels.
+"""Schedules made from a model's config: tables, their rules, options, derivation of tables, choice of kernels.
 
 Imports `pipeline`, `weights` and lower; tables are found by name.
 """

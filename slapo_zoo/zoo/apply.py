@@ -27,7 +27,7 @@ KEEP, RECOMPUTE = "keep", "recompute"
 
 
 def block_paths(sch: Schedule, table: Table) -> list[str]:
-    """Return the paths of the repeated blocks in order; empty where a derived table found no stack of blocks."""
+    """Return the paths of the repeated blocks in order; an empty list if a derived table has found no blocks."""
     prefix = base_prefix(sch.model)
     if not table.blocks:
         return []
@@ -36,7 +36,7 @@ def block_paths(sch: Schedule, table: Table) -> list[str]:
 
 
 def units_of(model: Any, table: Table, blocks: list[str]) -> list[str]:
-    """Return the modules that a pipeline stage holds as a whole, in the order in which they run."""
+    """Return the paths of the modules that a pipeline never splits, in the order in which they run."""
     late = [base_prefix(model) + path for path in table.after_blocks]
     return leaf_units(model, blocks, late, table.order)
 
@@ -48,17 +48,17 @@ def apply_table(
     num_stages: int | None = None,
     tuned_kernels: Any = None,
 ) -> Schedule:
-    """Apply a table to a schedule: tensor and sequence parallelism, random streams, kernels, recomputation, cuts.
+    """Apply a table to a schedule: tensor and sequence parallelism, random streams, kernels, recomputation, pipeline cuts.
 
     Rows that match no module of this head class are skipped, and so are shards of a tensor that the
     module does not have (a Linear without bias). Returns the schedule.
 
     Args:
-        sch: schedule of a model on meta to which nothing was applied yet.
+        sch: schedule of a model on the meta device to which nothing was applied yet.
         table: table of the model's family.
         options: build options; `schedule` is ignored.
-        num_stages: pipeline stages; None takes pp.
-        tuned_kernels: value of `kernels=` that "auto" means, from a search for this very model; or None.
+        num_stages: number of pipeline stages; None takes pp.
+        tuned_kernels: value of `kernels=` that a search found for this very model; it replaces "auto". Or None.
     """
     _require_needed(sch, table, options.sequence_parallel)
     blocks = block_paths(sch, table)
@@ -83,7 +83,7 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """Raise ArchitectureError for a config value with which the table cannot shard the model."""
+    """Raise ArchitectureError if the config has a value (see `Table.needs`) with which the table cannot shard the model."""
     config, mesh = sch.model.config, sch.mesh
     where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}
     hints = {"sp": "leave sequence_parallel out", "pp": "use pp=1"}
@@ -137,10 +137,11 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
 
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
-    """Return the rows of sequence parallelism (arXiv:2205.05198): from a `row` to the next `enter`, tokens are sharded.
+    """Return the table rows that sequence parallelism adds (arXiv:2205.05198).
 
-    The first block of each stack shards the tokens, and the last one gathers them; blocks that run several
-    times do both at each call. Parameters that are replicated inside the stack get their gradient summed.
+    Under it, tokens are sharded from the output of a `row` rule to the next module with an `enter` rule. The
+    first block of each stack shards the tokens, and the last one gathers them; blocks that run several times
+    do both at each call. Parameters that are replicated inside the stack get their gradient summed.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
@@ -174,7 +175,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return the pattern, or the paths of those of its modules that have the parameter which the directive names."""
+    """Return [pattern], or the paths of the matched modules that have the parameter which the directive names."""
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]
     name, modules = directive.param_name, sch.state.modules
@@ -185,9 +186,10 @@ def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
 
 
 def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:
-    """Return (block, index of its call) of every block that ends a stage; MeshError for more stages than blocks.
+    """Return (path of a block, index of its call) for every block after which a pipeline stage ends.
 
-    Stages are balanced by estimated cost; embeddings, heads and the loss count.
+    Stages are balanced by estimated cost; embeddings, heads and the loss count. MeshError for more stages
+    than blocks.
     """
     blocks = block_paths(sch, table)
     calls = getattr(sch.model.config, table.calls) if table.calls else 1
@@ -204,7 +206,10 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the cost of each unit in a step; its number of weights if the forward fails on fake tensors."""
+    """Return the estimated cost of each unit in a training step.
+
+    If the forward fails on fake tensors, the cost of a unit is its number of weights.
+    """
     try:
         found = unit_costs(model, units)
     except (RuntimeError, ValueError, TypeError, LookupError, AttributeError):
@@ -216,7 +221,7 @@ def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int)
 
 
 def spread(num_blocks: int, ratio: float) -> list[int]:
-    """Return the indices of round(ratio * num_blocks) blocks, spread evenly; MeshError for a ratio outside 0..1."""
+    """Return the indices of round(ratio * num_blocks) evenly spread blocks; MeshError for a ratio outside 0..1."""
     if not 0.0 <= ratio <= 1.0:
         what, hint = f"checkpoint_ratio={ratio}", "0.0 keeps all activations, 1.0 recomputes all"
         raise MeshError("zoo", what, "expected a number from 0 to 1", hint)

@@ -26,7 +26,7 @@ def make_mesh(**sizes: int | None) -> Mesh:
     """Return the mesh of this process, in the launcher's process group; MeshError if the sizes do not match.
 
     Args:
-        **sizes: of the mesh dims by name; None takes the processes that are left.
+        **sizes: size of each mesh dim by name; None takes the quotient of the processes and the other sizes.
     """
     if not dist.is_initialized() and is_distributed_launch():
         init_distributed()
@@ -88,7 +88,7 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def pick_device(device: str | torch.device | None) -> torch.device:
-    """Return the requested device; for None this rank's GPU, or the CPU without one or under gloo."""
+    """Return the requested device. For None, return this rank's GPU, or the CPU if there is no GPU or gloo is used."""
     if device is not None:
         return _named_device(device)
     if dist.is_initialized() and dist.get_backend() != "nccl":
@@ -154,7 +154,7 @@ def _without_quantization(folder: Path, config: Any) -> Any:
 
 
 def config_of(name: str) -> tuple[Any, str | None]:
-    """Return (config of a family, folder or Hub id, head class to use or None); a bare family has default sizes."""
+    """Return (config, head class to use or None) of a family, folder or Hub id; a bare family has default sizes."""
     from transformers import CONFIG_MAPPING
 
     hf.register_models()
@@ -185,7 +185,7 @@ def checkpoint_config(name: str) -> Any:
 
 
 def _no_folder(name: str) -> str:
-    """Return why a name that looks like a path is no folder with a config, or "" (as for a Hub id)."""
+    """Return why a name that looks like a path is no folder with a config; "" for a good folder or a Hub id."""
     folder = Path(name).expanduser()
     if folder.is_dir():
         return "" if (folder / "config.json").exists() else "found no config.json"
@@ -205,7 +205,7 @@ def _read_config(name: str, hint: str) -> Any:
 
 
 def _ask_the_hub(name: str) -> None:
-    """Send one request for config.json, so that a network error is raised at once: `transformers` tries five times."""
+    """Send one request for config.json, so that a network error is raised at once; `transformers` would try five times."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError
@@ -223,7 +223,7 @@ OF_FAMILIES = HEADS[:3]  # what a bare family has; its published cards are for t
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
-    """Return `head`; without one, and if the config names none, the first of `heads` with a loss, or None."""
+    """Return `head` if given. Otherwise, if the config names no class, return the first of `heads` with a loss, or None."""
     import transformers
 
     if head or config.architectures:

@@ -1,4 +1,4 @@
-"""Parse and evaluate integer arithmetic over named numbers without running code: `"n_embd // n_head"`.
+"""Parser and evaluator of integer arithmetic over named numbers, without running code: `"n_embd // n_head"`.
 
 comparison = sum ("==" | "!=" | "<=" | "<" | ">=" | ">") sum
 sum        = product (("+" | "-") product)*

@@ -83,7 +83,7 @@ class HubArguments:
         return f"model.{self.variant}" if self.variant else "model"
 
     def own_config(self, changes: dict[str, Any]) -> Any:
-        """Return a changed copy of the config that was passed, or None where the checkpoint's is to be read."""
+        """Return a copy of the config that the user passed, with `changes`; None if the checkpoint's config is to be read."""
         if self.config is None or isinstance(self.config, str | Path):
             return None
         config = copy.deepcopy(self.config)
@@ -96,12 +96,12 @@ class HubArguments:
 
 
 def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return (attention, dtype), also where they were given by the names of transformers.
+    """Return (attention, dtype), which the user may have given under the names of transformers.
 
     Args:
         given: further arguments; `attn_implementation` and `torch_dtype` are removed.
-        attention: value of our own argument; SlapoError if both are given.
-        dtype: value of our own argument.
+        attention: value of slapo_zoo's own argument; SlapoError if the user gave both.
+        dtype: value of slapo_zoo's own argument.
     """
     theirs = given.pop("attn_implementation", None)
     if theirs is not None:
@@ -115,7 +115,7 @@ def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any
 
 
 def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
-    """Return the first part of weight file names that arguments of transformers' `save_pretrained` ask for.
+    """Return the first part of the weight files' names, from the arguments of transformers' `save_pretrained`.
 
     Args:
         given: the arguments; `variant` and those with their default values are removed.

@@ -1,7 +1,7 @@
-"""Choose the kernels of a model and record why: the argument `kernels=`.
+"""Choice of the kernels of a model, with its reasons: the argument `kernels=`.
 
-Whether a kernel applies follows from the classes of the modules, so tables name none. Whether it is
-used follows from measurements on the device (slapo_zoo.dispatch.fast_enough).
+Whether a kernel can replace a module follows from the module's class, so tables name none. Whether the
+kernel is used follows from measurements on the device (slapo_zoo.dispatch.fast_enough).
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ ASKED, NOT_ASKED = "asked for", "not asked for"
 
 @dataclass(frozen=True)
 class Choice:
-    """Decision about one kernel at one place of a model, with its reason.
+    """Decision whether one kernel replaces the modules of one pattern, with its reason.
 
     Args:
         kernel: name of the kernel.
-        pattern: modules that the kernel could replace.
+        pattern: pattern of the modules that the kernel could replace.
         accepted: whether it replaces them.
         reason: why, or why not.
         by_device: the choice was left to measurements ("auto" or "measure").
@@ -71,7 +71,7 @@ def asked_names(asked: Any) -> list[str] | None:
 
 
 def kernels_of(value: Any) -> Any:
-    """Turn a tuning symbol's value into a value of `kernels=`: "a+b" --> ["a", "b"], "" --> "reference".
+    """Turn the value that a tuner wrote into a value of `kernels=`: "a+b" --> ["a", "b"], "" --> "reference".
 
     >>> kernels_of("geglu+rms_norm"), kernels_of(""), kernels_of("auto")
     (['geglu', 'rms_norm'], 'reference', 'auto')
@@ -89,8 +89,8 @@ def choose(
         sch: schedule of the model; it is not changed.
         asked: value of `kernels=`: "auto", "measure", "reference", a name, or several.
         device: result of `device_name`.
-        attention: attention backend that was asked for; "auto" then replaces no attention. Or None.
-        tuned: value of `kernels=` that a search found fastest for this very model, for "auto"; or None.
+        attention: attention back end that the user asked for, or None; with one, "auto" replaces no attention.
+        tuned: value of `kernels=` that a search found fastest for this very model, taken for "auto"; or None.
     """
     names, by_device = asked_names(asked), asked in ("auto", "measure")
     if by_device and tuned is not None:
@@ -113,7 +113,7 @@ def choose(
 
 
 def _places(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
-    """Return {pattern: paths of the modules that a kernel serves}, one pattern per class."""
+    """Return {pattern: paths of the modules that a kernel can replace}, one pattern per class."""
     if kernel.sites is not None:
         return {path: [path] for path in kernel.sites(sch.model)}
     served = {cls for cls in {type(m) for m in sch.state.modules.values()}
@@ -141,7 +141,7 @@ def _verdict(
 
 
 def measured(sch: Schedule, kernel: Kernel, device: str) -> tuple[bool, str]:
-    """Return (whether to use a kernel on a device for a model's size, why), by measurement or estimate."""
+    """Return (whether to use a kernel on a device for a model of this size, reason), by measurement or estimate."""
     dtype, size = _dtype(sch), _size(sch.model.config, kernel)
     found = decide(kernel.name, str(dtype).removeprefix("torch."), size, device)
     instead = kernel.falls_back(dtype, size, device) if kernel.name not in PRIOR else ""
@@ -153,7 +153,7 @@ def _dtype(sch: Schedule) -> torch.dtype:
 
 
 def _size(config: Any, kernel: Kernel) -> int:
-    """Return the width of a model, or for an attention kernel the size of a head: the key into its measurements."""
+    """Return the size under which a kernel was measured: the width of a model, or for attention the size of a head."""
     width = getattr(config, "hidden_size", None) or 1024
     if not any(name.endswith("Attention") for name in kernel.serves):
         return width
@@ -163,7 +163,7 @@ def _size(config: Any, kernel: Kernel) -> int:
 
 
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
-    """Reject kernels all of whose modules lie inside modules that another accepted kernel replaces.
+    """Reject a kernel if all of its modules lie inside modules that another accepted kernel replaces.
 
     Modules inside a replaced one may not run at all.
     """
@@ -188,10 +188,10 @@ def _outer(path: str, served: dict[str, Choice]) -> Choice | None:
 
 
 def measure_here(sch: Schedule, device: str) -> None:
-    """Measure the kernels that serve a model on this device, unless this user has done so before.
+    """Measure the kernels that a model could use on this device, unless this user has measured them before.
 
-    A collective call: rank 0 measures for some seconds and stores the table in the user's cache folder;
-    all ranks use this table.
+    A collective call: rank 0 measures for some seconds and stores the results in the user's cache folder;
+    all ranks use these results.
     """
     served = sorted(k.name for k in load_kernels().values() if _places(sch, k))
 

@@ -1,4 +1,4 @@
-"""Forecast the bytes that every rank of a mesh would read from a checkpoint, from file headers alone."""
+"""Forecast of the bytes that every rank of a mesh would read from a checkpoint, from file headers alone."""
 
 import math
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class Source:
-    """File, dtype and shape of a checkpoint tensor, read from the file's header."""
+    """Place of a checkpoint tensor: its file, and its dtype and shape from the file's header."""
 
     file: str
     dtype: torch.dtype
@@ -35,12 +35,12 @@ class Source:
 
 @dataclass
 class RankRead:
-    """Reads of one rank; its dp replicas read the same.
+    """Number of tensors and bytes that one rank reads; its data-parallel replicas read the same.
 
     Args:
-        stage: pp coordinate.
-        tp_coord: tp coordinate.
-        tensors: number of tensors of which the rank reads some bytes.
+        stage: pp coordinate of the rank.
+        tp_coord: tp coordinate of the rank.
+        tensors: number of tensors of which the rank reads at least one element.
         bytes_read: bytes in the dtype of the files.
         files: names of the files that the rank opens.
     """
@@ -58,11 +58,11 @@ class WeightsPlan:
 
     Args:
         mesh: sizes of the mesh dims.
-        ranks: one per (stage, tp coordinate), in this order.
-        model_bytes: bytes of all tensors that the model takes from the files, each once.
-        assigned_bytes: those of them that at least one rank reads.
-        missing: tensors of the model that no key fills.
-        unexpected: keys that the model has no place for.
+        ranks: one entry per (stage, tp coordinate), in this order.
+        model_bytes: bytes of all tensors that the model takes from the files, each counted once.
+        assigned_bytes: bytes of `model_bytes` that at least one rank reads.
+        missing: names of the model's tensors that no key of the files fills.
+        unexpected: keys of the files that fill no tensor of the model.
     """
 
     mesh: Mesh
@@ -80,7 +80,7 @@ def plan_weights(
     """Forecast the reads of every rank of a mesh, from the config and the file headers.
 
     Args:
-        name_or_path: a folder, or a Hub id, of which only headers are fetched.
+        name_or_path: a folder, or a Hub id, for which only headers are fetched.
         tp: ranks that shard each layer.
         pp: ranks that shard the layers into stages.
         dp: data-parallel replicas.
@@ -143,7 +143,7 @@ def _check_shapes(place: str, specs: dict[str, TensorSpec], found: dict[str, Sou
 
 
 def _assign(ranks: list[RankRead], spec: TensorPlan, source: Source, mesh: Mesh) -> int:
-    """Add one tensor to the reads of its ranks; return how many of its bytes some rank reads."""
+    """Add one tensor to the reads of its ranks; return how many of its bytes at least one rank reads."""
     placement = spec.placement or Placement(0)
     size = spec.shape[placement.axis] if spec.placement else 1
     inner = source.nbytes // size if size else 0

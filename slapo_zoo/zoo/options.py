@@ -46,11 +46,11 @@ def precision_name(value: Any) -> Any:
 
 
 def check_precision(name: str | None, dtype: Any, device: torch.device | str, target: Any) -> None:
-    """Raise SlapoError for a precision that is unknown or that device, dtype or engine does not allow.
+    """Raise SlapoError for a precision that is unknown, or that the device, the dtype or the engine does not allow.
 
     Args:
-        name: a name of PRECISIONS, or None, which passes.
-        dtype: the caller's dtype: "auto", or one that must agree.
+        name: a name of PRECISIONS, or None, which is always allowed.
+        dtype: the user's `dtype=`: "auto", or one that must agree with the precision.
         device: device of the model.
         target: name of the engine.
     """
@@ -79,7 +79,7 @@ class Knob:
     Args:
         help: one sentence for users.
         expected: type and range, in words.
-        fits: function of a value: whether it has that type and range.
+        fits: function that tells whether a value has that type and range.
         tries: values that a tuner may try; empty for options that do not affect speed.
     """
 
@@ -132,7 +132,7 @@ class BuildOptions:
 
     Args:
         schedule: "zoo", "auto", a Table, a card, a .json of `to_json`, a Schedule or its steps, a
-            function of the schedule, or `extend(function)`.
+            function that gets the schedule, or `extend(function)`.
         device: device for which kernels="auto" chooses.
     """
 
@@ -156,7 +156,7 @@ class BuildOptions:
         object.__setattr__(self, "precision", precision_name(self.precision))
 
     def but(self, **changes: Any) -> "BuildOptions":
-        """Return a copy of these options with some changed."""
+        """Return a copy of these options in which the given fields are changed."""
         return dataclasses.replace(self, **changes)
 
     @property
@@ -216,7 +216,7 @@ INSTEAD = {
 
 
 def tunable(**changes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """Return the values that a tuner tries for each knob; `changes` are a family's own, `()` excludes a knob."""
+    """Return the values that a tuner tries for each knob; `changes` replace values, and `()` excludes a knob."""
     if unknown := sorted(changes.keys() - KNOBS):
         raise unknown_knob("tunable", unknown[0], KNOBS)
     space = {name: knob.tries for name, knob in KNOBS.items() if knob.tries} | changes
@@ -233,7 +233,7 @@ def check_knobs(where: str, options: LoaderOptions) -> None:
 
 
 def unknown_knob(where: str, name: str, known: Iterable[str]) -> SlapoError:
-    """Return the error for an argument that is neither an option nor a field of the config."""
+    """Return the error for an argument `name` that is neither an option nor one of the names in `known`."""
     if name in INSTEAD:
         return SlapoError(where, f"{name}=", "it has no effect here", INSTEAD[name])
     near = nearest(name, known) or sorted(KNOBS)

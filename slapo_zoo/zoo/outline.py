@@ -1,4 +1,4 @@
-"""Outline: a model on meta, scheduled for one rank of a mesh, from which its tensors and stages are known."""
+"""Outline of a scheduled model: a copy on the meta device, from which its tensors and stages are known."""
 
 import copy
 from functools import cached_property
@@ -29,12 +29,12 @@ DRAWING = (ForkRng, CoreAttentionSeam)  # directives after which a module draws 
 
 
 class Outline:
-    """A model on meta, scheduled for one rank of a mesh, with the plan of its tensors and stages.
+    """A model on the meta device, scheduled for one rank of a mesh, with the plan of its tensors and stages.
 
     Args:
-        config: config of `transformers`; it is not changed.
+        config: a config of `transformers`; it is not changed.
         auto_class: head class; None takes the config's own.
-        mesh: sizes and rank; no process group is needed.
+        mesh: sizes of the mesh dims, and the rank; no process group is needed.
         dtype: dtype of the parameters.
         options: build options.
         changes: fields of the options to override.
@@ -89,7 +89,7 @@ class Outline:
         self.specs = self.plan.saved
 
     def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
-        """Return the plan of this rank; `whole`: name --> spec of every unsharded tensor."""
+        """Return the plan of this rank; `whole` is {name: spec of the unsharded tensor} for the whole model."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         rows = planned_rows(
             self.state, whole, parameters, hf.tied_names(self.model),
@@ -108,7 +108,7 @@ class Outline:
 
     @cached_property
     def skeleton(self) -> Any:
-        """The unscheduled model on meta with all stages, built on first use."""
+        """The model on the meta device without a schedule, with all stages; built on first use."""
         config = copy.deepcopy(self._config)
         return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
 
@@ -126,12 +126,12 @@ class Outline:
             raise MeshError("from_pretrained", "schedule", problem, hint)
 
     def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the pp coordinates that hold the given stages, each once, in order of the stages."""
+        """Return the pp coordinates of the ranks that run the given stages, each once, in the order of the stages."""
         return tuple(dict.fromkeys(self.places.rank_of(stage) for stage in stages))
 
 
 def _refuse_knobs(options: BuildOptions) -> None:
-    """Raise SlapoError for an option that only the zoo's schedule follows, beside a schedule of the user's own."""
+    """Raise SlapoError for an option that only the zoo's schedules follow, given together with the user's own schedule."""
     for name in (
         "checkpoint_ratio",
         "sequence_parallel",

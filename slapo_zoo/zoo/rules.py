@@ -44,13 +44,15 @@ def column(
 ) -> Rule:
     """Return the rule of a column-parallel linear: weight and bias are sharded over tp along the output axis.
 
+    A dim is the name of a number in the config, as the table's `dims` define it.
+
     Args:
         axis: output axis of the weight.
-        unit: dim whose length is not split (head_dim).
-        groups: dims of consecutive parts that are sharded one by one (q|k|v).
-        together: dim that counts query heads per KV head; with groups, the first is that of the queries.
-        kv: the outputs are KV heads: neighbouring ranks hold the same head where there are too few.
-        shared: dim of the outputs at the end that all ranks use (k and v of the only KV head).
+        unit: dim with the number of neighbouring outputs that stay on one rank (head_dim).
+        groups: dims with the sizes of consecutive parts, each of which is sharded by itself (q|k|v).
+        together: dim that counts query heads per KV head; with groups, the first group holds the queries.
+        kv: the outputs are KV heads; with fewer heads than ranks, neighbouring ranks hold the same head.
+        shared: dim with the number of last outputs that all ranks use (k and v of the only KV head).
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together), "replicate": kv}
     how |= {"shared": Dim(shared)} if shared else {}
@@ -64,9 +66,9 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
     Args:
         axis: input axis of the weight, which is sharded.
-        unit: dim whose length is not split (head_dim).
-        together: dim that counts query heads of one KV head, which stay on one rank.
-        tokens: axis of tokens that sequence parallelism shards; -1 leaves them unsharded here.
+        unit: dim with the number of neighbouring inputs that stay on one rank (head_dim).
+        together: dim that counts the query heads of one KV head, which stay on one rank.
+        tokens: axis of the output that sequence parallelism shards; -1 leaves the tokens unsharded.
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}
     leave = Sync("fwd_post", "all_reduce", sequence_axis=tokens if tokens >= 0 else None)
@@ -74,15 +76,16 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
 
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
-    """Return the rule of an attention with `num_heads` query heads: a `core_attn` child, and local head counts.
+    """Return the rule of an attention: it gets a `core_attn` child, and its attributes count the heads of this rank.
 
-    `attributes` are (attribute, unit) pairs that count heads or their columns: ("split_size", "head_dim").
+    `num_heads` is the dim that counts query heads. `attributes` are pairs (attribute of the module, unit): the unit
+    is "" if the attribute counts heads, and the dim of a head's columns if it counts columns ("head_dim").
     """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
 
 def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) -> Rule:
-    """Return the rule that divides attributes counting heads or columns by tp; `attributes` as in `attention`."""
+    """Return the rule that divides attributes of a module, such as its number of heads, by tp; arguments as in `attention`."""
     return tuple(
         ShardAttribute(name, _dim(unit), _dim(together), replicate=kv) for name, unit in attributes
     )
@@ -94,17 +97,17 @@ def kv_groups(attribute: str, kv_heads: str) -> Rule:
 
 
 def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
-    """Return the rule that cuts an argument of the forward, whose axis `axis` holds all heads, to this rank's."""
+    """Return the rule that slices a forward argument, which holds all heads along `axis`, to the heads of this rank."""
     return (ShardArgument(argument, _dim(num_heads), axis),)
 
 
 def vocab_bias(linear: str) -> Rule:
-    """Return the rule of a head with a bias of its own on the logits of its child `linear` (a `vocab_head`)."""
+    """Return the rule of a head that adds its own bias to the logits of its child `linear`, which has `vocab_head`."""
     return (Shard("bias", 0, pad=True), VocabBias(linear))
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """Return the rule of an RMSNorm over the columns of all heads, after a `column` with the same arguments."""
+    """Return the rule of an RMSNorm over the columns of all heads, after a linear with `column` and the same arguments."""
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
 
@@ -115,7 +118,10 @@ def column_joined(axis: int = 0) -> Rule:
 
 
 def row_inside(axis: int = 1) -> Rule:
-    """Return the rule of a row-parallel linear whose output (and gradient) each rank uses for its own channels."""
+    """Return the rule of a row-parallel linear whose all-reduced output each rank uses for its own channels only.
+
+    Its output gradient is therefore a partial sum, and all-reduced too.
+    """
     return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))
 
 
@@ -149,7 +155,7 @@ dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it s
 
 
 def dropout_on(axis: int, size: str) -> Rule:
-    """Return the rule of a dropout whose input is sharded over tp along `axis`, a dim of `size`."""
+    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` is the dim of its full length."""
     return (ForkRng(axis=axis, size=_dim(size)),)
 
 
@@ -157,5 +163,5 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # of what all batch rows share
 
 
 def dropout_after(child: str, size: str) -> Rule:
-    """Return the rule of a dropout of whole tokens that also acts on the sharded output [.., size] of `child`."""
+    """Return the rule of a dropout that acts on unsharded tokens and also on the sharded output [.., size] of `child`."""
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

@@ -1,4 +1,4 @@
-"""Kinds of values of `schedule=`, and the table behind each."""
+"""Kinds of values that `schedule=` accepts, and the table for each."""
 
 import json
 from collections.abc import Callable
@@ -19,13 +19,13 @@ FROM_TABLE = ("zoo", "auto", "table", "extended")  # kinds whose program a table
 
 @dataclass(frozen=True)
 class Extended:
-    """The zoo's schedule with a function applied after it; made by `extend`."""
+    """Value of `schedule=`: the zoo's schedule with a function applied after it; made by `extend`."""
 
     function: Callable[[Any], Any]
 
 
 def extend(function: Callable[[Any], Any]) -> Extended:
-    """Return a `schedule=` that is the zoo's, then a function: `extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
+    """Return a `schedule=` that applies the zoo's table, then a function: `extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
 
     Args:
         function: called with the schedule after the family's table; paths are those of `model.schedule`.
@@ -40,7 +40,7 @@ def kind_of(schedule: Any) -> Kind:
     """Return the kind of a `schedule=` value: "zoo", "auto", "table", "card", "steps", "function", "extended".
 
     Raises:
-        SlapoError: a value of no kind.
+        SlapoError: the value has none of these kinds.
     """
     if isinstance(schedule, str) and schedule in ("zoo", "auto"):
         return "auto" if schedule == "auto" else "zoo"
@@ -63,10 +63,10 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
     Args:
         config: config of the model.
-        schedule: a Table is returned as it is; for any other value the family's table is.
+        schedule: value of `schedule=`; a Table is returned unchanged, any other value gives the family's table.
 
     Raises:
-        ArchitectureError: the family has none.
+        ArchitectureError: the family has no table.
     """
     if isinstance(schedule, Table):
         return schedule

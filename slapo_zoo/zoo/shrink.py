@@ -1,4 +1,4 @@
-"""A small config of the same family: few layers and narrow ones, heads in the same proportions."""
+"""Small configs of the same family: few and narrow layers, with heads in the same proportions."""
 
 import math
 from collections.abc import Iterable
@@ -44,17 +44,17 @@ def shrink(
     config: Any, mesh: Mesh, num_stages: int = 1, keep_layers: bool = False,
     keep_head_size: bool = False,
 ) -> Any:  # fmt: skip
-    """A config for a quick verification on one core; the given one is not changed.
+    """Return a small config for a quick verification on one core; the given config is not changed.
 
-    The new sizes leave the same remainders when they are sharded over tp: what is uneven or padded
+    The new sizes have the remainders of the given ones when they are sharded over tp: what is uneven or padded
     stays so. Query heads per KV head stay too, and whether there are fewer KV heads than ranks.
 
     Args:
-        config: of `transformers`.
-        mesh: whose tp the sizes are sharded over.
-        num_stages: of the pipeline; a stage keeps at least one block.
-        keep_layers: for a schedule that names blocks by number.
-        keep_head_size: for a schedule that holds it as a number.
+        config: a config of `transformers`.
+        mesh: mesh with the number of tp ranks.
+        num_stages: number of pipeline stages; a stage keeps at least one block.
+        keep_layers: keep the number of layers, for a schedule that names blocks by number.
+        keep_head_size: keep the size of a head, for a schedule that holds it as a number.
     """
     small = config.to_dict()
     for name in ("architectures", "auto_map", "quantization_config"):
@@ -90,12 +90,12 @@ def shrink(
 def shrink_for(
     program: Any, config: Any, sizes: dict[str, int], cls: Any
 ) -> tuple[Any, list[Any]] | None:
-    """A small config that the program of a card fits, and its steps there; None if there is none.
+    """Return (small config that the program of a card fits, steps of the program for it); None if there is none.
 
     Args:
-        program: of the card.
-        config: of the model it is for.
-        sizes: of tp, pp, dp and stages.
+        program: the schedule of the card.
+        config: config of the model that the card is for.
+        sizes: sizes by name: tp, pp, dp and stages.
         cls: name of the model's class.
     """
     mesh = Mesh(sizes["tp"], sizes["pp"], sizes["dp"])
@@ -115,7 +115,7 @@ def _head_size(config: Any) -> int:
 
 
 def _heads(config: Any, tp: int) -> tuple[int, int]:
-    """The number of query heads of the small model, and what all head counts are divided by."""
+    """Return (number of query heads of the small model, number by which all head counts are divided)."""
     counts = [n for name in HEADS + KV_HEADS if type(n := getattr(config, name, None)) is int]
     if not counts:
         return 0, 1
@@ -133,7 +133,7 @@ def _divisors(n: int) -> Iterable[int]:
 
 
 def _like(n: int, size: int, tp: int) -> int:
-    """About `size`, at most n, with the remainder that n has."""
+    """Return a number of about `size`, at most n, with the remainder that n has when divided by tp."""
     return min(n, size - size % tp + n % tp)
 
 
@@ -144,7 +144,7 @@ def _set(small: dict[str, Any], config: Any, names: Iterable[str], change: Any) 
 
 
 def _whole_pattern(config: Any, layers: int) -> int:
-    """Round the number of layers up to whole patterns of attention types (GPT-Neo)."""
+    """Return the number of layers, rounded up to a multiple of the period of attention types (GPT-Neo)."""
     patterns = getattr(config, "attention_types", None)
     period = len(patterns[0][0]) if patterns else 1
     return -(-layers // period) * period
@@ -171,14 +171,14 @@ def _cut_lists(small: dict[str, Any], config: Any, keep_layers: bool, keep_head_
 
 
 def dropouts(config: Any) -> list[str]:
-    """The names of its dropout probabilities, zero or not."""
+    """Return the names of the config's dropout probabilities, zero or not."""
     values = config.to_dict()
     named = [n for n in values if "drop" in n and "layerdrop" not in n]
     return [n for n in named if values[n] is None or type(values[n]) in (int, float)]
 
 
 def expressive(config: Any) -> dict[str, Any]:
-    """Changes under which mistakes show: no dropout, and initial weights that are not tiny."""
+    """Return config fields under which mistakes show: no dropout, and initial weights that are not tiny."""
     known = config.to_dict()
     scale = {"initializer_range": 0.2, "initializer_factor": 1.0, "init_std": 0.2}
     changes: dict[str, Any] = {n: v for n, v in scale.items() if n in known}

@@ -21,7 +21,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class RankSize:
-    """Parameters (number and bytes) of one (stage, tp rank)."""
+    """Number and bytes of the parameters that one (stage, tp coordinate) holds."""
 
     stage: int
     tp_coord: int
@@ -35,9 +35,9 @@ class Survey:
 
     Args:
         outline: the scheduled model.
-        shapes: tensor --> (unsharded shape, shape on each tp rank, stages that hold it).
-        ranks: one per (stage, tp rank).
-        total_parameters: number of the whole model, tied ones once.
+        shapes: name of a tensor --> (unsharded shape, shape on each tp rank, stages that hold it).
+        ranks: one entry per (stage, tp coordinate).
+        total_parameters: number of parameters of the whole model; tied ones count once.
         traffic: collectives of one forward and backward of one micro-batch.
     """
 

@@ -1,4 +1,4 @@
-"""Zoo tables: rows of (pattern, rule), looked up by the `model_type` of a config.
+"""Tables of the zoo: rows of (pattern of modules, rule), looked up by the `model_type` of a config.
 
 A rule is a tuple of directives, in which `Dim("head_dim")` stands for a number of the config.
 """
@@ -26,31 +26,31 @@ class Table:
     """Table of one model family: a row per module that the schedule changes.
 
     Args:
-        model_type: as in the config of `transformers`.
+        model_type: `model_type` of the family's config in `transformers`.
         source: code or paper that the table was written from.
         dims: name -> config attribute, arithmetic of attributes and earlier dims, or a function of the config.
-        body: rows below the base model (`transformer.`, `bert.`), for all head classes.
+        body: rows of modules in the base model (`transformer.`, `bert.`), the same for all head classes.
         heads: rows for modules outside the base model.
         blocks: patterns of the repeated blocks, below the base model; pipeline cuts fall between them.
         after_blocks: modules below the base model that run after the blocks, though defined before.
-        order: full patterns of modules beside and above the blocks in the order in which they run; empty
-            where the model defines them in that order.
-        everywhere: modules below the base model that every stage holds: others read their weights, or call a child.
+        order: full patterns of the lists of blocks and of modules outside of them, as they run;
+            empty where the model defines them in that order.
+        everywhere: modules below the base model that all stages hold: others read their weights, or call a child.
         calls: config attribute that counts how often the shared block runs (ALBERT).
         seam: whether the family's attention goes through transformers' AttentionInterface.
         all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
-        num_tokens: function of the config: tokens of an input that is not text (image patches).
+        num_tokens: function that gets the config and returns the tokens of a non-text input (image patches).
         renames: (part of a key in files, part of a name in the model) where the two differ.
-        pieces: tensors that the family's files hold in pieces (experts).
-        whole_batch: options (of config or forward) whose loss is no mean over rows: refused where a batch is split.
-        tunable: knob --> values that a tuner may try; `attention` lists all backends of the family.
+        pieces: tensors that the family's files hold in several parts (experts).
+        whole_batch: options (of config or forward) whose loss is no mean over rows; they forbid to split a batch.
+        tunable: knob --> values that a tuner may try; `attention` lists all back ends of the family.
         shifts_labels: whether the head compares each token with the next label; None: the class name says it.
-        undivided: True, or the classes, whose loss is no mean over rows: refused where a batch is split.
+        undivided: True, or names of classes, if their loss is no mean over rows; it forbids to split a batch.
         batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
-        defaults: config fields of the bare family, where those of `transformers` make no model.
-        needs: (config attribute, value): another value is refused over tp; (attribute, value, "sp"):
-            only under sequence parallelism; (attribute, value, "pp"): over pp, not tp;
-            (attribute, value, name): only where that attribute of the config is set.
+        defaults: config fields of a bare family, where the defaults of `transformers` give no valid model.
+        needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when:
+            "sp": only under sequence parallelism; "pp": with pp > 1 and not with tp; the name of another
+            config attribute: only if that one is set.
     """
 
     model_type: str
@@ -77,7 +77,7 @@ class Table:
     needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
-        """Return all rows with full patterns and numbers of the model's config in place of dims."""
+        """Return the rows for a model: patterns are full, and dims are replaced by numbers of the model's config."""
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
         dims: dict[str, int] = {}
@@ -87,7 +87,7 @@ class Table:
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
     def is_undivided(self, cls: type) -> bool:
-        """Return whether the loss of a model class cannot be computed from parts of a batch."""
+        """Return whether the loss of a model class cannot be computed from micro-batches."""
         return self.undivided is True or cls.__name__ in (self.undivided or ())
 
     def tp_plan(self, model: Any) -> dict[str, str]:
@@ -98,7 +98,7 @@ class Table:
 
 
 def base_prefix(model: Any) -> str:
-    """Return the path prefix of the base model: `"transformer."`, or `""` if the model has no head."""
+    """Return the path prefix of the base model, such as `"transformer."`; `""` if the model has no head."""
     name = model.base_model_prefix
     return f"{name}." if name and hasattr(model, name) else ""
 
@@ -130,7 +130,7 @@ class ConfigNumbers(Mapping[str, int]):
 
 
 def _resolve(directive: Directive, dims: Mapping[str, int]) -> Directive:
-    """Return a directive with numbers of the config in place of its dims."""
+    """Return a copy of a directive in which numbers of the config replace its dims."""
 
     def value(v: Any) -> Any:
         if isinstance(v, tuple):
@@ -146,7 +146,7 @@ ZOO: dict[str, Table] = {}
 
 
 def register(table: Table) -> Table:
-    """Add a table to the zoo and return it; ArchitectureError if its family has one."""
+    """Add a table to the zoo and return it; ArchitectureError if its family has a table already."""
     if table.model_type in ZOO:
         problem, hint = "this family has a table already", "register each model_type once"
         raise ArchitectureError("zoo", f"model_type={table.model_type!r}", problem, hint)

@@ -1,4 +1,4 @@
-"""Convert a table to a `tp_plan` of transformers, where its rules have styles there."""
+"""Conversion of a table to a `tp_plan` of transformers, which has a style for some of the rules."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ def tp_plan(table: Any, model: Any) -> dict[str, str]:
         model: the model, on any device; only its tree and config are read.
 
     Raises:
-        ArchitectureError: a row has no style: a Conv1D or another module, groups within a weight,
-            attributes that count heads, experts.
+        ArchitectureError: no style corresponds to a row: a Conv1D or another module, groups within a
+            weight, attributes that count heads, experts.
     """
     plan: dict[str, str] = {}
     modules = dict(model.named_modules())

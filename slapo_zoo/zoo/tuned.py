@@ -1,6 +1,6 @@
-"""Read results of `slapo-zoo tune --card` for a model on this device, which `from_pretrained` applies.
+"""Results of `slapo-zoo tune --card` for a model on this device, which `from_pretrained` applies.
 
-Only kernels and attention backend are taken, which change neither numbers nor planned memory, and
+Only kernels and attention back end are taken, which change neither numbers nor planned memory, and
 only for the same model, dtype and device.
 """
 
@@ -55,7 +55,7 @@ SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 
 def shape_name(config: Any) -> str:
-    """Return family and sizes of a model without its vocabulary, "gpt2 hidden_size=1600 ...": the key of a plan."""
+    """Return family and sizes of a model without its vocabulary, "gpt2 hidden_size=1600 ...", under which plans are stored."""
     parts = {"": config} | {
         f"{name}.": part for name in ("text_config", "vision_config") if (part := getattr(config, name, None))
     }  # fmt: skip
@@ -67,9 +67,9 @@ def shape_name(config: Any) -> str:
 def tuned_knobs(
     config: Any, dtype: torch.dtype, device: torch.device | str, card: Path | None = None
 ) -> dict[str, Any]:
-    """Return the tuned `attention` and `kernels` of a model; empty if this very model was not tuned.
+    """Return the tuned values of `attention` and `kernels` for a model; empty if this very model was not tuned.
 
-    Of several tuned row lengths the longest decides.
+    If it was tuned for several row lengths, the result of the longest is returned.
 
     Args:
         config: config of the model.

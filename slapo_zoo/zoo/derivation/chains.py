@@ -1,4 +1,4 @@
-"""Find feed-forwards: linears whose outputs pass only element-wise operations before one other linear.
+"""Detection of feed-forwards: linears whose outputs pass only element-wise operations before one other linear.
 
 Such linears can be column-parallel and the last one row-parallel, with one all-reduce (arXiv:1909.08053, 3).
 """
@@ -22,11 +22,11 @@ LOOKS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "
 
 @dataclass
 class Chains:
-    """Tracks during one forward which tensors hold output columns of which linears.
+    """Record, during one forward, of which tensors hold output columns of which linears.
 
     Args:
-        feeds: linear --> the linears whose columns were its input.
-        takers: linear --> the linears that took its columns as input.
+        feeds: path of a linear --> the linears whose columns were its input.
+        takers: path of a linear --> the linears that took its columns as input.
         mixed: linears whose columns reached an operation that is not element-wise.
         dropouts: path of a dropout --> the linears whose columns it dropped.
     """
@@ -53,7 +53,10 @@ class Chains:
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """Record a function call outside linears: element-wise ones pass columns on, all others mix them."""
+        """Record a function call outside of linears: the output of an element-wise function has the columns of its inputs.
+
+        Any other function mixes columns. `draws` tells whether the function draws random numbers.
+        """
         held = self._columns((args, kwargs))
         if not held or name in LOOKS:
             return
@@ -85,5 +88,5 @@ def _fits(x: Any, out: Tensor) -> bool:
 
 
 def _single(x: Tensor) -> bool:
-    """Return whether a tensor has one value for all columns: its last axis has size 1, or there is none."""
+    """Return whether a tensor has one value for all columns: it is a scalar, or its last axis has size 1."""
     return not x.ndim or x.shape[-1] == 1

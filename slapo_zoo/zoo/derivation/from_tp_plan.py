@@ -1,4 +1,4 @@
-"""Derive a table from the `base_model_tp_plan` that `transformers` has for a family.
+"""Derivation of a table from the `base_model_tp_plan` that `transformers` has for a family.
 
 The plan says which linears are sharded; heads, shared inputs and replicated modules are read from the
 module tree. Such a table is a guess until `verify.derive` has compared it with the plain model.
@@ -57,11 +57,11 @@ def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
 
     Args:
         config: config of the model.
-        model: the model on meta.
+        model: the model on the meta device.
         seen: observation of a tiny model of the same family.
 
     Raises:
-        ArchitectureError: a style or a module that no rule stands for.
+        ArchitectureError: no rule corresponds to a style of the plan or to a module.
     """
     plan, prefix = plan_of(config), base_prefix(model)
     base = model.get_submodule(prefix.rstrip(".")) if prefix else model
@@ -97,14 +97,17 @@ def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
 
 
 def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
-    """Return {pattern: rule} of modules that hold all experts of a layer: their experts are sharded over tp."""
+    """Return {pattern: rule} for modules that hold all experts of a layer; the rule shards the experts over tp."""
     rows = [row for group in find_groups(Modules(model, seen)) for row in group.rows]
     return {pattern.removeprefix(prefix): rule for pattern, rule in rows
             if any(isinstance(d, ExpertParallel) for d in rule)}  # fmt: skip
 
 
 def _refuse_dropout(config: Any, seam: bool) -> None:
-    """Raise ArchitectureError for dropout in the config, whose place a plan does not say; `seam` allows attention's."""
+    """Raise ArchitectureError if the config has dropout, since a plan does not say which modules drop.
+
+    With `seam`, dropout of attention is allowed: the rules for attention handle it.
+    """
     for name, value in vars(config).items():
         if not isinstance(value, float) or not value or (seam and name == "attention_dropout"):
             continue
@@ -142,7 +145,7 @@ def _dims(config: Any) -> dict[str, Any]:
 def _plan_rows(
     config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[Row]:
-    """Yield the table rows of the modules that the plan names, parent by parent."""
+    """Yield the table rows of the modules that the plan names, grouped by their parent module."""
     parents = dict.fromkeys(pattern.rpartition(".")[0] for pattern in plan)
     for parent in parents:
         children = {
@@ -164,7 +167,7 @@ def _plan_rows(
 
 
 def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule:
-    """Return the rule of one linear or norm of the plan."""
+    """Return the rule of one linear or norm of the plan; `heads` says that its parent is an attention."""
     unit, together = ("head_dim", "per_kv") if heads else ("", "")
     rules = {
         "rowwise": row(1, unit, together),
@@ -197,7 +200,7 @@ def _head_rows(model: Any) -> Iterator[Row]:
 
 
 def _blocks(config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> str:
-    """Return the pattern of the repeated blocks: the plan's patterns up to their first number."""
+    """Return the pattern of the repeated blocks: the first pattern of the plan with a star, cut after the star."""
     for pattern in plan:
         if found := re.match(r"(.*?)\.\*", pattern):
             return f"{found[1]}.*"

@@ -1,4 +1,4 @@
-"""Observe how a tiny model uses its parameters in the forward of a training step."""
+"""Observation of how a tiny model uses its parameters in the forward of a training step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -29,17 +29,17 @@ class Observation:
 
     Args:
         calls: path of a module --> number of its calls.
-        uses: parameter --> order of its first use.
-        entered: path of a module --> order of its first call.
-        foreign: parameters that other modules than their own compute with.
-        called_in_part: modules a child of which was called from outside.
-        draws: modules whose own forward draws random numbers, children not counted.
+        uses: name of a parameter --> when it was first used, as a position in the order of the forward.
+        entered: path of a module --> when it was first called, as a position in the same order.
+        foreign: names of parameters that are used in the forward of a module which does not hold them.
+        called_in_part: paths of modules a child of which was called while the module itself was not running.
+        draws: paths of modules whose own forward draws random numbers, children not counted.
         targets: number of targets of each cross-entropy.
-        spelling: names of the tensors in the family's files.
+        spelling: how the family's files name the tensors.
         shifts_labels: whether the head compares each token with the next label; None where the batch
             does not tell.
         chains: row-parallel linear --> the column-parallel linears before it (`Chains.found`).
-        dropouts: dropout of such columns --> the linears that made them.
+        dropouts: path of a dropout --> the linears whose output columns it drops.
     """
 
     calls: dict[str, int] = field(default_factory=dict)
@@ -56,12 +56,12 @@ class Observation:
 
     @property
     def wanted_everywhere(self) -> set[str]:
-        """Return the modules that every stage must hold: others read their weights (LayoutLMv3) or call a child."""
+        """Return the modules that every stage must hold: another module reads their weights (LayoutLMv3) or calls a child."""
         readers = {name.rpartition(".")[0] for name in self.foreign} - self.calls.keys()
         return readers | (self.called_in_part & self.calls.keys())
 
     def first_use(self, path: str) -> int:
-        """Return when, in the order of the forward, a module first used a parameter (or ran); 1 << 30 for never."""
+        """Return when a module first used a parameter or ran, as a position in the order of the forward; 1 << 30 for never."""
         found = [at for name, at in self.uses.items() if name.startswith(f"{path}.")]
         return min(found, default=self.entered.get(path, 1 << 30))
 
@@ -139,7 +139,7 @@ class Watch(TorchFunctionMode):
 
 
 def _really(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call draws random numbers; an attention or dropout with p = 0 or in eval does not."""
+    """Return whether a call of a function that may draw random numbers does; dropout with p = 0 or in eval mode does not."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
     if name != "dropout":
@@ -152,7 +152,7 @@ def observe(model: Any, batch: Mapping[str, Tensor]) -> Observation:
     """Run one training forward of a model and return the observation.
 
     Args:
-        model: tiny, unscheduled, in train mode.
+        model: a tiny model in train mode, to which no schedule was applied.
         batch: keyword arguments of the forward.
     """
     watch = Watch(model)

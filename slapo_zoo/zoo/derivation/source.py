@@ -1,4 +1,4 @@
-"""Write a table as Python source of a `schedules/<model_type>.py`, e.g. to edit a derived table by hand."""
+"""Conversion of a table to the Python source of `schedules/<model_type>.py`, e.g. to edit a derived table by hand."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,7 +16,7 @@ def to_source(table: Table, per_rank: Mapping[str, str]) -> str:
     """Return the Python source of a table's file.
 
     Args:
-        table: a table whose numbers carry names.
+        table: a table whose numbers are `Dim`s, which carry names.
         per_rank: pattern --> shape of its weight on a rank, written as a comment.
     """
     name, used = table.model_type, set[str]()
@@ -56,7 +56,10 @@ def _rows(rows: Any, per_rank: Mapping[str, str], used: set[str]) -> Iterator[st
 
 
 def rule_source(rule: Rule, used: set[str]) -> str:
-    """Return a rule as the call that makes it, or as its directives if no rule function does; `used` gets the names."""
+    """Return the source of a rule: the call of a function of `rules`, or else a tuple of directives.
+
+    The names that the source needs are added to `used`.
+    """
     for name in NAMED:
         if rule == getattr(rules, name):
             used.add(name)

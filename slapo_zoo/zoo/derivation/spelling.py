@@ -1,4 +1,4 @@
-"""Find how a family's checkpoint files name the tensors of its model, by comparing the contents of both."""
+"""Detection of how a family's checkpoint files name the tensors of its model, by comparing the contents of both."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ LAYER = re.compile(r"\.\d+\.")  # a rename with one holds for this layer only
 
 @dataclass(frozen=True)
 class Spelling:
-    """Renames and split tensors of a family's files (fields of a table), and keys that no rule explains."""
+    """Renames and split tensors of a family's files, as fields of a `Table`, and the keys that they do not explain."""
 
     renames: tuple[tuple[str, str], ...] = ()
     pieces: tuple[Pieces, ...] = ()
@@ -52,7 +52,7 @@ def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> S
 
 
 def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bool:
-    """Return whether renames map every key to its name and back, and leave the other keys unchanged."""
+    """Return whether the renames map each key of `pairs` to its name and back, and leave the keys `same` unchanged."""
     if any(LAYER.search(old) for old, _ in keys.renames):
         return False
     wanted = [*pairs.items(), *((key, key) for key in same)]
@@ -60,7 +60,7 @@ def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bo
 
 
 def _whole_keys(key: str, name: str) -> tuple[str, str]:
-    """Return (key pattern, name pattern) of whole keys, in which block numbers are open.
+    """Return (key pattern, name pattern) that match whole keys, with {} in the place of block numbers.
 
     >>> _whole_keys("llm.layers.0.wq.weight", "layers.0.q_proj.weight")
     ('^llm.layers.{}.wq.weight', '^layers.{}.q_proj.weight')
@@ -97,7 +97,7 @@ def _difference(key: str, name: str) -> tuple[str, str]:
 
 
 def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[Pieces, ...]:
-    """Find the tensors of a model that its files hold split along axis 0: per expert, and into equal parts."""
+    """Find the tensors of a model that its files hold in parts: one tensor per expert, or equal slices of axis 0."""
     by_digest = {digest_of_tensor(tensor): key for key, tensor in files.items()}
     found: dict[Pieces, None] = {}
     for name, tensor in model.items():
@@ -110,7 +110,7 @@ def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[P
 
 
 def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield (first expert of a tensor or all of it, number of equal parts along axis 0) of each way to split it."""
+    """Yield each way to split a tensor: (its first expert or the tensor itself, number of equal slices along axis 0)."""
     for part in (tensor[0], tensor) if tensor.ndim and len(tensor) else ():
         for parts in (1, 2, 3):
             if part.ndim and part.shape[0] % parts == 0 and (part is not tensor or parts > 1):
@@ -118,7 +118,7 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
-    """Return the name endings of a split tensor and of its keys, from their last common word on.
+    """Return the `Pieces` of a split tensor: the endings of its name and of its keys, from their last common word on.
 
     With `numbered` the first number of a key counts the experts.
     """

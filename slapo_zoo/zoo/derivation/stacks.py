@@ -1,4 +1,4 @@
-"""Find the repeated stacks of a model: lists of blocks between which a pipeline may be cut."""
+"""Search for the stacks of a model: lists of repeated blocks between which a pipeline may be cut."""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,8 +14,8 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
     """Return patterns of the repeated blocks, e.g. "model.layers.*".
 
     Args:
-        model: unscheduled, on any device.
-        seen: observation of the family; lists whose modules run several times are left out.
+        model: a model without a schedule, on any device.
+        seen: observation of the family; lists whose modules run several times are left out. None skips this.
     """
     tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     total = sum(p.numel() for p in model.parameters() if p not in tables) or 1
@@ -47,7 +47,7 @@ def _once(path: str, seen: Observation | None) -> bool:
 
 
 def _deepest(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the pattern of a list's modules, or of the layers in them if every module is a stage with one list."""
+    """Yield the pattern of a list's modules, or, if each of them holds one list of layers, of these layers."""
     inner = {}
     for name, stage in module.named_children():
         lists = [(n, m) for n, m in stage.named_children() if _is_stack(m)]
@@ -67,7 +67,7 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def order_of(model: nn.Module, seen: Observation, stacks: Iterable[str]) -> tuple[str, ...]:
-    """Return the modules beside and above the stacks, as patterns, in the order in which they run.
+    """Return the patterns of the lists of blocks and of the modules outside of them, in the order in which they run.
 
     The result is empty where the model defines them in that order.
     """

@@ -1,4 +1,4 @@
-"""Convert a derived table to JSON data and back, for the cache and between processes."""
+"""Conversion of a derived table to JSON data and back, for the cache and between processes."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ PAIRS = ("renames",)
 
 
 def freeze(table: Table, model: Any) -> Table:
-    """Return the table with full patterns and plain numbers for one model, so that it contains no code."""
+    """Return the table for one model: its patterns are full paths and its numbers plain, so that it contains no code."""
     return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
 
 
@@ -30,7 +30,7 @@ def _plain(directive: Any) -> Any:
 
 
 def to_document(table: Table) -> dict[str, Any]:
-    """Return a table as plain data for the cache."""
+    """Return a frozen table as JSON data for the cache."""
     rows = [[path, [[type(d).name, d.arguments()] for d in rule]] for path, rule in table.heads]
     fields = {name: getattr(table, name) for name in (*LISTS, *PLAIN, *PAIRS)}
     pieces = [[piece.tensor, list(piece.names)] for piece in table.pieces]

@@ -1,4 +1,4 @@
-"""Derive a table: groups of modules that may be sharded, the largest first, and the rows for each."""
+"""Derivation of a table from a model: groups of modules that may be sharded, and the table rows of each group."""
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -34,13 +34,13 @@ CONVOLUTIONS = (nn.Conv2d, nn.Conv1d)
 
 @dataclass
 class Group:
-    """Modules that are sharded together or not at all, alike in all blocks, and their rows.
+    """Modules, the same in all blocks, that are sharded together or not at all, with their table rows.
 
     Args:
         name: name of the group.
         rows: table rows of its modules.
         parameters: number of parameters that are sharded.
-        divides: patterns of the modules that hold them.
+        divides: patterns of the modules that hold these parameters.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Group:
 
 
 def output_axis(module: nn.Module) -> int | None:
-    """Return the axis of the weight along which a module's output can be sharded, or None."""
+    """Return the axis of a module's weight that belongs to its outputs, or None if they cannot be sharded."""
     for cls in CONVOLUTIONS:
         if isinstance(module, cls) and type(module).forward is cls.forward:
             return 0 if module.groups == 1 and "weight" in module._parameters else None
@@ -58,7 +58,7 @@ def output_axis(module: nn.Module) -> int | None:
 
 
 class Modules:
-    """Modules of a model on meta grouped by pattern, with the observation of a tiny model."""
+    """Modules of a model on the meta device, grouped by pattern, with the observation of a tiny model."""
 
     def __init__(self, model: Any, seen: Observation):
         self.model, self.seen = model, seen
@@ -92,7 +92,7 @@ class Modules:
         return not self.foreign.intersection(names)
 
     def divisible(self, pattern: str) -> bool:
-        """Return whether a pattern's modules are untied linears that are large enough to be worth a collective."""
+        """Return whether a pattern's modules are linears without tied weights that are large enough to shard."""
         alike = self.patterns.get(pattern, [])
         return (
             bool(alike)
@@ -109,7 +109,7 @@ class Modules:
 
 
 def undivided_table(config: Any, model: Any) -> Table:
-    """Return a table that shards nothing and takes a batch in one piece, for a model that cannot be observed."""
+    """Return a table that shards nothing and splits no batch, for a model that cannot be observed."""
     return replace(derive_table(config, model, Observation(), None), undivided=True)
 
 
@@ -121,12 +121,12 @@ def derive_table(
 
     Args:
         config: config of the model.
-        model: the model on meta.
+        model: the model on the meta device.
         seen: observation of a tiny model of the same family.
-        left_whole: group --> why it is not sharded; None shards no group.
-        chains: whether columns may stay sharded between linears (feed-forwards).
-        only: names of the groups that may be sharded; None: all.
-        stack: the only stack of blocks that a pipeline may cut; "" for all.
+        left_whole: name of a group --> why it is not sharded; None shards no group.
+        chains: whether the columns between the linears of a feed-forward may stay sharded.
+        only: names of the groups that may be sharded; None allows all.
+        stack: pattern of the only stack of blocks that a pipeline may cut; "" allows all.
         tokens: whether the table is for sequence parallelism.
     """
     modules = Modules(model, seen)
@@ -163,7 +163,7 @@ def derive_table(
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
-    """Yield patterns of the children of blocks that hold matrices: under sequence parallelism they see all tokens."""
+    """Yield the patterns of the blocks' children that hold matrices: under sequence parallelism they get all tokens."""
     found = {}
     for path, module in model.named_modules():
         block, _, child = star(path).rpartition(".")
@@ -173,7 +173,7 @@ def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
 
 
 def _below(pattern: str, others: Iterable[str]) -> bool:
-    """Return whether a pattern is one of `others`, or below one."""
+    """Return whether a pattern equals one of `others`, or names a module below one of them."""
     return any(f"{pattern}.".startswith(f"{other}.") for other in others)
 
 
@@ -208,7 +208,7 @@ def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
 
 
 def _chains(modules: Modules) -> Iterator[Group]:
-    """Yield a group (column.. then row parallel) for each feed-forward that is alike in all blocks."""
+    """Yield a group for each feed-forward that is the same in all blocks: column-parallel linears, then a row-parallel one."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for taker, makers in modules.seen.chains.items():
         found.setdefault(star(taker), set()).add(tuple(sorted({star(name) for name in makers})))
@@ -228,7 +228,7 @@ def _chains(modules: Modules) -> Iterator[Group]:
 
 
 def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
-    """Return the patterns of dropouts that act on sharded columns of a feed-forward."""
+    """Return the patterns of dropouts that act on sharded columns of a feed-forward, whose linears are `chain`."""
     found = {
         star(path): {star(name) for name in names} for path, names in modules.seen.dropouts.items()
     }
@@ -236,10 +236,10 @@ def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
 
 
 def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
-    """Return the rule of a dropout of sharded columns.
+    """Return the rule of a dropout that acts on sharded columns.
 
-    The dropout may also act on other tensors: a linear beside it says which call is meant (`after`), else
-    the `width` of the columns does.
+    The dropout may act on other tensors too. Its calls on columns are those after a linear beside it (`after`),
+    or, if none of `makers` is beside it, those on an axis of `width` columns.
     """
     beside = path.rpartition(".")[0]
     after = next((n for n in reversed(makers) if n.rpartition(".")[0] == beside), "")
@@ -261,7 +261,7 @@ def _groups(modules: Modules) -> Iterator[Group]:
 
 
 def _rule(modules: Modules, pattern: str) -> Rule:
-    """Return the rule that shards the modules of a pattern without others, or `whole` (replicated) if there is none."""
+    """Return the rule that shards the modules of a pattern by themselves, or `whole` (replicated) if there is none."""
     first, own = modules.patterns[pattern][0], modules.own_only(pattern)
     if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
         return whole
@@ -281,7 +281,10 @@ def _large(embedding: nn.Embedding) -> bool:
 
 
 def _experts(module: nn.Module) -> Rule:
-    """Return the rule that shards stacked experts, called with tokens, expert indices and weights; else `whole`."""
+    """Return the rule that shards a module of stacked experts, or `whole` (replicated) for any other module.
+
+    Its forward takes tokens, expert indices and weights; axis 0 of its parameters counts the experts.
+    """
     takes = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(takes) != 3 or takes[0] != "hidden_states" or "ind" not in takes[1]:
         return whole

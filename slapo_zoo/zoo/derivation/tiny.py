@@ -1,4 +1,4 @@
-"""Shrink a config of any family to a tiny model: two layers, four heads, other sizes by name and ratio."""
+"""Tiny configs of any family: two layers, four heads, other sizes by the names of their fields and by ratio."""
 
 import copy
 import math
@@ -67,8 +67,8 @@ def tiny(config: Any, sizes: Sizes = Sizes()) -> Any:
     """Return a config of a tiny model of the same family; the given config is not changed.
 
     Args:
-        config: config of `transformers`; configs within it are shrunk too.
-        sizes: upper bounds; other widths keep their ratio to the hidden size.
+        config: a config of `transformers`; configs nested in it are shrunk too.
+        sizes: upper bounds; widths that it does not name keep their ratio to the hidden size.
     """
     small = copy.deepcopy(config)
     _shrink(small, sizes)
@@ -110,7 +110,7 @@ def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
-    """Return {layer type: its own fields, shrunken} of a config with per-layer fields (Gemma 4), and clear these."""
+    """Return {layer type: its fields, shrunken} for a config with fields per layer (Gemma 4), and clear them in the config."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
     given = config.to_dict()["per_layer_config"]
@@ -160,7 +160,7 @@ def _with_rotary(own: dict[str, Any], rotary: int, rest: int) -> int:
 
 
 def _window(now: dict[str, int], stages: int) -> int:
-    """Return a window size that fits the grid of the last stage, which each stage halves; at least 2."""
+    """Return a window size, at least 2, that fits the last stage's grid of patches; each stage halves the grid."""
     grid = now.get("image_size", 0) // max(now.get("patch_size", 1), 1)
     return max(2, min(now.get("window_size", 0), grid >> (stages - 1)))
 
