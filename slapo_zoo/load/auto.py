@@ -22,7 +22,7 @@ from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
 
 
 def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """Return the options with the schedule resolved and the activation budget turned into policies per block."""
+    """Return the options with the schedule found and a recompute policy chosen per block for `activation_memory=`."""
     trust = Trust(options.trust_remote_code, options.verify)
     options = resolve_schedule(options, config, options.auto_class, mesh, trust)
     return within_budget(options, config, mesh, dtype)
@@ -33,7 +33,7 @@ def _from_files(
     max_load_memory: int | str | None, check_finite: bool, map_weights: bool,
     config_changes: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Load a checkpoint: see `AutoScheduledModel.from_pretrained`."""
+    """Load a checkpoint as a scheduled model; `AutoScheduledModel.from_pretrained` describes the arguments."""
     hub = HubArguments.taken(config_changes)
     attention, dtype = renamed(config_changes, options.attention, options.dtype)
     options = replace(options, attention=attention, dtype=dtype)
@@ -47,7 +47,7 @@ def _from_files(
 
 
 def _from_config(options: LoaderOptions, config: Any) -> Any:
-    """Make a model with new weights: see `AutoScheduledModel.from_config`."""
+    """Make a scheduled model of a config with new weights, as `AutoScheduledModel.from_config` describes."""
     check_target("from_config", options.target, options.target_options)
     with rank_guard("from_config"):
         model = new_model("from_config", options, config, _prepared)
@@ -104,7 +104,7 @@ class AutoScheduledModel:
             name_or_path: a folder, or a model id of the Hub.
             tp: ranks that shard each layer.
             pp: ranks that shard the layers into stages.
-            dp: ranks that shard the batch; None takes all that are left.
+            dp: ranks that shard the batch; None takes all ranks divided by tp * pp.
             sequence_parallel: tp ranks shard the tokens too, between the sharded layers.
             schedule: "zoo"; a `Table` in its place; a card: a folder or "org/name@<sha>" of the Hub, whose plan for this model and these
                 devices, if it has one, gives the arguments that are not passed; a Schedule or its steps to replay, or the .json file that its `to_json` fills; a function of the schedule;
@@ -120,11 +120,11 @@ class AutoScheduledModel:
                 in forward and backward; "bf16-pure": 16 bits everywhere; "fp32". None computes in
                 the dtype of the parameters.
             dp_shard: dp ranks over which parameters, gradients and optimizer states are sharded (ZeRO), a
-                divisor of dp; the groups of so many ranks are replicas of each other.
+                divisor of dp; each group of `dp_shard` ranks holds one replica.
             zero_stage: 3 gathers the parameters of a block only while it runs; 2 gathers all of a stage for a
                 step; both reduce gradients after each micro-batch, 1 once per step, unsharded until then.
             device: None takes this rank's GPU, or the CPU.
-            micro_batches: default of `train_step`.
+            micro_batches: number of micro-batches of a step where `train_step` is not given one.
             checkpoint_ratio: share of the blocks whose activations are recomputed, 0 to 1.
             checkpoint_policy: what those blocks keep: "" nothing, "save_matmuls" the outputs of
                 matrix products, "offload" everything, in host memory (on a GPU), "sharded"
@@ -174,19 +174,19 @@ class AutoScheduledModel:
         """Make a model with new weights, the same for every (tp, pp, dp).
 
         Args:
-            config: of transformers.
-            *options: those of `from_pretrained` that are about no file, in its order.
-            **named: the same by name.
+            config: config of `transformers`.
+            *options: arguments of `from_pretrained` that do not concern files (tp, pp, dp, ...), in its order.
+            **named: the same arguments by name.
 
         Returns:
-            what `from_pretrained` returns.
+            the model, or the engine around it, as from `from_pretrained`.
         """
 
 
 def within_budget(
     options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype
 ) -> LoaderOptions:
-    """Return the options with a recompute policy per block, chosen for `activation_memory=`; unchanged without it.
+    """Return the options with a recompute policy per block that meets `activation_memory=`; unchanged without it.
 
     Args:
         options: options of the model.

@@ -59,7 +59,7 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return on all ranks the proof that rank 0 finds in the cache or gets from a process of its own."""
+    """Return the proof of a table on all ranks: rank 0 reads it from the cache, or starts a process that makes it."""
     cached = _read(file) if mesh.rank == 0 else None
     process = python_apart(CHILD, request) if mesh.rank == 0 and cached is None else None
     try:
@@ -74,7 +74,7 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
 
 
 def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
-    """Return the process's proof, or {"error_of": parts of the error}; None while it runs."""
+    """Return the proof that a process made, or {"error_of": arguments of its error}; None while it runs."""
     ended = process.poll(TIMEOUT_S)
     if ended is None:
         return None

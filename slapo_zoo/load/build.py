@@ -39,10 +39,10 @@ def create_schedule(
     Args:
         root: the model.
         name: must be empty; argument of the original Slapo.
-        path: must be empty, likewise.
-        parent: must be None, likewise; select below a schedule with `sch["path"]`.
-        group: tp ranks; None takes all processes, or one without a process group.
-        **kwargs: `mesh=` for sizes of tp, pp and dp, `seed=` of the random streams.
+        path: must be empty; argument of the original Slapo.
+        parent: must be None; argument of the original Slapo. Use `sch["path"]` to schedule a submodule.
+        group: process group of the tp ranks; None takes all processes, or this one if no process group exists.
+        **kwargs: `mesh=` for sizes of tp, pp and dp, `seed=` of dropout.
 
     Raises:
         ScheduleError: name, path or parent was given: a schedule starts at the root of a model.
@@ -60,12 +60,12 @@ def create_schedule(
 def build(
     sch: Schedule, target: str | None = None, init_weights: bool | Callable = True, **kwargs: Any
 ) -> Any:
-    """Return the runnable model of a schedule; or, with `target=`, the engine that runs it and its optimizer.
+    """Return the runnable model of a schedule; with another `target`, return (engine, optimizer).
 
     Args:
         sch: a schedule whose directives were applied.
-        target: None or "torch" gives the model itself; else a dialect.
-        init_weights: whether (or by which function) parameters on meta get values.
+        target: None or "torch" returns the model itself; "deepspeed" or "megatron" that engine around it.
+        init_weights: True, or a function as in `consolidate_model`, gives parameters on meta their values.
         **kwargs: options of the engine.
     """
     warn_of_missing_sums(sch)
@@ -78,14 +78,14 @@ def build(
 def consolidate_model(
     sch: Schedule, target: str, param_init_fn: Callable | None = None, **kwargs: Any
 ) -> None:
-    """Give parameters on meta their values: each unsharded tensor is drawn alike on all ranks, then cut.
+    """Give parameters on meta new values: all ranks draw the same unsharded tensor, and each keeps its shard.
 
     Args:
         sch: a schedule of a model built under `init_empty_weights`.
         target: ignored; argument of the original Slapo.
-        param_init_fn: called with a module, or with (module, path); None takes the model's own
-            `_init_weights`, or the module's `reset_parameters`.
-        **kwargs: ignored, likewise.
+        param_init_fn: initialises a module in place; called with a module, or with (module, path). None
+            takes the model's own `_init_weights`, or the module's `reset_parameters`.
+        **kwargs: ignored; arguments of the original Slapo.
     """
     state, plan = sch.state, plan_of(sch.state)
     tied: dict[int, nn.Parameter] = {}
@@ -135,7 +135,7 @@ def _call_init(sch: Schedule, path: str, module: Any, init: Any) -> None:
 
 
 def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter:
-    """Return this rank's shard of a full parameter."""
+    """Return this rank's shard of the unsharded parameter `name` of a module."""
     full = module._parameters[name]
     part = part_of(full.detach(), plan.of(full_name), plan.mesh)
     return full if part.shape == full.shape else nn.Parameter(part, full.requires_grad)
@@ -174,7 +174,7 @@ def apply_card(
         module: an instance of the class that the card was made for, of the same shapes.
         card: a folder, or `org/name@sha`.
         mesh: sizes of tp, pp and dp; None shards over all processes (tp).
-        seed: seed of the random streams.
+        seed: seed of dropout.
 
     Returns:
         the schedule; `slapo_zoo.build(sch)` returns the runnable model.

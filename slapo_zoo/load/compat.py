@@ -46,7 +46,7 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
     """Context in which modules are built on meta: their parameters take no memory.
 
     Args:
-        enable: False changes nothing.
+        enable: whether modules are built on meta; False builds them as usual.
         include_buffers: put buffers on meta too; by default they are computed as usual.
     """
     if not enable:
@@ -79,7 +79,7 @@ def analyze_tie_weights(
 
     Args:
         top_mod: the model; when partitioned, its direct children are the stages.
-        is_pipeline_partitioned: False gives every name stage 0.
+        is_pipeline_partitioned: whether the model is split into stages; if not, every stage is 0.
 
     Returns:
         id of the parameter --> {(name, stage)}, for parameters with several names.
@@ -94,11 +94,11 @@ def analyze_tie_weights(
 
 
 def is_module_list(module: nn.Module, name: str = "", parent: nn.Module | None = None) -> bool:
-    """Return whether a module is a ModuleList, or was one before a trace.
+    """Return whether a module is a ModuleList, or was one before tracing replaced it by a plain module.
 
     Args:
         module: the module.
-        name: its name in `parent`, when only a plain module is left of it.
+        name: name of the module in `parent`, needed only where tracing replaced it.
         parent: the module that contains it.
     """
     if isinstance(module, nn.ModuleList) or original_class(module) is nn.ModuleList:
@@ -121,13 +121,13 @@ def set_random_seed(
     tp_rank: int | None = None,
     always_enable_tp_seed: bool = False,
 ) -> int:
-    """Seed Python and torch for this rank: alike on tp peers, different on dp and pp peers.
+    """Seed Python and torch for this rank: equal seeds on tp peers, different ones on dp and pp peers.
 
     Args:
         seed: the same on all ranks.
         dp_rank: this rank's dp coordinate, or None without data parallelism.
-        pp_rank: its pp coordinate, or None.
-        tp_rank: its tp coordinate, or None; with it `get_cuda_rng_tracker().fork()` draws
+        pp_rank: this rank's pp coordinate, or None.
+        tp_rank: this rank's tp coordinate, or None; with it `get_cuda_rng_tracker().fork()` draws
             differently on tp peers.
         always_enable_tp_seed: seed differently on tp peers outside `fork` too.
 

@@ -35,15 +35,16 @@ WHERE = "from_pretrained"
 def with_options(
     load: Callable[..., Any], like: Any = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorate a function that is a signature and a docstring: a call of it is one of `load`.
+    """Return a decorator for a function without a body, which makes a call of that function a call of `load`.
 
     rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name, revision="x")
 
-    The plan of a card gives the arguments that were not given.
+    Where `schedule=` is a card, its plan for these devices gives the arguments that the call leaves out.
 
     Args:
-        load: takes the options, and by name all arguments that are none.
-        like: a class method whose options the signature has, in its order; None: it names them itself.
+        load: takes a LoaderOptions, and by name all arguments that LoaderOptions has no field for.
+        like: a class method whose loader options the function takes too, in the same order; None: the function
+            names its options itself.
     """
 
     def decorate(declared: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +76,7 @@ def with_options(
 def _bound(
     where: str, signature: inspect.Signature, args: Sequence[Any], given: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """The arguments of a call by name; SlapoError for a name that is none, with the nearest."""
+    """Bind a call to a signature; SlapoError for an unknown argument, with the nearest known name."""
     try:
         return signature.bind(*args, **given)
     except TypeError as error:
@@ -86,7 +87,10 @@ def _bound(
 
 
 def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a card's plan adds to those given (`asked`); {} where none fits. A collective call."""
+    """Return the arguments that a card's plan for these devices adds to the given ones; a collective call.
+
+    `asked` are the given arguments, with `schedule` the card. The result is {} where no plan fits.
+    """
     name = str(asked["schedule"])
     if name.endswith(".json") or asked.get("trust_remote_code"):
         return {}  # no card with reports, or a program in Python
@@ -127,7 +131,7 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str) -> tuple[dict[str, Any], bool]:
-    """Return the tuning of a card, and whether its program is the zoo's own."""
+    """Return (measured tuning of a card, whether its directives are those of the card published with this package)."""
     card = load_card(name)
     own = CARDS / card.program.model_type  # published with this package
     is_own = own.is_dir() and load_card(str(own)).program == card.program

@@ -32,9 +32,9 @@ class Trust(NamedTuple):
 def resolve_schedule(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> BuildOptions:
-    """Return the options with a schedule that `Outline` can apply: a card becomes steps or a function.
+    """Return the options with a `schedule` that can be applied: a card becomes its directives or its function.
 
-    A derived table is proven first, on a tiny model on this mesh. Other kinds stay as they are.
+    A derived table is proven first, on a tiny model on this mesh. Other kinds of schedules stay unchanged.
 
     Raises:
         SlapoError: the family has no table and none can be derived; or the card does not fit.
@@ -67,7 +67,7 @@ def resolve_schedule(
 def _card_steps(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> Any:
-    """Return the steps of a schedule card, or the function of a trusted `schedule.py`; nothing is applied yet.
+    """Return the directives of a schedule card, or the function of a trusted `schedule.py`; nothing is applied yet.
 
     Raises:
         CardError: the card does not fit, or its model differs from the plain one.

@@ -26,7 +26,7 @@ def open_adapter(folder: Path) -> CheckpointFolder:
 def save_adapter_files(
     mesh: Mesh, folder: Path, tensors: dict[str, Tensor], write_config: Callable[[Path], None]
 ) -> None:
-    """Write an adapter's unsharded tensors and config on rank 0; the folder appears by one rename.
+    """Write an adapter's unsharded tensors and config on rank 0; one rename publishes the complete folder.
 
     Args:
         mesh: mesh whose ranks all call this function.

@@ -36,7 +36,7 @@ class Checksums:
     Args:
         save: id of the save.
         tensors: weight file --> tensor --> CRC-32 of its bytes.
-        files: other file, or header of a weight file (`model.safetensors#header`) --> CRC-32.
+        files: name of any other file, or of a weight file's header (`model.safetensors#header`) --> CRC-32.
     """
 
     save: str
@@ -68,7 +68,7 @@ def _of_body(body: Mapping[str, Any]) -> int:
 
 
 def save_id(sums: Mapping[str, int], stamp: str) -> str:
-    """Return the id of a save: a digest of the CRC-32 of all tensors, and of `stamp`, a text for the rest."""
+    """Return the id of a save: a digest of `sums` (tensor --> CRC-32) and of `stamp`, a text for the other files."""
     return digest(json.dumps([sorted(sums.items()), stamp]))[:32]
 
 
@@ -84,7 +84,7 @@ def with_save_id(header: bytes, save: str) -> bytes:
 
 
 def read_checksums(folder: Path) -> Checksums | None:
-    """Return the checksums of a folder; None when it has none; a damaged file raises WeightsError."""
+    """Return the checksums of a folder, or None if it has no `checksums.json`; WeightsError if that is damaged."""
     path = folder / FILE
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -161,8 +161,8 @@ def damaged_tensors(
     Args:
         folder: opened files of the model, or of the optimizer.
         kept: checksums of that folder.
-        part: index of this caller's part of the tensors, when ranks share the work.
-        parts: number of parts.
+        part: index of the group of tensors that this caller checks, when ranks share the work.
+        parts: number of groups.
     """
     keys = sorted(folder.key_to_file, key=lambda key: (-folder.nbytes(key), key))
     for key in keys[part::parts]:

@@ -54,7 +54,7 @@ def linear(piece: "memoryview | bytes") -> int:
 
 
 def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
-    """Return L of rows that lie `stride` bytes apart in the file, as of one piece from the first to the last byte.
+    """Return L, the linear part of the CRC, of rows that lie `stride` bytes apart in the file, with zeros between.
 
     Args:
         piece: bytes of the rows, one after the other.
@@ -87,7 +87,7 @@ def _times_each(sums: np.ndarray, factor: int) -> np.ndarray:
 
 
 def combined(sums: Sequence[int], size: int) -> int:
-    """Return the CRC-32 of `size` bytes from the sums L of all ranks that wrote a part of them."""
+    """Return the CRC-32 of a tensor of `size` bytes from the values L of all ranks that wrote some of its bytes."""
     total = 0
     for one in sums:
         total ^= one

@@ -14,7 +14,7 @@ BUFFER = 64 << 20  # bytes; two are enough to keep a bus busy
 
 
 class DeviceCopy:
-    """Copy CPU tensors to a device: one pinned buffer is filled while the other is being transferred.
+    """Copier of CPU tensors to a device: one pinned buffer is filled while the other is being transferred.
 
     Args:
         device: target device; if it is not CUDA, the buffers are plain memory.
@@ -63,10 +63,10 @@ class DeviceCopy:
 def _pieces(
     tensor: Tensor, parts: Sequence[Tensor], axis: int, most: int
 ) -> Iterator[tuple[Tensor, Sequence[Tensor]]]:
-    """Yield (rows of the target that fit into a buffer, parts to be concatenated for these rows).
+    """Yield (some rows of the target, slices of the parts that make these rows), each fitting into a buffer.
 
     Args:
-        tensor: the target.
+        tensor: the target tensor.
         parts: sources, concatenated along `axis`.
         axis: axis of the concatenation.
         most: bytes of a buffer.

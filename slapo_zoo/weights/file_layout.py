@@ -73,13 +73,13 @@ def plan_layout(
     metadata: Mapping[str, str],
     stem: str = "model",
 ) -> Layout:
-    """Distribute tensors over files, as `save_pretrained` of transformers does, and place each in its file.
+    """Return which file each tensor goes to, as `save_pretrained` of transformers decides, and at which offset.
 
     Args:
         specs: all tensors of the model, in state-dict order.
         max_shard_size: largest file, "5GB" or bytes; a larger tensor gets a file of its own.
         metadata: `__metadata__` of every file.
-        stem: begin of the file names.
+        stem: beginning of the file names, e.g. "model".
     """
     by_name = {spec.name: spec for spec in specs}
     if len(by_name) < len(specs) or not specs:

@@ -35,8 +35,9 @@ def fill_from_folder(
     options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Allocate this rank's tensors and read its slices from a checkpoint; missing weights are drawn. Return the
-    ledger.
+    """Allocate this rank's tensors and read its slices from a checkpoint; return the ledger of the load.
+
+    Weights that the checkpoint lacks are drawn.
 
     Args:
         model: scheduled model on meta, only with this rank's stages.
@@ -48,7 +49,7 @@ def fill_from_folder(
         seed: seed of newly drawn weights.
         keys: renames between the model's tensors and keys of the files.
         options: memory limit and checks.
-        over_dp: rows of each parameter that this rank holds, when they are sharded over dp (ZeRO).
+        over_dp: which rows of each parameter this rank holds under ZeRO; None without ZeRO.
     """
     begin, mesh, specs = time.perf_counter(), plan.mesh, plan.saved
     with AnonymousPeak(exact=False) as peak:
@@ -101,7 +102,10 @@ def fill_from_config(
     model: Any, skeleton: Callable[[], Any], plan: RankPlan, device: torch.device, units: Sequence[str], seed: int,
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Allocate this rank's tensors and draw every weight, equal on every mesh; arguments as in `fill_from_folder`."""
+    """Allocate this rank's tensors and draw every weight; return the ledger of the load.
+
+    The unsharded weights are equal on every mesh. Arguments are those of `fill_from_folder`.
+    """
     begin = time.perf_counter()
     with AnonymousPeak(exact=False) as peak:
         local = _allocate(model, device, over_dp)
@@ -135,7 +139,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
-    """Allocate a parameter on `device` for one on meta, or for this rank's rows of it when sharded over dp."""
+    """Return an uninitialised parameter on `device` for one on meta: all of it, or this rank's rows under ZeRO."""
     if over_dp is None or not tensor.ndim:
         return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
     part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)
@@ -148,7 +152,7 @@ def _allocate(
     """Allocate all parameters and persistent buffers of a model on meta; tied ones stay one parameter.
 
     Returns:
-        name --> local tensor; of tied names, only the first that this stage holds.
+        name --> local tensor; a tied parameter only under its first name on this stage.
     """
     local, made = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -231,7 +235,7 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return the name map with tensors whose shape differs from the file's counted as missing."""
+    """Return the name map in which tensors whose shape differs from the file's are missing, so that they are drawn."""
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
     source = {name: key for name, key in names.source.items() if name not in differ}

@@ -77,7 +77,7 @@ PICKLE_SINGLE, PICKLE_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json
 
 
 class CheckpointFolder:
-    """The tensors of a checkpoint by key; `open_checkpoint` makes it.
+    """Opened checkpoint folder, which gives access to tensors by key; `open_checkpoint` makes it.
 
     Attributes:
         path: the folder.
@@ -111,11 +111,13 @@ class CheckpointFolder:
         return self._file(self._name(key)).view(key)
 
     def piece(self, key: str, part: Tensor) -> Tensor | None:
-        """Return a copy-on-write tensor over the mapped bytes of `part` with its own storage; None for a pickle.
+        """Return a tensor over the mapped bytes of `part` that has a storage of its own; None for a pickle file.
+
+        Writing to it leaves the file unchanged (copy-on-write).
 
         Args:
             key: key of the tensor.
-            part: contiguous part of `view(key)`.
+            part: contiguous slice of `view(key)`.
         """
         file = self._file(self._name(key))
         if not isinstance(file, SafetensorsFile):
@@ -220,7 +222,7 @@ def open_checkpoint(
         folder: local folder; for the Hub cache, the snapshot.
         allow_pickle: accept `pytorch_model.bin` when there is no safetensors file. It is read with
             `weights_only=True`, and into memory if an old torch wrote it.
-        stem: begin of the file names; "optimizer" opens the optimizer files of `save_checkpoint`.
+        stem: beginning of the file names; "optimizer" opens the optimizer files of `save_checkpoint`.
     """
     path = Path(folder)
     if not path.is_dir():

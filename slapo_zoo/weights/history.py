@@ -14,9 +14,10 @@ STEP = re.compile(r"step-\d{8,}")
 
 
 def latest(folder: Path) -> Path | None:
-    """Return the checkpoint to resume from: the linked one, the folder itself, or the newest step; None if none.
+    """Return the checkpoint to resume from, or None if there is no checkpoint.
 
-    A folder that a killed save had moved away is moved back first.
+    It is the target of the link `last`, else the folder itself, else the newest step folder. A folder that a
+    killed save had moved away is moved back first.
     """
     if (folder / LAST).is_symlink():
         linked = folder / os.readlink(folder / LAST)

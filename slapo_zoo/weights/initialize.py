@@ -20,7 +20,7 @@ def initialize_weights(
     seed: int,
     put: Callable[[str, Tensor], None],
 ) -> None:
-    """Draw unsharded tensors unit by unit, then those outside of units, and pass each to `put`.
+    """Draw new values of unsharded tensors, one unit (block, embedding, head) at a time, and pass each to `put`.
 
     Every unit has its own random generator, so values depend neither on the mesh nor on which units a rank
     needs. Peak memory is one unit.
@@ -62,7 +62,10 @@ def initialize_weights(
 
 
 def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
-    """Return names and tensors of a module's parameters and buffers; a tied one under each of its names."""
+    """Return (name, tensor) of a module's parameters and buffers, a tied tensor under each name.
+
+    `whole` includes its submodules.
+    """
     return [
         *module.named_parameters(recurse=whole, remove_duplicate=False),
         *module.named_buffers(recurse=whole, remove_duplicate=False),
@@ -127,7 +130,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 
 def _set_from_above(model: Any, name: str) -> None:
-    """Initialise a buffer that a module further up sets (Falcon-H1's scales), if it is still NaN."""
+    """Initialise a buffer that is still NaN by the module around its own that sets it (as in Falcon-H1)."""
     path = name.rpartition(".")[0]
     while path and model.get_buffer(name).isnan().any():
         path = path.rpartition(".")[0]

@@ -29,7 +29,8 @@ class Pieces:
 
     Args:
         tensor: suffix of the model's tensor name.
-        names: suffixes in the files, one for each part of axis 1; without "{}" for each part of axis 0.
+        names: suffixes in the files, one for each part of axis 1, with "{}" for the index on axis 0. Suffixes
+            without "{}" name the parts of axis 0.
     """
 
     tensor: str
@@ -38,7 +39,7 @@ class Pieces:
 
 @dataclass(frozen=True)
 class Piece:
-    """One file tensor of a model tensor: part `part` of axis 1 at index `number` of axis 0.
+    """One of the file tensors that make up a model tensor: part `part` of axis 1 at index `number` of axis 0.
 
     Args:
         spec: spec of the piece, under a name in the style of the model.
@@ -88,7 +89,7 @@ class KeyMap:
     pieces: tuple[Pieces, ...] = ()
 
     def as_in(self, keys: Collection[str]) -> "KeyMap":
-        """Return this map with the older spellings (`LayerNorm.gamma`) among `keys`, for a save to write again."""
+        """Return a map that also writes older spellings (`LayerNorm.gamma`) where the checkpoint's `keys` have them."""
         older = [
             (file, model) for file, model in OLDER
             if any(file in key for key in keys) and not any(model in key for key in keys)
@@ -122,7 +123,7 @@ class KeyMap:
 
         Args:
             specs: specs of the model.
-            found: model-style names in a checkpoint; a tensor that it stores whole is not split.
+            found: names in a checkpoint, renamed to the model's; a tensor among them is not split.
         """
         return [part for spec in specs for part in self._parts(spec, found)]
 
@@ -131,7 +132,7 @@ class KeyMap:
         return [piece.spec for piece in pieces] or [spec]
 
     def pieces_of(self, spec: TensorSpec) -> Iterator[Piece]:
-        """Yield the pieces of a tensor; nothing when files store it whole."""
+        """Yield the pieces in which files store a tensor; yield nothing when they store it unsplit."""
         for rule in self.pieces:
             if not spec.name.endswith(rule.tensor):
                 continue
@@ -158,7 +159,7 @@ class KeyMap:
             local: name --> local tensor of this rank.
             specs: specs of the model.
             mesh: mesh with the coordinates of this rank.
-            found: model-style names in a checkpoint, as in `read_specs`.
+            found: names in a checkpoint, as in `read_specs`.
         """
         whole = {spec.name: spec for spec in specs if not _holds(found, spec.name)}
         views = {}

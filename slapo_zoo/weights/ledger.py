@@ -27,7 +27,7 @@ def anonymous_bytes() -> int:
 
 
 class AnonymousPeak:
-    """Measure the peak of anonymous memory: `with AnonymousPeak() as peak: ...; peak.growth`.
+    """Context that measures the peak of anonymous memory: `with AnonymousPeak() as peak: ...; peak.growth`.
 
     A thread polls a counter of the kernel, which takes a microsecond but lags by some pages per core before
     Linux 6.17. The exact figure, for which the kernel walks all page tables, takes tens of milliseconds.
@@ -58,7 +58,7 @@ class AnonymousPeak:
         return self
 
     def _now(self) -> int:
-        """Return the resident bytes of this process without pages of files and shared memory."""
+        """Return the resident bytes of this process, not counting mapped files and shared memory."""
         _, resident, shared, *_ = os.pread(self._statm, 256, 0).split()
         return (int(resident) - int(shared)) * PAGE
 
@@ -139,12 +139,12 @@ def filled(text: str) -> str:
 
 
 def as_table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return a text table with aligned columns; a list where the terminal is too narrow for the columns.
+    """Return a text table with aligned columns; where the terminal is too narrow, return a list instead.
 
     Args:
         title: line above the table.
         names: names of the columns.
-        rows: one cell per column; a list omits empty cells and "-".
+        rows: values of each row, one per column; the list leaves out "" and "-".
     """
     lines = [[*names], *([str(cell) for cell in row] for row in rows)]
     sizes = [max(map(len, column)) for column in zip(*lines, strict=True)]

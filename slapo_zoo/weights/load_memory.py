@@ -51,7 +51,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
 
 
 def can_stay_mapped(part: Tensor, tensor: Tensor) -> bool:
-    """Return whether a slice of a mapped file can be used unchanged in place of the allocated `tensor`."""
+    """Return whether `part`, a slice of a mapped file, can be used unchanged in place of the allocated `tensor`."""
     fits = part.shape == tensor.shape and part.dtype == tensor.dtype
     in_place = tensor.device.type == "cpu" and part.is_contiguous()
     is_aligned = part.data_ptr() % part.itemsize == 0
@@ -70,14 +70,14 @@ def settle(tensors: Iterable[Tensor]) -> None:
 
 @dataclass(frozen=True)
 class Target:
-    """A local tensor to be filled from a checkpoint tensor.
+    """Local tensor to be filled from a checkpoint tensor.
 
     Args:
         tensor: allocated local tensor of any dtype and device; the copy casts.
         shape: shape that the checkpoint tensor must have.
         placement: how the tensor is sharded over the mesh; None when this rank holds all of it.
-        rows: rows that the local tensor has, when they are sharded over dp.
-        may_map: the tensor's `.data` may be replaced by pages of the mapped file.
+        rows: which rows of the tp shard the local tensor has under ZeRO; None: all.
+        may_map: whether the tensor's `.data` may be replaced by pages of the mapped file.
     """
 
     tensor: Tensor

@@ -44,17 +44,17 @@ def match_names(
 ) -> NameMap:
     """Match the names of a model against the keys of a checkpoint.
 
-    A key is used as it is, else with the base-model prefix removed or added (`h.0.ln_1.weight` <->
-    `transformer.h.0.ln_1.weight`), else in its modern spelling (`LayerNorm.gamma`). Of several keys for a name
-    the best spelling wins, whatever their order in the file.
+    A key is compared unchanged, else with the base-model prefix removed or added (`h.0.ln_1.weight` <->
+    `transformer.h.0.ln_1.weight`), else in its modern spelling (`weight` for `LayerNorm.gamma`). Where several
+    keys fit a name, the first of these spellings wins, whatever their order in the file.
 
     Args:
         expected: names of the whole model, before it was scheduled.
         found: keys of the checkpoint.
         base_model_prefix: the model's `base_model_prefix`, or "".
         ignore: regular expressions (`re.search`) of keys that may stay unused.
-        tied: tied name --> the name it shares memory with. Whichever of them the file has fills the others;
-            several in the file become `doubles`.
+        tied: tied name --> the name it shares memory with. Any of these names in the file fills them all;
+            several of them in the file are reported in `doubles`.
     """
     expected, found, tied = list(expected), list(found), tied or {}
     known = {*expected, *tied, *tied.values()}
@@ -80,7 +80,7 @@ def match_names(
 
 
 def _spellings(key: str, prefix: str) -> Iterator[str]:
-    """Yield the tensor names that a key may stand for, best first."""
+    """Yield the tensor names that a checkpoint key may stand for, the most likely first."""
     modern = key
     for pattern, replacement in LEGACY:
         modern = re.sub(pattern, replacement, modern)

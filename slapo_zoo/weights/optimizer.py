@@ -52,7 +52,10 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
 
 
 def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Return the JSON part of one parameter's state; tensors of the parameter's shape go into `tensors`."""
+    """Return the JSON part of the optimizer state `remembered` of parameter p.
+
+    State tensors of the shape of p are not in it; they are added to `tensors` under "<name>.<key>".
+    """
     record = {}
     for key, value in remembered.items():
         if isinstance(value, Tensor) and value.shape == p.shape:
@@ -144,11 +147,11 @@ def _is_dtype(kept: Mapping[str, Any]) -> bool:
 
 
 class Restored:
-    """A saved state prepared for this rank's optimizer, which is changed only by `apply`.
+    """Saved optimizer state, prepared for this rank's optimizer, which only `apply` changes.
 
     Args:
         optimizer: optimizer of the same class and groups as the saved one.
-        record: the merged record.
+        record: JSON record of all stages, made by `merge`.
         names: id of a parameter --> its name in the checkpoint.
         specs: name --> spec of the model's tensors.
         mesh: mesh with the coordinates of this rank.
@@ -197,7 +200,10 @@ class Restored:
 
 
 def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Raise WeightsError unless the saved options of a group exist in this optimizer, with like types and finite."""
+    """Raise WeightsError unless the saved options of a parameter group fit the optimizer's own group.
+
+    Each must exist there, have the same kind of value, and be finite.
+    """
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:
             problem = f"found the option {name!r}, which the given optimizer lacks"

@@ -28,7 +28,10 @@ def states_here(device: torch.device) -> dict[str, str]:
 
 
 def pack_states(by_rank: Sequence[dict[str, str]]) -> dict[str, Any]:
-    """Return the states of all ranks as JSON: {"cpu": {"states": [...], "of_rank": [0, 0, 1, 1]}}."""
+    """Return the generator states of all ranks as JSON, equal states once.
+
+    The form is {"cpu": {"states": [...], "of_rank": [0, 0, 1, 1]}}: `of_rank` has each rank's index in `states`.
+    """
     packed = {}
     for kind in by_rank[0]:
         found = [states.get(kind, "") for states in by_rank]
@@ -38,7 +41,7 @@ def pack_states(by_rank: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 
 def check_states(packed: Any, ranks: int) -> str:
-    """Return why `restore_states` could not use the content of a file, or ''.
+    """Return why `restore_states` could not use the states in a file, or '' if it can.
 
     Args:
         packed: result of `pack_states`, read from the file.

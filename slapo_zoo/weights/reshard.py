@@ -127,7 +127,7 @@ def _unread(folder: CheckpointFolder, spec: TensorSpec, done: OnBytes) -> Unread
 def _write_others(
     source: Path, dtype: torch.dtype | None, kept: Checksums | None, folder: Path
 ) -> None:
-    """Copy the files that are not weights; hard links would let an edit of one folder change the other."""
+    """Copy the files that are not weights into `folder`, with the new id of the save and `dtype` in their JSON."""
     for item in source.iterdir():
         if WEIGHT_FILE.fullmatch(item.name) and item.name != FILE:
             continue

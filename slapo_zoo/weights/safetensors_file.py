@@ -167,7 +167,7 @@ def _check_layout(path: str, entries: dict[str, Entry], data: int, size: int) ->
 
 
 def _is_unicode(name: str) -> bool:
-    """Return whether a name is valid Unicode; JSON can spell half of a surrogate pair, UTF-8 cannot."""
+    """Return whether a name can be encoded as UTF-8: JSON allows half of a surrogate pair, UTF-8 does not."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -176,7 +176,7 @@ def _is_unicode(name: str) -> bool:
 
 
 def _counts(found: Any) -> bool:
-    """Return whether `found` is a list of integers of at least 0."""
+    """Return whether `found` is a list of non-negative integers."""
     return isinstance(found, list) and all(type(item) is int and item >= 0 for item in found)
 
 
@@ -214,7 +214,9 @@ class SafetensorsFile:
         return self.piece(name, 0, self.entries[name].shape)
 
     def piece(self, name: str, first: int, shape: Sequence[int]) -> Tensor:
-        """Return a tensor over the file's pages, of the given shape from element `first` on, with its own storage.
+        """Return elements of a tensor as a tensor of `shape` over the file's pages, with a storage of its own.
+
+        It begins at element `first` of the tensor `name` in row-major order.
 
         The storage ends with the tensor, because `torch.save` writes whole storages.
         """

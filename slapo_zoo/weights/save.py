@@ -60,11 +60,11 @@ def save_folder(
         write_extras: called on rank 0 with the temporary folder; writes config and tokenizer.
         max_shard_size: largest file, "5GB" or bytes.
         metadata: `__metadata__` of the files; {"format": "pt"} by default.
-        beside: specs of more tensors that get files of their own: {"optimizer": specs}.
-        stem: begin of the file names for `specs`.
+        beside: beginning of file names --> specs of further tensors for these files: {"optimizer": specs}.
+        stem: beginning of the file names for `specs`.
         stamp: text that identifies the content of `write_extras`, for the id of the save that every file
             carries (see checksums.py).
-        rows: name --> rows of the rank's shard that its local tensor has, when sharded over dp.
+        rows: name --> which rows of this rank's tp shard its local tensor has under ZeRO; None without ZeRO.
         check_finite: raise when NaN or infinite weights would replace an older checkpoint.
     """
     save = _Save(_resolved(folder), {stem: specs, **(beside or {})}, local, mesh, rows or {})
@@ -89,7 +89,7 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
 
 
 class _Save:
-    """The steps of one save on one rank; only rank 0 creates folders and files."""
+    """Steps of one save on one rank; only rank 0 creates folders and files."""
 
     def __init__(
         self,
@@ -209,7 +209,7 @@ class _Save:
 def _check_spec(
     spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh, rows: Rows | None
 ) -> None:
-    """Raise WeightsError when this rank should write a tensor but lacks it, or has another shape or dtype."""
+    """Raise WeightsError when this rank has to write a tensor but lacks it, or has it in another shape or dtype."""
     if not 0 <= spec.stage < mesh.pp:
         problem = f"found stage {spec.stage}, expected 0..{mesh.pp - 1}"
         raise WeightsError(STEP, spec.name, problem, "name a stage of this mesh in its spec")

@@ -28,7 +28,7 @@ class Staging:
 
     Args:
         target: absolute path of the folder to be published.
-        mark: file by which an older folder of the kind is recognised; None for a model's.
+        mark: name of a file that every older folder of this kind has; None recognises a model's folder.
 
     Attributes:
         path: hidden sibling of the target, which `create` makes.
@@ -50,7 +50,7 @@ class Staging:
             _has_locked(self._lock)
 
     def publish(self) -> None:
-        """Carry over the old folder's other files, then swap the two folders.
+        """Keep the target's files that are no weights, then swap the temporary folder with the target.
 
         At every moment a reader finds either the whole old folder or the whole new one.
         """
@@ -115,7 +115,7 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
 
     Args:
         target: folder that a save would replace.
-        mark: file by which such a folder is recognised; None for a model's.
+        mark: name of a file that every folder of this kind has; None recognises a model's folder.
         option: name of the option that gave the target, for errors.
     """
     if not os.path.lexists(target):
@@ -156,7 +156,7 @@ def _moved_away(target: Path) -> list[Path]:
 
 
 def _sweep(target: Path) -> None:
-    """Clean up after killed saves of a target: move a moved-away folder back, delete temporary ones."""
+    """Clean up after killed saves: move the target's old folder back if needed, delete temporary folders."""
     bring_back(target)
     pattern = re.compile(rf"\.{re.escape(target.name)}\.(partial|previous)-[0-9a-f]{{8}}")
     for path in sorted(target.parent.iterdir()):
@@ -167,7 +167,10 @@ def _sweep(target: Path) -> None:
 
 
 def _is_alive(path: Path) -> bool:
-    """Return whether another process may be saving into `path`; without locks, whether it is less than a day old."""
+    """Return whether another process may be saving into `path`.
+
+    That is known by a lock; on a file system without locks, by an age of less than a day.
+    """
     try:
         lock = os.open(path, os.O_RDONLY)
     except OSError:

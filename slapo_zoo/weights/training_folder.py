@@ -28,7 +28,7 @@ class TrainingFolder:
         state: content of training_state.json.
         model: model weights.
         optimizer: optimizer tensors; None when not requested or not saved.
-        kept: checksums; None for a checkpoint of a version that had none.
+        kept: checksums; None for a checkpoint of an older version, which wrote no checksums.
     """
 
     state: dict[str, Any]

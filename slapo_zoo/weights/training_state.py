@@ -140,7 +140,7 @@ CHECKS: dict[str, Callable[[Any], str]] = {
 
 
 def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
-    """Return one value when all ranks have the same, else {"$by_dp": one value per data-parallel rank}.
+    """Return the values of a field as JSON: one value if all ranks have the same, else {"$by_dp": one per dp rank}.
 
     Args:
         name: name of the field.
@@ -165,7 +165,7 @@ def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
 
 def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the values of a field, one per data-parallel rank of the saved mesh; one for an `extra` equal on all."""
+    """Return a field's values, one per dp rank of the saved mesh; a single one for an `extra` equal on all ranks."""
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:
         return [decode(one) for one in kept[BY_DP]]

@@ -23,7 +23,10 @@ LEAST_FLUSHED = 2**20  # bytes
 
 
 class Share(NamedTuple):
-    """Indices start..stop of the sharded axis that this rank writes; `offset` is the start in the local tensor."""
+    """Range of the sharded axis that this rank writes.
+
+    The indices start..stop-1 count in the unsharded tensor; `offset` is the index in the local tensor.
+    """
 
     start: int
     stop: int
@@ -55,7 +58,7 @@ def write_tensors(
         specs: all tensors of the model.
         local: this rank's tensors by name.
         mesh: mesh with the coordinates of this rank.
-        rows: tensor name --> rows of the shard that this rank has, when sharded over dp.
+        rows: tensor name --> which rows of its tp shard this rank has under ZeRO; None without ZeRO.
     """
     rows = rows or {}
     held = {spec.name: shares(spec, mesh, rows.get(spec.name)) for spec in specs}
@@ -81,8 +84,8 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
     """Return the slices of a tensor that this rank writes; all ranks together write each element once.
 
     Of several ranks with the same elements the first one writes: coordinate 0 of mesh dims that do not shard
-    the tensor, and the first holder of a replicated run. A tensor without placement is one slice, 0..1; when
-    its rows are sharded over dp, the rows are the sharded axis.
+    the tensor, and the first rank that holds replicated indices. A tensor that no mesh dim shards is the slice
+    0..1. `rows` are this rank's rows under ZeRO, else None; they then restrict axis 0.
     """
     placement = spec.placement
     divided = placement.mesh_dim if placement else ""
@@ -102,7 +105,7 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
 
 
 def _within(shares: Sequence[Share], rows: Rows) -> Iterator[Share]:
-    """Restrict slices along axis 0 to this rank's rows; `offset` then counts from the first of these rows."""
+    """Yield the slices along axis 0 restricted to this rank's rows; `offset` counts from the first of these rows."""
     for share in shares:
         low = max(share.offset, rows.first)
         high = min(share.offset + share.stop - share.start, rows.first + rows.count)
