@@ -1,4 +1,4 @@
 """The command line: commands, the data of a training run, and `train`.
 
-Imports everything below; nothing imports it.
+Imports packages of all lower floors (see CONTRIBUTING.md); no other package imports it.
 """

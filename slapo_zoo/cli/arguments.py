@@ -1,4 +1,4 @@
-"""Arguments and the outcome that commands share: a model, the flags of a layout, `--json`."""
+"""Flags that several commands share (model, layout, device, `--json`), and start of local ranks."""
 
 import functools
 import inspect
@@ -38,15 +38,15 @@ LAYOUT: dict[str, tuple[Any, Any]] = {
 def command(
     work: Callable[..., Any], more: Mapping[str, tuple[Any, Any]] | None = None
 ) -> Callable[..., None]:
-    """Make a command of typer of a function that returns its outcome: (data, text[, status]) or None.
+    """Wrap a function as a typer command, which prints what the function returns.
 
-    The status is an exit status, or an error that is raised once the outcome is printed.
-    `--json` prints the data in place of the text; what else is printed then goes to standard error.
-    An argument `layout` becomes the flags of a layout, and reaches the function as a dict.
+    `work` returns None, (data, text) or (data, text, status). The command prints the text, or with
+    `--json` the data; all other output then goes to stderr. The status is an exit code, or an error that
+    is raised after printing. A parameter `layout` becomes the flags of LAYOUT; `work` gets their dict.
 
     Args:
         work: the function; its docstring is the command's help.
-        more: flags that the function takes as keywords --> their types and defaults.
+        more: name --> (type, default) of further flags, which `work` takes as keywords.
     """
     own = inspect.signature(work).parameters
     flags: dict[str, tuple[Any, Any]] = {}
@@ -78,7 +78,10 @@ def command(
 
 
 def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
-    """Return dp, by default what the launched processes leave; MeshError if they do not fit."""
+    """Return dp; None means the number of launched processes divided by tp * pp, or 1 without a launcher.
+
+    MeshError is raised if tp * pp * dp differs from the number of launched processes.
+    """
     from slapo_zoo.parallel.ranks.process_group import is_distributed_launch, world_size_of_launch
 
     if not is_distributed_launch():
@@ -95,13 +98,15 @@ def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
 def on_ranks(
     work: Callable[..., Any], world: int, given: tuple[Any, ...], device: str | None, what: str
 ) -> Any:
-    """Return what `work` returns on our rank of a launcher, or on the first of the ranks that we start.
+    """Run a function on all ranks, and return its result on this rank.
+
+    Without a launcher such as torchrun, local ranks are started here, and rank 0's result is returned.
 
     Args:
-        work: called on every rank.
-        world: number of ranks; those that no launcher has started are started here.
-        given: its arguments.
-        device: of the ranks.
+        work: function that every rank calls.
+        world: number of ranks.
+        given: positional arguments of `work`.
+        device: "cpu", "cuda", or None to choose.
         what: name of the command, for errors.
     """
     from slapo_zoo.parallel.ranks import launch, process_group
@@ -118,7 +123,7 @@ def on_ranks(
 
 
 def device_named(name: str) -> str | None:
-    """Return the device of `--device`; None for auto."""
+    """Return the device that `--device` names, or None for "auto"; raise MeshError for any other name."""
     import torch
 
     if name not in ("auto", "cpu", "cuda"):

@@ -1,4 +1,4 @@
-"""Table of the commands of `slapo-zoo`, and older names of their flags."""
+"""Entry point of `slapo-zoo`: its commands, and old names of flags."""
 
 import logging
 import sys
@@ -40,7 +40,7 @@ for name, work in COMMANDS.items():
 @app.command("demo", hidden=True, context_settings=ANYTHING)
 @app.command("coverage", hidden=True, context_settings=ANYTHING)
 def moved(context: typer.Context) -> None:
-    """Say where a command of ci/run.py is: in a checkout of the source."""
+    """Raise an error that names the command of ci/run.py which replaces a removed command."""
     hint = f"in a checkout of the source: python3 ci/run.py {context.info_name}"
     raise SlapoError("slapo-zoo", str(context.info_name), "this command was removed", hint)
 
@@ -56,12 +56,12 @@ def shared(
         bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print it.")
     ] = False,
 ) -> None:
-    """Pre-scheduled HuggingFace models: tensor-, pipeline- and data-parallel in one call."""
+    """Train, plan and check pre-scheduled HuggingFace models: tensor-, pipeline- and data-parallel."""
     context.obj.debug = debug
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command; an error that a person can act on is printed without a traceback."""
+    """Run the command in `arguments` (None: sys.argv); print expected errors without a traceback."""
     state = SimpleNamespace(debug=False)
     logging.getLogger("DeepSpeed").addFilter(_away_from_stdout)
     with readable_errors(state):
@@ -69,9 +69,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def renamed(arguments: Sequence[str]) -> list[str]:
-    """Return the words of a command line, older names replaced by those of today, with a warning.
+    """Return a command line with old names of flags replaced by current ones; print a warning for each.
 
-    `--max_steps` is `--max-steps`: scripts of transformers write their options so.
+    Underscores in flags become hyphens, because scripts for transformers write `--max_steps`.
     """
     command, found = next((word for word in arguments if word[:1] != "-"), ""), []
     for word in arguments:
@@ -88,7 +88,7 @@ def renamed(arguments: Sequence[str]) -> list[str]:
 
 
 def _away_from_stdout(record: logging.LogRecord) -> bool:
-    """Keep off stdout what DeepSpeed logs; `transformers` imports it where it is installed."""
+    """Redirect a DeepSpeed log record from stdout to stderr, and drop one message; used as a logging filter."""
     for handler in logging.getLogger(record.name).handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)

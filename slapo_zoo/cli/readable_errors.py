@@ -1,4 +1,4 @@
-"""Errors of the command line: four parts on stderr, no traceback, exit code 2."""
+"""Printing of expected errors on stderr: no traceback, exit code 2."""
 
 import errno
 import os
@@ -13,7 +13,10 @@ from slapo_zoo.errors import SlapoError
 
 @contextmanager
 def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
-    """Print an error of ours and exit with code 2; with `state.debug` let the traceback through."""
+    """Context that prints an expected error without a traceback and exits with code 2.
+
+    Expected are SlapoErrors, file errors and lost connections. If `state.debug` is true, they are raised.
+    """
     try:
         yield
     except SlapoError as error:
@@ -40,7 +43,7 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
 
 
 def _of_the_disk(error: OSError) -> SlapoError:
-    """Return an error for a failed write, which itself names no file."""
+    """Return a SlapoError that describes a file error, such as a full disk."""
     hint = "check the path, the rights and the space there"
     if is_full(error):
         hint = "make room there; a run with a checkpoint goes on from it by the same command"
@@ -48,7 +51,7 @@ def _of_the_disk(error: OSError) -> SlapoError:
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether a disk, or what a person may use of it, is full."""
+    """Return whether the error says that a disk or the user's quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -56,23 +59,23 @@ NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 
 def is_of_the_network(error: BaseException) -> bool:
-    """Return whether a client of HTTP raised it: no route, no name, a refused or lost connection."""
+    """Return whether an HTTP client raised the error, e.g. for a refused or lost connection."""
     return type(error).__module__.partition(".")[0] in NETWORK
 
 
 def is_first() -> bool:
-    """Return whether this process speaks for all that a launcher started."""
+    """Return whether this process is rank 0 of its launcher, and so prints for all ranks."""
     return os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 def _say_why(stop: SystemExit) -> None:
-    """Print how to go on after a stop that was asked for; once, not on every rank."""
+    """Print on rank 0 the message of a StoppedError, which says how to resume; ignore a plain SystemExit."""
     if type(stop) is not SystemExit and is_first():
         sys.stderr.write(f"{stop}\n")
 
 
 def check_new_file(path: Path | None, option: str) -> None:
-    """Raise SlapoError unless the file can be written; before what may take minutes."""
+    """Raise SlapoError if the file given as `option` cannot be written; called before long work."""
     if path is None:
         return
     folder = path.absolute().parent
@@ -84,9 +87,9 @@ def check_new_file(path: Path | None, option: str) -> None:
 
 @contextmanager
 def stdout_for_json(as_json: bool) -> Iterator[None]:
-    """Context in which whatever libraries and child processes print goes to stderr: JSON comes after it.
+    """Context that sends all output to stderr if `as_json`, so that stdout holds only the JSON after it.
 
-    DeepSpeed, which `transformers` imports where it is installed, logs to stdout.
+    It also catches child processes, and DeepSpeed, which logs to stdout when `transformers` imports it.
     """
     if not as_json:
         yield
@@ -103,7 +106,7 @@ def stdout_for_json(as_json: bool) -> Iterator[None]:
 
 
 def report(error: SlapoError) -> None:
-    """Print the parts of an error on stderr; ranks of a launcher say who they are."""
+    """Print an error on stderr: as a panel on a terminal, else as a line that names the launcher's rank."""
     from rich.console import Console
     from rich.panel import Panel
     from rich.text import Text

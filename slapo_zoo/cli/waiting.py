@@ -1,4 +1,4 @@
-"""A sign of life from work that says nothing itself."""
+"""Progress lines on stderr for long work that prints nothing itself."""
 
 import sys
 import threading
@@ -14,12 +14,12 @@ FIRST_S, EVERY_S = (
 
 @contextmanager
 def waiting(what: str, first_s: float = FIRST_S, every_s: float = EVERY_S) -> Iterator[None]:
-    """Context that reports on standard error how long `what` has taken, if it takes longer than a moment.
+    """Context that prints on stderr how many seconds its block has taken so far.
 
     Args:
-        what: is done.
-        first_s: nothing is said before.
-        every_s: seconds between two lines where there is no terminal.
+        what: name of the work, which begins each line.
+        first_s: seconds before the first line.
+        every_s: seconds between lines; on a terminal one line is updated every second instead.
     """
     is_over, begin, terminal = threading.Event(), time.monotonic(), sys.stderr.isatty()
 

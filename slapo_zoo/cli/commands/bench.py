@@ -1,4 +1,4 @@
-"""`slapo-zoo bench`: how long training steps take, and a trace of one."""
+"""Command `slapo-zoo bench`: times training steps or kernels, and traces a pipeline step."""
 
 from math import isnan
 from pathlib import Path
@@ -46,12 +46,12 @@ def bench(
 ) -> Any:  # fmt: skip
     """Time training steps (forward and backward) of a checkpoint on random input.
 
-    Nothing is timed before the loss of the batch equals that of plain transformers.
+    Before timing, the loss of the batch is compared with that of plain transformers.
 
-    `slapo-zoo bench kernels` times every kernel beside what it replaces, and writes the table that
-    kernels="auto" follows on this device into the user's cache folder, or to --output.
+    `slapo-zoo bench kernels` times each kernel and the operations that it replaces. It writes a table to
+    the user's cache folder, or to --output; kernels="auto" chooses kernels on this device by that table.
 
-    Whole steps in turns with what else divides a model: `ci/run.py beside` in a checkout of the source.
+    To compare steps with other libraries that shard a model, run `ci/run.py beside` in a source checkout.
     """
     if model == "kernels":
         return _kernels(only, quick, output, resume)
@@ -91,7 +91,7 @@ def bench(
 
 
 def _traced(spans: Any, folder: Path | None, title: str) -> str:
-    """Write the files of a trace, and return a line about them."""
+    """Write trace.json and trace.png of a step's spans into a folder, and return a line that names them."""
     if folder is None:
         return ""
     from slapo_zoo.pipeline.timeline import bubble

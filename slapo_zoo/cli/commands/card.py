@@ -1,4 +1,4 @@
-"""`slapo-zoo card`: make, look at, publish and fetch schedule cards."""
+"""Command `slapo-zoo card`: makes, checks, compares, publishes and downloads schedule cards."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +35,7 @@ def make(
     any_size: Annotated[bool, typer.Option(help="For every size with as many blocks.")] = False,
     auto_class: Head = None,
 ) -> Any:
-    """Write the zoo's schedule of a model as a card; what was not measured says so."""
+    """Write the schedule that the zoo has for a model as a card; its figures are marked unmeasured."""
     from slapo_zoo.cards.make import zoo_card
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.weights.ledger import filled
@@ -55,7 +55,7 @@ def make(
 @app.command()
 @command
 def lint(card: Name) -> Any:
-    """Check a card; nothing of it is executed. Exit code 2 says what is wrong with it."""
+    """Check a card without running it; exit code 2 if something is wrong with it."""
     from slapo_zoo.cards.resolve_card import load_card
     from slapo_zoo.weights.ledger import filled
 
@@ -72,7 +72,7 @@ def verify(
     model: Annotated[str | None, typer.Option(help="A folder or Hub id; none: its base model.")] = None,
     full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
 ) -> Any:  # fmt: skip
-    """Run the schedule of a card against the plain model, and write the outcome into the card."""
+    """Compare a card's schedule with the plain model, and write the verdict into the card."""
     from slapo_zoo.cards.card import read_card
     from slapo_zoo.cards.program import MODULE
     from slapo_zoo.errors import CardError
@@ -94,7 +94,7 @@ def verify(
 @app.command()
 @command
 def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]) -> Any:
-    """Compare two cards, as a unified diff of their programs."""
+    """Compare the programs of two cards, and print a unified diff."""
     from slapo_zoo.cards.resolve_card import load_card
     from slapo_zoo.errors import CardError
 
@@ -115,7 +115,7 @@ def push(
     private: Annotated[bool, typer.Option(help="Of a new repository.")] = False,
     parent: Annotated[str | None, typer.Option(help="The sha it must still be at.")] = None,
 ) -> Any:
-    """Publish a card on the Hub as one commit; prints the reference to write down."""
+    """Publish a card on the Hub as one commit, and print its reference org/name@sha."""
     from slapo_zoo.cards.hub import push
 
     found = push(folder, repo_id, private=private or None, tag=tag, parent=parent)
@@ -128,7 +128,7 @@ def pull(
     card: Annotated[str, typer.Argument(help="org/name@revision.")],
     folder: Annotated[Path | None, typer.Argument(help="Where to copy it; none: the cache.")] = None,
 ) -> Any:  # fmt: skip
-    """Fetch a card and check it; prints the commit that was fetched."""
+    """Download a card from the Hub, check it, and print its commit and folder."""
     from slapo_zoo.cards.card import read_card
     from slapo_zoo.cards.hub import Reference, pull
 

@@ -1,4 +1,4 @@
-"""`slapo-zoo check` and `slapo-zoo reshard`: checkpoints on the disk."""
+"""Commands `slapo-zoo check` and `slapo-zoo reshard`, for checkpoints on disk."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ Dtype = Annotated[str | None, typer.Option(help="Of the model: float32, bfloat16
 def check(
     folder: Annotated[Path, typer.Argument(help="What save_pretrained or save_checkpoint wrote.")],
 ) -> Any:
-    """Compare every tensor and file of a checkpoint with its checksums; exit code 2 names damages."""
+    """Compare every tensor and file of a checkpoint with its checksums; exit code 2 if one is damaged."""
     from slapo_zoo.weights.integrity import damages_of
 
     count, found = damages_of(folder)
@@ -36,7 +36,10 @@ def reshard(
     dtype: Dtype = None,
     allow_pickle: Annotated[bool, typer.Option(help="Read a .bin checkpoint.")] = False,
 ) -> Any:
-    """Rewrite a checkpoint, also of a stopped training; it takes the memory of one tensor."""
+    """Rewrite a checkpoint with other file sizes or another dtype, holding one tensor in memory at a time.
+
+    The checkpoint may be one of a training that was stopped.
+    """
     from slapo_zoo.weights.reshard import reshard
     from slapo_zoo.zoo.argument_values import to_dtype
 

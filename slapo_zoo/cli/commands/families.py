@@ -1,4 +1,4 @@
-"""`slapo-zoo list`, `derive` and `version`: what there is, and a table for a family that has none."""
+"""Commands `slapo-zoo list`, `derive` and `version`."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -15,7 +15,7 @@ PACKAGES = ("slapo-zoo", "torch", "transformers", "safetensors", "triton", "deep
 
 @command
 def list_families() -> Any:
-    """Print the families that have a table, and what each table offers."""
+    """Print the model families that the zoo has a schedule for, and the features of each."""
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.features import features
 
@@ -34,10 +34,10 @@ def derive(
     auto_class: Head = None,
     write: Annotated[bool, typer.Option("--write", help="Write schedules/<model_type>.py.")] = False,
 ) -> Any:  # fmt: skip
-    """Derive a table from a model's modules, prove it on a tiny model of that config, print its source.
+    """Derive a schedule for a model family that has none, and print it as source of schedules/<family>.py.
 
-    The proof compares outputs, loss and every gradient with plain `transformers`, all ranks as
-    threads on the CPU. What could not be sharded is said, and why.
+    A tiny model of the same config checks the schedule: outputs, loss and every gradient must equal those
+    of plain `transformers`; all ranks run as threads on the CPU. Unsharded parts are listed with reasons.
     """
     from slapo_zoo.hf import models as hf
     from slapo_zoo.verify.derive import derive as prove
@@ -59,13 +59,13 @@ def derive(
 
 @command
 def show_version() -> Any:
-    """Print the versions of the package and of what it stands on."""
+    """Print the versions of slapo-zoo, of Python and of the libraries in use."""
     found = {"python": platform.python_version()} | {name: _version(name) for name in PACKAGES}
     return found, "\n".join(f"{name} {number or '-'}" for name, number in found.items())
 
 
 def print_version(wanted: bool) -> None:
-    """Print the one line of `slapo-zoo --version` that scripts read."""
+    """Print the line `slapo-zoo VERSION` and exit, if `--version` was given."""
     if wanted:
         typer.echo(f"slapo-zoo {_version('slapo-zoo') or 'unknown'}")
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""`slapo-zoo init`: four questions, and the configuration of a run."""
+"""Command `slapo-zoo init`: asks four questions, and writes the configuration of a training run."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ def init(
     task: Annotated[str | None, typer.Option(help=ASKED["task"])] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help=ASKED["ranks"])] = None,
 ) -> Any:
-    """Write the configuration of a training run; what is not given is asked."""
+    """Write the configuration of a training run as YAML; ask for each answer that no flag gives."""
     import yaml
 
     if file.exists():

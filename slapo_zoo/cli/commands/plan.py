@@ -1,4 +1,4 @@
-"""`slapo-zoo plan`: what every rank would read, compute and hold, before any is started."""
+"""Command `slapo-zoo plan`: forecasts what every rank reads, computes and holds; no rank is started."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,7 +37,7 @@ def plan(
 ) -> Any:  # fmt: skip
     """Print what each rank would read, compute and hold; no weight is read.
 
-    With --gpus, look at every layout of a cluster instead, and name the fastest that fits.
+    With --gpus, simulate every layout (tp, pp, dp, ...) of that many GPUs, and name the fastest that fits.
     """
     from slapo_zoo.cli.commands.plan_search import make_planner, search
     from slapo_zoo.errors import MeshError
@@ -70,14 +70,16 @@ def plan(
 def _forecast(
     planner: Any, mesh: tuple[int, int, int], knobs: dict[str, Any], count: int | None, rows: int
 ) -> Any:
-    """Forecast a step of one layout.
+    """Simulate a training step of one layout.
+
+    Returns (planner's forecast, forecast of each stage, throughput and bottleneck, hardware name).
 
     Args:
-        planner: of the model.
-        mesh: tp, pp and dp.
-        knobs: of the layout.
-        count: micro-batches; None: as many as are usual.
-        rows: rows of a micro-batch.
+        planner: planner of the model on that hardware.
+        mesh: sizes (tp, pp, dp).
+        knobs: the other flags of the layout, e.g. pipeline_order, by name.
+        count: micro-batches per step; None: 2 * pp with a pipeline, else 1.
+        rows: rows per micro-batch.
     """
     from slapo_zoo.model.dp.dp_shard import check_dp_shard
     from slapo_zoo.parallel.mesh import Mesh
@@ -98,7 +100,7 @@ def _forecast(
 
 
 def _weights_data(found: Any) -> dict[str, Any] | None:
-    """Return the reads of all ranks as plain data, in bytes; None where they were not asked for."""
+    """Return the forecast of `plan_weights` as data for `--json`, sizes in bytes; None for None."""
     if found is None:
         return None
     ranks = [{**vars(rank), "files": sorted(rank.files)} for rank in found.ranks]
@@ -109,7 +111,7 @@ def _weights_data(found: Any) -> dict[str, Any] | None:
 
 
 def _step_data(found: Any) -> dict[str, Any] | None:
-    """Return a step's forecast as plain data, in bytes and seconds; None where it was not asked for."""
+    """Return the result of `_forecast` as data for `--json`, in bytes and seconds; None for None."""
     if found is None:
         return None
     step, stages, best, hardware = found
@@ -122,7 +124,7 @@ def _step_data(found: Any) -> dict[str, Any] | None:
 
 
 def _forecast_text(found: Any, order: str) -> str:
-    """Return tables of stages and of bytes per rank; nothing where they were not asked for."""
+    """Return the result of `_forecast` as two tables, of stages and of bytes per rank; "" for None."""
     if found is None:
         return ""
     from slapo_zoo.weights.ledger import as_table, filled, human
@@ -141,7 +143,10 @@ def _forecast_text(found: Any, order: str) -> str:
 
 
 def _weights_text(found: Any, what: str, step: int) -> str:
-    """Return the reads as a table: a line per group of `step` ranks (a stage, or one rank)."""
+    """Return the forecast of `plan_weights` as a table titled `what`; "" for None.
+
+    Each row stands for `step` consecutive ranks: all ranks of a stage, or one rank.
+    """
     if found is None:
         return ""
     from slapo_zoo.weights.ledger import as_table, filled, human

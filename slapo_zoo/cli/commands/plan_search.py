@@ -1,4 +1,4 @@
-"""`slapo-zoo plan --gpus N` and `slapo-zoo calibrate`: the fastest layout by simulation, and this machine."""
+"""Commands `slapo-zoo plan --gpus N`, which simulates all layouts, and `slapo-zoo calibrate`."""
 
 import json
 from pathlib import Path
@@ -12,12 +12,12 @@ from slapo_zoo.errors import SlapoError
 
 
 def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None, str, str]) -> Any:
-    """Make the planner of a model for a cluster's hardware.
+    """Return the planner of a model on some hardware.
 
     Args:
-        model: a folder, an id of the Hub or a family.
-        seq_len: tokens of a row; None takes the usual number.
-        device: name or file of the hardware, its memory, the precision, the runtime.
+        model: a checkpoint folder, a Hub id or a family.
+        seq_len: tokens per row; None takes a default that fits the model.
+        device: values of --hardware, --memory, --precision and --runtime.
     """
     from slapo_zoo.pipeline.unit_costs import row_length
     from slapo_zoo.tune.planner.hardware import find_hardware, with_memory
@@ -40,7 +40,11 @@ def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None,
 def search(
     planner: Any, gpus: int, batch: int, explain: bool, write: Path | None, most: int
 ) -> Any:
-    """Search all layouts, and return what was found; the arguments are options of `plan`."""
+    """Search all layouts of `gpus` devices; return (data, text), and an error third if none fits.
+
+    `batch` counts rows per step over all replicas; `most` limits the layouts shown. `explain` adds why
+    others do not fit. `write` is the file for the fastest layout's schedule, or None.
+    """
     from slapo_zoo.tune.planner import layout_report as show
     from slapo_zoo.tune.planner.layout_search import require_feasible
 
@@ -65,7 +69,7 @@ def calibrate(
     device: Device = "auto",
     ranks: Annotated[int, typer.Option(min=1, help="Local ranks that talk to each other.")] = 2,
 ) -> Any:
-    """Measure this machine once: matrix products, memory, launches and links, for `plan`."""
+    """Measure the speed of matrix products, memory, launches and links on this machine, for `plan`."""
     from slapo_zoo.tune.planner.calibrate import measure
 
     check_new_file(output, "output")

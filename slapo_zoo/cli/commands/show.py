@@ -1,4 +1,4 @@
-"""`slapo-zoo show`: a schedule, and what it means for every rank."""
+"""Command `slapo-zoo show`: prints a schedule, and what it means for every rank."""
 
 from typing import Annotated, Any
 
@@ -23,7 +23,7 @@ def show(
     device: Device = "auto",
     rank: OneRank = None,
 ) -> Any:
-    """Print the program, shapes and bytes per rank, and collectives per step; no weight is read."""
+    """Print a schedule's directives, shapes and bytes per rank, and collectives per step; read no weight."""
     import torch
 
     from slapo_zoo.cli.training.checks import row_length
@@ -49,7 +49,7 @@ def show(
 
 
 def as_data(found: Any) -> dict[str, Any]:
-    """Return a survey as plain data for `--json`."""
+    """Return a survey (`zoo.survey.survey` of a schedule on a mesh) as data for `--json`."""
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],
@@ -92,7 +92,10 @@ def _text(found: Any, title: str) -> str:
 
 
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:
-    """Return the tensors of one block for all blocks that have the same, with `*` for its number."""
+    """Return (name, (shape, shapes per rank, stages)) of each tensor; equal ones of many blocks are one row.
+
+    Block numbers in names become `*`.
+    """
     rows: dict[str, list[Any]] = {}
     for name, (shape, local, stages) in found.shapes.items():
         short = ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,4 +1,4 @@
-"""`slapo-zoo train`: a person's own checkpoint and data, on any mesh."""
+"""Command `slapo-zoo train`: trains a user's checkpoint on the user's data, on any mesh."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -37,12 +37,12 @@ def train(
 ) -> Any:
     """Train a checkpoint on your data: next tokens, masked tokens, labels, pairs, ...
 
-    What to do is written in a file (--config), in flags, or in both: flags win, then --set.
+    Keys come from a YAML file (--config), from flags and from --set; a later one of these three wins.
     Under torchrun, srun or the deepspeed launcher the command joins their processes; otherwise it
     starts tp * pp * dp local ranks.
-    Any number of them computes the same losses, and resumes from a checkpoint of any other.
-    SIGTERM, SIGUSR1 and Ctrl-C finish the step and save; the exit code is then 75, or 130.
-    With --json the losses of the steps that were done are printed at the end.
+    Losses are the same on any mesh, and a checkpoint can be resumed on any other mesh.
+    SIGTERM, SIGUSR1 and Ctrl-C finish the step and save; the exit code is then 75, or 130 for Ctrl-C.
+    With --json the losses of the steps of this run are printed at the end.
     """
     named = {"model": model, **flags}
     is_said = lambda name: getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"  # noqa: E731
@@ -59,7 +59,7 @@ def train(
 
 
 def trained(options: TrainOptions) -> list[float]:
-    """Check, read, train; return the losses of the steps that were done."""
+    """Check the options, read model and data, and train; return the loss of each step of this run."""
     if is_first():
         typer.echo(
             f"{config_keys.changes(options)}\nreading model and data ..."

@@ -1,4 +1,4 @@
-"""`slapo-zoo tune`: measure configurations until the fastest is found, and keep every result."""
+"""Command `slapo-zoo tune`: measures configurations to find the fastest, and keeps every result."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,8 +36,8 @@ def tune(
 ) -> Any:  # fmt: skip
     """Search for the fastest configuration of a model.
 
-    Each point is measured in a process of its own. Out of memory, a crash, a time-out, wrong numbers
-    and slowness are distinguished; what a database holds is never measured again.
+    Each configuration is measured in a process of its own. Reports distinguish out of memory, a crash, a
+    time-out, wrong numbers and slowness. A configuration whose result is in --db is not measured again.
     """
     from slapo_zoo.tune import tuning_report as show
     from slapo_zoo.tune.database import Database
@@ -76,7 +76,7 @@ def tune(
 
 
 def _nothing_ran(found: Any, refused: dict[int, str]) -> SlapoError:
-    """Return the error of a search in which no point ran to its end."""
+    """Return the error of a search in which no configuration finished, with the last reason."""
     why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(refused.values())  # fmt: skip
     problem = f"no configuration finished; last error: {why[-1] if why else 'nothing'}"
     return SlapoError("tune", "search", problem, "make the batch smaller, or give more --memory or --timeout")  # fmt: skip
@@ -101,7 +101,7 @@ def _of_model(
 
 
 def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
-    """Return the values of NAME=V,V; numbers, true, false and none as such."""
+    """Parse texts NAME=V,V into name --> values; numbers, true, false and none get their Python types."""
     words = {"true": True, "false": False, "none": None}
     found: dict[str, list[Any]] = {}
     for text in texts:
@@ -113,7 +113,7 @@ def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
 
 
 def typed(word: str) -> Any:
-    """Convert a word to a number, if it is one."""
+    """Return a word as int or float if it is a number, else the word."""
     for kind in (int, float):
         try:
             return kind(word)

@@ -1,4 +1,4 @@
-"""`slapo-zoo verify`: does a schedule compute what the plain model computes?"""
+"""Command `slapo-zoo verify`: checks that a schedule computes what the plain model computes."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -21,10 +21,10 @@ def verify(
     full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
     layers: Annotated[bool, typer.Option(help="The true widths, a few layers at a time.")] = False,
 ) -> Any:
-    """Compare the scheduled model with the plain one: outputs, every gradient, a step, dropout, files.
+    """Compare the scheduled with the plain model: outputs, gradients, a step, dropout, saved files.
 
-    All ranks are threads of one process on the CPU. By default a small model of the same family
-    stands in, which takes seconds; exit status 1 says that something is wrong.
+    All ranks are threads of one process on the CPU. By default a small model of the same family is
+    compared, which takes seconds. Exit code 1 says that something differs.
     """
     if full and layers:
         raise typer.BadParameter("--full holds all layers at once; choose one", param_hint="--layers")  # fmt: skip
@@ -57,7 +57,7 @@ def verify(
 
 
 def _refuse_beside_card(given: dict[str, Any]) -> None:
-    """Refuse flags of what the program of a card says itself."""
+    """Raise SlapoError for a flag of the layout that the card's program sets itself."""
     from slapo_zoo.errors import SlapoError
 
     for name, value in given.items():
@@ -68,7 +68,7 @@ def _refuse_beside_card(given: dict[str, Any]) -> None:
 
 
 def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any]) -> None:
-    """Raise for a mesh that the model cannot have: that is a mistake in the arguments, not a verdict."""
+    """Raise an error if the model cannot be sharded on the mesh: then the flags are wrong, not the schedule."""
     import torch
 
     from slapo_zoo.model.dp.dp_shard import check_dp_shard

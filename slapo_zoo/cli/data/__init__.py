@@ -1,1 +1,1 @@
-"""From files and data sets to the batches of every step: read, tokenize, pack, deal out, mask."""
+"""Data of a training run: reading of files and data sets, tokenization, packing, batches, masks."""

@@ -1,4 +1,4 @@
-"""Batches of every step, the same whatever the layout: of rows by number, or of a stream."""
+"""Batches of every step, the same on every mesh: from a table of rows, or from a stream of data."""
 
 import itertools
 import zlib
@@ -20,13 +20,13 @@ SAMPLE = 4096  # rows that tell one text from another
 
 @dataclass(frozen=True)
 class Batches:
-    """Give the batch of every step, a function of the seed alone: any rank can make its part.
+    """Batches of a data set in memory or mapped; a batch depends only on the seed and the step.
 
     Args:
-        rows: a `datasets.Dataset`.
-        task: makes batches of them.
+        rows: `datasets.Dataset` of tokenized rows.
+        task: task that makes batches from rows.
         batch_size: rows per step, over all data-parallel ranks together.
-        seed: decides the order of the rows and the masks.
+        seed: seed of the order of the rows and of the masks.
     """
 
     rows: Any
@@ -35,9 +35,9 @@ class Batches:
     seed: int
 
     def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """Return the batch of one data-parallel rank; tp and pp peers get the same.
+        """Return the rows of step `step` for data-parallel rank `dp_coord` of `dp`.
 
-        Every row comes once per epoch, each epoch in an order of its own; a short rest is dropped.
+        Every epoch reads all rows in a new order; rows that fill no whole batch are skipped.
         """
         epoch, turn = divmod(step, len(self.rows) // self.batch_size)
         order = order_of(self.seed, epoch, len(self.rows))
@@ -46,13 +46,16 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def in_order(self, most: int | None = None) -> int:
-        """Return how many batches all rows fill, the last one perhaps in part; at most so many."""
+        """Return the number of batches for an evaluation of all rows, at most `most`; the last may be short."""
         size = self.batch_size
         count = len(self.rows) // size if self.task.couples else -(-len(self.rows) // size)
         return count if most is None else min(count, most)
 
     def part_in_order(self, number: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """Return rows in the order of the data; a short last batch is filled with rows without labels."""
+        """Return evaluation batch `number` for rank `dp_coord` of `dp`, with rows in the order of the data.
+
+        A short last batch is filled up with rows whose labels are ignored.
+        """
         begin = number * self.batch_size
         numbers = list(range(begin, min(begin + self.batch_size, len(self.rows))))
         batch = self.task.collate(self.rows[numbers], generator_of(self.seed, number, EVALUATION))
@@ -63,25 +66,25 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return what, beside the number of steps, says which rows come next; `text` is a checksum."""
+        """Return what a checkpoint keeps to recognize the data: settings, number of rows and a checksum."""
         return {"rows": len(self.rows), **_settings(self), "text": checksum(self.rows)}
 
     def resume(self, position: Any) -> None:
-        """Do nothing: every step is known from its number."""
+        """Do nothing: a batch depends only on its step."""
 
 
 class Stream:
-    """Give batches of blocks of rows, which are read while training goes on; the seed orders a block.
+    """Batches of data that are read during training, in blocks of rows; rows are shuffled within a block.
 
-    Where a block begins is known as a place in the data, so that a run that is resumed, on any
-    layout, reads no more than one block again.
+    A checkpoint keeps the position at which a block begins, so a resumed run, on any mesh, reads at
+    most one block again.
 
     Args:
-        source: opens the data and gives its rows.
-        task: makes batches of rows.
+        source: opens the data and yields tokenized rows.
+        task: task that makes batches from rows.
         batch_size: rows per step, over all data-parallel ranks together.
-        seed: decides the order within a block, and the masks.
-        block: rows of a block, rounded down to whole batches.
+        seed: seed of the order within a block, and of the masks.
+        block: rows per block, rounded down to whole batches.
     """
 
     def __init__(self, source: Any, task: Task, batch_size: int, seed: int, block: int):
@@ -94,7 +97,7 @@ class Stream:
         self.reader: Iterator[Any] | None = None  # stands where the next block begins
 
     def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """Return the batch of one data-parallel rank; steps come one after the other."""
+        """Return the rows of a step for data-parallel rank `dp_coord` of `dp`; steps must be asked in order."""
         block, turn = divmod(step, self.steps)
         if self.next is None:
             self._read()
@@ -107,16 +110,16 @@ class Stream:
         return part_of(self.task.collate(rows, generator_of(self.seed, step, CHANCE)), dp_coord, dp)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return where the block of a step begins, which may be the one that is read next."""
+        """Return what a checkpoint keeps to resume at `step`: settings, and the start of the step's block."""
         at = self.next if self.next and step // self.steps > self.start["block"] else self.start
         return {**_settings(self), "block_steps": self.steps, "at": at}
 
     def resume(self, position: Any) -> None:
-        """Go on where the block of that position begins."""
+        """Continue at the block of a `position` that a checkpoint kept."""
         self.start, self.next, self.reader = position["at"], None, None
 
     def _read(self) -> None:
-        """Read and tokenize the block that begins at `start`, once for all ranks."""
+        """Read the block of rows that begins at `start` on rank 0, and send it to all ranks."""
         self.rows, self.next = once_for_all("reading data", self._block)
 
     def _block(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -127,7 +130,7 @@ class Stream:
         return [row for row, _, _ in found], place
 
     def _endless(self) -> Iterator[tuple[dict[str, Any], int, Any]]:
-        """Yield the rows from `start` on, for ever, with their epoch and the data that knows its place."""
+        """Yield (row, epoch, data set) from `start` on without end; the data set knows its position."""
         epoch, place = self.start["epoch"], self.start["source"]
         while True:
             data, is_empty = self.source.opened(), place is None
@@ -143,12 +146,12 @@ class Stream:
 
 @dataclass(frozen=True)
 class Inputs:
-    """Hold what a run reads.
+    """Everything that a training run reads.
 
     Args:
-        batches: of the training.
-        held_out: what it is evaluated on.
-        tokenizer: is saved beside the weights.
+        batches: batches to train on.
+        held_out: batches to evaluate on, or None.
+        tokenizer: tokenizer to save with the weights, or None.
     """
 
     batches: Batches | Stream
@@ -156,7 +159,7 @@ class Inputs:
     tokenizer: Any = None
 
     def summary(self) -> str:
-        """Return one line about it."""
+        """Return one line that describes the task, the rows, and whether documents are masked."""
         task, held = self.batches.task, self.held_out
         what = f"{len(self.batches.rows)} rows" if isinstance(self.batches, Batches) else "a stream of rows"  # fmt: skip
         what += f" of up to {task.seq_len} tokens"
@@ -167,37 +170,40 @@ class Inputs:
 
 
 def _settings(batches: Batches | Stream) -> dict[str, Any]:
-    """Return what decides the rows of a step, beside the data."""
+    """Return the settings that determine the rows of a step, apart from the data itself."""
     task = batches.task
     return {"seq_len": task.seq_len, "batch_size": batches.batch_size, "seed": batches.seed, "task": type(task).__name__}  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def order_of(seed: int, epoch: int, count: int) -> Tensor:
-    """Return the numbers of an epoch's rows; of many rows it takes a second to make."""
+    """Return the shuffled row numbers of an epoch, [count]; cached, because many rows take a second."""
     return torch.randperm(count, generator=generator_of(seed, epoch, ORDER))
 
 
 def part_of(batch: dict[str, Tensor], dp_coord: int, dp: int) -> dict[str, Tensor]:
-    """Return the rows of one data-parallel rank."""
+    """Return the rows of data-parallel rank `dp_coord` of `dp` from a batch of all ranks."""
     return {name: whole.chunk(dp)[dp_coord].contiguous() for name, whole in batch.items()}
 
 
 def generator_of(seed: int, number: int, purpose: int) -> torch.Generator:
-    """Return a generator for one purpose of one step; the same on all ranks."""
+    """Return the random generator for a purpose, e.g. ORDER, of a step, epoch or block; equal on all ranks."""
     mixed = hash((seed, number, purpose)) % 2**63  # of integers: the same everywhere
     return torch.Generator().manual_seed(mixed)
 
 
 def divided(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """Return all but a share of the rows, and that share, drawn by the seed, both in their order."""
+    """Split rows into (training rows, held-out rows) by a seeded draw; each part keeps the order of the data.
+
+    `share`, from 0 to 1, is the part that is held out.
+    """
     order, count = np.random.default_rng(seed).permutation(len(rows)), round(share * len(rows))
     rest, held = (np.sort(part) for part in (order[count:], order[:count]))
     return rows.select(rest, keep_in_memory=True), rows.select(held, keep_in_memory=True)
 
 
 def checksum(rows: Any) -> int:
-    """Hash all rows, or a sample of a large data set that tells it from another one."""
+    """Return a checksum of the rows, or of a sample of at most SAMPLE rows."""
     numbers = np.unique(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(np.int64))
     found = 0
     for name, column in sorted(rows[numbers.tolist()].items()):

@@ -1,4 +1,4 @@
-"""Reading of rows: text files, files of tables, data sets of the Hub; tokenized once per node."""
+"""Reading of rows from text files, table files and data sets of the Hub, and their tokenization."""
 
 import sys
 from collections import Counter
@@ -18,12 +18,12 @@ MOST_CLASSES = 100_000  # a larger number is an id, of which nobody wants all be
 
 
 def format_of(path: Path) -> str | None:
-    """Return how `datasets` calls the table of a file; None for text."""
+    """Return the name that `datasets` has for a table file's format, e.g. "json"; None for a text file."""
     return KINDS.get(path.suffix.lower())
 
 
 def kind_of(name: str) -> str:
-    """Return text, table or saved for what lies on the disk; hub for the name of a data set there."""
+    """Return "text", "table" or "saved" (by save_to_disk) for a path; "hub" for the name of a data set."""
     path = Path(name)
     if not path.exists():
         if format_of(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -39,7 +39,7 @@ def kind_of(name: str) -> str:
 
 
 def _kind_of_folder(path: Path) -> str:
-    """Refuse tables of several kinds: `datasets` reads the files of the most frequent ending alone."""
+    """Return "table" or "text" for a folder; refuse several kinds, of which `datasets` would read only one."""
     files = [f for f in _visible_files(path) if f.suffix and not f.name.startswith("dataset_")]
     kinds = Counter((format_of(f), f.suffix.lower() == ".tsv") for f in files if format_of(f))
     others = Counter(f.suffix.lower() for f in files if not format_of(f))
@@ -51,7 +51,7 @@ def _kind_of_folder(path: Path) -> str:
 
 
 def _visible_files(path: Path) -> list[Path]:
-    """Return a file, or the files of a folder and of those in it, without hidden ones, by name."""
+    """Return the file itself, or all files below a folder in order of name, without hidden ones."""
     if path.is_file():
         return [path]
     is_hidden = lambda file: any(p.startswith(".") for p in file.relative_to(path).parts)  # noqa: E731
@@ -59,7 +59,7 @@ def _visible_files(path: Path) -> list[Path]:
 
 
 def text_files(path: Path) -> list[str]:
-    """Return the files that hold UTF-8 text; the number of the others is printed."""
+    """Return the paths of files that hold UTF-8 text; print how many others are skipped."""
     files = _visible_files(path)
     texts = [str(file) for file in files if _is_text(file)]
     if not texts:
@@ -83,9 +83,9 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
 
     Args:
         name: a file, a folder, or a data set of the Hub.
-        split: the split of it.
-        config: the configuration, of a data set of the Hub that has several.
-        stream: read it while its rows are used.
+        split: name of the split to read.
+        config: name of a configuration, for a Hub data set that has several.
+        stream: return an iterable data set that is read while its rows are used.
     """
     datasets, kind, path = _library(), kind_of(name), Path(name)
     where: dict[str, Any] = {"streaming": stream}
@@ -110,14 +110,14 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
 
 
 def check_split(name: str, split: str, own: Iterable[str]) -> None:
-    """Refuse to take the rows of one split for those of another."""
+    """Raise DataError if the data set does not have the split; `own` names its splits."""
     if split not in own:
         hint = "text, a single file and a saved data set have one split: name another as eval_data"
         raise DataError(name, f"split {split!r}", f"expected {' or '.join(own)}", hint)
 
 
 def ask_the_hub(name: str) -> None:
-    """Raise what the network says to one request; the libraries would try five times, each longer."""
+    """Send one request to the Hub and raise its connection error; `datasets` would retry for long."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -139,7 +139,7 @@ def _library() -> Any:
 
 @contextmanager
 def explained(name: str, split: str) -> Iterator[None]:
-    """Turn an error of the library about a file or a name into a DataError."""
+    """Context that turns errors of `datasets` about the data into a DataError."""
     from pyarrow import ArrowException
 
     known = _library().exceptions.DatasetsError, ArrowException, ValueError, OSError, KeyError
@@ -164,7 +164,10 @@ OF_NOTHING = ("StopIteration", "corresponds to no data", "BatchSize must be grea
 
 
 def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str]) -> dict[str, str]:
-    """Map each field that the task reads to the column of the data that holds it."""
+    """Return role --> column: which column of the data holds each input of the task, such as "text".
+
+    `given` holds the user's choices, `found` the columns of the data; missing ones raise DataError.
+    """
     chosen = {}
     if unknown := sorted(set(given) - set(task.roles)):
         hint = f"this task reads {', '.join(task.roles)}"
@@ -191,18 +194,18 @@ FITS: dict[str, Callable[[Any], bool]] = {
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turn a batch of the data into tokens and labels; `datasets` calls it.
+    """Tokenization of a batch of rows, as a function for `datasets.map`.
 
     Args:
-        task: makes tokens.
-        columns: what the task reads --> the column that holds it.
+        task: task that makes tokens and labels.
+        columns: role of an input, e.g. "text" --> name of the column that holds it.
     """
 
     task: Task
     columns: Mapping[str, str]
 
     def __call__(self, batch: Columns) -> dict[str, Any]:
-        """Return the rows whose texts have a token each."""
+        """Return columns of tokens and labels for columns of raw data; rows without a token are dropped."""
         found = {role: list(batch[name]) for role, name in self.columns.items()}
         for role, held in found.items():
             wanted = self.task.kinds.get(role, "a text")
@@ -216,7 +219,7 @@ class Encoder:
         return {name: [column[i] for i in kept] for name, column in encoded.items()}
 
     def fingerprint(self, data: str) -> str:
-        """Return a name of the tokens of these data, by this tokenizer, for this task."""
+        """Return a cache key for the tokens: a hash of data, task, tokenizer and columns."""
         tokenizer = self.task.tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         words = backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items()))  # fmt: skip
@@ -227,12 +230,12 @@ class Encoder:
 
 
 def has_all(row: Columns, names: Sequence[str]) -> bool:
-    """Return whether no column of a row is empty."""
+    """Return whether a row has a value in each of the named columns."""
     return all(row[name] is not None for name in names)
 
 
 def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
-    """Return the rows of a table as tokens, which are kept in the cache and mapped from there."""
+    """Return the tokenized rows of a data set, which `datasets` caches on disk and maps into memory."""
     whole, names, count = data, sorted(set(columns.values())), len(data)
     if any(data.data.column(name).null_count for name in names):
         data = data.filter(has_all, fn_kwargs={"names": names})
@@ -252,7 +255,7 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
 
 
 def _one_by_one(data: Any, key: str) -> Any:
-    """Let the first process of a node tokenize; the others wait, and find its tokens."""
+    """Return a lock with which one process per node tokenizes while others wait to read its cache."""
     if not data.cache_files:
         return nullcontext()
     from filelock import FileLock
@@ -262,14 +265,14 @@ def _one_by_one(data: Any, key: str) -> Any:
 
 @dataclass(frozen=True)
 class Source:
-    """Open a stream of encoded rows, as often as it is read.
+    """Stream of tokenized rows, which can be opened again for every epoch.
 
     Args:
         name: a file, a folder, or a data set of the Hub.
-        split: the split of it.
-        config: the configuration of it, or None.
-        task: encodes a batch.
-        columns: names of the columns by role, where they are not the usual ones.
+        split: name of the split to read.
+        config: name of the data set's configuration, or None.
+        task: task that tokenizes rows.
+        columns: role of an input, e.g. "text" --> column, where the name is not a usual one.
     """
 
     name: str
@@ -279,7 +282,7 @@ class Source:
     columns: Mapping[str, str]
 
     def opened(self) -> Any:
-        """Return the encoded rows from their beginning; they are read as they are used."""
+        """Open the data at its beginning, and return its tokenized rows as an iterable data set."""
         data = open_table(self.name, self.split, self.config, stream=True)
         with explained(self.name, self.split):
             found = data.column_names or list(next(iter(data)))
@@ -288,13 +291,13 @@ class Source:
         return data.map(Encoder(self.task, columns), batched=True, remove_columns=found)
 
     def rows(self, data: Any) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of an opened data set."""
+        """Yield the rows of a data set that `opened` returned."""
         with explained(self.name, self.split):
             yield from data
 
 
 def class_names(data: Any, column: str) -> tuple[str, ...]:
-    """Return the classes of a column of labels, or of lists of labels, by number."""
+    """Return the class names in a column of labels, or of lists of labels; a class's id is its index."""
     feature = data.features[column]
     feature = getattr(feature, "feature", feature)
     if hasattr(feature, "names"):

@@ -1,4 +1,4 @@
-"""Tasks of a training run: the columns that each reads, its tokens and its batches."""
+"""Training tasks: which columns of the data each reads, and how it makes tokens and batches from them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ class DataError(SlapoError, ValueError):
 
 @dataclass(frozen=True)
 class Task:
-    """Describe what a model reads and learns.
+    """Base class of tasks: what a model reads from the data and learns to predict.
 
     Args:
         tokenizer: tokenizer of `transformers`.
-        seq_len: most tokens of a row.
+        seq_len: maximum number of tokens per row.
     """
 
     tokenizer: Any
@@ -39,34 +39,34 @@ class Task:
     couples: ClassVar[bool] = False  # the loss of a row depends on the others: no micro-batches
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return columns of tokens and labels for columns of texts, by role."""
+        """Return columns of tokens and labels; `columns` is role of an input, e.g. "text" --> its values."""
         raise NotImplementedError
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the batch of a step, all dp ranks together; all randomness is the generator's."""
+        """Return the batch of a step over all dp ranks: name --> [rows, ...]; random draws use `generator`."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
-        """Return the fields of the model's config that the task decides."""
+        """Return the fields of the model's config that the task sets, e.g. num_labels."""
         return {}
 
 
 @dataclass(frozen=True)
 class Language(Task):
-    """Pack the tokens of documents, one after the other, into rows of `seq_len`."""
+    """Base class of language tasks, which pack the tokens of all documents into rows of equal length."""
 
     roles: ClassVar = {"text": ("text", "content", "body", "sentence")}
     packs = True
 
     @property
     def row_tokens(self) -> int:
-        """Return the tokens of a row that are read from the text, without what is added to them."""
+        """Return how many tokens of text fill one row; special tokens of the task come on top."""
         return self.seq_len
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return full rows of tokens, and the lengths of the documents (or parts) in each row.
+        """Return rows of tokens, [row_tokens] each, and the lengths of the documents (or parts) in each row.
 
-        A document ends with the end-of-text token where there is one. Tokens behind the last full
+        An end-of-text token, if the tokenizer has one, follows each document. Tokens after the last full
         row are dropped.
         """
         if self.row_tokens < 1:
@@ -88,18 +88,18 @@ class Language(Task):
 
 @dataclass(frozen=True)
 class Causal(Language):
-    """Predict the next token.
+    """Task of predicting the next token.
 
     Args:
-        document_masks: tokens see their own document alone, whose positions begin at 0; the first
-            token of a document is not predicted from the document before.
+        document_masks: mask attention between documents of a row, begin positions at 0 in each, and
+            do not predict a document's first token.
     """
 
     document_masks: bool = False
     head = "AutoModelForCausalLM"
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return input_ids, labels, and position_ids that tell documents apart."""
+        """Return input_ids and labels, and with document masks position_ids that restart in each document."""
         ids = as_tensor(rows["input_ids"])
         if not self.document_masks:
             return {"input_ids": ids, "labels": ids}
@@ -111,12 +111,12 @@ class Causal(Language):
 
 @dataclass(frozen=True)
 class Masked(Language):
-    """Predict masked tokens, as BERT does (arXiv:1810.04805).
+    """Task of predicting masked tokens, as in BERT (arXiv:1810.04805).
 
-    Where the tokenizer has [CLS] and [SEP], every row starts and ends with them.
+    If the tokenizer has [CLS] and [SEP], every row begins with [CLS] and ends with [SEP].
 
     Args:
-        rate: share of the tokens to predict.
+        rate: fraction of the tokens to predict.
     """
 
     rate: float = 0.15
@@ -129,7 +129,7 @@ class Masked(Language):
 
     @property
     def frame(self) -> tuple[list[int], list[int]]:
-        """Return the special tokens before and after the text of a row."""
+        """Return (special tokens before the text of a row, special tokens after it)."""
         if self.tokenizer.cls_token_id is None or self.tokenizer.sep_token_id is None:
             return [], []
         return [self.tokenizer.cls_token_id], [self.tokenizer.sep_token_id]
@@ -139,7 +139,7 @@ class Masked(Language):
         return self.seq_len - sum(map(len, self.frame))
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return rows masked by the collator of `transformers`, with at least one token to predict."""
+        """Return input_ids masked by the collator of `transformers`, and labels for at least one token."""
         from transformers import DataCollatorForLanguageModeling
 
         first, last = self.frame
@@ -155,13 +155,13 @@ class Masked(Language):
 
 @dataclass(frozen=True)
 class Spans(Language):
-    """Predict spans that sentinels stand for, as T5 does (arXiv:1910.10683, 3.1.4).
+    """Task of predicting the spans that sentinel tokens replace, as in T5 (arXiv:1910.10683, 3.1.4).
 
-    Every row has the same number of spans and of tokens in them, so nothing is padded: inputs have
-    `seq_len` tokens.
+    All rows have the same number of spans, and of tokens in spans, so the inputs, of at most `seq_len`
+    tokens, need no padding.
 
     Args:
-        rate: share of the tokens in spans.
+        rate: fraction of the tokens that lie in spans.
         mean: mean length of a span, in tokens.
     """
 
@@ -178,7 +178,7 @@ class Spans(Language):
 
     @cached_property
     def row_tokens(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the most tokens whose inputs, with sentinels and the end, fit."""
+        """Return how many tokens of text fill a row of inputs, with its sentinels and end-of-text token."""
 
         def inputs(tokens: int) -> int:
             noise, spans = self._counts(tokens)
@@ -187,7 +187,7 @@ class Spans(Language):
         return next(n for n in range(2, 2 * self.seq_len + 2) if inputs(n + 1) > self.seq_len)
 
     def _counts(self, tokens: int) -> tuple[int, int]:
-        """Return how many of so many tokens lie in spans, and the number of spans."""
+        """Return (number of tokens in spans, number of spans) for a row of `tokens` tokens."""
         noise = min(max(round(tokens * self.rate), 1), tokens - 1)
         return noise, min(max(round(noise / self.mean), 1), tokens - noise)
 
@@ -195,7 +195,7 @@ class Spans(Language):
         return self.tokenizer.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(count)])
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return inputs with a sentinel for each span, and labels with each sentinel and its span."""
+        """Return input_ids with a sentinel in place of each span, and labels: each sentinel, then its span."""
         pairs = [self._corrupted(as_tensor(ids), generator) for ids in rows["input_ids"]]
         inputs, labels = (torch.stack(column) for column in zip(*pairs, strict=True))
         return {"input_ids": inputs, "labels": labels}
@@ -213,17 +213,17 @@ class Spans(Language):
 
 
 def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
-    """Return `total` as a sum of `count` numbers of at least 1, all such sums alike probable."""
+    """Return `count` random positive integers whose sum is `total`; all such lists are equally likely."""
     cuts = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
     return torch.tensor([0, *cuts, total]).diff().tolist()
 
 
 @dataclass(frozen=True)
 class Labelled(Task):
-    """Predict one of several classes.
+    """Base class of tasks that predict classes.
 
     Args:
-        names: names of the classes, by number.
+        names: names of the classes; the id of a class is its index.
     """
 
     names: tuple[str, ...] = ()
@@ -236,7 +236,7 @@ class Labelled(Task):
 
 @dataclass(frozen=True)
 class Classify(Labelled):
-    """Predict the class of a text, or of a pair of texts."""
+    """Task of predicting the class of a text, or of a pair of texts."""
 
     head = "AutoModelForSequenceClassification"
     roles: ClassVar = {
@@ -247,25 +247,25 @@ class Classify(Labelled):
     optional = ("text_pair",)
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return the tokens and the class of each text."""
+        """Return the tokens and the class id of each text or pair."""
         texts = [columns[name] for name in ("text", "text_pair") if name in columns]
         return {**_encoded(self, *texts), "labels": as_numbers(columns["label"], self.names)}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return texts padded to the longest of all, and labels."""
+        """Return tokens padded to the longest row, and labels [rows]."""
         return {**_inputs(self, rows), "labels": as_tensor(rows["labels"])}
 
 
 @dataclass(frozen=True)
 class Tag(Labelled):
-    """Predict the class of every word; of a word's tokens the first one counts."""
+    """Task of predicting the class of every word; only the first token of a word has a label."""
 
     head = "AutoModelForTokenClassification"
     roles: ClassVar = {"tokens": ("tokens", "words"), "tags": ("tags", "ner_tags", "pos_tags", "labels")}  # fmt: skip
     kinds: ClassVar = {"tokens": "a list of texts", "tags": "a list of classes"}
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return tokens, and the class of each."""
+        """Return the tokens of the words, and a class id or IGNORED for each token."""
         words = [list(one) for one in columns["tokens"]]
         found = self.tokenizer(words, truncation=True, max_length=self.seq_len, is_split_into_words=True)  # fmt: skip
         labels = []
@@ -281,17 +281,17 @@ class Tag(Labelled):
         return {**_kept(found), "labels": labels}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return words padded to the longest row, and a label for each token."""
+        """Return tokens and labels, [rows, tokens], padded to the longest row."""
         batch = _inputs(self, rows)
         return {**batch, "labels": _padded(rows["labels"], IGNORED, batch["input_ids"].shape[1])}
 
 
 @dataclass(frozen=True)
 class Translate(Task):
-    """Predict a target text from a source text.
+    """Task of predicting a target text from a source text.
 
     Args:
-        target_len: most tokens of a target.
+        target_len: maximum number of tokens per target.
     """
 
     target_len: int = 128
@@ -302,12 +302,12 @@ class Translate(Task):
     }  # fmt: skip
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return the tokens of sources and targets."""
+        """Return the tokens of the sources, and those of the targets as labels."""
         labels = self.tokenizer(text_target=list(columns["target"]), truncation=True, max_length=self.target_len)  # fmt: skip
         return {**_encoded(self, list(columns["source"])), "labels": labels["input_ids"]}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return sources and targets, each padded to the longest of its kind."""
+        """Return padded tokens of sources, and labels padded to the longest target."""
         labels = _padded(rows["labels"], IGNORED, _width(rows["labels"], self.target_len))
         batch = {k: v for k, v in _inputs(self, rows).items() if k not in ASIDE}
         return {**batch, "labels": labels}
@@ -315,9 +315,9 @@ class Translate(Task):
 
 @dataclass(frozen=True)
 class Pairs(Task):
-    """Learn which texts belong together; texts of other rows are those they do not belong to.
+    """Task of finding the text that belongs to a text among the texts of all rows (contrastive learning).
 
-    A row is a pair: the batch holds anchor, positive, anchor, positive, ...
+    A row holds two texts, anchor and positive; a batch holds anchor, positive, anchor, positive, ...
     """
 
     head = "AutoModel"
@@ -328,12 +328,12 @@ class Pairs(Task):
     couples = True
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return the tokens of anchors and positives."""
+        """Return tokens of anchors and positives, as columns "anchor.input_ids", "positive.input_ids", ..."""
         found = {role: _encoded(self, columns[role]) for role in self.roles}
         return {f"{role}.{k}": v for role, each in found.items() for k, v in each.items()}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return both texts of a pair one after the other, padded to the longest of all."""
+        """Return tokens of anchor, positive, anchor, ..., [2 * rows, tokens], padded to the longest text."""
         names = [name.partition(".")[2] for name in rows if name.startswith("anchor.")]
         columns = {name: zip(*(rows[f"{role}.{name}"] for role in self.roles), strict=True) for name in names}  # fmt: skip
         return _inputs(self, {name: [one for pair in held for one in pair] for name, held in columns.items()})  # fmt: skip
@@ -346,12 +346,12 @@ TASKS: dict[str, type[Task]] = {
 
 
 def as_tensor(rows: Any) -> Tensor:
-    """Return numbers, or rows of equal length, as a tensor of int64."""
+    """Return integers, or rows of equally many integers, as an int64 tensor."""
     return torch.from_numpy(np.asarray(rows, dtype=np.int64))
 
 
 def as_numbers(labels: Any, names: Sequence[str]) -> Any:
-    """Return labels, or lists of labels, as numbers of their classes."""
+    """Return the class ids of labels, or of lists of labels; a label is an id or one of `names`."""
     if isinstance(labels, list):
         return [as_numbers(one, names) for one in labels]
     is_number = not isinstance(labels, str)
@@ -363,7 +363,7 @@ def as_numbers(labels: Any, names: Sequence[str]) -> Any:
 
 
 def pad_id(tokenizer: Any) -> int:
-    """Return the token that fills rows; that of the end of a text where there is no other."""
+    """Return the id of the padding token; the end-of-text token if the tokenizer has no padding token."""
     found = tokenizer.pad_token_id
     found = tokenizer.eos_token_id if found is None else found
     if found is None:
@@ -380,17 +380,17 @@ def _kept(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _padded(lists: Sequence[Sequence[int]], value: int, width: int) -> Tensor:
-    """Return rows of equal length."""
+    """Return an int64 tensor [rows, width] of lists that are filled up with `value`."""
     return torch.tensor([[*one, *[value] * (width - len(one))] for one in lists], dtype=torch.long)
 
 
 def _width(lists: Sequence[Sequence[int]], most: int) -> int:
-    """Return the longest length, rounded up to a multiple of 8: few shapes, the same on every layout."""
+    """Return the longest length, rounded up to a multiple of 8 to get few shapes; at most `most`."""
     return min(most, -(-max(map(len, lists)) // 8) * 8)
 
 
 def _inputs(task: Task, rows: Columns) -> dict[str, Tensor]:
-    """Return input_ids, attention_mask and, where the tokenizer makes them, token_type_ids."""
+    """Return input_ids, attention_mask and, if the tokenizer made them, token_type_ids: [rows, tokens]."""
     ids = rows["input_ids"]
     held = {"input_ids": (ids, pad_id(task.tokenizer)), "attention_mask": ([[1] * len(one) for one in ids], 0)}  # fmt: skip
     held |= {name: (rows[name], 0) for name in ASIDE if name in rows}

@@ -1,1 +1,1 @@
-"""Training of a scheduled model: options, checks, inputs, the run of Trainer, records, evaluation."""
+"""Training of a scheduled model: options, checks, inputs, training loop, log and evaluation."""

@@ -1,4 +1,4 @@
-"""Checks of a run before its data are read: processes, device, engine, places, arguments of the loader."""
+"""Checks of a training run before data are read: processes, device, engine, output paths, loader arguments."""
 
 import copy
 import difflib
@@ -39,9 +39,9 @@ DECIDE = ("document_masks", "load", "max_steps", "lr_scheduler_type", "lr_schedu
 
 
 def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
-    """Fill in what depends on processes, device and model; return the options and the model's config.
+    """Return (options with dp, device, task and seq_len filled in, the model's config).
 
-    All that can be checked without the data is checked.
+    Every check that needs no data is made here too.
     """
     dp = data_parallel_size(options.tp, options.pp, options.dp)
     options = replace(options, dp=dp, device=device_named(options.device or "auto"))
@@ -76,7 +76,7 @@ def _require(held: Any, what: str, problem: str, hint: str) -> None:
 
 
 def check_engine(options: TrainOptions) -> None:
-    """Refuse an engine that is not installed, or cannot do what is asked for."""
+    """Raise ConfigError if the engine is not installed, or does not support the other options."""
     name, pp = options.engine, options.pp
     _require(name in HOMES, "--engine", f"found {name!r}, expected one of {sorted(HOMES)}", "choose one of them")  # fmt: skip
     hint = f"pip install slapo-zoo[{name}]"
@@ -91,14 +91,14 @@ def check_engine(options: TrainOptions) -> None:
 
 
 def check_batch(batch_size: int, dp: int, micro_batches: int | None) -> None:
-    """Refuse a batch that does not give every dp rank and micro-batch the same number of rows."""
+    """Raise ConfigError if the rows do not divide evenly among dp ranks and micro-batches."""
     parts = dp * (micro_batches or 1)
     problem = f"found {batch_size}, expected a multiple of dp * micro-batches = {parts}"
     _require(batch_size % parts == 0, "--batch-size", problem, f"nearest: {(batch_size // parts + 1) * parts}")  # fmt: skip
 
 
 def check_places(options: TrainOptions) -> None:
-    """Check that each output has a path of its own: a save replaces its folder, or refuses other files in it."""
+    """Raise an error for an output path that is not writable or lies in another path, which a save replaces."""
     named = {name: getattr(options, name) for name in (*WRITTEN, "data", "eval_data")}
     places = {name: Path(path).resolve() for name, path in named.items() if path is not None}
     for name, other in itertools.permutations(places, 2):
@@ -114,7 +114,7 @@ def check_places(options: TrainOptions) -> None:
 
 
 def check_parent(path: Path, option: str) -> None:
-    """Check that the existing part of a path can be written to."""
+    """Raise WeightsError unless the path, or the closest parent of it that exists, is writable."""
     found = next(one for one in [path, *path.absolute().parents] if one.exists())
     if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
         hint = "check its rights, or name another place"
@@ -122,7 +122,10 @@ def check_parent(path: Path, option: str) -> None:
 
 
 def check_evaluation(options: TrainOptions) -> None:
-    """Check that every key that needs an evaluation, other rows or a checkpoint has one."""
+    """Raise ConfigError for options that need evaluation rows, a checkpoint or a schedule that is missing.
+
+    The evaluation rows must differ from the training rows.
+    """
     if options.evaluates:
         problem = f"found --engine {options.engine}, expected torch"
         _require(options.engine == "torch", "eval_data", problem, "evaluate its checkpoint by engine: torch")  # fmt: skip
@@ -146,7 +149,7 @@ def check_evaluation(options: TrainOptions) -> None:
 
 
 def check_pairs(options: TrainOptions) -> None:
-    """Refuse what would hide pairs of a step from each other: every pair is compared with all others."""
+    """Raise ConfigError for options with which a pair would not be compared with all others of its step."""
     problem = f"found --engine {options.engine}, expected torch"
     _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
     count, hint = options.micro_batches, "leave it out, or take a larger --dp"
@@ -157,7 +160,7 @@ def check_pairs(options: TrainOptions) -> None:
 
 
 def check_load(given: Mapping[str, Any], config: Any) -> None:
-    """Check that `load` names arguments of from_pretrained that no other key sets, or fields of the config."""
+    """Raise ConfigError for an entry of `load` that from_pretrained does not take, or another option sets."""
     from slapo_zoo.load.auto import AutoScheduledModel
 
     known = inspect.signature(AutoScheduledModel.from_pretrained).parameters.keys()
@@ -172,7 +175,10 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
 
 
 def check_mesh(options: TrainOptions, head: str, config: Any) -> None:
-    """Check that heads, blocks and widths can be divided: the program is tried on meta, on no rank."""
+    """Raise an error if the mesh cannot shard the model; the schedule is applied on the meta device.
+
+    `head` is the name of the auto class that selects the model's head.
+    """
     import torch
 
     from slapo_zoo.model.dp.dp_shard import check_dp_shard
@@ -192,7 +198,7 @@ def check_mesh(options: TrainOptions, head: str, config: Any) -> None:
 
 
 def task_of(config: Any, asked: str | None = None) -> str:
-    """Return the task that was asked for, if the family has a head for it; or the one it was pre-trained on."""
+    """Return `asked`, or if None the family's pre-training task; ArchitectureError if it has no head for it."""
     import transformers
 
     family, kind = config.model_type, type(config)
@@ -218,7 +224,7 @@ def task_of(config: Any, asked: str | None = None) -> str:
 
 
 def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int:
-    """Return the tokens of a row: what was asked for, or what fits the model."""
+    """Return `asked` tokens per row, if the model takes them; None: 128, or the model's maximum if less."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and config.model_type in BEHIND_PADDING:
         longest -= config.pad_token_id + 1
@@ -229,12 +235,12 @@ def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int
 
 
 def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOptions) -> None:
-    """Check that a checkpoint that is there was made with these rows, and that steps are left to do.
+    """Raise WeightsError if an existing checkpoint was trained on other rows, or has no steps left to do.
 
     Args:
-        folder: of the run's checkpoint.
-        position: of the first step in the data.
-        options: of the run.
+        folder: folder of the run's checkpoint.
+        position: `Batches.position(0)`: settings and checksum of the data.
+        options: options of the run.
     """
     if not (folder.is_dir() and is_history(folder)):
         check_target(folder.resolve(), option="--checkpoint")
@@ -263,7 +269,7 @@ def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOp
 
 
 def changes_since(folder: Path, options: TrainOptions) -> str:
-    """Return the keys that were others when a checkpoint was written; training goes on with those of now."""
+    """Return the options whose values changed since a checkpoint was written, as text "key: old --> new"."""
     then = {}
     with suppress(OSError, ConfigError):  # an older release wrote none
         then = read_config(folder / "run.yaml")

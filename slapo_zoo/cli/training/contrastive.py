@@ -1,4 +1,4 @@
-"""Loss of a retrieval model: a pair's texts are near, and far from those of all other pairs."""
+"""Contrastive loss of a retrieval model: a pair's texts are near, and far from those of other pairs."""
 
 from typing import Any
 
@@ -13,12 +13,12 @@ SCALE = 20.0  # of cosines, the usual 1 / 0.05
 
 
 class InBatchNegatives:
-    """Compare each anchor with the positives of the step, on all dp ranks (arXiv:1705.00652).
+    """Cross entropy of each anchor over the positives of all pairs of the step (arXiv:1705.00652).
 
     rewrite:  anchor, positive, anchor, ... [2n, t, d] --> cross entropy of n * dp classes
 
     Args:
-        mesh: of the model.
+        mesh: mesh of the model; positives are gathered from all dp ranks.
     """
 
     def __init__(self, mesh: Mesh):
@@ -30,7 +30,7 @@ class InBatchNegatives:
         return self.judged(output, batch)[0]
 
     def judged(self, output: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-        """Return the mean loss, and how many anchors are nearest to their own positive."""
+        """Return (mean loss, number of anchors whose nearest positive is their own) on this dp rank."""
         x = mean_pooled(output.last_hidden_state, batch["attention_mask"])
         anchors, own = x[0::2], x[1::2]
         positives = all_gather(own.contiguous(), 0, self.group)
@@ -41,7 +41,7 @@ class InBatchNegatives:
 
 
 def mean_pooled(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean of the real tokens' states, scaled to length 1."""
+    """Return the mean state of the unmasked tokens of each row, scaled to length 1: [rows, d]."""
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
     return functional.normalize(mean.float(), dim=-1)

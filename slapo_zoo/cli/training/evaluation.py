@@ -1,4 +1,4 @@
-"""Evaluation on rows that are not trained on, and which step was the best."""
+"""Evaluation on held-out rows, and the record of the best evaluation so far."""
 
 import math
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from slapo_zoo.parallel.losses.loss_means import count_targets
 
 
 class Best:
-    """Hold the best evaluation so far, and how many came after it.
+    """Record of the best evaluation so far, and of the number of evaluations since.
 
     Args:
-        metric: loss, of which less is better, or accuracy; of equal ones the smaller loss is better.
+        metric: "loss", where less is better, or "accuracy"; between equal values the smaller loss wins.
     """
 
     def __init__(self, metric: str):
@@ -27,7 +27,7 @@ class Best:
         self.step = self.since = 0
 
     def judge(self, step: int, found: Mapping[str, float]) -> bool:
-        """Return True if this evaluation is better than all before."""
+        """Return whether the evaluation `found` after `step` is the best so far, and record it if so."""
         value, loss = found[self.metric], found.get("loss", math.inf)
         sign = -1 if self.metric == "loss" else 1
         before = (-math.inf, 0.0) if self.value is None else (sign * self.value, -self.loss)
@@ -41,26 +41,26 @@ class Best:
         return f"step {self.step}, {self.metric} {self.value:.4g}, loss {self.loss:.4g}"
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps."""
+        """Return the record as data for a checkpoint."""
         loss = self.loss if math.isfinite(self.loss) else None  # as JSON
         return {"value": self.value, "loss": loss, "step": self.step, "since": self.since}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Go on from `state()`."""
+        """Take over the record that `state()` returned, if it is not None."""
         if state is not None:
             self.value, self.step, self.since = state["value"], state["step"], state["since"]
             self.loss = math.inf if state.get("loss") is None else state["loss"]
 
 
 def evaluate(model: Any, batches: Any, options: TrainOptions) -> dict[str, float]:
-    """Return means over all targets of all rows, whatever the layout; a collective call.
+    """Return mean "loss" and "accuracy" over all labels of the held-out rows; {} without such rows.
 
-    The random streams of training stay where they are.
+    A collective call. The result is the same on every mesh, and random states of training do not change.
 
     Args:
-        model: of AutoScheduledModel.
-        batches: of the rows that are held out (`data.batches.Batches`), or None.
-        options: of the run.
+        model: model that AutoScheduledModel loaded.
+        batches: batches of the held-out rows, or None.
+        options: options of the run.
     """
     if batches is None:
         return {}
@@ -84,7 +84,7 @@ def evaluate(model: Any, batches: Any, options: TrainOptions) -> dict[str, float
 
 @torch.no_grad()
 def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return sums of losses, targets and hits over the rows of this dp rank."""
+    """Return [sum of losses, number of labels, number of right predictions] over this dp rank's rows."""
     from slapo_zoo.model.step.runtime import takes_cache
 
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # masks of documents need it
@@ -98,7 +98,7 @@ def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return the sums for pairs; a hit is an anchor that is nearest to its own positive."""
+    """Return [sum of losses, number of pairs, anchors nearest to their own positive] on this dp rank."""
     loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
     count = len(batch["input_ids"]) // 2
     return torch.tensor([float(loss) * count, count, hits], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Reading of a run's inputs: its tokenizer, its task, and the batches of training and evaluation."""
+"""Reading of a training run's inputs: tokenizer, task, and batches of training and evaluation."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load the tokenizer of the checkpoint."""
+    """Return the tokenizer of a checkpoint folder or Hub id; raise DataError if there is none."""
     from transformers import AutoTokenizer
 
     hint = "save the tokenizer beside the weights: tokenizer.save_pretrained(folder)"
@@ -35,7 +35,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_inputs(options: TrainOptions, config: Any) -> Inputs:
-    """Read what is trained and evaluated on, and check that it fits the model."""
+    """Read the rows for training and evaluation, and check that they fit the model with this `config`."""
     tokenizer, cls = load_tokenizer(options.model), TASKS[options.task or "causal"]
     held = None
     if options.stream:
@@ -63,7 +63,7 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
 
 
 def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
-    """Return the task of a run; classes are numbered as in `config.id2label`, else as the data orders them."""
+    """Return the task of class `cls`; ids of labels are those of `config.id2label`, or else of the data."""
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
         columns = read.columns_of(cls, options.columns, data.column_names)
@@ -76,7 +76,7 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
 
 
 def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: Any) -> Stream:
-    """Return the batches of data that are read while training goes on."""
+    """Return the batches of a data set that is read during training; its name and columns are checked now."""
     if options.eval_share:
         problem = "a stream has no known end to hold rows out of"
         raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
@@ -93,7 +93,7 @@ def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: 
 
 
 def other_rows(task: Task, options: TrainOptions) -> Any:
-    """Return the rows of eval_data, or of eval_split."""
+    """Return the tokenized rows of the options eval_data or eval_split."""
     name = options.eval_data or str(options.data)
     has_one = Path(name).is_file() or read.kind_of(name) == "text"
     split = options.eval_split or ("train" if has_one else options.data_split)
@@ -101,27 +101,27 @@ def other_rows(task: Task, options: TrainOptions) -> Any:
 
 
 def opened(name: str, split: str, cls: type[Task], options: TrainOptions) -> Any:
-    """Return a table, once the task is known to be able to read it."""
+    """Return the data set `name`, after a check that the task `cls` can read it."""
     require_columns(name, cls, options)
     return read.open_table(name, split, options.data_config)
 
 
 def require_columns(name: str, cls: type[Task], options: TrainOptions) -> None:
-    """Refuse text for a task that reads several columns."""
+    """Raise DataError if the data are plain text but the task reads named columns."""
     if read.kind_of(name) == "text" and not cls.packs:
         hint = "give jsonl, csv, parquet or a data set of the Hub"
         raise DataError(name, f"task={options.task}", "text has no columns", hint)
 
 
 def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
-    """Return the rows of a table as tokens."""
+    """Return the tokenized rows of a data set; user-chosen columns are not used for a second, plain text."""
     is_other_text = name != options.data and read.kind_of(name) == "text"
     given = {} if is_other_text else options.columns
     return read.rows_of_table(data, task, read.columns_of(type(task), given, data.column_names))
 
 
 def require_rows(rows: Any, least: int, options: TrainOptions) -> None:
-    """Refuse data that are too few for one step."""
+    """Raise DataError if there are fewer than `least` rows, the rows of one step."""
     if len(rows) < least:
         problem = f"found {len(rows)} rows of up to {options.seq_len} tokens; expected at least {least} rows"
         hint = "give more data, or a smaller --seq-len or --batch-size"
@@ -129,7 +129,7 @@ def require_rows(rows: Any, least: int, options: TrainOptions) -> None:
 
 
 def require_held_out(rows: Any, task: Task, options: TrainOptions) -> None:
-    """Refuse rows that are too few for an evaluation: of pairs a whole batch, else a row."""
+    """Raise DataError if the held-out rows are too few: a batch for pairs, one row for other tasks."""
     least = options.batch_size if task.couples else 1
     if len(rows) < least:
         problem = f"found {len(rows)} rows to evaluate on, expected at least {least}"
@@ -138,7 +138,7 @@ def require_held_out(rows: Any, task: Task, options: TrainOptions) -> None:
 
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
-    """Return the task with masks between documents, where they are wanted and the model can."""
+    """Return the task with attention masks between documents, if the options want them and the model can."""
     if not isinstance(task, Causal):
         if options.document_masks:
             problem = f"found task {options.task}, whose rows are not kept apart"
@@ -158,14 +158,14 @@ TELL_APART = {"gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwe
 
 
 def most_of(rows: Any, column: str, measure: Any) -> int:
-    """Return the largest value of what a function of pyarrow makes of a column of lists."""
+    """Return the largest value of the pyarrow function `measure` over a column of lists, or 0."""
     import pyarrow.compute as pc
 
     return pc.max(getattr(pc, measure)(rows.data.column(column))).as_py() or 0
 
 
 def check_vocabulary(rows: Any, tokenizer: Any, config: Any, options: TrainOptions) -> None:
-    """Refuse rows with a token beyond the model's vocabulary."""
+    """Raise DataError if a row has a token id beyond the model's vocabulary."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     if size is None or max(tokenizer.get_vocab().values(), default=0) < size:
         return

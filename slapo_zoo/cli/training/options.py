@@ -1,4 +1,4 @@
-"""Options of a training run: one object, from a YAML file, `--set key=value`, flags or Python."""
+"""Options of a training run, read from a YAML file, from `--set key=value`, from flags or from Python."""
 
 import difflib
 import math
@@ -17,16 +17,16 @@ from slapo_zoo.errors import SlapoError
 
 
 class ConfigError(SlapoError, ValueError):
-    """Error of a key or a value of a run's configuration."""
+    """Error of a key or a value in the configuration of a training run."""
 
 
 def option(default: Any, about: str, **bounds: Any) -> Any:
-    """Return a field of TrainOptions.
+    """Return a dataclass field of TrainOptions.
 
     Args:
-        default: value of a run that does not say the key.
-        about: what the key means, for --help, docs/training.md and errors.
-        **bounds: `least`, `below` or `one_of`: which values are right.
+        default: default value.
+        about: meaning of the option, for --help, docs/training.md and errors.
+        **bounds: legal values: `least` (inclusive), `below` (exclusive) or `one_of`.
     """
     metadata = {"about": about, **bounds}
     if default == {}:
@@ -37,9 +37,9 @@ def option(default: Any, about: str, **bounds: Any) -> Any:
 # fmt: off
 @dataclass(frozen=True)
 class TrainOptions:
-    """Hold the options of a training run, which are the keys and flags of `slapo-zoo train`.
+    """Options of a training run: each is a key of the YAML file and a flag of `slapo-zoo train`.
 
-    Where `transformers.TrainingArguments` has such an option, it has its name there.
+    An option that `transformers.TrainingArguments` has too goes by its name there.
     """
 
     model: str = option(MISSING, "checkpoint folder or Hub id.")
@@ -94,17 +94,17 @@ class TrainOptions:
 
     @property
     def evaluates(self) -> bool:
-        """Return whether there is something to evaluate on."""
+        """Return whether the run has rows to evaluate on."""
         return bool(self.eval_data or self.eval_split or self.eval_share)
 
 
 def described() -> dict[str, str]:
-    """Return the help of each option."""
+    """Return option name --> help text."""
     return {each.name: each.metadata["about"] for each in fields(TrainOptions)}
 
 
 def bounds_of(kind: str) -> dict[str, Any]:
-    """Return the keys that have a bound of a kind (least, below, one_of), each with the bound."""
+    """Return option name --> bound, for the options with a bound of `kind`: "least", "below" or "one_of"."""
     held = {each.name: each.metadata.get(kind) for each in fields(TrainOptions)}
     return {name: bound for name, bound in held.items() if bound is not None}
 
@@ -136,10 +136,10 @@ ELSEWHERE = {
 
 
 class OnceEach(yaml.SafeLoader):
-    """Load YAML in which a key that stands twice is an error: nobody can tell which one was meant."""
+    """YAML loader that refuses a repeated key."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Return the keys and values of one mapping."""
+        """Return one YAML mapping as a dict; raise YAMLError for a repeated key."""
         names = [key.value for key, _ in node.value]
         if twice := [name for name in names if names.count(name) > 1]:
             raise yaml.YAMLError(f"{twice[0]!r} stands in it {len(twice)} times")
@@ -147,7 +147,7 @@ class OnceEach(yaml.SafeLoader):
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the keys of a YAML file, each of its type."""
+    """Return option name --> value of a YAML file, checked and converted to the option's type."""
     hint = "write one `key: value` a line"
     try:
         found = OnceEach(path.read_text(encoding="utf-8")).get_single_data()
@@ -164,7 +164,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_sets(words: Sequence[str]) -> dict[str, Any]:
-    """Return the keys of `--set key=value`; `columns.text=body` sets one entry of a mapping."""
+    """Return option name --> value of words key=value after `--set`; `columns.text=body` sets one entry."""
     found: dict[str, Any] = {}
     for word in words:
         key, is_set, text = word.partition("=")
@@ -183,9 +183,10 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
 
 
 def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check names, types and bounds of options; return them under their current names.
+    """Return option name --> value, converted to the option's type; old option names become current ones.
 
-    A number may be a string such as 1e-4. `where` is the file or flag, for ConfigError.
+    ConfigError reports an unknown name or an illegal value; `where` is the file or flag that it names.
+    A number may be given as a text, such as "1e-4".
     """
     given = {str(key): value for key, value in given.items()}
     if stage := given.pop("zero_stage", None):  # of the layout, as in every other command
@@ -199,13 +200,13 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _warn(where: str, older: Sequence[str]) -> None:
-    """Print which names of the release before were used, once for all processes of a launcher."""
+    """Print a warning about old option names, once for all processes of a launcher."""
     first = os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
     sys.stderr.write(f"warning: {where}: {', '.join(older)}\n" if older and first else "")
 
 
 def make_options(*sources: Mapping[str, Any]) -> TrainOptions:
-    """Return the options of several sources; a later one wins, entries of a mapping one by one."""
+    """Return the options from several sources; later ones win, and mappings are merged entry by entry."""
     given: dict[str, Any] = {}
     for source in sources:
         for key, value in source.items():
@@ -223,20 +224,20 @@ def make_options(*sources: Mapping[str, Any]) -> TrainOptions:
 
 
 def as_yaml(options: TrainOptions) -> str:
-    """Return the whole configuration, as `--config` takes it."""
+    """Return all options as the text of a YAML file for `--config`."""
     plain = {k: list(v) if isinstance(v, tuple) else v for k, v in asdict(options).items()}
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 
 def changes(options: TrainOptions) -> str:
-    """Return the keys that differ from their defaults, as YAML."""
+    """Return the options that differ from their defaults, as YAML text."""
     whole, usual = (yaml.safe_load(as_yaml(each)) for each in (options, TrainOptions("")))
     given = {key: value for key, value in whole.items() if value != usual[key]}
     return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)
 
 
 def _value(key: str, value: Any, where: str) -> Any:
-    """Return a value as the type of its key, or raise ConfigError."""
+    """Return a value converted to the type of option `key`; raise ConfigError if it is illegal."""
     if key not in KINDS:
         near = difflib.get_close_matches(key, [*KINDS, *ELSEWHERE], 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"
@@ -257,7 +258,7 @@ def _value(key: str, value: Any, where: str) -> Any:
 
 
 def _out_of_bounds(key: str, value: Any) -> str | None:
-    """Return what is wrong with a value of the right type; None: nothing."""
+    """Return what is wrong with a value of the right type, as text for an error; None if it is legal."""
     if value is None:
         return None
     if value == "":

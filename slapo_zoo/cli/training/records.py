@@ -1,4 +1,4 @@
-"""Records of every step: what it took, a JSON line in a file, a line or a bar for people, trackers."""
+"""Records of training steps: measurements, log file of JSON lines, progress bar, trackers."""
 
 import json
 import math
@@ -23,10 +23,10 @@ OnStep = Callable[[int, Mapping[str, Any]], None]  # step, and what was measured
 
 
 class Meter:
-    """Measure what a step took.
+    """Measurement of time, tokens, memory, MFU and bubble of each step.
 
     Args:
-        model: of AutoScheduledModel.
+        model: model that AutoScheduledModel loaded.
     """
 
     def __init__(self, model: Any):
@@ -40,15 +40,16 @@ class Meter:
             self.busy = model._slapo.pipeline.busy = Busy(self.device)
 
     def start(self) -> None:
-        """Begin a step."""
+        """Start the clock of a step, and reset the peak of GPU memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.begin = time.perf_counter()
 
     def measured(self, batch: Mapping[str, Tensor]) -> dict[str, float | None]:
-        """Return the record of the step that has ended: its loss was read, so the device has done it.
+        """Return the measurements of the step that just ended; call it after the step's loss was read.
 
-        `bubble` is that of all stages, so every rank asks together. `mfu` counts 6 operations a parameter and token (arXiv:2204.02311, without attention).
+        `memory` is in bytes. `mfu` counts 6 operations per parameter and token (arXiv:2204.02311), without
+        attention. With a pipeline `bubble` is averaged over pp ranks, so all ranks must call this function.
         """
         seconds = time.perf_counter() - self.begin
         names = ("input_ids", "labels") if self.parameters is None else ("input_ids",)
@@ -60,7 +61,7 @@ class Meter:
 
 
 def peak_of(device: torch.device) -> float:
-    """Return the operations per second of the data sheet, in 16 bits; 0 where they are not known."""
+    """Return the peak 16-bit operations per second on the device's data sheet; 0 if unknown."""
     from slapo_zoo.tune.planner.hardware import HARDWARE
 
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -69,16 +70,16 @@ def peak_of(device: torch.device) -> float:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the most bytes of the step on a GPU; else what the process holds, without mapped files."""
+    """Return the step's peak bytes on a GPU; on a CPU the bytes of the process without mapped files."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else anonymous_bytes() or None  # fmt: skip
 
 
 class Records(TrainerCallback):
-    """Tell what was measured of every step, with its evaluation where there is one.
+    """Trainer callback that reports the measurements of every step, with its evaluation if there was one.
 
     Args:
-        run: the training, whose `record` is that of the last step.
-        tell: called once a step; None on ranks that say nothing.
+        run: the training, whose `record` holds the measurements of the last step.
+        tell: function called with each step's measurements; None on ranks that report nothing.
     """
 
     def __init__(self, run: Any, tell: OnStep | None):
@@ -86,19 +87,19 @@ class Records(TrainerCallback):
         self.path = None if tell is None else run.options.log_file
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell Trainer how many steps are done: its own state file is not needed."""
+        """Set Trainer's step counter to the steps already done, and begin the log file."""
         state.global_step = self.run.done
         if self.path is not None:
             begin_log(Path(self.path), self.run.done)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-        """Tell the figures of a step, unless its evaluation follows."""
+        """Report the measurements of a step, unless an evaluation follows, which reports them too."""
         state.log_history.clear()  # it would hold every step of a long run
         if "loss" in logs and not control.should_evaluate:
             self._tell(self.run.record)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Tell the figures of a step and of its evaluation."""
+        """Report the measurements of a step together with its evaluation."""
         self._tell({**self.run.record, **metrics})
 
     def _tell(self, record: Mapping[str, Any]) -> None:
@@ -111,7 +112,7 @@ class Records(TrainerCallback):
 
 
 def begin_log(path: Path, done: int) -> None:
-    """Begin a log, or take from an older one the lines of steps that a resumed run repeats."""
+    """Create a log file, or for a resumed run keep the lines up to step `done` of the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     old = path.read_text(encoding="utf-8").splitlines() if done and path.exists() else []
     kept = [line for line in old if _step_of(line) <= done]
@@ -127,11 +128,11 @@ def _step_of(line: str) -> float:
 
 @contextmanager
 def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
-    """Context that shows a bar with loss and gradient norm; without a terminal lines.
+    """Context that yields a function to report steps: as a progress bar, or as lines without a terminal.
 
     Args:
         steps: steps of the whole training.
-        every: steps between two lines; None: ten lines in all and one every PAUSE_S.
+        every: steps between two lines; None prints ten lines in all, and one every PAUSE_S seconds.
     """
     pause, every = PAUSE_S if every is None else math.inf, every or max(1, steps // 10)
     enable_progress_bars("slapo_zoo")  # those of loading may be off
@@ -157,7 +158,7 @@ def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
 
 
 def check_log(path: Path) -> None:
-    """Refuse a path that holds something else than a log, which would be gone."""
+    """Raise ConfigError if the path is a folder or a file that is no log, which a log would overwrite."""
     if path.is_dir() or (path.is_file() and not b'{"step":'.startswith(path.read_bytes()[:8])):
         problem = f"found {'a folder' if path.is_dir() else 'another file'}, expected none or a log"
         raise ConfigError(str(path), "log_file", problem, "name a new file")
@@ -176,7 +177,7 @@ def check_trackers(options: TrainOptions) -> None:
 
 
 def place_of_logs(options: TrainOptions) -> str:
-    """Return the folder of trackers' files: beside the output, for a save replaces that folder."""
+    """Return the folder for files of trackers; it is beside the output folder, which a save replaces."""
     if not options.report_to:
         return "."  # nothing is written there
     run = options.output or options.checkpoint or options.best or "slapo-zoo"

@@ -1,4 +1,4 @@
-"""The work of a run: load our part of a checkpoint, train it by the Trainer of transformers, save it."""
+"""Training run: loads the scheduled model, trains it with the Trainer of transformers, and saves it."""
 
 import functools
 import itertools
@@ -35,7 +35,7 @@ SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "opt
 
 
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
-    """Train on the ranks that a launcher started, or on local ranks that we start; return the losses."""
+    """Train on the ranks of a launcher, or on local ranks started here; return the losses of the steps."""
     world = options.tp * options.pp * (options.dp or 1)
     starts = (
         world > 1 and not is_distributed_launch()
@@ -48,7 +48,7 @@ def run(options: TrainOptions, inputs: Inputs) -> list[float]:
 
 
 def training_of(options: TrainOptions, inputs: Inputs) -> Any:
-    """Return the losses of a local rank, or that it was asked to stop; errors name this function."""
+    """Return the losses of `train`; a StoppedError is returned too, not raised."""
     try:
         return train(options, inputs)
     except StoppedError as stopped:
@@ -56,7 +56,7 @@ def training_of(options: TrainOptions, inputs: Inputs) -> Any:
 
 
 def train(options: TrainOptions, inputs: Inputs) -> list[float]:
-    """Load, show the ledgers, train, save: what every rank runs; return the losses."""
+    """Load the model, print what each rank read, train and save; every rank calls this. Return the losses."""
     model = load(options, inputs.batches.task)
     ledgers, first = together(model.mesh, "load", lambda: model.ledger), model.mesh.rank == 0
     if first:
@@ -70,7 +70,7 @@ def train(options: TrainOptions, inputs: Inputs) -> list[float]:
 
 
 def load(options: TrainOptions, task: Task | None = None) -> Any:
-    """Load the scheduled model of our rank, with the head of the task."""
+    """Load this rank's part of the scheduled model, with the head of the task."""
     import transformers
 
     from slapo_zoo.load.auto import AutoScheduledModel
@@ -87,16 +87,16 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
 
 
 class Run(ScheduledTrainer):
-    """Train by steps of an engine, on batches that are the same on every layout.
+    """Trainer whose steps are those of an engine, and whose batches are the same on every mesh.
 
-    The loop, its flow (when to evaluate, to save, to end), callbacks and trackers are Trainer's.
-    What Trainer has not is done here: optimizer steps of three engines, the exact position in the
-    data on another mesh, means over all targets, and a checkpoint that any mesh resumes.
+    Trainer provides the loop, callbacks and trackers, and decides when to evaluate, save and end. This
+    class adds steps of three engines, an exact position in the data on any mesh, means over all labels,
+    and checkpoints that any mesh can resume.
 
     Args:
-        model: of AutoScheduledModel, with the head of the task.
-        inputs: what it reads.
-        options: of the run.
+        model: model that AutoScheduledModel loaded, with the head of the task.
+        inputs: batches and tokenizer.
+        options: options of the run.
     """
 
     def __init__(self, model: Any, inputs: Inputs, options: TrainOptions):
@@ -122,13 +122,13 @@ class Run(ScheduledTrainer):
 
     @property
     def is_over(self) -> bool:
-        """Return whether all steps are done, or the evaluations get no better."""
+        """Return whether all steps are done, or `patience` evaluations brought no improvement."""
         patience = self.options.patience
         tired = patience is not None and self.best.since >= patience
         return self.done >= self.options.max_steps or tired
 
     def get_train_dataloader(self) -> Any:
-        """Return the batches of this dp rank that are still to be read."""
+        """Return an iterator over the batches of this dp rank, from the next step on."""
         mesh = self._mesh
 
         def rest() -> Iterator[dict[str, Tensor]]:
@@ -138,12 +138,12 @@ class Run(ScheduledTrainer):
         return rest()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Read the batch of the next step; reading it is part of the time that the step takes."""
+        """Return the batch of the next step; reading it counts as time of the step."""
         self.meter.start()
         return [next(epoch_iterator)], None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Do one optimizer step of the engine; what it measured becomes the record of the step."""
+        """Run one optimizer step of the engine, record its measurements, and return the loss."""
         lr = self._get_learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -164,19 +164,19 @@ class Run(ScheduledTrainer):
         return self.engine.grad_norm
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Count nothing: `mfu` counts them, and Trainer's count is a collective call a step."""
+        """Return 0: Trainer's count would cost a collective per step, and `Meter` computes MFU without it."""
         return 0
 
     def store_flos(self) -> None:
-        """Do nothing: nothing was counted."""
+        """Do nothing, because no operations are counted."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Tell callbacks and trackers; of a step all that was measured."""
+        """Send figures to callbacks and trackers; for a step, send all of its measurements."""
         measured = self.record if "loss" in logs else logs
         super().log({k: v for k, v in measured.items() if v is not None})
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Return means over all targets of the rows that are held out, whatever the layout."""
+        """Return mean loss and accuracy over all held-out rows, as "eval_loss" and "eval_accuracy"."""
         means = evaluate(self.model, self.inputs.held_out, self.options)
         found = {f"eval_{name}": value for name, value in means.items()}
         self.log(found)
@@ -184,7 +184,7 @@ class Run(ScheduledTrainer):
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint; a collective call."""
+        """Write a checkpoint of the current step; a collective call."""
         folder = Path(str(self.options.checkpoint))
         place = place_of(folder, self.done, self.options.save_total_limit)
         self.engine.save_checkpoint(
@@ -196,7 +196,7 @@ class Run(ScheduledTrainer):
             keep_newest(folder, place, self.options.save_total_limit)
 
     def begin(self) -> int:
-        """Go on from the checkpoint, if there is one; return the steps that are done."""
+        """Resume from the newest checkpoint if one exists; return the number of steps already done."""
         options = self.options
         found = None if options.checkpoint is None else latest(Path(options.checkpoint))
         if found is None:
@@ -218,7 +218,7 @@ class Run(ScheduledTrainer):
 
 
 def arguments_of(options: TrainOptions) -> TrainingArguments:
-    """Return what Trainer is told of a run; what the model or the engine does is not in it."""
+    """Return the arguments of Trainer for these options, without those that model or engine handle."""
     return TrainingArguments(
         output_dir=place_of_logs(options), report_to=[*options.report_to], use_cpu=options.device == "cpu",
         learning_rate=base_lr(options), **{name: getattr(options, name) for name in SHARED},
@@ -230,7 +230,7 @@ def arguments_of(options: TrainOptions) -> TrainingArguments:
 
 
 class Verdicts(TrainerCallback):
-    """Keep the best checkpoint so far, and end a run whose evaluations get no better.
+    """Trainer callback that saves the best model so far, and ends a run that stops improving.
 
     Args:
         run: the training.
@@ -240,7 +240,7 @@ class Verdicts(TrainerCallback):
         self.run = run
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Judge an evaluation; on all ranks, whose figures are the same."""
+        """Save the model if this evaluation is the best; all ranks decide alike, on equal figures."""
         run, options = self.run, self.run.options
         found = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         if run.best.judge(run.done, found) and options.best is not None:
@@ -255,14 +255,14 @@ class Verdicts(TrainerCallback):
 def fit(
     model: Any, inputs: Inputs, options: TrainOptions, tell: OnStep | None, stop: Stop | None = None
 ) -> list[float]:
-    """Train with clipped steps; return the global mean loss of every step that was left.
+    """Train until done or stopped; return the global mean loss of each step of this run.
 
     Args:
-        model: of AutoScheduledModel.
-        inputs: what it reads.
-        options: of the run.
-        tell: called with every step and what was measured of it; None on ranks that say nothing.
-        stop: a request to stop.
+        model: model that AutoScheduledModel loaded.
+        inputs: batches and tokenizer.
+        options: options of the run.
+        tell: called with the number and measurements of every step; None on ranks that report nothing.
+        stop: signals that ask for a stop; None if signals are not handled.
     """
     from accelerate.state import AcceleratorState
 
@@ -279,7 +279,7 @@ def fit(
 
 
 def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> None:
-    """Stop before a model without finite weights is saved over a good one; the same on all ranks."""
+    """Raise an error, on all ranks, if loss or gradient norm is not finite, before such a model is saved."""
     tells = options.engine == "torch"  # other engines may say nan for: unknown
     if math.isfinite(loss) and not math.isinf(norm) and not (tells and math.isnan(norm)):
         return
@@ -291,7 +291,7 @@ def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> 
 
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
-    """Return the engine of the options around a model; `rows` is the batch of a dp rank."""
+    """Return the engine that the options name, wrapped around a model; `rows` counts a dp rank's batch."""
     from slapo_zoo.model.integrations.dialects import init_target_engine
 
     settings: dict[str, Any] = {"clip": options.max_grad_norm}
@@ -309,7 +309,7 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
 
 
 def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -> None:
-    """Write what `transformers` loads, with tokenizer and configuration; a collective call."""
+    """Write a checkpoint that `transformers` loads, with tokenizer and run.yaml; a collective call."""
     model.save_pretrained(folder)
     if model.mesh.rank == 0 and tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -317,7 +317,7 @@ def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -
 
 
 def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> str:
-    """Return one row per rank: where it stands in the mesh, and what its load did."""
+    """Return a table of what each rank read while loading, one row per rank with its mesh coordinates."""
     rows = []
     for rank, ledger in enumerate(ledgers):
         place = replace(mesh, rank=rank)

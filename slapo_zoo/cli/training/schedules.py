@@ -1,4 +1,4 @@
-"""Learning rates, step by step, and which parameters decay."""
+"""Learning-rate schedules, and groups of parameters with and without weight decay."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,19 +11,19 @@ DEFAULT_LR = 1e-4
 
 
 def base_lr(options: TrainOptions) -> float:
-    """Return the learning rate that the schedule's factors multiply."""
+    """Return the base learning rate, which the schedule multiplies by a factor per step."""
     return DEFAULT_LR if options.learning_rate is None else options.learning_rate
 
 
 def make_schedule(options: TrainOptions, done: int = 0) -> Any:
-    """Return the learning rate of every step, as a LambdaLR of `transformers.get_scheduler`.
+    """Return the learning-rate schedule of a run: a LambdaLR made by `transformers.get_scheduler`.
 
-    It is a function of the step, so a resumed run needs no state, and it moves the rate of an optimizer
-    without parameters that matter: the one of an engine may be wrapped, or divided over ranks.
+    It depends on the step alone, so a resumed run needs no saved state. Its optimizer is a dummy,
+    because an engine may wrap the real optimizer or shard it over ranks.
 
     Args:
-        options: of the run.
-        done: steps that are done.
+        options: options of the run.
+        done: number of steps already done.
     """
     from transformers import get_scheduler
 
@@ -47,12 +47,12 @@ def make_schedule(options: TrainOptions, done: int = 0) -> Any:
 
 
 def _with_warm_up(name: str, warmup_steps: int) -> str:
-    """Return the name that honours a warm-up: transformers' "constant" ignores one in silence."""
+    """Return the scheduler name that applies a warm-up: "constant" of transformers ignores one."""
     return "constant_with_warmup" if name == "constant" and warmup_steps else name
 
 
 def parameter_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:
-    """Return matrices, which decay, and vectors (biases and norms), which do not: the same two on all ranks."""
+    """Return two optimizer groups: matrices with weight decay, and vectors (biases, norms) without."""
     held = list(parameters)
     matrices = [p for p in held if p.ndim >= 2]
     vectors = [p for p in held if p.ndim < 2]

@@ -1,4 +1,4 @@
-"""Timing of training steps on random input, once the model is known to be right."""
+"""Timing of training steps on random input, after a check of the model's loss."""
 
 import math
 import os
@@ -22,14 +22,14 @@ ALLOWED = {torch.float32: 1e-3}  # by the loss; other dtypes 3e-2
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Hold what was timed.
+    """Result of timing a model's training steps.
 
     Args:
         device: name of the device.
-        seconds: median of a step on rank 0.
-        losses: of the batch before the first step, without dropout: ours, and that of plain
-            `transformers` on the CPU in float32.
-        spans: timeline of one more step of rank 0's pipeline, if asked for.
+        seconds: median seconds per step on rank 0.
+        losses: (our loss, loss of plain `transformers` on the CPU in float32) on the timed batch before the
+            first step, without dropout.
+        spans: timeline of one more step of rank 0's pipeline; empty if not asked for.
     """
 
     device: str
@@ -39,17 +39,17 @@ class StepTimes:
 
 
 def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: bool) -> StepTimes:
-    """Time training steps of the scheduled model, once its losses are those of the plain one; all ranks call it.
+    """Time training steps of a scheduled model, after its loss equals the plain model's; all ranks call it.
 
     Args:
         load: arguments of from_pretrained.
-        rows: rows of a step and copy.
-        tokens: tokens of a row.
-        steps: timed steps, after two to warm up.
+        rows: rows per step and data-parallel replica.
+        tokens: tokens per row.
+        steps: number of timed steps, which follow two steps to warm up.
         trace: record a timeline of one more step.
 
     Raises:
-        VerifyError: the model does not compute what the plain one does; nothing was timed.
+        VerifyError: the loss differs from the plain model's; nothing was timed.
     """
     name = load["name_or_path"]
     model: Any = AutoScheduledModel.from_pretrained(**load).train()
@@ -71,7 +71,7 @@ def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: 
 
 
 def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """Return losses of ours and of the plain model, which rank 0 loads and drops again."""
+    """Return (loss of the scheduled model, loss of the plain model), which rank 0 loads for this alone."""
     model.eval()
     with torch.no_grad():
         ours = float(model(**batch).loss)
@@ -86,7 +86,7 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
 
 
 def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
-    """Return the loss of the plain model; NaN on other ranks, and where the whole model does not fit into half of the free memory."""
+    """Return the plain model's loss on rank 0; NaN on other ranks, or if it needs over half the free memory."""
     plain_class: Any = model.unscheduled_class
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = 4 * sum(math.prod(spec.shape) for spec in model._slapo.specs)

@@ -1,4 +1,4 @@
-"""A request to stop: the ranks finish their step, save, and say how to go on."""
+"""Stop of a training run on a signal: ranks finish the step, save, and say how to resume."""
 
 import multiprocessing
 import os
@@ -21,18 +21,18 @@ REQUEUE, INTERRUPTED = 75, 130  # exit codes: EX_TEMPFAIL of sysexits.h, and as 
 
 
 class Stop:
-    """Hold the signal that has come to this process; ranks agree on it after every step."""
+    """Record of the last signal that reached this process; 0 if none did."""
 
     number = 0
 
     def note(self, number: int, frame: Any) -> None:
-        """Handle a signal; the second Ctrl-C ends at once."""
+        """Record a signal; called as a signal handler. The second Ctrl-C raises KeyboardInterrupt."""
         if self.number == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.number = number
 
     def agreed(self, device: torch.device) -> int:
-        """Return the signal that came to any rank, on all ranks; a collective call."""
+        """Return the number of a signal that reached any rank, the same on all ranks; a collective call."""
         if not dist.is_initialized():
             return self.number
         found = torch.tensor(self.number, device=device)
@@ -42,9 +42,9 @@ class Stop:
 
 @contextmanager
 def listening() -> Iterator[Stop]:
-    """Context in which signals ask for a stop.
+    """Context in which signals request a stop of the run; it yields the Stop that records them.
 
-    The process that starts local ranks passes requests on to them by SIGUSR1, and ends them by SIGTERM.
+    A process that started local ranks passes a request on to them as SIGUSR1.
     """
     stop = Stop()
     is_local_rank = is_distributed_launch() and multiprocessing.parent_process() is not None
@@ -68,18 +68,18 @@ def listening() -> Iterator[Stop]:
 
 
 class Stopping(TrainerCallback):
-    """End a run that a signal asks to stop, on all ranks at the same step, with a checkpoint.
+    """Trainer callback that ends a run after a signal, at the same step on all ranks, with a checkpoint.
 
     Args:
         run: the training.
-        stop: which signal has come; None: nobody listens.
+        stop: record of signals; None if signals are not handled.
     """
 
     def __init__(self, run: Any, stop: Stop | None):
         self.run, self.stop, self.number = run, stop, 0
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ask the other ranks; a collective call."""
+        """Ask all ranks whether a signal came; if so, end the training and save. A collective call."""
         if self.stop is not None and not self.number:
             self.number = self.stop.agreed(self.run.meter.device)
         if self.number:
@@ -87,19 +87,19 @@ class Stopping(TrainerCallback):
             control.should_save = self.run.options.checkpoint is not None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ask again, for an evaluation may have taken long."""
+        """Ask the ranks again, because a signal may have come during a long evaluation."""
         self.on_step_end(args, state, control)
 
 
 class StoppedError(SystemExit):
-    """Exit of a run that a signal asked to stop: the step is finished, and saved where there is a place."""
+    """Exit of a run that a signal stopped after a finished step, saved if there is a checkpoint folder."""
 
     def __init__(self, number: int, step: int, options: TrainOptions):
         self.number, self.step, self.options = number, step, options
         super().__init__(INTERRUPTED if number == signal.SIGINT else REQUEUE)
 
     def __reduce__(self) -> Any:
-        """Let it travel from the ranks to the process that started them."""
+        """Return how to pickle the exit, so that local ranks can send it to the process that started them."""
         return type(self), (self.number, self.step, self.options)
 
     def __str__(self) -> str:
