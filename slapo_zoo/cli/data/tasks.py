@@ -60,7 +60,7 @@ class Language(Task):
 
     @property
     def row_tokens(self) -> int:
-        """Return how many tokens of text fill one row; special tokens of the task come on top."""
+        """Return how many tokens of text fill one row, not counting special tokens that the task adds."""
         return self.seq_len
 
     def encode(self, columns: Columns) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Masked(Language):
         return self.seq_len - sum(map(len, self.frame))
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return input_ids masked by the collator of `transformers`, and labels for at least one token."""
+        """Return input_ids masked by the collator of `transformers`, and labels, with at least one to predict."""
         from transformers import DataCollatorForLanguageModeling
 
         first, last = self.frame

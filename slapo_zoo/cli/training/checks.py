@@ -198,7 +198,10 @@ def check_mesh(options: TrainOptions, head: str, config: Any) -> None:
 
 
 def task_of(config: Any, asked: str | None = None) -> str:
-    """Return `asked`, or if None the family's pre-training task; ArchitectureError if it has no head for it."""
+    """Return the name of the task: `asked`, or for None the one that the model family is pre-trained on.
+
+    ArchitectureError is raised if the family has no head for the task.
+    """
     import transformers
 
     family, kind = config.model_type, type(config)
@@ -224,7 +227,7 @@ def task_of(config: Any, asked: str | None = None) -> str:
 
 
 def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int:
-    """Return `asked` tokens per row, if the model takes them; None: 128, or the model's maximum if less."""
+    """Return the number of tokens per row: `asked`, or for None at most 128; DataError if beyond the model."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and config.model_type in BEHIND_PADDING:
         longest -= config.pad_token_id + 1

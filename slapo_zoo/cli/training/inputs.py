@@ -63,7 +63,7 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
 
 
 def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
-    """Return the task of class `cls`; ids of labels are those of `config.id2label`, or else of the data."""
+    """Return a task of type `cls`; label ids follow config.id2label, or the data if that lacks some labels."""
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
         columns = read.columns_of(cls, options.columns, data.column_names)
@@ -114,7 +114,7 @@ def require_columns(name: str, cls: type[Task], options: TrainOptions) -> None:
 
 
 def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
-    """Return the tokenized rows of a data set; user-chosen columns are not used for a second, plain text."""
+    """Return tokenized rows; the user's column names are ignored for an evaluation file of plain text."""
     is_other_text = name != options.data and read.kind_of(name) == "text"
     given = {} if is_other_text else options.columns
     return read.rows_of_table(data, task, read.columns_of(type(task), given, data.column_names))

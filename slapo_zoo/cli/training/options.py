@@ -26,7 +26,7 @@ def option(default: Any, about: str, **bounds: Any) -> Any:
     Args:
         default: default value.
         about: meaning of the option, for --help, docs/training.md and errors.
-        **bounds: legal values: `least` (inclusive), `below` (exclusive) or `one_of`.
+        **bounds: bounds of legal values: `least` (inclusive), `below` (exclusive) or `one_of`.
     """
     metadata = {"about": about, **bounds}
     if default == {}:

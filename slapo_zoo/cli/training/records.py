@@ -78,7 +78,7 @@ class Records(TrainerCallback):
     """Trainer callback that reports the measurements of every step, with its evaluation if there was one.
 
     Args:
-        run: the training, whose `record` holds the measurements of the last step.
+        run: Trainer that the callback belongs to; its `record` holds the last step's measurements.
         tell: function called with each step's measurements; None on ranks that report nothing.
     """
 

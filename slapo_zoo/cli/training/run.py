@@ -48,7 +48,7 @@ def run(options: TrainOptions, inputs: Inputs) -> list[float]:
 
 
 def training_of(options: TrainOptions, inputs: Inputs) -> Any:
-    """Return the losses of `train`; a StoppedError is returned too, not raised."""
+    """Return the losses of `train`, or its StoppedError, which local ranks return instead of raising."""
     try:
         return train(options, inputs)
     except StoppedError as stopped:
@@ -87,11 +87,11 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
 
 
 class Run(ScheduledTrainer):
-    """Trainer whose steps are those of an engine, and whose batches are the same on every mesh.
+    """Trainer that steps through an engine (torch, deepspeed or megatron), with equal batches on every mesh.
 
     Trainer provides the loop, callbacks and trackers, and decides when to evaluate, save and end. This
-    class adds steps of three engines, an exact position in the data on any mesh, means over all labels,
-    and checkpoints that any mesh can resume.
+    class adds optimizer steps of the engine, an exact position in the data on any mesh, means over all
+    labels, and checkpoints that any mesh can resume.
 
     Args:
         model: model that AutoScheduledModel loaded, with the head of the task.
@@ -233,7 +233,7 @@ class Verdicts(TrainerCallback):
     """Trainer callback that saves the best model so far, and ends a run that stops improving.
 
     Args:
-        run: the training.
+        run: Trainer that the callback belongs to.
     """
 
     def __init__(self, run: Run):
@@ -291,7 +291,7 @@ def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> 
 
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
-    """Return the engine that the options name, wrapped around a model; `rows` counts a dp rank's batch."""
+    """Return the engine that the options name, wrapped around a model; `rows` is the batch size per dp rank."""
     from slapo_zoo.model.integrations.dialects import init_target_engine
 
     settings: dict[str, Any] = {"clip": options.max_grad_norm}

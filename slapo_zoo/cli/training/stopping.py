@@ -71,7 +71,7 @@ class Stopping(TrainerCallback):
     """Trainer callback that ends a run after a signal, at the same step on all ranks, with a checkpoint.
 
     Args:
-        run: the training.
+        run: Trainer that the callback belongs to.
         stop: record of signals; None if signals are not handled.
     """
 
@@ -92,7 +92,7 @@ class Stopping(TrainerCallback):
 
 
 class StoppedError(SystemExit):
-    """Exit of a run that a signal stopped after a finished step, saved if there is a checkpoint folder."""
+    """SystemExit of a run that a signal stopped: the last step is finished, and saved if `checkpoint` is set."""
 
     def __init__(self, number: int, step: int, options: TrainOptions):
         self.number, self.step, self.options = number, step, options
