@@ -12,7 +12,7 @@ from slapo_zoo.tune.space import Space
 
 
 class Database:
-    """Measured results of a tuning search by key, in a file or in memory.
+    """Store of the measured results of a tuning search by key, in a file or in memory.
 
     The file holds one JSON object per line; of two lines with the same key the later one counts. A line
     that a kill or a full disk left incomplete is skipped. Several processes may append to one file.
@@ -97,7 +97,7 @@ class Scope:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, point: Mapping[str, Any], steps: int | None = None) -> str:
-        """Return the database key of a configuration (symbol --> value) that is measured over `steps` steps."""
+        """Return the database key of a configuration, a dict {knob: value}, that is measured over `steps` steps."""
         versions = ",".join(f"{name}={self.versions[name]}" for name in sorted(self.versions))
         setting = ",".join(f"{name}={self.setting[name]}" for name in sorted(self.setting))
         at = Space.cfg_dict_to_str(dict(sorted(point.items())))

@@ -14,8 +14,8 @@ class StageForecast:
     Args:
         rank: pp coordinate of the rank that runs the stage.
         extent: names of the first and the last unit of the stage.
-        seconds: forward and backward of one micro-batch.
-        flops: operations of both on one tp rank, recomputation included.
+        seconds: time of forward plus backward of one micro-batch.
+        flops: floating-point operations of forward plus backward on one tp rank, recomputation included.
         activations: bytes kept from the forward of a micro-batch to its backward.
         received: bytes that the stage receives per micro-batch from the stage before.
     """

@@ -16,8 +16,10 @@ MEMORY = {
 class Grid:
     """All configurations of a tuning space, each with a number (its index in `points`).
 
+    A symbol is a variable of the space, e.g. `batch_size`.
+
     Args:
-        points: the configurations, symbol --> value.
+        points: the configurations, each a dict symbol --> value.
         memory: symbol --> +1 where larger values take more memory, -1 where they take less.
     """
 
@@ -42,7 +44,7 @@ class Grid:
         return self.number.get(_key(point))
 
     def nearest(self, wanted: Sequence[float], among: Iterable[int]) -> int:
-        """Return which of the configurations numbered `among` is nearest to `wanted`, one value index per symbol."""
+        """Return the number, out of `among`, of the configuration nearest to `wanted` (a value's index per symbol)."""
         chosen = np.fromiter(among, dtype=int)
         spans = np.array([max(len(self.values[n]) - 1, 1) for n in self.names])
         off = np.abs(self.index[chosen] - np.asarray(wanted)) / spans
@@ -84,10 +86,11 @@ class Grid:
         return mask
 
     def corners(self, here: np.ndarray) -> list[int]:
-        """Return the configurations to measure first for a model of memory, the smallest one first.
+        """Return the numbers of configurations whose measurement tells most about memory, the smallest one first.
 
-        First all memory symbols take their value of least memory, then one symbol at a time takes its other
-        end, then all take their middle value. Other symbols keep the value indices of `here` [symbols].
+        In the first one all symbols that matter for memory have their value of least memory. Then one of them
+        at a time gets its value of most memory, and at last all get their middle value. The other symbols keep
+        the values of `here` [symbols], the index of a value per symbol.
         """
         axes = [
             j for j, n in enumerate(self.names) if self.memory.get(n) and len(self.values[n]) > 1
@@ -105,10 +108,10 @@ class Grid:
         return [place[tuple(row.tolist())] for row in wanted if tuple(row.tolist()) in place]
 
     def memory_terms(self) -> np.ndarray:
-        """Return [points, terms]: features whose weighted sum models peak memory: 1, rows, and rows times the rest.
+        """Return features [points, terms] whose weighted sum models the peak memory of every configuration.
 
-        Recomputation or a kernel saves memory per row. In a grid without a symbol that counts rows, every
-        symbol is a term of its own.
+        The terms are 1, the rows, and rows times each other symbol, since recomputation or a kernel saves memory
+        per row. In a grid without a symbol that counts rows, every symbol is a term of its own.
         """
         counts = [
             n

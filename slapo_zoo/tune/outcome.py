@@ -19,8 +19,8 @@ class Outcome:
     """Throughput and memory of one configuration, or why it failed.
 
     Args:
-        kind: "ok", "out_of_memory", "crash", "timeout", "wrong" (another loss than the plain model) or
-            "slow" (stopped after the first steps).
+        kind: "ok", "out_of_memory", "crash", "timeout", "wrong" (its loss is not that of one rank with
+            reference kernels) or "slow" (stopped after the first steps).
         throughput: rows per second; 0.0 where nothing was measured.
         peak_memory: bytes of the rank that used most; 0 where unknown.
         steps: number of training steps that were timed.

@@ -14,7 +14,9 @@ from slapo_zoo.zoo.tuned import TUNING
 
 
 def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome) -> None:
-    """Write the fastest configuration of a search (`point`, symbol --> value) into a card's `tuning.json`.
+    """Write the fastest configuration of a search, `point` (knob --> value), into a card's `tuning.json`.
+
+    `scope` says where it was measured, `outcome` what was measured.
 
     Raises:
         CardError: the folder `card` is no complete card.

@@ -17,7 +17,7 @@ class SpaceError(SlapoError, ValueError):
 
 
 class Symbol:
-    """One tunable symbol of a space and its candidate values.
+    """Tunable variable of a space (`batch_size`, `tp`, ...) and its candidate values.
 
     Comparisons with a number are False until the symbol is fixed, so that a function that builds a
     space may test `if batch_size >= 64:` early.
@@ -32,7 +32,7 @@ class Symbol:
 
     @property
     def value(self) -> Any:
-        """Return the value at which the symbol is fixed; SpaceError (a ValueError) before."""
+        """Return the value at which the symbol is fixed; raise SpaceError (a ValueError) if it is not fixed yet."""
         if not self.is_fixed():
             problem = f"it is not fixed yet at one of {self.vals}"
             raise SpaceError("Symbol", self.name, problem, "call fix_at(index) first")
@@ -43,7 +43,7 @@ class Symbol:
         return self.fixed_idx != -1
 
     def fix_at(self, idx: int) -> None:
-        """Fix the symbol at the candidate with index `idx`; SpaceError if there is none."""
+        """Fix the symbol at the candidate with index `idx`; raise SpaceError for an index out of range."""
         if not 0 <= idx < len(self.vals):
             problem = f"found index {idx}, it has {len(self.vals)} values"
             raise SpaceError(
@@ -100,7 +100,8 @@ class Space:
         Args:
             name: name of the symbol.
             vals: candidates, or a function whose parameters are names of earlier symbols.
-            when: function of earlier symbols; where it is False, configurations lack this symbol.
+            when: function whose parameters are names of earlier symbols; where it returns False, configurations
+                lack this symbol.
         """
         known = self.space.get(name)
         if known is not None and known.is_fixed():
@@ -162,7 +163,8 @@ class Space:
 
         Args:
             training_script_args: first argument of `update_space_fn`.
-            update_space_fn: older form of a space: creates symbols from those fixed so far.
+            update_space_fn: function (training_script_args, space) of the older form of a space, which creates
+                symbols from those fixed so far.
         """
         space = self.clone()
         space.reset()
@@ -205,7 +207,7 @@ class Space:
             yield from branch._walk(arguments, update)
 
     def _settle(self) -> None:
-        """Compute the candidates and conditions that depend only on symbols that are fixed by now."""
+        """Compute candidates and conditions of symbols, where they depend only on symbols that are fixed already."""
         fixed = {n: symbol.value for n, symbol in self.space.items() if symbol.is_fixed()}
         self._absent = {n for n, rule in self._conditions.items()
                         if _applies(rule, fixed, self._absent) and not _call(rule, fixed)}  # fmt: skip

@@ -60,7 +60,7 @@ class Surrogate:
         self.deviation = self.scale * np.sqrt(np.maximum(prior - (half**2).sum(0), 1e-12))
 
     def improvement(self, best: float) -> np.ndarray:
-        """Return the expected improvement over the value `best` at every configuration, [points]."""
+        """Return the expected improvement [points] of every configuration over the value `best`."""
         from math import erf, pi
 
         gain = self.mean - best
@@ -88,8 +88,8 @@ def fits(
 
     Args:
         grid: the space.
-        ran: numbers of configurations that fit.
-        peaks: peak bytes of each; 0 where unknown.
+        ran: numbers of configurations that fit (a number is an index in `grid.points`).
+        peaks: peak bytes of each configuration in `ran`; 0 where unknown.
         failed: numbers of configurations that ran out of memory.
     """
     if not failed:
@@ -107,7 +107,7 @@ def fits(
 
 
 def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarray:
-    """Return [points]: the share of memory laws consistent with the outcomes under which a configuration fits.
+    """Return [points]: of the memory laws that agree with all outcomes, the share by which a configuration fits.
 
     A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept`
     takes the values of KEPT.
@@ -151,7 +151,7 @@ MORE_MEMORY = (
 
 
 class Strategy(Protocol):
-    """A search strategy: it names the next configuration to measure."""
+    """Search strategy, which names the next configuration to measure."""
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
         """Return the number of the next configuration to measure, or None when no other is worth it.
@@ -170,7 +170,7 @@ class Exhaustive:
         self.grid = grid
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the first configuration that was not measured."""
+        """Return the number of the first configuration that was not measured."""
         return left[0] if left else None
 
 
@@ -182,7 +182,7 @@ class Random:
         random.Random(seed).shuffle(self.order)  # noqa: S311 - no secret
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the next configuration of the shuffled order that was not measured."""
+        """Return the number of the next configuration in the shuffled order that was not measured."""
         return next((i for i in self.order if i in set(left)), None)
 
 
@@ -298,7 +298,10 @@ class Model:
         return int(free[chosen]) if gain[chosen] > WORTH or len(known) < FEWEST else None
 
     def _spread(self, known: Known, left: Sequence[int]) -> int:
-        """Return an informative configuration: a corner of memory use that may fit, else the one farthest from all."""
+        """Return the number of the configuration to measure while little is known.
+
+        It is a corner of memory use (`Grid.corners`) that may fit, else the one farthest from all measured ones.
+        """
         corners = self.grid.corners(self.grid.index[self.start])
         ran = [i for i, outcome in known.items() if outcome.is_measured]
         silent = [i for i in ran if not known[i].peak_memory]
@@ -328,7 +331,10 @@ class Model:
         return None
 
     def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
-        """Return [points]: expected gain of log throughput times the probability to fit, the mean over all priors."""
+        """Return [points]: expected gain of log throughput times the probability to fit, averaged over the priors.
+
+        `ran` are the numbers of configurations that ran.
+        """
         values = np.log([known[i].throughput for i in ran])
         gain = np.zeros(len(self.grid.points))
         for prior in self.priors:
@@ -355,7 +361,7 @@ def best_of(known: Known) -> int | None:
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
     """Return an unmeasured configuration that needs less memory than all that failed; None if nothing is left.
 
-    It lies half-way between the failures and the smallest; after three failures it is the smallest.
+    It lies half-way between the failures and the one of least memory; after three failures it is the latter.
     """
     if not left:
         return None
@@ -375,7 +381,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 
 
 def find_strategy(name: str) -> Callable[..., Strategy]:
-    """Return the strategy class of a name; SlapoError lists all names where it is unknown."""
+    """Return the strategy class called `name`; an unknown name raises SlapoError, which lists all names."""
     if name not in STRATEGIES:
         hint = f"choose one of {', '.join(STRATEGIES)}"
         raise SlapoError("tune", f"search={name!r}", "no such strategy", hint)

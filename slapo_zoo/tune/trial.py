@@ -45,7 +45,7 @@ class Job:
         dtype: dtype of the parameters.
         device: "cpu" or "cuda"; None takes a GPU where there is one.
         memory: bytes that a rank may use; 0 for no limit.
-        probe: expected loss on the probe batch (that of the plain schedule), or None to skip the check.
+        probe: loss on the probe batch of one rank with reference kernels; None skips the comparison.
         threads: CPU threads of the process.
     """
 
@@ -62,7 +62,7 @@ class Job:
 
     @property
     def world(self) -> int:
-        """Number of ranks: tp * pp * dp."""
+        """Return the number of ranks: tp * pp * dp."""
         sizes = (int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
         tp, pp, dp = sizes
         return tp * pp * dp
@@ -100,7 +100,7 @@ def measure(job: Job) -> Outcome:
 
 
 def differs(loss: float, job: Job) -> str:
-    """Return why the probe loss differs from that of the plain schedule, or "" where it agrees."""
+    """Return how the loss on the probe batch differs from the expected one, `job.probe`; "" if they agree."""
     if loss != loss or abs(loss) == float("inf"):
         return f"the loss of the probe is {loss}"
     if job.probe is None:
@@ -150,7 +150,7 @@ def limit_memory(job: Job) -> None:
 
 
 def on_rank(job: Job) -> Outcome:
-    """Set the memory limit and measure the job: what each rank of a measurement runs."""
+    """Set the memory limit and measure the job; each rank of a measurement calls this function."""
     limit_memory(job)
     return measure(job)
 

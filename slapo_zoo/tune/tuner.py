@@ -21,8 +21,8 @@ class Trial:
     Args:
         number: number of the configuration in the grid.
         point: symbol --> value.
-        outcome: its measurement.
-        was_known: the outcome came from the database.
+        outcome: what the measurement found.
+        was_known: whether the outcome came from the database.
     """
 
     number: int
@@ -37,10 +37,10 @@ class Limits:
 
     Args:
         evaluations: most configurations, those from the database included, so that a resumed run ends alike.
-        patience: stop after so many configurations without a better one; 0 for never.
+        patience: number of configurations in a row without a new best after which the search stops; 0: never.
         quick_steps: steps of a first short measurement; 0 skips it.
         steps: steps of a full measurement.
-        slack: smallest ratio to the best quick throughput with which a full measurement follows.
+        slack: a full measurement follows where quick throughput is at least this share of the best quick one.
     """
 
     evaluations: int = 50
@@ -56,7 +56,7 @@ class Result:
 
     Args:
         trials: the measurements, in order.
-        pruned: reason --> number of configurations that were never measured for it.
+        pruned: reason --> number of configurations that were not measured for this reason.
     """
 
     trials: list[Trial] = field(default_factory=list)
@@ -70,11 +70,11 @@ class Result:
 
 
 class Tuner:
-    """Measure configurations of a grid, one after the other, and keep the fastest.
+    """Search loop that measures configurations of a grid, one after the other, and keeps the fastest.
 
     Args:
         grid: the space.
-        measure: (configuration, steps) --> its outcome.
+        measure: function (configuration, number of steps) that returns the outcome.
         strategy: chooses the next configuration.
         database: store of outcomes; None keeps them in memory.
         scope: conditions under which stored outcomes may be reused.

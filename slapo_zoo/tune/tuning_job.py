@@ -56,7 +56,7 @@ def space_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> Space:
         symbols: name --> candidates; knobs of `from_pretrained`, `batch_size`, `threads`, `kernels`.
 
     Raises:
-        SlapoError: a name that is no knob.
+        SlapoError: a symbol's name is not that of a knob.
     """
     space = Space()
     for name, values in symbols.items():
@@ -85,7 +85,7 @@ UNSAID = ("loss_type",)  # what transformers reads of a config where it is set, 
 
 
 def check_changes(model: str, changes: Mapping[str, Any]) -> None:
-    """Raise SlapoError for the first of `changes` (field --> value) that is no field of the model's config."""
+    """Raise SlapoError for the first key of `changes` (field --> value) that the model's config has no field for."""
     config, _ = config_of(model)
     for name in changes:
         if not hasattr(config, name) and name not in UNSAID:
@@ -162,7 +162,10 @@ class Forecaster:
 
 
 class Workers:
-    """Measure configurations in fresh processes, each checked against the loss of the plain schedule."""
+    """Callable that measures configurations in fresh processes, and checks their loss.
+
+    The loss must agree with that of one rank with `kernels="reference"`, which is measured first.
+    """
 
     def __init__(self, setting: Setting):
         self.setting = setting

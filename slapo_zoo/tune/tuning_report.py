@@ -13,7 +13,7 @@ from slapo_zoo.weights.ledger import as_table
 
 
 def printer(total: int) -> OnTrial:
-    """Return a callback that prints a line per measurement of at most `total`, with the best so far."""
+    """Return a callback that prints a line for each measurement, with the best so far; at most `total` will come."""
 
     def on_trial(trial: Trial, result: Result) -> None:
         best = result.best

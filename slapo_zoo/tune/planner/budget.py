@@ -24,7 +24,7 @@ def policies_within(
 
     Args:
         budget: bytes per rank.
-        asked: the user's argument, as the error shows it.
+        asked: the user's argument `activation_memory=` as text, for the error.
         config: config of the model.
         auto_class: head class of the model.
         mesh: sizes of tp, pp and dp.
@@ -63,7 +63,7 @@ def _per_rank(layout: Layout, options: BuildOptions) -> int:
 
 
 def hardware_of(device: torch.device | str) -> Hardware:
-    """Return the planner's profile for a device: "cpu", or the GPU with that name; unknown GPUs count as an H100."""
+    """Return the planner's hardware profile for the CPU or this machine's GPU; that of an H100 for an unknown GPU."""
     kind = torch.device(device)
     if kind.type != "cuda":
         return HARDWARE["cpu"]

@@ -59,7 +59,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Measure the addition of two large tensors and return the bytes per second that it reads and writes."""
+    """Return the bytes per second that the addition of two large tensors reads and writes, measured on `device`."""
     count = ELEMENTS if device.type == "cpu" else 32 * ELEMENTS
     a, b = (torch.randn(count, device=device) for _ in range(2))
     return 3.0 * a.nbytes / best_time(lambda: torch.add(a, b), device)

@@ -38,7 +38,7 @@ RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all
 
 
 class Meter:
-    """Running totals of products, bytes, launches and collectives over noted operations."""
+    """Running totals of matrix products, bytes, kernel launches and collectives over recorded operations."""
 
     def __init__(self) -> None:
         self.products: list[Product] = []
@@ -48,7 +48,7 @@ class Meter:
         self._read: set[int] = set()  # what the running chain has read already
 
     def note(self, row: Row) -> None:
-        """Count one operation or collective of the tape."""
+        """Count one recorded operation or collective."""
         if row.transfer is not None:
             self.comm += RING[row.transfer.kind] * row.transfer.bytes
             self.collectives += 1
@@ -86,7 +86,7 @@ class Meter:
         self._read.clear()
 
     def died(self, storage: int) -> None:
-        """Drop a released storage: a chain that made and consumed it never writes it to memory."""
+        """Forget a released storage; if one fused chain made and read it, it is never counted as written."""
         self._pending.pop(storage, None)
         self._read.discard(storage)
 
@@ -103,7 +103,13 @@ class Meter:
 
 
 class Alive(NamedTuple):
-    """Storage that is allocated: its bytes, the index of the unit call that made it, and whether inside that unit."""
+    """Allocated storage in a dry run.
+
+    Args:
+        size: bytes.
+        call: index of the unit call in or before which it was allocated.
+        inside: whether it was allocated while that unit ran, not before it.
+    """
 
     size: int
     call: int
@@ -111,7 +117,7 @@ class Alive(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Totals at one point of a dry run's tape; `peak` and `grown` are the maxima since the previous `Moment`."""
+    """Totals at one point of a dry run, in bytes; `peak` and `grown` are the maxima since the previous `Moment`."""
 
     work: tuple[float, ...]
     gathered: int
@@ -192,7 +198,7 @@ class Footprint:
         self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
 
     def _survivors(self) -> list[tuple[int, int]]:
-        """Return per unit call (bytes kept for the backward, those of them made before the unit began)."""
+        """Return for each unit call (bytes it keeps for the backward, how many of them existed before it began)."""
         found, before = [0] * len(self.ends), [0] * len(self.ends)
         for storage in self.alive.values():
             at = min(storage.call, len(found) - 1)
@@ -229,14 +235,14 @@ class Footprint:
             self.live -= self.alive.pop(storage).size
 
     def _summed(self, storage: int) -> None:
-        """Move a parameter's gradient from `live` to `gradients`: later micro-batches find it already allocated."""
+        """Count a parameter's gradient in `gradients` instead of `live`: it exists for all later micro-batches."""
         if storage in self.alive:
             self.live -= self.alive[storage].size
             self.gradients += self.alive[storage].size
             self.alive[storage] = self.alive[storage]._replace(size=0)
 
     def uses(self) -> list[tuple[str, Use]]:
-        """Return (unit, its cost) of each unit call in forward order."""
+        """Return (path of the unit, its cost) of each unit call, in forward order."""
         found, below = [], 0
         begun, gathered = Meter().now(), 0
         end_of_step = self._now()
@@ -262,7 +268,12 @@ class Footprint:
 def parameter_bytes(
     model: Any, units: list[str]
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, frozenset[str]]]]:
-    """Return ({unit: (bytes of its own parameters, bytes of the largest)}, [(bytes, units) of each shared one])."""
+    """Return the bytes of parameters by unit, and of each parameter that several units share.
+
+    Returns:
+        {unit: (bytes of the parameters that only it has, bytes of the largest of them)}, and
+        [(bytes, units that share it)] with an entry for each shared parameter.
+    """
     holders: dict[int, tuple[int, set[str]]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         unit = next((u for u in units if name == u or name.startswith(f"{u}.")), units[0])

@@ -64,7 +64,7 @@ class Hardware:
     host: float = 0.0
 
     def flops(self, dtype: str) -> float:
-        """Return the operations per second in a dtype; of bfloat16, else the fastest, where it was not measured."""
+        """Return the measured operations per second in a dtype; if not measured, those in bfloat16, or the highest."""
         return self.matmul.get(dtype) or self.matmul.get("bfloat16") or max(self.matmul.values())
 
     def write(self, path: Path) -> None:
@@ -85,7 +85,7 @@ def data_sheet(
     name: str, matmul: float, bandwidth: float, link: float, network: float, memory: float,
     host: float, multiprocessors: int = 0, single: float | None = None,
 ) -> Hardware:  # fmt: skip
-    """Return a hardware profile from the peak rates of a data sheet, scaled by this file's fitted shares.
+    """Return a hardware profile made from the peak rates of a data sheet, scaled to what is reached in practice.
 
     Args:
         name: name of the device.
@@ -95,7 +95,7 @@ def data_sheet(
         network: bytes per second to other nodes, one way.
         memory: bytes of a device.
         host: bytes per second to the host memory, one way.
-        multiprocessors: number of them; 0 to ignore that products run as tiles.
+        multiprocessors: number of multiprocessors; 0 to ignore that products run as tiles.
         single: operations per second in float32; None: half of `matmul`, in TF32.
     """
     rate = MATMUL * matmul
@@ -128,7 +128,7 @@ HARDWARE["v100"] = replace(HARDWARE["v100"], error=0.12)  # of Aceso's 13 rows, 
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the hardware profile of a name, or from a JSON file that `slapo-zoo calibrate` wrote.
+    """Return the hardware profile called `name`, or that of a JSON file which `slapo-zoo calibrate` wrote.
 
     Raises:
         SlapoError: no such name or file, or the file is no profile.

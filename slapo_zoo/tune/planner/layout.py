@@ -49,7 +49,7 @@ class Layout:
 
     @property
     def stages(self) -> int:
-        """Number of stages of the whole pipeline."""
+        """Return the number of stages of the whole pipeline."""
         return self.pp * self.stages_per_rank
 
     def knobs(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Layout:
 
 
 def places_of(layout: Layout) -> StageMap:
-    """Return the map between pipeline ranks and stages of a layout."""
+    """Return the map from pipeline ranks to the stages that they hold, and back, for a layout."""
     if layout.pipeline_order.endswith(".csv"):
         return StageMap.make(layout.pipeline_order, layout.pp, None)
     return _places(layout.pipeline_order, layout.pp, layout.stages_per_rank)
@@ -143,7 +143,7 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return, for each stage of a rank, its micro-batches in flight when the rank holds most.
+    """Return, for each stage of a rank, the number of its micro-batches in flight when the rank holds most.
 
     Args:
         order: name of the pipeline order.
@@ -167,7 +167,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Return, per pp rank, the micro-batches in flight in each of its stages at the moment when most are."""
+    """Return for each pp rank the number of micro-batches in flight in each of its stages, when the sum is largest."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

@@ -77,7 +77,7 @@ def worth(planner: Planner, found: Forecasted) -> Worth:
 
 
 def as_json(planner: Planner, found: Found, most: int) -> dict[str, Any]:
-    """Return the outcome of a search as JSON data with at most `most` layouts; bytes and seconds."""
+    """Return the outcome of a search as JSON data with at most `most` layouts; units are bytes and seconds."""
     return {
         "hardware": asdict(found.hardware), "parameters": found.parameters, "batch": found.rows,
         "seq_len": found.seq_len, "looked_at": found.looked_at, "fit": len(found.feasible),
@@ -132,7 +132,7 @@ def call_of(f: Forecasted, without: Collection[str] = ()) -> str:
 
 
 def write_schedule(planner: Planner, found: Found, path: Path) -> Forecasted:
-    """Write the schedule of the fastest layout as JSON for `from_pretrained(schedule=path)`; return the layout.
+    """Write the schedule of the fastest layout as JSON for `from_pretrained(schedule=path)`; return its forecast.
 
     Raises:
         MeshError: no layout fits.

@@ -37,7 +37,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers
 
 @dataclass(frozen=True)
 class Forecasted:
-    """A layout with its predicted time and memory.
+    """Layout with its predicted time and memory.
 
     Args:
         layout: the configuration.
@@ -53,7 +53,7 @@ class Forecasted:
 
     @property
     def memory(self) -> float:
-        """Bytes of the fullest rank, without the memory that libraries reserve."""
+        """Return the bytes of the fullest rank, without the memory that libraries reserve."""
         return self.ranks[self.fullest].total
 
 
@@ -80,12 +80,12 @@ class Found:
     parameters: int
 
     def tokens_per_s(self, found: Forecasted) -> float:
-        """Return the tokens per second of the whole cluster under one of the forecasts."""
+        """Return the tokens per second of the whole cluster under the layout of the forecast `found`."""
         return self.rows * self.seq_len / found.step.seconds
 
 
 class Planner:
-    """Forecast time and memory of layouts of one model on one kind of device.
+    """Planner that forecasts time and memory of layouts of one model on one kind of device.
 
     Args:
         config: config of `transformers`.
@@ -127,7 +127,7 @@ class Planner:
             gpus: number of devices.
             batch: rows of a step over all replicas.
             orders: pipeline orders to try; None takes the usual ones.
-            divided: whether sequence parallelism is tried too.
+            divided: whether layouts with sequence parallelism are tried too.
 
         Raises:
             MeshError: no layout uses all devices and splits the batch evenly.
@@ -159,7 +159,10 @@ class Planner:
     def _refined(
         self, fits: Sequence[Forecasted], limit: float, orders: Sequence[str] | None
     ) -> list[Forecasted]:
-        """Return layouts that are faster than the fastest of `fits`, found by changing one knob at a time."""
+        """Return forecasts that are faster than the fastest of `fits`, found by changing one knob at a time.
+
+        `limit` is the bytes per rank, `orders` are the pipeline orders to try (None: all).
+        """
 
         def fit(layout: Layout) -> bool:
             return self.most_memory(layout) <= limit
@@ -171,7 +174,7 @@ class Planner:
     def _mixed(
         self, fits: Sequence[Forecasted], over: Sequence[Layout], limit: float
     ) -> list[Forecasted]:
-        """Return forecasts with a policy of its own for each block, for layouts that memory limits.
+        """Return forecasts of layouts that memory limits, with a separately chosen recompute policy for each block.
 
         Args:
             fits: forecasts of layouts that fit.
@@ -191,7 +194,7 @@ class Planner:
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
-        """Return (the layout with the lowest ZeRO stage that makes it fit, its bytes); ZeRO-3 where none fits."""
+        """Return (the layout with the lowest ZeRO stage that fits `limit` bytes, its bytes); ZeRO-3 if none fits."""
         memory = self.most_memory(layout)
         for stage in (1, 3) if layout.dp > 1 else ():
             if memory <= limit:
@@ -239,7 +242,7 @@ class Planner:
         ]
 
     def most_memory(self, layout: Layout) -> float:
-        """Return the bytes of the fullest rank; of ranks with equal stages the usual orders need only the first."""
+        """Return the bytes of the fullest rank; of ranks with equal stages, only the first is computed if possible."""
         stages, places = self.stages_of(layout), places_of(layout)
         seen: set[Any] = set()
         most = 0.0
@@ -267,7 +270,7 @@ class Planner:
 
         Args:
             hardware: profile of the devices.
-            precision: another precision whose elements take as many bytes; None keeps this one.
+            precision: another precision with the same bytes per element; None keeps this one.
         """
         other = copy.copy(self)
         other.hardware, other._stages = hardware, {}
@@ -280,7 +283,7 @@ class Planner:
         return How(self.hardware, self.runtime, self.precision, layout.tp)
 
     def why(self, found: Forecasted) -> str:
-        """Return one line that lists the memory by which a forecast exceeds the device."""
+        """Return one line that says why a forecast does not fit: the bytes of each kind against the device's."""
         total = (found.memory + self.hardware.reserved) / GIB
         rank = found.ranks[found.fullest]
         sizes = {name: getattr(rank, name) for name in PARTS} | {
@@ -309,7 +312,12 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recomputation policies, a mark per unit that equal units share, cache of stages by their marks)."""
+        """Return the policies of a layout, and what is needed to compute equal stages once.
+
+        Returns:
+            (recompute policies, an integer per unit that is the same for units of equal cost, cache from the
+            integers of a stage's units to its memory and time). `what` is the key of this result in a cache.
+        """
         if what in self._stages:
             return self._stages[what]
         blocks, policy = self.family.blocks, layout.checkpoint_policy
@@ -332,7 +340,7 @@ class Planner:
         return self._stages[what]
 
     def edges(self, stages: int) -> list[int]:
-        """Return the index of the first unit call of every stage, and the total number of calls."""
+        """Return the index of the first unit call of every one of `stages` stages, then the total number of calls."""
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:
@@ -351,7 +359,7 @@ class Planner:
         return set(self.family.blocks)
 
     def cuts(self, stages: int) -> list[int]:
-        """Return the index of the first unit call of every stage but the first."""
+        """Return the index of the first unit call of each of `stages` stages except the first."""
         key = "cuts", stages
         if key not in self._stages:
             names, costs = zip(*self.costs(), strict=True)
@@ -363,7 +371,10 @@ class Planner:
 
 
 def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
-    """Return the error of a search without candidates: the first refused tp size, or sizes that do not divide."""
+    """Return the error of a search without candidates; it names the first refused tp size, if any, with the reason.
+
+    `refused` are (tp size, reason) pairs. If there are none, the sizes do not divide each other.
+    """
     near = -(-batch // gpus) * gpus
     problem = f"no layout of {gpus} devices divides {batch} rows"
     hint = f"choose a batch that {gpus} or a divisor of it divides, e.g. {near}"

@@ -16,7 +16,7 @@ CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
 
 
 class Mixture(NamedTuple):
-    """A policy of recomputation per block, with the time and memory it takes.
+    """Choice of a recompute policy for each block so far, with the time and memory that it takes.
 
     Args:
         bytes: activations kept on the device.
@@ -32,7 +32,7 @@ class Mixture(NamedTuple):
 def choose(
     planner: Any, layout: Layout, budget: float | Sequence[float]
 ) -> tuple[tuple[str, ...] | None, int]:
-    """Return (an activation policy per block, or None where nothing fits; fewest bytes that a rank can keep).
+    """Return (activation policies, one per block, or None if nothing fits; fewest bytes that the ranks can keep).
 
     Args:
         planner: planner of the model.
@@ -111,7 +111,7 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
 
 
 def _note(found: dict[str, str], best: Mixture | None) -> None:
-    """Add a rank's policies to `found`; a block on several ranks takes the one that keeps least."""
+    """Add a rank's policies to `found` (block --> policy); a block on several ranks gets the one that keeps least."""
     chain = best.choices if best else None
     while chain is not None:
         (name, policy), chain = chain

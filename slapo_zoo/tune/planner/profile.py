@@ -37,7 +37,7 @@ class Work(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of all matrix products."""
+        """Return the floating-point operations of all matrix products."""
         return sum(product.flops for product in self.products)
 
     def plus(self, other: "Work") -> "Work":
@@ -90,7 +90,7 @@ class Use(NamedTuple):
     before: float = 0.0
 
     def toward(self, other: "Use", share: float) -> "Use":
-        """Interpolate linearly between two costs: self at share 0, other at 1; extrapolate beyond 1."""
+        """Return the cost at `share` of the way from self (0) to `other` (1), linear also beyond 1."""
         return tree_map(lambda a, b: a + (b - a) * share, self, other)
 
     def times(self, factor: float) -> "Use":
@@ -110,7 +110,7 @@ class Unit:
         many: cost for ROWS[1] rows.
         parameters: bytes of the parameters that only this unit has.
         largest: bytes of the largest of these parameters.
-        is_block: a stage may end after the unit, and it may be recomputed.
+        is_block: whether the unit is a block, after which a stage may end and which may be recomputed.
     """
 
     name: str
@@ -163,7 +163,7 @@ class Recompute:
             all but what lies between q, k, v and the output of attention, "offload" everything in host
             memory, "sharded" nothing but a tp shard of their input.
         regathered: share of the gathered tokens that the backward gathers again instead of keeping.
-        each: unit --> its own policy ("keep" and "recompute" are possible too), before `policy`.
+        each: unit --> its own policy, which has precedence over `policy`; also "keep" or "recompute".
         shares: number of tp ranks over which "sharded" divides a block's input.
     """
 

@@ -40,7 +40,7 @@ KEPT_BLOCKS = 3  # first, middle, last
 
 
 class Family:
-    """A config with its model on meta, and a smaller config whose few blocks stand for all where possible.
+    """Config with its model on meta, and a config with fewer blocks that stand for all of them where possible.
 
     `target_len` may be set before the first profile: tokens of a decoder's row, where they are fewer.
 
@@ -100,7 +100,7 @@ class Family:
             attention: attention backend.
             on_cpu: whether the model would run on a CPU.
             scores: whether attention with dropout writes its scores to memory.
-            parts: under sequence parallelism a rank keeps only its own tokens.
+            parts: whether under sequence parallelism a rank keeps only its own tokens for the backward.
         """
         outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
@@ -185,11 +185,11 @@ def _parts(config: Any) -> list[tuple[str, Any]]:
 
 
 class _Masks(RandomStream):
-    """Stand-in for the random stream in dry runs: masks have the right size, and nothing is drawn.
+    """Replacement of the model's dropout (`RandomStream`) in dry runs: masks have the right size, none is drawn.
 
     Args:
         on_cpu: whether the model would run on a CPU.
-        in_bytes: masks take a byte per element, and no elements of other ranks.
+        in_bytes: whether masks take a byte per element, and cover only the elements of this rank.
     """
 
     def __init__(self, on_cpu: bool, in_bytes: bool = False):
@@ -197,33 +197,33 @@ class _Masks(RandomStream):
         self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
-        """Answer RandomStream.draws_in_blocks for the device that is planned for."""
+        """Return what RandomStream.draws_in_blocks would return on the device that is planned for."""
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
-        """Answer RandomStream.hashes: the simulated runtimes keep their masks."""
+        """Return False for RandomStream.hashes: the simulated runtimes keep their masks in memory."""
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """Return dummy seeds in place of RandomStream.cells."""
+        """Return `count` dummy seeds, in place of those of RandomStream.cells."""
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
-        """Return numbers of the shape of RandomStream.uniform."""
+        """Return a tensor of the shape that RandomStream.uniform returns, without drawing numbers."""
         return torch.empty_like(x)
 
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
-        """Return a mask of the shape of RandomStream.keep_mask."""
+        """Return a mask of the shape that RandomStream.keep_mask returns, without drawing it."""
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
-        """Return a mask of the shape of RandomStream.keep_columns."""
+        """Return a mask of the shape that RandomStream.keep_columns returns, without drawing it."""
         if self.in_bytes:
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
-        """Return a mask of the shape of RandomStream.keep_tokens."""
+        """Return a mask of the shape that RandomStream.keep_tokens returns, without drawing it."""
         if self.in_bytes:
             return self.keep_mask(x, p, site)
         if x.ndim > 2:
@@ -239,8 +239,8 @@ def dry_run(
     Args:
         outline: scheduled model on meta, of any rank.
         rows: rows of the micro-batch.
-        tokens: tokens of a row, and of a decoder's row (0: equally many).
-        stream: stand-in for the random stream.
+        tokens: (tokens of a row, tokens of a decoder's row, or 0 for the same number).
+        stream: source of dropout masks that draws nothing.
         scores: whether attention with dropout writes its scores to memory.
 
     Raises:
@@ -282,7 +282,7 @@ def _loss(tape: Tape, output: Any) -> Tensor:
 
 
 def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
-    """Divide by tp what each rank keeps from before the first block, since a rank then keeps only its tokens."""
+    """Return the calls with the bytes kept before the first block divided by tp: each rank keeps only its tokens."""
     first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
     if calls[first + 1][0] not in blocks:
         return calls
@@ -294,7 +294,7 @@ def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[t
 
 
 def _untie(model: Any, mode: Any) -> None:
-    """Give every module its own copy of tied parameters; the planner adds up what stages share by itself."""
+    """Give every module its own copy of tied parameters, because the planner counts shared ones separately."""
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -306,7 +306,7 @@ def _untie(model: Any, mode: Any) -> None:
 
 
 def _received(calls: list[Call]) -> Iterator[int]:
-    """Yield the bytes that cross a pipeline cut before each call; none before the first."""
+    """Yield for each unit call the bytes that a stage which begins with it receives; 0 for the first call."""
     yield 0
     for i in range(1, len(calls)):
         plan = StagePlan(tuple(calls), (0,) * i + (1,) * (len(calls) - i), 0)

@@ -28,7 +28,10 @@ def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) -> float:
-    """Return the operations that would take as long at the full rate, for the best tile shape."""
+    """Return the operations that the full rate would do in the time of `batch` products [m, k] x [k, n] in tiles.
+
+    `count` is the number of multiprocessors, `fill` the extra inner size per tile. The best tile shape is taken.
+    """
     return min(
         math.ceil(batch * math.ceil(m / rows) * math.ceil(n / columns) / count)
         * count * 2.0 * rows * columns * (k + fill) / share
@@ -39,8 +42,8 @@ def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) 
 def group_rate(hardware: Hardware, ranks: int, stride: int = 1, cards: int | None = None) -> float:
     """Return the bytes per second of a ring of `ranks` devices whose ranks are `stride` apart.
 
-    Across nodes the members of a node share the ring over their network cards, at most `cards` of them
-    (None: one card per member), as NCCL's rings do.
+    Across nodes the ranks of a node share its network cards, of which at most `cards` are used (None: one per
+    rank), as in NCCL's rings.
     """
     if ranks * stride <= hardware.per_node:
         return hardware.link
@@ -54,8 +57,8 @@ def collective_seconds(
 ) -> float:  # fmt: skip
     """Return the seconds of `count` collectives over a group of `ranks` devices that are `stride` ranks apart.
 
-    `moved` is the bytes that a rank sends in all of them together, in a ring of many ranks; `cards` the
-    network cards per node that carry the ring, one per member for None.
+    `moved` is the bytes that a rank sends in all these collectives, in a ring of many ranks. `cards` is the
+    number of network cards per node that carry the ring; None: one per rank of the node.
     """
     if ranks == 1:
         return 0.0

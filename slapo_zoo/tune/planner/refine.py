@@ -27,8 +27,8 @@ def refine(
     """Return forecasts that are faster than those of the wide search, found near its fastest ones.
 
     Args:
-        forecast: layout --> its forecast.
-        fits: layout --> whether it fits into memory.
+        forecast: function from a layout to its forecast.
+        fits: function from a layout to whether it fits into memory.
         found: forecasts of the wide search.
         blocks: number of blocks of the model.
         orders: pipeline orders that may be used; None for all.
@@ -62,14 +62,14 @@ class Climb:
                 return best
 
     def _sharded(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout without ZeRO, and with every ZeRO stage and shard count."""
+        """Yield variants of a layout: without ZeRO, and with each ZeRO stage and number of ranks that shard."""
         yield replace(layout, dp_shard=1, zero_stage=3)
         for shards in divisors(layout.dp)[1:]:
             for stage in (1, 2, 3):
                 yield replace(layout, dp_shard=shards, zero_stage=stage)
 
     def _ordered(self, layout: Layout) -> Iterator[Layout]:
-        """Yield the layout in every pipeline order that is short enough to simulate."""
+        """Yield variants of a layout, one for every pipeline order that is short enough to simulate."""
         count = layout.micro_batches
         for order, virtual in orders_for(layout.pp, count, self.blocks, self.orders):
             if layout.pp > 1 and (order in CLOSED or count * layout.pp * virtual <= MOST_FORWARDS):

@@ -74,12 +74,12 @@ class Precision:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of one element of an activation."""
+        """Return the bytes of one element of an activation."""
         return 4 if self.dtype == "float32" else 2
 
     @property
     def update(self) -> int:
-        """Bytes of one element of an optimizer state."""
+        """Return the bytes of one element of an optimizer state."""
         return 4 if self.optimizer >= 8 else 2
 
     @property
@@ -89,7 +89,7 @@ class Precision:
 
     @property
     def per_parameter(self) -> int:
-        """Bytes per parameter: weight, gradient and optimizer state together."""
+        """Return the bytes per parameter: weight, gradient and optimizer state together."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -103,7 +103,7 @@ PRECISIONS = {
 
 
 def find_runtime(name: str) -> Runtime:
-    """Return the runtime of a name; SlapoError lists all names where it is unknown."""
+    """Return the runtime called `name`; an unknown name raises SlapoError, which lists all names."""
     if name not in RUNTIMES:
         hint = f"choose one of {', '.join(RUNTIMES)}"
         raise SlapoError("Planner", f"runtime={name!r}", "no such runtime", hint)
@@ -111,7 +111,7 @@ def find_runtime(name: str) -> Runtime:
 
 
 def find_precision(name: str) -> Precision:
-    """Return the precision of a name; SlapoError lists all names where it is unknown."""
+    """Return the precision called `name`; an unknown name raises SlapoError, which lists all names."""
     name = precision_name(name)
     if name not in PRECISIONS:
         hint = f"choose one of {', '.join(PRECISIONS)}"

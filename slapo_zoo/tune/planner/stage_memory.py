@@ -31,8 +31,8 @@ class StageMemory:
         sent: bytes sent per micro-batch.
         around: elements of the parameters outside blocks.
         inner: `peak` while a block runs.
-        first: elements of the parameters of the largest unit before the blocks, tied ones included.
-        last: the same of the largest unit after the blocks.
+        first: elements of the parameters of the largest unit before the blocks, tied parameters included.
+        last: elements of the parameters of the largest unit after the blocks, tied parameters included.
         elsewhere: bytes of `received` that only other tp ranks keep until the backward.
     """
 
@@ -54,7 +54,10 @@ class StageMemory:
 def stage_memory(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute
 ) -> StageMemory:
-    """Return the memory of a stage (units begin..end of a profile) for `rows` rows; `again`: policies of the units."""
+    """Return the memory of a stage for micro-batches of `rows` rows.
+
+    The stage consists of the units begin..end-1 of the profile, with the recompute policies `again`.
+    """
     units, uses = profile.units[begin:end], profile.uses(rows)[begin:end]
     shared = [(size, names & {u.name for u in units}) for size, names in profile.shared]
     shared = [(size, names) for size, names in shared if names]
@@ -94,7 +97,10 @@ def stage_memory(
 
 
 def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]]) -> tuple[int, int]:
-    """Return the parameter bytes of (the largest unit before the blocks, the largest unit after them)."""
+    """Return (parameter bytes of the largest unit before the blocks, those of the largest unit after the blocks).
+
+    `shared` are (bytes, units) of the parameters that several units share.
+    """
     at = [i for i, unit in enumerate(units) if unit.is_block] or [len(units)]
     early = {unit.name for unit in units[: at[0]]}
     tied = [size for size, names in shared if names & early]
@@ -129,7 +135,7 @@ def rank_memory(
     stages: Sequence[StageMemory], in_flight: Sequence[float], layout: Layout, precision: Precision,
     runtime: Runtime, hardware: Hardware,
 ) -> RankMemory:  # fmt: skip
-    """Return the peak memory of a rank that holds some stages, `in_flight` micro-batches of each at the peak."""
+    """Return the peak memory of a rank; stage i then has `in_flight[i]` micro-batches between forward and backward."""
     m, largest = layout.micro_batches, max(stage.largest for stage in stages)
     count = sum(stage.parameters for stage in stages)
     around = sum(stage.around for stage in stages)
@@ -163,10 +169,10 @@ def rank_memory(
 def _resident(
     count: int, around: int, layout: Layout, precision: Precision
 ) -> tuple[int, int, int]:
-    """Return bytes of (weights, gradients, optimizer states) that a rank holds during a step.
+    """Return (weight bytes, gradient bytes, bytes of optimizer states) that a rank holds during a step.
 
-    With ZeRO a rank holds shards of what the optimizer updates, and beside them unsharded weights: all
-    `count` of them, or with ZeRO-3 only the `around` outside blocks.
+    With ZeRO a rank holds shards of the parameters that the optimizer updates, and unsharded weights to compute
+    with. These are all `count` parameters, or with ZeRO-3 only the `around` parameters outside blocks.
     """
     n, stage = layout.dp_shard, layout.zero_stage
     if n == 1:
@@ -178,7 +184,10 @@ def _resident(
 
 
 def _made_whole(widest: int, layout: Layout, precision: Precision) -> int:
-    """Return bytes of tensors that ZeRO-2 and 3 hold unsharded for a while: weights of running blocks and gradients."""
+    """Return the bytes of weights and gradients of running blocks that ZeRO-2 and ZeRO-3 hold unsharded for a while.
+
+    `widest` is the number of elements of the largest block's parameters.
+    """
     if layout.dp_shard == 1 or layout.zero_stage == 1:
         return 0
     weights = precision.weights * (layout.zero_stage == 3)

@@ -17,7 +17,7 @@ GRADIENT_PASSES = 3  # for the norm, for scaling, for the update
 
 @dataclass(frozen=True)
 class How:
-    """Hardware, runtime, precision and tp, from which the seconds of some work are computed.
+    """Conditions from which the seconds of some work are computed: hardware, runtime, precision and tp.
 
     Args:
         hardware: profile of the cluster.
@@ -43,7 +43,7 @@ class How:
         return max(device, launches * hardware.operation_s) + shared
 
     def again(self, use: Use, policy: str) -> float:
-        """Return the extra seconds that an activation policy costs a unit: recomputation, or waiting for the host."""
+        """Return the extra seconds per call of a unit that an activation policy costs: recomputation or host copies."""
         if policy == "offload":
             copied = use.kept / self.hardware.host
             waits = (max(copied - self.seconds(w), 0.0) for w in (use.forward, use.backward))
@@ -64,10 +64,10 @@ class StageTime:
     Args:
         forward_s: seconds of the forward, tp collectives included.
         backward_s: seconds of the backward, recomputation included.
-        flops: operations of both on one rank, recomputation included.
+        flops: floating-point operations of forward plus backward on one rank, recomputation included.
         comm: bytes that a rank sends over tp.
         received: bytes received from the stage before.
-        units: number of units; ZeRO gathers and reduces each by itself.
+        units: number of units; ZeRO gathers and reduces each unit in a collective of its own.
     """
 
     forward_s: float
@@ -79,7 +79,7 @@ class StageTime:
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of forward and backward."""
+        """Return the seconds of forward plus backward of a micro-batch."""
         return self.forward_s + self.backward_s
 
 
@@ -113,7 +113,7 @@ class StepTime:
 
     @property
     def bubble_share(self) -> float:
-        """Share of the step in which the busiest rank waits for other stages, without the time of transfers."""
+        """Return the share of the step in which the busiest rank waits for other stages, transfers not counted."""
         within = self.seconds - self.gradients_s - self.optimizer_s
         return max(self.bubble * within - self.transfer_s, 0.0) / self.seconds
 
@@ -121,7 +121,10 @@ class StepTime:
 def stage_time(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute, how: How
 ) -> StageTime:
-    """Return the time of a stage that consists of the units begin..end of a profile (see `stage_memory`)."""
+    """Return the time of a stage that consists of the units begin..end-1 of a profile.
+
+    `rows` is the rows of a micro-batch, `again` the recompute policies of the units.
+    """
     share = (how.tp - 1) / how.tp
     forward = backward = flops = comm = 0.0
     cache = profile.cache
@@ -177,8 +180,8 @@ def _pipeline(
 ) -> tuple[float, list[StageTime], list[float]]:
     """Return (seconds of all forwards and backwards, stages of the busiest rank, seconds of a micro-batch per rank).
 
-    The usual orders have a closed form: the busiest rank works without pause, after one wait for every
-    other stage. Other orders are simulated action by action. `wait`: seconds of a transfer per stage.
+    For the usual orders this is a formula: the busiest rank works without pause, after one wait for every
+    other stage. Other orders are simulated action by action. `wait` is the seconds of a transfer to each stage.
     """
     places, m = places_of(layout), layout.micro_batches
     held = [[stages[i] for i in places.stages_of(rank)] for rank in range(layout.pp)]
@@ -225,8 +228,8 @@ def _gradients(
 ) -> tuple[float, float]:
     """Return (seconds, bytes that a rank sends) of the gradient all-reduce over dp and of ZeRO's gathers.
 
-    Only time that does not overlap counts: what runs per micro-batch overlaps with its compute, and the
-    all-reduce overlaps with the last backward, except for its last bucket.
+    Only time that does not overlap with compute counts. Collectives of a micro-batch overlap with its compute.
+    The all-reduce overlaps with the last backward, except for the last group of gradients that it sends.
     """
     precision, stage, shards = how.precision, layout.zero_stage, layout.dp_shard
     weights, gradients = parameters * precision.weights, parameters * precision.gradients
