@@ -1,7 +1,7 @@
-"""Overlap the all-reduce of input gradients with the computation of weight gradients.
+"""Overlap of the all-reduce of input gradients with the computation of weight gradients.
 
 A column-parallel layer needs two products in backward, dx = dy w and dw = dy' x, and dx is all-reduced.
-Megatron-LM starts the all-reduce between the two (`async_tensor_model_parallel_allreduce`). Where several
+Megatron-LM starts the all-reduce between the two (`async_tensor_model_parallel_allreduce`). If several
 layers share x (q, k and v; gate and up), their dx are added first, so here all of their dw wait:
 
     forward:   x -> wait -> [w -> later, for each column-parallel w below] -> start -> the module
@@ -57,7 +57,7 @@ class _Start(_Wait):
 
 
 class _Later(torch.autograd.Function):
-    """Identity of a weight; its backward computes the weight gradient that `_Product` has postponed."""
+    """Autograd function that returns a weight unchanged; its backward computes the gradient that `_Product` postponed."""
 
     @staticmethod
     def forward(ctx, weight, put_off):
@@ -71,7 +71,7 @@ class _Later(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """Autograd function of a linear layer: x, w, b --> y, w being [out, in] (Linear) or [in, out] (Conv1D)."""
+    """Autograd function of a linear layer: x, w, b --> y; w is [out, in] (Linear) or [in, out] (Conv1D)."""
 
     @staticmethod
     def forward(ctx, x, weight, bias, in_first, put_off, multiply):
@@ -109,8 +109,8 @@ class ColumnForward:
 
     Args:
         module: the layer.
-        in_first: whether its weight is [in, out].
-        multiply: matrix product to use, e.g. `torch.mm`.
+        in_first: whether its weight is [in, out], as in a Conv1D.
+        multiply: function that multiplies two matrices, e.g. `torch.mm`.
     """
 
     def __init__(self, module: nn.Module, in_first: bool, multiply: Any = torch.mm):
@@ -136,19 +136,19 @@ class ColumnForward:
 
 
 def possible(x: Tensor) -> bool:
-    """Return whether postponing works for input x: with gradients, and neither compiled nor under autocast."""
+    """Return whether a weight gradient can be postponed: gradients are on, and x is neither compiled nor under autocast."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return not torch.is_autocast_enabled(x.device.type)
 
 
 def enter(x: Tensor, group: Group, columns: Iterable[ColumnForward]) -> Tensor:
-    """Megatron's f: y = x; dx = all-reduce of dy, while the weight gradients of `columns` are computed.
+    """Return x unchanged; its gradient is all-reduced while the weight gradients of `columns` are computed.
 
     Args:
-        x: input that the layers share.
-        group: the tp ranks; not None.
-        columns: forwards of the layers, called before the next `enter` of the same ones.
+        x: input that the column-parallel layers share.
+        group: process group of the tp ranks; not None.
+        columns: forwards of the layers; each runs before the next `enter` with the same layers.
     """
     under_way = _Sum(group)
     x = _Wait.apply(x, under_way)

@@ -1,7 +1,7 @@
-"""Count the collectives that this rank has begun, so that peers can tell which ranks have gone ahead.
+"""Counts of the collectives that this rank has begun, so that peers can tell which ranks have gone ahead.
 
-All ranks of a group begin its collectives in one order. Heartbeats carry the counts: a waiting rank sees
-by them that another rank is past the place and will not come (it alone evaluates, or steps).
+All ranks of a group begin its collectives in one order. Heartbeats carry the counts: a rank that waits sees
+from them that another rank is further on and will not take part (it alone evaluates, or steps).
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _OF_GROUP: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 def of_world() -> dict[str, list[int]]:
-    """Return the mutable numbers of collectives that this rank has begun: name of the group --> [number]."""
+    """Return {name of a process group: [number of collectives that this rank has begun in it]}; the dict is live."""
     return _OF_WORLD.setdefault(dist.group.WORLD, {})
 
 
@@ -31,7 +31,7 @@ def note_step() -> None:
 
 
 def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) -> Any:
-    """Count and run a collective `run(*args, group=group)`; a lost peer becomes a RankError that explains it."""
+    """Count and run a collective `run(*args, group=group)`; if a peer is lost, raise a RankError that explains it."""
     if torch.compiler.is_compiling():
         return run(*args, group=group, **options)
     found = _OF_GROUP.get(group)
@@ -42,7 +42,7 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a function that waits for peers; a lost peer becomes a RankError that explains it."""
+    """Run a function that waits for peers; if a peer is lost, raise a RankError that explains it."""
     try:
         return run(*args, **options)
     except RuntimeError as error:

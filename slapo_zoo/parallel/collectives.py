@@ -35,7 +35,7 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Report a collective of tensor `whole` to observers; return whether it is a dry run that sends nothing."""
+    """Report a collective of `whole`, its unsharded tensor, to observers; return True in a dry run, which sends nothing."""
     if isinstance(group, ShapeOnlyGroup) and group.note is not None:
         group.note(kind, whole.nbytes)
     for observer in OBSERVERS if not isinstance(group, ShapeOnlyGroup) else ():
@@ -85,7 +85,7 @@ def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> 
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """Return the all-reduced x in a new tensor of the same memory format; no gradient."""
+    """Return the sum of x over the ranks in a new tensor of the same memory format; no gradient."""
     if not _channels_last(x):
         return all_reduce_(x.contiguous().clone(), group)
     y = x.clone()
@@ -98,9 +98,9 @@ def _channels_last(x: Tensor) -> bool:
 
 
 def _in_format_of(x: Tensor, y: Tensor) -> Tensor:
-    """Return y contiguous, or channels last in memory if x is.
+    """Return y in contiguous memory, or in channels-last memory if x is channels last.
 
-    The result is no view: autograd forbids changing a view that a Function returns (Falcon adds to it).
+    The result is no view: autograd forbids in-place changes of a view that a Function returns (Falcon adds to it).
     """
     if _channels_last(x):
         return y.contiguous(memory_format=CHANNELS_LAST)
@@ -176,30 +176,33 @@ class _Exchange(torch.autograd.Function):
 
 
 def reduce_forward(x: Tensor, group: Group) -> Tensor:
-    """Megatron's g: y = sum over ranks of x;  dx = dy."""
+    """Return the sum of x over the ranks; the gradient of x is that of the result (Megatron-LM's function g)."""
     return x if group is None else _ReduceForward.apply(x, group)
 
 
 def reduce_backward(x: Tensor, group: Group) -> Tensor:
-    """Megatron's f: y = x;  dx = sum over ranks of dy."""
+    """Return x unchanged; its gradient is summed over the ranks (Megatron-LM's function f)."""
     return x if group is None else _ReduceBackward.apply(x, group)
 
 
 def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True) -> Tensor:
-    """All-gather along an axis; dx is reduce-scattered, or sliced when dy is the same on all ranks."""
+    """All-gather x along an axis.
+
+    The gradient of x is reduce-scattered, or, without `sharded_gradient`, sliced: it is then equal on all ranks.
+    """
     return x if group is None else _Gather.apply(x, axis, group, sharded_gradient)
 
 
 def reduce_scatter(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Reduce-scatter along an axis; dx is the all-gather of dy."""
+    """Reduce-scatter x along an axis; the gradient of x is all-gathered."""
     return x if group is None else _ReduceScatter.apply(x, axis, group)
 
 
 def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Return this rank's slice of x, which is the same on all ranks; dx is the all-gather of dy."""
+    """Return this rank's slice along an axis of an x that is the same on all ranks; the gradient of x is all-gathered."""
     return x if group is None else _Scatter.apply(x, axis, group)
 
 
 def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """Move sharding from `join_axis` to `split_axis` by an all-to-all; dx is the all-to-all back."""
+    """Move sharding from `join_axis` to `split_axis` by an all-to-all; the gradient takes the opposite way."""
     return x if group is None else _Exchange.apply(x, split_axis, join_axis, group)

@@ -1,4 +1,4 @@
-"""Names that moved between the torch releases we support (2.10 to 2.13), or that are not public."""
+"""Names in torch that differ between the supported releases (2.10 to 2.13), or that are not public."""
 
 import inspect
 import threading
@@ -34,7 +34,7 @@ def software() -> dict[str, str]:
 def new_group(ranks: Sequence[int]) -> Any:
     """Create a process group of `ranks` with the timeout of the default group; a collective call of all ranks.
 
-    torch's default timeout is 30 minutes, for which peers of a dead rank would hang.
+    Peers of a dead rank would hang for torch's default timeout, which is 30 minutes.
     """
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -48,7 +48,7 @@ def timeout_of_world() -> float:
 
 
 def forget_groups() -> None:
-    """Reset torch's count of process groups after a failed `init_process_group`, which counts too."""
+    """Set torch's count of process groups to 0 after a failed `init_process_group`, which has counted too."""
     dist.distributed_c10d._world.group_count = 0
 
 
@@ -63,7 +63,7 @@ def patient_group(seconds: float) -> Any:
 
 
 def hooks_around() -> Any:
-    """Return the saved-tensor hooks (pack, unpack) that are active now, or None; torch has no public name for them."""
+    """Return the active saved-tensor hooks (pack, unpack), or None; torch has no public function for this."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -111,7 +111,7 @@ def ranks_are_threads() -> bool:
 
 @contextmanager
 def process_groups_per_thread() -> Iterator[None]:
-    """Context in which every thread that calls `init_process_group` is a rank of its own."""
+    """Context in which every thread that calls `init_process_group` is a rank."""
     from torch.distributed import distributed_c10d
 
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Digests (SHA-256) by which ranks, files and runs are compared."""
+"""Digests (SHA-256), with which the data of ranks, files and runs is compared."""
 
 import hashlib
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Gather local tensors into unsharded ones on rank 0: for tests and small models."""
+"""Gathering of local tensors into unsharded ones on rank 0: for tests and small models."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,9 +16,10 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """Return this rank's tensors (or gradients) of the specs that its stage owns, by name.
+    """Return {name: this rank's tensor, or its gradient} for the specs whose tensors this rank's stage owns.
 
-    They are unsharded over dp; with `rows` only this rank's rows of each, marked for `rows_of`.
+    The tensors are unsharded over dp. With `rows` they are only the rows that this dp rank keeps, marked so
+    that `rows_of` finds them.
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)
@@ -34,7 +35,7 @@ def local_tensors(
 def gather(
     local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Return the unsharded tensors by name on rank 0, {} on all other ranks; a collective call."""
+    """Gather the ranks' `local` tensors; return the unsharded ones by name on rank 0, {} on others. A collective call."""
     mine = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
     if mesh.world_size == 1:
         everyone = [mine]

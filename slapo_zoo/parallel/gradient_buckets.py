@@ -1,4 +1,4 @@
-"""All-reduce gradients bucket by bucket, each bucket in one collective."""
+"""All-reduce of gradients in buckets: the gradients of several parameters are sent in one collective."""
 
 from collections.abc import Container, Iterable, Iterator
 from itertools import accumulate
@@ -17,7 +17,7 @@ BUCKET_BYTES = 32 << 20  # large enough to amortise a collective, small beside a
 def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, factor: float = 1.0
 ) -> None:
-    """All-reduce `factor` * `.grad` of parameters over a group, in few large collectives; nothing for None.
+    """All-reduce `factor` * `.grad` of the parameters over a group, in few large collectives; None does nothing.
 
     A missing gradient counts as 0, but stays None if every rank misses it: an optimizer then skips the
     parameter as in one process, and applies no weight decay.
@@ -29,7 +29,7 @@ def all_reduce_gradients(
 
 
 def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield runs of parameters of one dtype, each of about BUCKET_BYTES."""
+    """Yield lists of consecutive parameters of one dtype, each list of about BUCKET_BYTES."""
     bucket, size = [], 0
     for p in parameters:
         if bucket and (p.dtype != bucket[0].dtype or size + p.nbytes > BUCKET_BYTES):
@@ -91,7 +91,7 @@ class Bucket:
         return base if same and base.numel() == sum(self.sizes) + len(self.sizes) else None
 
     def _copy(self, grads: list[Any]) -> None:
-        """Copy the gradients into a new flat tensor; plain `.grad`s become views of it."""
+        """Copy the gradients into a new flat tensor; each `.grad` that is no view and not sharded becomes a view of it."""
         like = held_here(self.parameters[0])
         size = sum(self.sizes) + len(self.sizes)
         self.flat = like.new_empty(size, requires_grad=False)
@@ -109,7 +109,8 @@ class Bucket:
     def wait(self, somewhere: Container[int] | None = None) -> None:
         """Wait for the all-reduce, if one was started, and store the sums in `.grad`.
 
-        `somewhere`: ids of the parameters with a gradient on some rank; None reads the flags that were sent.
+        `somewhere` are the ids of the parameters that have a gradient on some rank. None takes this from flags
+        that the all-reduce has sent along.
         """
         if self.work is None:
             return

@@ -1,4 +1,4 @@
-"""Counts of the running micro-batch on the host, so that code on a GPU need not wait for them.
+"""Numbers about the running micro-batch that the host knows, so that code need not wait for a GPU to read them.
 
 A training step reads these numbers once, together with the counts that its loss means need.
 """
@@ -21,7 +21,7 @@ class Known:
     Args:
         padded: whether an attention mask of the batch hides a token.
         targets: number of labels that are not -100.
-        real: tokens of each row that are not padding, where padding may be left out.
+        real: number of tokens that are not padding, for each row; None if padding may not be left out.
         packed: whether a row holds more than one sequence, by its position ids.
     """
 
@@ -36,7 +36,7 @@ _NOW: ContextVar[Known] = ContextVar("known", default=_NOTHING)  # in a backward
 
 
 def known() -> Known:
-    """Return what the host knows of the running micro-batch's padding and labels; all None outside a training step."""
+    """Return the `Known` facts of the running micro-batch; all of them are None outside a training step."""
     return _NOW.get()
 
 
@@ -51,7 +51,10 @@ def knowing(numbers: Known) -> Iterator[None]:
 
 
 def places(where: Tensor, count: int | None) -> Tensor:
-    """Return where.nonzero()[:, 0]; with `count`, its length, the host does not wait for a GPU."""
+    """Return where.nonzero()[:, 0], the indices of the True elements of a mask.
+
+    With `count`, the number of these elements, the host does not wait for a GPU.
+    """
     if count is None or where.device.type == "cpu":
         return where.nonzero()[:, 0]
     problem = f"expected {count} places; hint: do the labels agree with what the step has counted?"

@@ -1,4 +1,4 @@
-"""Cut unsharded tensors by their placement, and mark the rows that a dp rank keeps (ZeRO)."""
+"""Slices of unsharded tensors by their placement, and marks of the rows that a dp rank keeps (ZeRO)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class Rows(NamedTuple):
     Args:
         first: index of the first row in the tensor that is unsharded over dp.
         count: number of rows.
-        writes: whether this rank writes them to files; replicas of them do not.
+        writes: whether this rank writes the rows to files; of ranks with the same rows only one does.
     """
 
     first: int
@@ -32,7 +32,7 @@ class RowsOfRank:
     Args:
         size: number of ranks over which rows are sharded.
         rank: this rank's index among them.
-        writes: whether this rank writes its rows to files; replicas of them do not.
+        writes: whether this rank writes its rows to files; of ranks with the same rows only one does.
     """
 
     size: int
@@ -40,22 +40,22 @@ class RowsOfRank:
     writes: bool = True
 
     def rows(self, shape: Sequence[int]) -> int:
-        """Return the number of rows of a full shard, ceil(shape[0] / size); the last ranks may hold fewer."""
+        """Return the number of rows per rank, ceil(shape[0] / size); the last ranks may hold fewer."""
         return -(-shape[0] // self.size)
 
     def mine(self, shape: Sequence[int]) -> Rows:
-        """Return this rank's rows of a tensor of the unsharded `shape`."""
+        """Return which rows this rank keeps of a tensor with the unsharded `shape`."""
         rows = self.rows(shape)
         first = min(self.rank * rows, shape[0])
         return Rows(first, min(rows, shape[0] - first), self.writes)
 
     def part(self, whole: Tensor) -> Tensor:
-        """Return this rank's rows of an unsharded tensor."""
+        """Return a copy of the rows that this rank keeps of an unsharded tensor."""
         first, count, _ = self.mine(whole.shape)
         return whole.narrow(0, first, count).clone()
 
     def note(self, part: Any, shape: Sequence[int]) -> Any:
-        """Mark `part` as this rank's rows of a tensor of `shape`, and return it."""
+        """Mark `part` as the rows that this rank keeps of a tensor with the unsharded `shape`, and return it."""
         part.dp_rows = self.mine(shape)
         return part
 
@@ -68,21 +68,21 @@ class RowsOfRank:
 def rows_of(tensor: Any) -> Rows | None:
     """Return the rows that this dp rank holds of a tensor; None where the tensor is not sharded over dp.
 
-    The mark is on the tensor, since a file may hold a piece of a parameter or an optimizer state; unsharded
-    shape and the ranks with the other rows are in the plan of the rank.
+    The tensor itself carries this mark, since a file may hold rows of a parameter or of an optimizer state. The
+    rank's plan has the unsharded shape and the ranks that hold the other rows.
     """
     return getattr(tensor, "dp_rows", None)
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Mark a tensor as rows like `part`, from row `first` (None: as in `part`), if `part` is marked; return it."""
+    """If `part` is marked as rows of a dp rank, mark `tensor` likewise, from row `first` or that of `part`; return it."""
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)
     return tensor
 
 
 def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list[tuple[int, int]]:
-    """Cut runs (start, stop) to `count` places from place `first`, counted along the runs.
+    """Return the parts of index ranges (start, stop) that cover `count` indices after skipping `first`.
 
     >>> runs_within([(0, 4), (10, 14)], 3, 3)
     [(3, 4), (10, 12)]
@@ -97,7 +97,7 @@ def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list
 
 
 def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """Return rank r's elements (of n ranks) of an unsharded tensor, with zeros for padding."""
+    """Return a copy of the elements of an unsharded tensor that rank r of n holds, with zeros for padding."""
     axis = placement.axis
     if tensor.is_meta:  # only its shape is of interest
         return tensor.new_empty(placement.local_shape(tuple(tensor.shape), n, r))
@@ -111,13 +111,13 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
 
 
 def part_of(full: Tensor, spec: TensorSpec | None, mesh: Mesh) -> Tensor:
-    """Return this rank's elements of an unsharded tensor; the tensor itself for a spec without placement."""
+    """Return the elements of an unsharded tensor that this rank holds; without a placement in `spec`, the tensor itself."""
     cut = spec and spec.placement
     return local_part(full, cut, *mesh.place(cut.mesh_dim)) if cut else full
 
 
 def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """Copy rank r's elements into the unsharded tensor `full`, without padding, and return it."""
+    """Copy `part`, the elements of rank r of n, into the unsharded tensor `full` without padding, and return `full`."""
     axis, offset = placement.axis, 0
     for start, stop in placement.runs(full.shape[axis], n, r):
         full.narrow(axis, start, stop - start).copy_(part.narrow(axis, offset, stop - start))
@@ -131,20 +131,20 @@ def is_divided(tensor: Tensor) -> bool:
 
 
 def held_here(tensor: Tensor) -> Tensor:
-    """Return the local tensor of a DTensor, in its own memory; other tensors as they are."""
+    """Return the local tensor of a DTensor, which shares its memory; any other tensor is returned unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def whole_over_dp(tensor: Tensor) -> Tensor:
-    """Return an FSDP2 tensor gathered over dp (a collective call); other tensors as they are."""
+    """Return an FSDP2 tensor gathered over dp (a collective call); any other tensor is returned unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def require_indices(inside: Tensor, what: str, size: int) -> None:
-    """Raise unless all of `inside` are True, on a GPU without a wait.
+    """Raise an error unless all elements of `inside` are True; on a GPU the host does not wait for this.
 
     Args:
-        inside: bool per index: whether it lies in 0..size-1 of the unsharded axis.
+        inside: bool per index, True if the index lies in 0..size-1 of the unsharded axis.
         what: name of the indices for the message.
         size: length of the unsharded axis.
     """

@@ -1,8 +1,7 @@
 """The device mesh: dims tp (fastest), dp, pp; any rank can be inspected without a process group.
 
-What a mesh dim divides is said once, in `Mesh.DIMS`. Who needs the ranks that divide the rows of a batch,
-or the terms of its loss, asks for the mesh dim "batch" or "loss": as in torchtitan, the dims of that role
-taken for one.
+`Mesh.DIMS` says what the ranks of each mesh dim divide among them. "batch" and "loss" name, as in torchtitan,
+all dims that divide the rows of a batch, or the terms of its loss, taken for one mesh dim.
 """
 
 from dataclasses import dataclass, replace
@@ -21,12 +20,12 @@ ROLES = {"batch": {"rows"}, "loss": {"rows", "tokens"}}
 
 
 class MeshDim(NamedTuple):
-    """A mesh dim, and the thing that its ranks divide among them.
+    """A mesh dim, and what its ranks divide among them.
 
     Args:
-        name: the field of `Mesh` that holds its size.
-        divides: "rows" and "tokens": all ranks hold the same parameters, each computes a part of the loss,
-            and gradients are summed over them.
+        name: name of the field of `Mesh` that holds its size.
+        divides: what the ranks divide. With "rows" and "tokens" all ranks hold the same parameters, each
+            computes a part of the loss, and gradients are summed over them.
     """
 
     name: str
@@ -34,12 +33,12 @@ class MeshDim(NamedTuple):
 
 
 class ShapeOnlyGroup(NamedTuple):
-    """Stand-in for a process group in a dry run: collectives only change shapes.
+    """Replacement of a process group in a dry run: collectives only change shapes.
 
     Args:
         size: number of ranks.
         rank: this rank's index in the group.
-        note: called with kind and bytes of each collective (slapo_zoo.language.tape).
+        note: function called with the kind and the bytes of each collective, or None.
     """
 
     size: int
@@ -54,9 +53,9 @@ class Mesh:
     rank = (pp_coord * dp + dp_coord) * tp + tp_coord
 
     Args:
-        tp: ranks that shard each layer.
-        pp: ranks that shard the layers into stages.
-        dp: ranks that shard the batch.
+        tp: number of ranks that shard each layer.
+        pp: number of ranks that shard the layers into stages.
+        dp: number of ranks that shard the batch.
         rank: the global rank.
         dry_run: collectives only change shapes, without a process group.
     """
@@ -96,7 +95,7 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the mesh dims by name: tp, pp, dp, then what others there are."""
+        """Sizes of the mesh dims by name: tp, pp, dp, then any others."""
         names = dict.fromkeys(("tp", "pp", "dp", *(dim.name for dim in self.DIMS)))
         return {name: getattr(self, name) for name in names}
 
@@ -107,7 +106,7 @@ class Mesh:
         return "+".join(dim.name for dim in self.DIMS if dim.divides in divides)
 
     def _parts(self, mesh_dim: str) -> list[tuple[str, int, int]]:
-        """The name, size and stride of each mesh dim that one name stands for, slowest first."""
+        """Return the (name, size, stride) of each mesh dim that one name stands for, slowest first."""
         places = self.__dict__["_places"]
         if mesh_dim not in places:
             names = self.named(mesh_dim).split("+")
@@ -118,18 +117,18 @@ class Mesh:
         return places[mesh_dim]
 
     def size(self, mesh_dim: str) -> int:
-        """Return the size of one mesh dim; MeshError for an unknown name."""
+        """Return the size of a mesh dim; "batch" and "loss" are known too. MeshError for an unknown name."""
         return prod(size for _, size, _ in self._parts(mesh_dim))
 
     def coord(self, mesh_dim: str, rank: int | None = None) -> int:
-        """Return the coordinate of a rank, by default of this one, on one mesh dim."""
+        """Return the coordinate of a global rank along a mesh dim; `rank` None stands for this rank."""
         rank, found = self.rank if rank is None else rank, 0
         for _, size, stride in self._parts(mesh_dim):
             found = found * size + rank // stride % size
         return found
 
     def place(self, mesh_dim: str) -> tuple[int, int]:
-        """Return (size, this rank's coordinate) of one mesh dim, the arguments n and r of placements."""
+        """Return (size n of a mesh dim, this rank's coordinate r on it), as `Placement` takes them."""
         return self.size(mesh_dim), self.coord(mesh_dim)
 
     def at(self, **coords: int) -> int:
@@ -142,16 +141,16 @@ class Mesh:
         return rank
 
     def ranks(self, **coords: int) -> list[int]:
-        """All ranks with these coordinates, in order: `mesh.ranks(pp=0)` is the first stage."""
+        """Return all global ranks with the given coordinates, in order: `mesh.ranks(pp=0)` is the first stage."""
         wanted = list(coords.items())
         return [r for r in range(self.world_size) if all(self.coord(d, r) == c for d, c in wanted)]
 
     def seen_by(self, rank: int) -> "Mesh":
-        """Return the same mesh as another rank looks at it."""
+        """Return a copy of this mesh whose `rank` is another one."""
         return replace(self, rank=rank)
 
     def peers(self, mesh_dim: str) -> list[int]:
-        """Return the global ranks along `mesh_dim` through this rank, in order."""
+        """Return the global ranks that differ from this rank only along `mesh_dim`, itself included, in order."""
         return [self.at(**{mesh_dim: i}) for i in range(self.size(mesh_dim))]
 
     def group(self, mesh_dim: str) -> "ProcessGroup | Any | None":
@@ -165,7 +164,7 @@ class Mesh:
         return self.__dict__["_groups"][self.named(mesh_dim)]
 
     def group_of_hosts(self, mesh_dim: str) -> "ProcessGroup":
-        """Return a gloo group of the ranks of `group`, which sends from CPU; its ranks create it on first use."""
+        """Return a gloo group of the ranks along a mesh dim, for CPU tensors; these ranks create it on first use."""
         import torch.distributed as dist
 
         from slapo_zoo.parallel.compat import group_device

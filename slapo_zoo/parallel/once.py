@@ -1,4 +1,4 @@
-"""Refuse second derivatives (`create_graph=True`) through custom autograd Functions.
+"""Refusal of second derivatives (`create_graph=True`) through custom autograd Functions.
 
 torch's `once_differentiable` misses a backward that begins at the loss, and a second backward with
 `inputs=`: a gradient penalty would be silently wrong.

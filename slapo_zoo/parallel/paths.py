@@ -1,6 +1,6 @@
 """Patterns over module paths.
 
-`*` is one dotted segment, `**` any number of them (also none), and `:Name` at the end keeps only
+`*` is one segment between dots, `**` any number of segments (also none), and `:Name` at the end keeps only
 modules whose class has that name: `**:Dropout` is every dropout of the model. The empty pattern
 is the model itself.
 """
@@ -30,7 +30,7 @@ def select(pattern: str, class_names: Mapping[str, str]) -> list[str]:
     """Return the paths that `pattern` matches, in model order.
 
     Args:
-        pattern: a pattern as the module's docstring defines it.
+        pattern: a pattern with `*`, `**` and `:Name`, e.g. `**:Dropout`.
         class_names: path of every module --> name of its class.
     """
     glob, _, class_name = pattern.partition(":")

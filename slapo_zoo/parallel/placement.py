@@ -1,4 +1,4 @@
-"""Placement: where the elements of a sharded tensor are; load, save, reshard and verify all use it.
+"""Placement: which elements of a sharded tensor a rank holds; load, save, reshard and verify all use it.
 
 Only integers: no tensor, no process group. `n` is the size of the mesh dim, `r` a coordinate on it.
 """
@@ -26,11 +26,11 @@ class Placement:
         groups: sizes of consecutive groups along the axis, each sharded by itself: q|k|v of a
             fused projection is (E, E, E). Empty: the axis is one group.
         unit: number of neighbouring indices that are not split, e.g. head_dim; ranks differ by at most one unit.
-        pad: every rank holds ceil(units / n) units; what lies beyond the end is zeros.
+        pad: every rank holds ceil(units / n) units; indices beyond the end are filled with zeros.
         replicate: with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
-        together: query heads per KV head: a rank holds whole runs of that many units, or, with
-            more ranks than runs, an equal part of one. It counts in the first group (q); the
-            others (k, v) hold one unit per run, and then no run is split.
+        together: number of query heads per KV head. A rank holds all of these consecutive units of a KV head, or,
+            with more ranks than KV heads, an equal share of them. It applies to the first group (q); the other
+            groups (k, v) have one unit per KV head, and then n must not exceed the KV heads.
         shared: length of the end of the axis that all ranks use (k and v of the only KV head): it is
             sharded element by element, and what is computed from it is gathered.
     """
@@ -91,7 +91,7 @@ class Placement:
         return ""
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:
-        """Return the unsharded indices that rank `r` holds, in local order, without padding."""
+        """Return the ranges of unsharded indices that rank `r` holds, in the order of its local axis, without padding."""
         runs, start = [], 0
         for group, units in zip(self._groups(size), self.units(size), strict=True):
             beside = start > 0 and self.together > 1
@@ -103,9 +103,9 @@ class Placement:
         return [run for run in runs if run.stop > run.start]
 
     def owned(self, size: int, n: int, r: int) -> list[tuple[Run, int]]:
-        """The runs that rank `r` gives to files and peers, each with its place in the local axis.
+        """Return (range of unsharded indices, its offset in the local axis) that rank `r` writes to files and sends to peers.
 
-        Of ranks that hold the same run (KV heads) the first one gives it.
+        If several ranks hold the same range (KV heads), only the first of them has it here.
         """
         before = {run for rank in range(r) for run in self.runs(size, n, rank)}
         found: list[tuple[Run, int]] = []
@@ -117,7 +117,7 @@ class Placement:
         return found
 
     def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
-        """Return (first unit, one past the last) of rank `r` among `units`."""
+        """Return (first unit, one past the last) that rank `r` of `n` holds of a group with `units` units."""
         if self.pad:
             share = -(-units // n)
             return min(r * share, units), min((r + 1) * share, units)
@@ -147,17 +147,17 @@ class Placement:
 
 
 def _balanced(units: int, n: int, r: int) -> tuple[int, int]:
-    """Return (first unit, one past the last) of rank `r`; the first ranks hold one unit more."""
+    """Return (first unit, one past the last) of rank `r` if `units` are spread evenly; the first ranks hold one more."""
     small, larger = divmod(units, n)
     return r * small + min(r, larger), (r + 1) * small + min(r + 1, larger)
 
 
 @dataclass(frozen=True)
 class HeldBy(Placement):
-    """Placement of one expert's tensor: the rank that holds expert `index` has all of it, others nothing.
+    """Placement of one expert's tensor: the rank that holds expert `index` has all of it, other ranks have nothing.
 
     rewrite:  w [size, ...]  -->  w_r [size, ...] where `index` is in of.runs(count, n, r), else [0, ...]
-    why:      files hold the weight of each expert by itself, a model holds those of all experts in one
+    why:      files hold one weight per expert, a model holds one weight for all experts
 
     Args:
         of: placement of the axis of experts.
@@ -188,10 +188,10 @@ class HeldBy(Placement):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of the unscheduled model, and how the mesh shards it.
+    """One tensor of the model as it is without a schedule, and how the mesh shards it.
 
     Args:
-        name: name in the state dict of the unscheduled `transformers` model.
+        name: name in the state dict of the `transformers` model.
         shape: unsharded shape.
         dtype: torch dtype name without the prefix, e.g. "float32".
         placement: how it is sharded; None when every rank of a stage holds all of it.

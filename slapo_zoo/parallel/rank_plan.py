@@ -1,7 +1,7 @@
-"""Plan of a rank: where each tensor lies, over which ranks its gradient is summed, who writes it.
+"""Plan of a rank: which ranks hold each tensor, over which its gradient is summed, and which writes it.
 
-A plan is a value. It needs no process, no weights and no device, and its rows are the same on all
-ranks; `RankPlan.mesh` says whose plan it is.
+A plan is plain data: it needs no process, no weights and no device. Its rows, one per tensor, are the same
+on all ranks; `RankPlan.mesh` says to which rank the plan belongs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,11 +52,11 @@ class TensorPlan(TensorSpec):
 
     Args:
         stages: pp coordinates that hold the tensor.
-        row_shards: dp ranks over which the rows of the local tensor are sharded (ZeRO); 1: none.
-        sum_over: over which ranks its gradient is summed, in this order; empty for a buffer.
-        tied_to: tensor under whose name this one is saved, or "".
+        row_shards: number of dp ranks over which the rows of the local tensor are sharded (ZeRO); 1: not sharded.
+        sum_over: sums over ranks that its gradient takes, in this order; empty for a buffer.
+        tied_to: name of the tensor under whose name this one is saved, or "".
         is_parameter: whether it may take a gradient.
-        adapter: peft adapter whose files hold it; empty: the model's own files.
+        adapter: name of the peft adapter whose files hold it, or "" for the model's own files.
     """
 
     stages: tuple[int, ...] = (0,)
@@ -67,7 +67,7 @@ class TensorPlan(TensorSpec):
     adapter: str = ""
 
     def sums(self, tokens_sharded: bool, *why: str) -> list[Sum]:
-        """Return the sums over ranks that the tensor's gradient takes in a step; with `why` only these kinds."""
+        """Return the sums over ranks that the tensor's gradient takes in a step; `why` selects kinds of sums (empty: all)."""
         return [
             one for one in self.sum_over
             if (tokens_sharded or not one.if_tokens_sharded) and (not why or one.why in why)
@@ -81,7 +81,7 @@ class TensorPlan(TensorSpec):
         return self.placement.replicas(size, mesh.tp, mesh.coord("tp"))
 
     def held_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape that `mesh.rank` holds, sharded over tp and by rows over dp."""
+        """Return the shape of the tensor on `mesh.rank`, sharded over tp and, with ZeRO, by rows over dp."""
         shape = self.local_shape(mesh.tp, mesh.coord("tp"))
         if self.row_shards == 1 or not shape or not self.is_parameter:
             return shape
@@ -106,9 +106,9 @@ class RankPlan:
     Args:
         mesh: sizes of the mesh dims, and the rank.
         tensors: name in the state dict --> plan, for every tensor of the whole model, in its order.
-        units: modules that this rank's pipeline stages run.
+        units: paths of the modules that this rank's pipeline stages run.
         cuts: paths of the modules after which a stage ends.
-        sites: path of a module of this rank that draws random numbers --> its directive.
+        sites: path of a module of this rank that draws random numbers --> the directive that seeds it.
     """
 
     mesh: Mesh
@@ -118,21 +118,21 @@ class RankPlan:
     sites: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> TensorPlan | None:
-        """Return the row of a parameter or buffer, or None where the plan has none."""
+        """Return the row of a parameter or buffer, or None if the plan has no such tensor."""
         return self.tensors.get(name) or self.tensors.get(without_peft(name))
 
     def local_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of this rank's part of a tensor of the plan, whole over dp."""
+        """Return the shape of this rank's tp shard of a tensor, unsharded over dp."""
         row = self.of(name)
         assert row is not None  # noqa: S101 - callers ask for what dp ranks divide
         return row.local_shape(self.mesh.tp, self.mesh.coord("tp"))
 
     def saved_as(self, name: str) -> str:
-        """Return the name under which files hold a tensor: tied tensors are saved once."""
+        """Return the name under which files hold a tensor; tied tensors are saved under one name."""
         return self.tensors[name].tied_to or name if name in self.tensors else name
 
     def ties(self) -> list[list[str]]:
-        """Return the names of each tied tensor, the name under which it is saved first."""
+        """Return a list of names for each tied tensor; the name under which it is saved comes first."""
         found: dict[str, list[str]] = {}
         for name in self.tensors:
             found.setdefault(self.saved_as(name), []).append(name)
@@ -146,7 +146,7 @@ class RankPlan:
 
     @property
     def saved(self) -> list[TensorPlan]:
-        """The rows that a checkpoint holds, in order: each tied tensor once, no adapter."""
+        """Rows of the tensors that a checkpoint holds, in order: each tied tensor once, without adapters."""
         return [row for row in self.tensors.values() if not row.tied_to and not row.adapter]
 
     def mine(self) -> Iterator[TensorPlan]:
@@ -155,16 +155,16 @@ class RankPlan:
         yield from (row for row in self.tensors.values() if here in row.stages)
 
     def owns(self, name: str) -> bool:
-        """Return whether this stage counts a tensor in norms; True for tensors that a user added."""
+        """Return whether this rank's stage counts a tensor in norms; True for tensors that a user added."""
         row = self.of(name)
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """Return a copy of the plan with rows added, or replaced by name."""
+        """Return a copy of the plan to which rows were added; a row replaces the one of the same name."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
-        """Return every set of ranks, smaller than a mesh dim, that sums some gradient: each needs a process group."""
+        """Return the sets of ranks that sum some gradient and are not a whole mesh dim; each set needs a process group."""
         sums = {one for row in self.tensors.values() for one in row.sum_over if one.parts}
         meshes = [self.mesh.seen_by(rank) for rank in range(self.mesh.world_size)]
         found = {one.ranks(mesh) for one in sums for mesh in meshes}
@@ -173,7 +173,7 @@ class RankPlan:
     def sums_of(
         self, names: Iterable[str], *why: str, tokens_sharded: bool = True
     ) -> dict[Sum, list[str]]:
-        """Return {sum over ranks: names of parameters whose gradients take it}; with `why` only sums of these kinds.
+        """Return {sum over ranks: names of the parameters whose gradients take it}; `why` selects kinds of sums.
 
         The names are in the same order on all ranks.
         """
@@ -187,7 +187,7 @@ class RankPlan:
         return found
 
     def digest(self) -> str:
-        """Return a SHA-256 of sizes, rows and cuts, on which all ranks must agree."""
+        """Return a SHA-256 of sizes, rows and pipeline cuts, which must be equal on all ranks."""
         sizes = tuple(self.mesh.size(mesh_dim) for mesh_dim, _ in self.mesh.DIMS)
         told = repr((sizes, tuple(self.tensors.values()), self.cuts))
         return digest(told)
@@ -208,12 +208,12 @@ class RankPlan:
 
 
 def without_peft(name: str) -> str:
-    """Return the name of a tensor in its model, also where a layer of peft stands around its module."""
+    """Return the name that a tensor has in the model without peft, whose layers wrap modules and lengthen names."""
     return name.replace(".base_layer.", ".")
 
 
 def partition(coords: Sequence[int], same: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
-    """Group the coordinates that hold the same elements; `same` maps a coordinate to a key of what it holds.
+    """Group the coordinates that hold the same elements; `same` maps a coordinate to a key of its elements.
 
     >>> partition(range(4), {0: "a", 1: "a", 2: "b", 3: "b"})
     ((0, 1), (2, 3))

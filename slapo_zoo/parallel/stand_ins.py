@@ -1,4 +1,4 @@
-"""Keep the tensors that temporarily replace parameters: casts and gathered weights during a forward."""
+"""Access to the tensors that temporarily replace parameters: casts and gathered weights during a forward."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes contexts in which modules read the weights that replace parameters now.
+    """Return a function that makes contexts in which modules read the weights that replace their parameters now.
 
     It serves code that runs after the forward, such as logits that are computed on demand.
     """

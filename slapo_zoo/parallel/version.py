@@ -1,3 +1,3 @@
-"""Version of the package, which records and cards are marked with."""
+"""Version of the package, which is written into measurements and cards."""
 
 VERSION = "0.1.0"

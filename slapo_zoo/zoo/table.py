@@ -33,7 +33,7 @@ class Table:
         heads: rows for modules outside the base model.
         blocks: patterns of the repeated blocks, below the base model; pipeline cuts fall between them.
         after_blocks: modules below the base model that run after the blocks, though defined before.
-        order: full patterns of the lists of blocks and of modules outside of them, as they run;
+        order: full patterns of the lists of blocks and of other modules in the order in which they run;
             empty where the model defines them in that order.
         everywhere: modules below the base model that all stages hold: others read their weights, or call a child.
         calls: config attribute that counts how often the shared block runs (ALBERT).

@@ -1,4 +1,4 @@
-"""Heads of `transformers`, found by the ending of the class name: labels and loss of each."""
+"""Heads of `transformers` by the ending of the class name, with the labels and the loss of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,13 +15,13 @@ PLACE = "a position for each row"
 
 @dataclass(frozen=True)
 class Head:
-    """Labels, outputs and loss of one kind of head.
+    """Labels and loss of one kind of head.
 
     Attributes:
-        ending: ending of its class names.
-        labels: argument of the forward --> meaning of its numbers.
+        ending: ending of the names of its classes.
+        labels: argument of the forward that takes labels --> meaning of its numbers.
         shifts: the loss compares the output at a position with the label of the next position.
-        takes_choices: ids are [rows, choices, tokens].
+        takes_choices: token ids have the shape [rows, choices, tokens].
         over_real_tokens: the loss is a mean over all tokens that are not padding.
         ignores_padding: the loss reads a position only where the label is not -100.
     """
@@ -56,5 +56,5 @@ UNKNOWN = Head("")
 
 
 def head_of(class_name: str) -> Head:
-    """Return the first head whose ending fits a class name; a head without labels where none does."""
+    """Return the first head whose ending fits a class name; if none fits, a head without labels."""
     return next((head for head in HEADS if class_name.endswith(head.ending)), UNKNOWN)

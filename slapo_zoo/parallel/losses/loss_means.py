@@ -1,4 +1,4 @@
-"""Keep loss means exact when a batch is split into micro-batches and over dp ranks."""
+"""Loss means that stay exact when a batch is split into micro-batches and over dp ranks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,7 +34,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
     """Return the number of targets of each loss term of a head, as tensors on the device of its labels.
 
     Args:
-        class_name: class of the head, which says whether labels are shifted.
+        class_name: name of the model class, which says whether labels are shifted.
         batch: keyword arguments of its forward.
     """
     mask = batch.get("attention_mask") if head_of(class_name).over_real_tokens else None
@@ -64,17 +64,18 @@ def _count(name: str, target: Tensor, batch: Mapping[str, Any]) -> Tensor:
 
 
 class GlobalMeans(TorchFunctionMode):
-    """Mode in which, within `over`, the k-th mean loss divides by the global number of its targets.
+    """Mode in which, within `over`, each mean loss divides by the number of its targets in the whole batch.
 
     rewrite:  loss_k(x, y, reduction="mean")  -->  loss_k(x, y, reduction="sum") / counts[k]
               with weights w of the classes   -->  ... / sum of w[y] over the whole batch
 
-    The user's own `loss_function` must return a sum of such means times constants; any other loss is refused.
+    The k-th call of a mean loss in a forward is term k. The user's own `loss_function` must return a sum of
+    means times constants; any other loss is refused.
 
     Args:
-        counts: targets of each term in the whole batch, over all micro-batches and dp ranks.
-        targets: name --> labels of this dp rank for each term; None: `counts` come from the user.
-        group: the dp ranks.
+        counts: number of targets of each term in the whole batch, over all micro-batches and dp ranks.
+        targets: name --> labels of this dp rank for each term; None if the user gave `counts`.
+        group: process group of the dp ranks.
     """
 
     def __init__(self, counts: Sequence[float], targets: Mapping | None = None, group: Any = None):
@@ -88,7 +89,7 @@ class GlobalMeans(TorchFunctionMode):
     def over(self, model: Any, part: Mapping[str, Tensor]) -> Iterator[None]:
         """Context of the forward of one micro-batch, in which its mean losses divide by the global counts.
 
-        `part` are the labels of the micro-batch by name. Raises MeshError if the forward computed no mean loss.
+        `part` maps names to the labels of the micro-batch. Raises MeshError if the forward computed no mean loss.
         """
         own, self.found, self.part = vars(model).get("_loss_function"), 0, list(part.values())
         if own is not None:
@@ -130,7 +131,7 @@ class GlobalMeans(TorchFunctionMode):
         return loss
 
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
-        """Return the number by which the mean of the whole, unsplit batch would divide."""
+        """Return the number by which a mean loss over the whole, unsplit batch would divide."""
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
             raise _refusal(f"found more means than labels ({len(self.counts)})")
@@ -152,7 +153,7 @@ class GlobalMeans(TorchFunctionMode):
         return self.counts[k] * shape.numel() / self.part[k].numel()
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
-        """Return the sum of class weights over all targets of loss `k`; MeshError if `y` are not its labels."""
+        """Return the sum of class weights over all targets of loss term `k`; MeshError if its targets `y` are not the labels."""
 
         def weighed(targets: Tensor) -> Tensor:
             real = (targets != ignored) & (targets != IGNORED)
@@ -181,7 +182,7 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operation on partial losses gives a partial loss: sums, negation, constant factors."""
+    """Return whether an operation on sums of means gives such a sum again: sums, negation, constant factors."""
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:
         return all(kinds)

@@ -1,4 +1,4 @@
-"""Run a step so that it succeeds on all ranks or fails on all ranks."""
+"""Steps that succeed on all ranks or fail on all ranks."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -17,8 +17,8 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
     """Run `action` on every rank, wait for all, and return the results of all ranks, by rank.
 
     A collective call. If the action raised, its rank raises that error and all others a RankError
-    that names the first failed rank; a lost rank is a RankError too. Without a process group the
-    mesh must have one rank.
+    that names the first failed rank; if a rank is lost, the others raise a RankError too. Without a process
+    group the mesh must have one rank.
 
     Args:
         mesh: mesh of all ranks.
@@ -57,7 +57,7 @@ def once_for_all(what: str, action: Callable[[], T]) -> T:
 
 
 def _portable(error: Exception) -> tuple[str, str]:
-    """Return (problem, hint) of an error as texts: not every exception can be pickled."""
+    """Return (problem, hint) of an error as text, since not every exception can be pickled."""
     if isinstance(error, SlapoError):
         parts = [str(part) for part in (error.where, error.what, error.problem) if str(part)]
         return ": ".join(parts), error.hint

@@ -1,4 +1,4 @@
-"""Run work in a separate process, so that a crash, a hang or a lack of memory ends only that process."""
+"""Work in a separate process, so that a crash, a hang or a lack of memory ends only that process."""
 
 import json
 import os
@@ -34,25 +34,25 @@ class Ended:
     seconds: float
 
     def document(self) -> dict[str, Any] | None:
-        """Return the JSON object in the last line of stdout, or None."""
+        """Return the JSON object in the last line of stdout; None if this line is no JSON object."""
         with suppress(ValueError, IndexError):
             found = json.loads(self.out.splitlines()[-1])
             return found if isinstance(found, dict) else None
         return None
 
     def last_words(self) -> str:
-        """Return exit status and last lines of stderr in one line, for an error message."""
+        """Return one line with the exit status and the last lines of stderr, for an error message."""
         last = " / ".join(self.err.strip().splitlines()[-3:])
         return f"its process ended with exit status {self.code}: {last}"
 
 
 class ProcessApart:
-    """A command in a session of its own, so that it can be killed with all its children.
+    """A command that runs in a new process session, so that it can be killed with all its children.
 
     Args:
         command: program and arguments; no shell.
         text: content of its stdin.
-        environment: all of its variables; None takes those of this process.
+        environment: all of its environment variables; None takes those of this process.
         folder: its working directory.
     """
 
@@ -71,7 +71,7 @@ class ProcessApart:
         )  # fmt: skip
 
     def poll(self, timeout_s: float) -> Ended | None:
-        """Return the status and output once the process has ended, killing it after `timeout_s`; None while it runs."""
+        """Return the exit status and output if the process has ended or ran for `timeout_s` seconds (it is killed), else None."""
         if self.process.poll() is not None:
             return self.end()
         return self.end() if time.monotonic() - self.begin > timeout_s else None

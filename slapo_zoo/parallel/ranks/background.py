@@ -1,6 +1,6 @@
-"""Run one save at a time in a background thread, while training continues.
+"""Saves in a background thread, one at a time, while training continues.
 
-Its collectives use a process group of their own, since those of the training must keep their order.
+Their collectives use a separate process group, since those of the training must keep their order.
 """
 
 import threading
@@ -17,8 +17,8 @@ from slapo_zoo.parallel.ranks.patience import LIMIT_S, over_group
 class Saving(Future):
     """Future of a save in the background, like that of `torch.distributed.checkpoint.async_save`.
 
-    `result()` waits and raises the error of the save. An error that was not read is raised by the next
-    save or load, and when the process group is shut down.
+    `result()` waits and raises the error of the save. If nobody has called `result()` or `exception()`, the next
+    save or load raises the error, and so does the shutdown of the process group.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class _Pending:
 
 
 def start(write: Callable[[], None]) -> Saving:
-    """Run `write`, a collective function, in a thread, and return its `Saving`; a collective call of all ranks."""
+    """Run the collective function `write` in a thread and return its `Saving`; a collective call of all ranks."""
     join()
     group = _group()
     saving = _Pending.saving = Saving()
@@ -64,7 +64,7 @@ def start(write: Callable[[], None]) -> Saving:
 
 
 def join() -> None:
-    """Wait for the running save, if any, and raise its error unless `Saving` has shown it."""
+    """Wait for the running save, if any, and raise its error unless the caller of `Saving` has seen it already."""
     saving, _Pending.saving = _Pending.saving, None
     if saving is None:
         return
@@ -74,7 +74,7 @@ def join() -> None:
 
 
 def _group() -> Any:
-    """Return a gloo group of all ranks for saves, created once per default process group; None without one."""
+    """Return a gloo group of all ranks for saves, created once per default process group; None in a single process."""
     if not dist.is_initialized():
         return None
     if _Pending.world is not dist.group.WORLD:

@@ -1,4 +1,4 @@
-"""Emulate all ranks of a mesh as threads of one process: for notebooks, debuggers and quick checks.
+"""Emulation of all ranks of a mesh as threads of one process: for notebooks, debuggers and quick checks.
 
 Every thread has its own gloo process groups, so the same collectives run as on many processes, with
 the same results.
@@ -96,7 +96,7 @@ class RankTracebackError(Exception):
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Replace the traceback of an error by its text: frames would keep the model and its open groups alive."""
+    """Replace the traceback of an error by its text, since frames would keep the model and its open groups alive."""
     text = "".join(traceback.format_exception(error)).rstrip()
     error.__traceback__ = error.__context__ = None
     error.__cause__ = RankTracebackError(f"\n{text}\n")
@@ -111,7 +111,7 @@ def _leave_at_once() -> None:
 
 
 def _first_cause(failures: list[tuple[int, BaseException]]) -> BaseException:
-    """Return the first error that is not a complaint about a lost peer, else the first error."""
+    """Return the first error that is not about a lost peer (a RankError), or else the first error."""
     own = [error for _, error in failures if not isinstance(error, RankError)]
     return (own or [error for _, error in failures])[0]
 

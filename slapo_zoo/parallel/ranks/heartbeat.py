@@ -1,7 +1,7 @@
-"""Heartbeats: tell which ranks are alive, how far each is, and the first error that a rank published.
+"""Heartbeats: they tell which ranks are alive, how far each is, and the first error that a rank published.
 
-A thread of every rank updates its count in the store once a second and checks for a published error. So
-a stopped rank can be named, and an error is known even after the process that holds the store has ended.
+A thread of every rank updates its count in the process group's store once a second, and checks for a
+published error. So a stopped rank can be named, and an error is known even after the store's process ended.
 """
 
 import atexit
@@ -29,13 +29,13 @@ _INSTALLED = (str(Path(__file__).parents[2]), str(Path(threading.__file__).paren
 
 
 class Heart:
-    """Thread that tells the other ranks through the store that this one is alive.
+    """Thread that tells the other ranks, through the store, that this rank is alive.
 
     Args:
-        store: store of the process group.
+        store: key-value store of the process group.
         rank: this rank.
         size: number of ranks.
-        counts: group --> [collectives that this rank has begun in it]; read while it changes.
+        counts: name of a process group --> [number of collectives that this rank has begun in it], kept current.
 
     Attributes:
         error: JSON of the first error that a rank has published, or "".
@@ -72,7 +72,7 @@ class Heart:
             self.store.set(_beat(self.rank), ENDED)
 
     def leave(self) -> None:
-        """Ask the thread to end; it tells the others that this rank has left in good order."""
+        """Ask the thread to end; it then tells the other ranks that this rank has ended without an error."""
         self._stopped.set()
 
     def stop(self) -> None:
@@ -81,30 +81,30 @@ class Heart:
         self._thread.join(LEAVE_S)
 
     def arrive(self, place: str, number: int) -> None:
-        """Publish that this rank has come to `place` for the `number`-th time."""
+        """Publish that this rank has reached the step named `place` for the `number`-th time."""
         with suppress(RuntimeError):
             self.store.set(f"slapo_zoo/at/{place}/{self.rank}", str(number))
 
     def late(self, place: str, number: int) -> list[int]:
-        """Return the ranks that have not come to `place` for the `number`-th time yet."""
+        """Return the ranks that have not reached the step named `place` for the `number`-th time yet."""
         return [r for r in range(self.size) if int(self._get(f"slapo_zoo/at/{place}/{r}", "0")) < number]  # fmt: skip
 
     def come(self, place: str) -> None:
-        """Add one to the number of arrivals of all ranks at `place`."""
+        """Add one to the number of times that ranks have reached the step named `place`, counted over all ranks."""
         self.store.add(f"slapo_zoo/met/{place}", 1)
 
     def came(self, place: str) -> int:
-        """Return the number of arrivals of all ranks at `place`."""
+        """Return how often ranks have reached the step named `place`, counted over all ranks."""
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that have begun more collectives in some group than this rank."""
+        """Return those of `ranks` that have begun more collectives in a common process group than this rank."""
         mine = {name: n for name, (n,) in list(self.begun.items())}
         theirs = ((rank, json.loads(self._get(_begun(rank), "{}"))) for rank in ranks)
         return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
 
     def silence(self) -> dict[int, float]:
-        """Return {rank: seconds without a new heartbeat}, as seen by the calls of this method."""
+        """Return {rank: seconds since its last new heartbeat}; a heartbeat is noticed only when this method is called."""
         now = time.monotonic()
         for rank in range(self.size):
             value = self._get(_beat(rank), "")
@@ -113,7 +113,7 @@ class Heart:
         return {rank: now - when for rank, (_, when) in self._seen.items()}
 
     def lines(self) -> str:
-        """Return "rank N is at FILE:LINE, ..." for every rank that stands still, in user code if possible."""
+        """Return "rank N is at FILE:LINE, ..." for every rank that stands still; the line is in user code if possible."""
         found = ((rank, self._get(_at(rank), "")) for rank in range(self.size))
         return ", ".join(f"rank {rank} is at {line}" for rank, line in found if line)
 
@@ -174,7 +174,7 @@ def _told(rank: int) -> str:
 
 
 def parse_error(text: str | bytes) -> RankError:
-    """Parse the error that a rank wrote under ERROR_KEY."""
+    """Parse the JSON of an error that a rank has published, and return the RankError."""
     *parts, traceback_text = json.loads(text)
     error = RankError(*parts)
     error.traceback_text = traceback_text
@@ -189,7 +189,7 @@ _OF_WORLD: WeakKeyDictionary[Any, Heart | None] = WeakKeyDictionary()
 def current() -> Heart | None:
     """Return the heartbeat of this rank in the current process group, started on the first call.
 
-    The result is None without a process group, with one rank, or where the store cannot be cloned.
+    The result is None without a process group, with one rank, or if the store cannot be cloned.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None

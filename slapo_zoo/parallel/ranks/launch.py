@@ -1,4 +1,4 @@
-"""Start ranks as local processes, and stop all of them when one fails."""
+"""Local processes as ranks: they are started, and all of them are stopped when one fails."""
 
 import gc
 import multiprocessing
@@ -50,7 +50,7 @@ _SIGNAL_HINTS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of a rank; `error` is its exception, None where it cannot be pickled."""
+    """Failure of a rank, as it is sent to the parent process; `error` is its exception, None if it cannot be pickled."""
 
     report: RankError
     traceback_text: str = ""
@@ -60,7 +60,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class LocalRank:
-    """Process of a local rank, and the parent's end of its pipe."""
+    """Process of a local rank, and the parent process's end of the pipe to it."""
 
     rank: int
     process: BaseProcess
@@ -84,12 +84,12 @@ def run_local(
         args: arguments, the same on every rank.
         timeout: seconds after which all ranks are stopped; None waits for ever.
         start: "fork" (milliseconds, the default where it is safe) or "spawn".
-        threads: CPU threads per rank; by default an equal share of the cores.
-        device: "cpu" takes gloo even where CUDA devices are free.
+        threads: CPU threads per rank; None takes an equal share of the cores.
+        device: "cpu" takes gloo even if CUDA devices are free.
 
     Raises:
-        RankError: a rank raised or died; the others were stopped. Its traceback is in
-            `traceback_text`.
+        RankError: a rank raised or died, and the others were stopped. Its `traceback_text` is the
+            traceback of that rank.
     """
     if nprocs < 1:
         problem = f"found {nprocs}, expected at least 1"
@@ -129,7 +129,7 @@ def _start_all(
 
 
 def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
-    """Return the variables that torchrun would set for a rank; the launcher holds the store."""
+    """Return the environment variables that torchrun would set for a local rank; the launcher holds the store."""
     local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nprocs, "RANK": rank, "WORLD_SIZE": nprocs}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     values = local | address | {"TORCHELASTIC_USE_AGENT_STORE": True}
@@ -139,7 +139,7 @@ def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
 def start_rank(
     context: BaseContext, rank: int, main: Callable[..., None], args: tuple[Any, ...]
 ) -> LocalRank:
-    """Start `main(pipe, *args)` in a new process."""
+    """Start `main(pipe, *args)` in a new process; return it with the parent's end of the pipe."""
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(theirs, *args), name=f"rank {rank}", daemon=True)  # type: ignore[attr-defined]
     with warnings.catch_warnings():  # our ranks use one thread, and no lock of the parent's
@@ -150,7 +150,7 @@ def start_rank(
 
 
 def prepare_rank(threads: int) -> None:
-    """Set up the process of a rank: threads, ignored Ctrl+C, exit when the parent ends."""
+    """Set up the process of a rank: its number of threads, ignored Ctrl+C, exit when the parent process ends."""
     gc.freeze()  # a group of the parent that is freed here would wait for threads that it left behind
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl+C too, and stops us
     torch.set_num_threads(threads)
@@ -181,7 +181,7 @@ def _rank_main(
 
 
 def send_outcome(pipe: Connection, rank: int, what: str, job: Callable[[], Any]) -> bool:
-    """Run the job and send its pickled result or failure to the parent; return whether it succeeded."""
+    """Run `job` and send its pickled result or `Failure` to the parent process; return whether it succeeded."""
     failure = None
     try:
         # plain pickle: multiprocessing's own would lend tensors from memory that dies with us
@@ -207,7 +207,7 @@ def _failure(rank: int, exc: Exception, what: str) -> Failure:
 def collect(
     ranks: list[LocalRank], timeout: float | None, what: str
 ) -> tuple[list[Any], Failure | None]:
-    """Return (results by rank, None), or ([], the failure that caused the others), after at most `timeout` seconds."""
+    """Wait for the ranks, at most `timeout` seconds; return (results by rank, None), or ([], the first cause of failure)."""
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[int, Any] = {}
     failures: list[Failure] = []

@@ -1,7 +1,7 @@
-"""Wait for steps in which one rank works alone: a download, a slow disk, the check of a card.
+"""Waiting in steps in which one rank works alone: a download, a slow disk, the check of a card.
 
-Such steps communicate over a group with a long timeout. A waiting rank logs for whom it waits, raises
-a published error at once, and names a rank that has stopped.
+Such steps communicate over a process group with a long timeout. A waiting rank logs for which ranks it
+waits, raises a published error at once, and names a rank that has stopped.
 """
 
 import time
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 class _Waiting:
-    """State of one process group: its gloo group with a long timeout, and the number of arrivals at each place."""
+    """State of one process group: its gloo group with a long timeout, and how often this rank reached each step."""
 
     def __init__(self) -> None:
         self.group, self.steps = None, Counter[str]()
@@ -46,7 +46,7 @@ _GROUP: ContextVar[Any] = ContextVar("group", default=None)  # a new thread star
 
 @contextmanager
 def over_group(group: Any) -> Iterator[None]:
-    """Context in which `gather_objects` uses `group`, of all ranks, instead of `patient_group()`."""
+    """Context in which `gather_objects` uses `group`, a process group of all ranks, instead of `patient_group()`."""
     token = _GROUP.set(group)
     try:
         yield
@@ -64,7 +64,7 @@ def patient_group() -> Any:
 
 
 def _meet(what: str) -> None:
-    """Wait until all ranks are here, logging which are late: creating a process group would hang silently."""
+    """Wait until all ranks are here, and log which are late; the creation of a process group would wait silently."""
     heart = heartbeat.current()
     if heart is None:
         return
@@ -80,8 +80,8 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
         mine: this rank's object; it must be picklable.
 
     Raises:
-        RankError: another rank failed, has stopped, or is later than LIMIT_S.
-        RuntimeError: gloo's error, when the process of another rank ended.
+        RankError: another rank failed, has stopped, or is more than LIMIT_S seconds late.
+        RuntimeError: gloo's error if the process of another rank ended.
     """
     own = _GROUP.get()
     place, group = ("main", patient_group()) if own is None else ("save", own)
@@ -100,16 +100,16 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
 
 
 def meet(what: str, ranks: Sequence[int]) -> list[int]:
-    """Wait until all of `ranks` are here; return those that have gone on without this meeting, usually none.
+    """Wait until all of `ranks` have called this; return the ranks that will not call it, usually none.
 
-    A rank that is not here and has begun more collectives than this one will not come.
+    A rank that has not called it, but has begun more collectives than this one, is taken for such a rank.
 
     Args:
-        what: name of the place for messages.
-        ranks: the ranks that should meet, this one included.
+        what: name of the step for messages.
+        ranks: global ranks that should meet, this one included.
 
     Raises:
-        RankError: another rank failed, or is later than a collective may be.
+        RankError: another rank failed, or is late by more than the timeout of collectives.
     """
     heart = heartbeat.current()
     if heart is None:
@@ -151,7 +151,7 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the ranks that have not come to `place` `number` times; RankError if one has failed or is silent."""
+    """Return the ranks that have not reached the step `place` `number` times; RankError if one has failed or is silent."""
     heart = heartbeat.current()
     if heart is None:
         if seconds > LIMIT_S:
@@ -177,7 +177,7 @@ def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> Ra
 
 
 def _say(what: str, late: list[int], seconds: float) -> None:
-    """Log for which ranks we wait, on the lowest rank that waits."""
+    """Log which ranks are late; only the lowest waiting rank does this."""
     waiting = [rank for rank in range(dist.get_world_size()) if rank not in late]
     if late and waiting[:1] == [dist.get_rank()]:
         who = heartbeat.names_of(late)

@@ -1,8 +1,8 @@
-"""Join the process group that a launcher prepared, leave it safely, and publish errors to the peers.
+"""Process group that a launcher prepared: join it, leave it safely, and publish errors to the peers.
 
-A rank that raises would leave its peers to a timeout, or to gloo's "Connection closed by peer". So it
-first writes its error into the store of the process group, and `rank_guard` raises that error on a
-peer that lost the connection.
+Without this, peers of a rank that raises would wait for a timeout, or see gloo's "Connection closed by
+peer". So the rank first writes its error into the store of the process group, and `rank_guard` raises that
+error on a peer that lost the connection.
 """
 
 import atexit
@@ -60,7 +60,7 @@ def is_distributed_launch() -> bool:
 
 
 def world_size_of_launch() -> int:
-    """Return the number of processes that the launcher announces in the environment; 1 without a launcher."""
+    """Return the number of processes that the launcher has written into the environment; 1 without a launcher."""
     found = os.environ if os.environ.keys() >= OF_TORCHRUN else slurm_environment()
     return int(found.get("WORLD_SIZE", "1"))
 
@@ -117,9 +117,9 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
 
 
 def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
-    """Create the default process group and return when every rank has joined; try twice if a peer was lost.
+    """Create the default process group, and return when every rank has joined; try twice if a peer was lost.
 
-    Returning earlier would let user code of one rank fail and close connections that others still make.
+    If it returned earlier, an error in one rank's code could close connections that others still make.
     """
     for attempt in (1, 2):
         tried, error = PrefixStore(f"slapo_zoo/start/{attempt}", store), None
@@ -140,7 +140,7 @@ def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
 
 
 def _all_joined(store: Any, size: int, is_one: bool) -> bool:
-    """Report whether this rank has joined (`is_one`); return whether no rank reports a failure within JOIN_S."""
+    """Report whether this rank has joined (`is_one`); return False if a rank reports a failure within JOIN_S seconds."""
     store.add("joined" if is_one else "failed", 1)
     deadline, pause = time.monotonic() + JOIN_S, 1e-4
     while time.monotonic() < deadline:
@@ -153,7 +153,7 @@ def _all_joined(store: Any, size: int, is_one: bool) -> bool:
 
 
 def _cuda_device() -> torch.device | None:
-    """Return this rank's CUDA device; None unless there is one for every local rank."""
+    """Return this rank's CUDA device; None if the machine has fewer devices than local ranks."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     if not torch.cuda.is_available() or torch.cuda.device_count() < local_ranks:
         return None
@@ -161,7 +161,7 @@ def _cuda_device() -> torch.device | None:
 
 
 def shutdown_distributed(failed: bool = False) -> None:
-    """Wait for the peers, then destroy the process group; after a failure without waiting."""
+    """Wait for the peers, then destroy the process group; with `failed`, do not wait."""
     if not dist.is_initialized():
         return
     if not (failed or _State.failed):
@@ -174,7 +174,7 @@ def shutdown_distributed(failed: bool = False) -> None:
 
 
 def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
-    """Return the RankError that other ranks and the parent raise for the failure `exc` of `rank`."""
+    """Return the RankError that other ranks and the parent process raise after `exc` was raised on `rank` in step `what`."""
     if isinstance(exc, RankError):
         return exc
     problem, hint = (
@@ -190,7 +190,7 @@ def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
 
 
 def publish_error(exc: BaseException, what: str = "") -> None:
-    """Write this rank's error into the store for the other ranks; an earlier error there stays."""
+    """Write this rank's error into the store for the other ranks, unless the store holds an earlier error."""
     store = _store()
     if store is None:
         return
@@ -213,7 +213,7 @@ def peer_error() -> RankError | None:
 
 @contextmanager
 def rank_guard(what: str) -> Iterator[None]:
-    """Context that publishes an error of its block to the peers, and replaces a lost peer by that peer's error."""
+    """Context that publishes an error of its block to the peers; if the error is a lost peer, that peer's error is raised."""
     token = _WITHIN.set(what)
     try:
         yield
@@ -229,7 +229,7 @@ def rank_guard(what: str) -> Iterator[None]:
 
 
 def explain_lost_peer(exc: Exception) -> None:
-    """Raise the RankError of a lost peer if that is why `exc` was raised; else return."""
+    """If `exc` was raised because a peer was lost, raise the RankError of that peer; otherwise return."""
     if not (dist.is_initialized() and is_lost_peer(exc)):
         return
     _State.failed, what = True, _WITHIN.get()
@@ -246,7 +246,7 @@ EXPLAIN.append(explain_lost_peer)
 
 
 def is_lost_peer(exc: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, is a collective that lost a peer."""
+    """Return whether an error, or one of its causes, comes from a collective that lost a peer."""
     seen: set[int] = set()  # causes may form a circle
     while exc is not None and id(exc) not in seen:
         seen.add(id(exc))
@@ -259,7 +259,7 @@ def is_lost_peer(exc: BaseException | None) -> bool:
 
 
 def lost_peer(exc: BaseException, what: str) -> RankError:
-    """Return a RankError that names the silent ranks after a connection broke or timed out."""
+    """Return a RankError that names the ranks without a heartbeat, after a connection broke or timed out."""
     silent, heart = heartbeat.silent_ranks(SILENT_S), heartbeat.current()
     text, who = (
         str(exc).partition("\n")[0],
@@ -286,7 +286,7 @@ def _await_peer_error() -> RankError | None:
 def _linger() -> None:
     """Keep rank 0 alive until its peers have read the error, if rank 0 holds the store.
 
-    torchrun and run_local hold the store themselves; then there is nothing to wait for.
+    If torchrun or run_local holds the store, do not wait.
     """
     if dist.get_rank() != 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return

@@ -1,4 +1,4 @@
-"""Translate srun's environment variables into those of torchrun."""
+"""Translation of srun's environment variables into those of torchrun."""
 
 import os
 import re
@@ -14,8 +14,8 @@ NAMES = {
 def slurm_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return RANK, WORLD_SIZE, ... for a process that srun started; {} for any other.
 
-    Where MASTER_ADDR and MASTER_PORT are not set, the first host of the step is taken, and a port computed
-    from the job id. A step of one task is no launch (`srun --pty`), nor is a batch script.
+    If MASTER_ADDR and MASTER_PORT are not set, the address is the first host of the step, and the port is
+    computed from the job id. A step of one task is no launch (`srun --pty`), nor is a batch script.
     Source: https://slurm.schedmd.com/srun.html, output environment variables.
     """
     if not env.keys() >= set(NAMES.values()):

@@ -1,8 +1,8 @@
 """Stores through which ranks connect: a part of torchrun's store for each start of the job, or a local one.
 
 torchrun keeps one store over all restarts (issue 135712 of pytorch), so a rank that restarts might
-read the address of a dead peer, or an error of an earlier start. Restart counts do not tell the starts
-apart: every node has its own.
+read the address of a dead peer, or an error of an earlier start. Restart counts do not distinguish the
+starts, as every node has its own count.
 """
 
 import os
@@ -26,7 +26,7 @@ def is_restartable() -> bool:
 
 
 def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return a part of torchrun's store that belongs to this start alone; a collective call of all ranks.
+    """Return a part of torchrun's store that only this start of the job uses; a collective call of all ranks.
 
     Raises:
         torch.distributed.DistError: not all ranks came within `timeout_s` seconds.
@@ -51,7 +51,7 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
     """Wait until every process of the job has started, for at most `timeout_s` seconds.
 
     Raises:
-        torch.distributed.DistError: some did not start in time; the error names them.
+        torch.distributed.DistError: some processes did not start in time; the error names their ranks.
     """
     store.set(f"slapo_zoo/here/{rank}", "1")
     deadline = time.monotonic() + timeout_s
@@ -77,10 +77,10 @@ def local_store() -> Any:
 
 
 def agree_on_round(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
-    """Return a token that the ranks of this start share, and no earlier start has used.
+    """Return a token that all ranks of this start share, and that no earlier start has used.
 
-    Rank 0 draws it. Each other rank answers with a token of its own and continues when rank 0 has
-    listed that answer; leftovers of an earlier start list other answers.
+    Rank 0 draws the token. Each other rank answers with a token of its own and continues when rank 0 has
+    listed that answer; the store's leftovers of an earlier start list other answers.
     """
     mine = uuid.uuid4().hex
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Hash dropout seeds and masks on the device: per step only one scalar is sent there.
+"""Dropout seeds and masks that are hashed on the device: per step only one scalar is sent to it.
 
 The results equal those of `RandomStream.cells` on the host bit for bit. Compiled code calls these
 functions as custom operators, because compilers do not support integers that wrap around.
@@ -34,7 +34,7 @@ def mix(*words: int) -> int:
 
 
 def mix_tensors(state: Tensor, *words: Tensor) -> Tensor:
-    """Return the seeds that `mix` gives for further words, elementwise from an int64 hash state."""
+    """Return the seeds that `mix` gives if it continues from an int64 hash state with `words`, elementwise."""
     for word in words:
         state = (state ^ word) * signed(FIRST)
         state = (state ^ _shifted(state, 27)) * signed(SECOND)
@@ -54,14 +54,14 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return seeds whose stream is shifted: element i of the new one is element i + `elements` of the old."""
+    """Return the seeds with which element i of a mask equals element i + `elements` of the mask of `seeds`."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
 
 
 def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
-    """Cut each cell (elements that share a seed) into `parts` runs of `size`: seeds [n] --> [n * parts], same masks."""
+    """Cut each block of elements with one seed into `parts` blocks of `size`: seeds [n] --> [n * parts], same mask."""
     if parts == 1:
         return seeds
     if torch.compiler.is_compiling():
@@ -82,7 +82,10 @@ def _(seeds, parts, size, first):
 
 
 def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
-    """Return a dropout keep-mask of 0 and 1 like x, hashed from one seed per cell; x is cut into equal cells."""
+    """Return a dropout mask of 0 and 1 in the shape and dtype of x; element 0 has probability `p`.
+
+    x is cut into as many equal blocks as there are seeds, and the mask of a block is hashed from its seed.
+    """
     if torch.compiler.is_compiling() and isinstance(seeds, Tensor):
         return hashed_mask(seeds, p, x.shape, x.dtype)
     key = torch.as_tensor(seeds, dtype=torch.int64, device=x.device)
@@ -91,7 +94,7 @@ def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
 
 
 def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
-    """Return 0 or 1 in the shape and dtype of x, a cell per seed: a native generator, seeded anew for each cell; 16 random bits per element.
+    """Return a dropout mask like `hashed_cells`, drawn on the CPU by a generator that each block seeds anew.
 
     It is eight times as fast as `bernoulli_` and three times as fast as a hash of each element on a CPU; the
     probability is rounded to a multiple of 2**-16.
@@ -108,12 +111,12 @@ def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
 
 
 def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
-    """Return whether dropout keeps element `counter` of the run of elements with seed `key`; the two broadcast."""
+    """Return whether dropout keeps element number `counter` of a block of elements with seed `key`; the two broadcast."""
     return hashed_bits(counter, key) >= int(p * 0x1000000)
 
 
 def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
-    """Return 24 random bits of element `counter` of the run of elements with seed `key`; the two broadcast."""
+    """Return 24 random bits for element number `counter` of a block of elements with seed `key`; the two broadcast."""
     bits = counter * STRIDE + key  # int64 wraps around, as intended
     for multiplier in (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15):
         bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * multiplier
@@ -134,7 +137,7 @@ def _(seeds, p, shape, dtype):
 
 @dataclass
 class _Plan:
-    """List of what gets a seed of its own in a batch of one shape: (site, row, head); and the seeds of one position."""
+    """Seeds of all dropouts for batches of one number of rows: the (module, row, head) of each seed, and the seeds."""
 
     places: dict[tuple, slice] = field(default_factory=dict)
     words: list[Tensor] = field(default_factory=list)  # 4 x [n]: site, row, rows per row, head
@@ -158,7 +161,7 @@ class _Plan:
 
 
 class DeviceSeeds:
-    """Cache of dropout seeds on a device; the seeds of all known sites are computed together, once per micro-batch."""
+    """Cache of dropout seeds on a device; the seeds of all known dropouts are computed together, once per micro-batch."""
 
     def __init__(self) -> None:
         self.plans: dict[tuple, _Plan] = {}
@@ -168,9 +171,10 @@ class DeviceSeeds:
         self, device: torch.device, seed: int, position: tuple[int, int, int], site: int,
         count: int, heads: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """Return the seeds [count * heads] of a site at a position: (step, first row, rows) of the micro-batch.
+        """Return the seeds [count * heads] of one module's dropout in one micro-batch.
 
-        `count` is the rows of the tensor, a multiple of the micro-batch's; `heads` are global indices, or empty.
+        `position` is (step, first row, rows) of the micro-batch, `site` the hash of the module's path, `count` the
+        rows of the tensor, a multiple of the micro-batch's; `heads` are global indices, or empty.
         """
         step, first_row, num_rows = position
         if detect_fake_mode() is not None:  # a dry run: what it makes must not be met again
@@ -188,7 +192,7 @@ class DeviceSeeds:
         return plan.made[plan.places[place]]
 
     def _key(self, device: torch.device, seed: int, step: int) -> Tensor:
-        """Return the hash state of (seed, step) as a scalar on the device, without a wait of the host."""
+        """Return the hash state of (seed, step) as a scalar on the device; the host does not wait for the device."""
         state = signed(mix_state(mix_state(GOLDEN, seed), step))
         held = self.keys.get(device)
         if held is None:

@@ -1,10 +1,10 @@
-"""Random numbers that do not depend on the layout.
+"""Random numbers that are the same for every sharding of the model.
 
-A mask is drawn per *cell*: (seed, step, site, global batch row[, global head]). So any rank can
-draw just its own part of the mask that one device would have drawn, for every tp, pp, dp and
-number of micro-batches, and a recomputation draws it again. Compiled code draws by custom operators that
-take the stream's position as an argument: a graph draws new masks at every step without a
-recompilation, and its backward recomputes the masks of its forward.
+A dropout mask is drawn in blocks ("cells"), each from a seed hashed of (seed of the run, step, site, global
+batch row[, global head]); a *site* is the path of the module that draws. So any rank can draw just its own
+part of the mask that one device would have drawn, for every tp, pp, dp and number of micro-batches, and a
+recomputation draws it again. Compiled code draws by custom operators that take the stream's position as an
+argument: a graph draws new masks at every step without a recompilation, and its backward those of its forward.
 """
 
 import threading
@@ -41,7 +41,7 @@ UNSAFE = [t for n in ("cudagraph_unsafe",) if (t := getattr(torch.Tag, n, None))
 
 
 class _SeedsOfGraphs(threading.local):
-    """Holds the seeds that compiled code has made: ranks may be threads, and each is at a position of its own."""
+    """Holder of the seeds that compiled code has made, one per thread: ranks may be threads at different steps."""
 
     def __init__(self) -> None:
         self.held = DeviceSeeds()
@@ -51,7 +51,7 @@ _SEEDS = _SeedsOfGraphs()
 
 
 class RandomStream(StreamPosition):
-    """Draws random numbers at the current position of the model: dropout masks, or seeds to hash them from."""
+    """Source of the model's random numbers at its current step and rows: dropout masks, or seeds to hash them from."""
 
     def keep_mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int] = ()) -> Tensor:
         """Return a dropout mask for x, 0 or 1/(1-p), in the shape and dtype of x.
@@ -59,8 +59,8 @@ class RandomStream(StreamPosition):
         Args:
             x: [rows, ...], or [rows, len(heads), ...] when `heads` is given.
             p: probability that an element becomes 0.
-            site: path of the module that drops; two sites are independent.
-            heads: global indices of axis 1, each with cells of its own.
+            site: path of the module that drops; the masks of different paths are independent.
+            heads: global indices of the heads on axis 1; each head has a seed of its own.
         """
         if not self.draws_in_blocks(x.device):
             keep = hashed_cells(x, p, self.seeds(x, site, heads))
@@ -80,15 +80,15 @@ class RandomStream(StreamPosition):
 
     @staticmethod
     def draws_in_blocks(device: torch.device) -> bool:
-        """Return whether a generator draws masks on this device, as on a CPU; else they are hashed."""
+        """Return whether masks on this device are drawn by a generator, as on a CPU; otherwise they are hashed."""
         return device.type == "cpu"
 
     def drawn(
         self, x: Tensor, p: float, site: Where, of: str = "mask", part: tuple = ()
     ) -> dict[str, Any]:
-        """Return the arguments of a dropout of x: {"keep": mask}, or {"seeds", "p"} where an operator hashes the mask.
+        """Return the arguments of a dropout of x: {"keep": mask}, or {"seeds", "p"} if an operator hashes the mask.
 
-        x is sharded as `of` says: "mask", "columns" or "tokens"; `part` are the further arguments of `keep_<of>`.
+        `of` says how x is sharded: "mask" (not), "columns" or "tokens"; `part` are the further arguments of `keep_<of>`.
         """
         if self.hashes(x.device):
             find = self.seeds if of == "mask" else getattr(self, f"seeds_of_{of}")
@@ -100,7 +100,10 @@ class RandomStream(StreamPosition):
         return not self.draws_in_blocks(device)
 
     def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
-        """Return one seed per equal run of x, on its device, for the mask of `keep_mask` with these arguments."""
+        """Return the seeds, on the device of x, from which operators hash the mask of `keep_mask` with these arguments.
+
+        x is cut into as many equal blocks as there are seeds.
+        """
         real, rows = self.real_tokens if self.has_rows else None, x.shape[0]
         rows = rows if real is None or heads else len(real)
         found = self.found(x.device, site, rows, heads)
@@ -112,7 +115,7 @@ class RandomStream(StreamPosition):
     def found(
         self, device: torch.device, site: Where, rows: int, heads: Sequence[int] = ()
     ) -> Tensor:
-        """Return the seeds [rows * len(heads)] of a site at the current position, on a device."""
+        """Return the seeds [rows * len(heads)] of the module path `site` in the current micro-batch, on a device."""
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_seeds(*at, *in_graph(site), rows, list(heads), device)
@@ -120,13 +123,13 @@ class RandomStream(StreamPosition):
         return self.device_seeds.find(device, self.seed, at, key, rows, heads)
 
     def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
-        """Return the seeds from which operators hash the mask of `keep_columns`, one per row of x."""
+        """Return the seeds from which operators hash the mask of `keep_columns`, one for each vector of columns of x."""
         found = self.seeds(whole := x.detach().new_empty(()).expand(*x.shape[:-1], size), site)
         rows = whole.numel() // max(size, 1) // max(len(found), 1)
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds from which operators hash the mask of `keep_tokens`, whose arguments these are."""
+        """Return the seeds from which operators hash the mask of `keep_tokens` with these arguments."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
         tokens = x.shape[0] // max(self.position()[2], 1)
@@ -134,7 +137,7 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """Return as integers the seeds of `count` rows at a site: one per row, or per row and head, heads fastest."""
+        """Return the seeds of `count` rows for the module path `site` as ints: one per row, or per row and head, heads fastest."""
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))
         # A model may flatten [rows, choices, ...] to [rows * choices, ...].
@@ -145,17 +148,17 @@ class RandomStream(StreamPosition):
     def keep_columns(
         self, x: Tensor, p: float, site: Where, run: tuple[int, int], size: int
     ) -> Tensor:
-        """Return the mask of an x whose last axis is the columns `run` of an unsharded axis of `size`.
+        """Return the dropout mask of an x whose last axis is the range `run` of an unsharded axis of length `size`.
 
-        The whole row is drawn and cut: n times the work, for one dropout of T5's feed-forward.
+        The mask of the unsharded axis is drawn and sliced: n times the work, for one dropout of T5's feed-forward.
         """
         whole = x.new_empty(()).expand(*x.shape[:-1], size)
         return self.keep_mask(whole, p, site)[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
-        """Return the mask of an x that holds the r-th of n equal runs of tokens; all are drawn, then cut.
+        """Return the dropout mask of an x that holds the r-th of n equal slices of the tokens.
 
-        x is [rows, tokens / n, ...], or [rows * tokens / n, width] where a model flattens.
+        x is [rows, tokens / n, ...], or [rows * tokens / n, width]. The mask of all tokens is drawn, then sliced.
         """
         if x.ndim > 2:
             whole = x.new_empty(()).expand(x.shape[0], n * x.shape[1], *x.shape[2:])
@@ -166,7 +169,7 @@ class RandomStream(StreamPosition):
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
 
     def uniform(self, x: Tensor, site: Where) -> Tensor:
-        """Return numbers in [0, 1) in the shape of x, each row drawn from a seed of its own (stochastic depth)."""
+        """Return numbers in [0, 1) in the shape of x, drawn from one seed per row (for stochastic depth)."""
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_uniform(*at, *in_graph(site), x.shape, x.dtype, x.device)
@@ -194,7 +197,7 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """Return (hash of the site's path as a tensor or None, rest of its name), as custom operators take a site."""
+    """Return a module path as custom operators take it: (hash of its beginning as a tensor or None, the rest as text)."""
     return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
 
 
@@ -209,8 +212,8 @@ def drawn_mask(
 ) -> Tensor:  # fmt: skip
     """Custom op: `RandomStream.keep_mask` on a CPU for a tensor of `shape`.
 
-    `at`, int64 [3], is the position of the stream; `rows`: whether axis 0 are rows of the batch; `key`,
-    int64 on the host or None, is the hash with which that of the name `site` begins.
+    `at`, int64 [3], is (step, first row, rows) of the micro-batch; `rows` says whether axis 0 holds rows of the
+    batch; `key`, an int64 scalar on the host or None, is the hash of the path's beginning, `site` the rest of it.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     return _stream(at, seed, rows, real).keep_mask(whole, p, _whole(key, site), list(heads)).clone()
@@ -226,7 +229,7 @@ def drawn_uniform(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     shape: Sequence[int], dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Custom op: `RandomStream.uniform` for a tensor of `shape` on `device`; `at` to `site` as in `drawn_mask`."""
+    """Custom op: `RandomStream.uniform` for a tensor of `shape` on `device`; other arguments as in `drawn_mask`."""
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
     return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
 
@@ -241,7 +244,7 @@ def drawn_seeds(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     count: int, heads: Sequence[int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Custom op: `RandomStream.found` for `count` rows; `at` to `site` as in `drawn_mask`."""
+    """Custom op: `RandomStream.found` for `count` rows; other arguments as in `drawn_mask`."""
     return (
         _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()
     )
@@ -264,9 +267,9 @@ _DRAWING = threading.RLock()
 
 @contextmanager
 def drawn_from(seed: int | Tensor) -> Iterator[None]:
-    """Context in which torch's global CPU generator starts from a seed or state; restored afterwards.
+    """Context in which torch's global CPU generator starts from a seed or state; its state is restored afterwards.
 
-    Only one thread at a time enters: emulated ranks are threads, and the generator is global.
+    Only one thread at a time can be in it: emulated ranks are threads, and the generator is global.
     """
     with _DRAWING, torch.random.fork_rng(devices=[]):
         torch.set_rng_state(seed) if isinstance(seed, Tensor) else torch.manual_seed(seed)

@@ -16,7 +16,7 @@ TENSOR_PARALLEL = "model-parallel-rng"
 
 
 def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger:
-    """Return the logger of a name, at a level, with one handler."""
+    """Return the logger `name` with the given level and one handler."""
     logger = logging.getLogger(name)
     logger.setLevel(level)
     if not logger.handlers:
@@ -29,7 +29,7 @@ def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger
 
 @dataclass
 class RngTracker:
-    """Named states of torch's generators, CPU and CUDA; within `fork` one of them is active."""
+    """Collection of named states of torch's generators (CPU and CUDA); within `fork` one of them is active."""
 
     states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
     always: bool = False
@@ -39,7 +39,7 @@ class RngTracker:
         self.states.clear()
 
     def add(self, name: str, seed: int) -> None:
-        """Add a state made from a seed; the active state does not change."""
+        """Add a named state made from a seed; torch's generators do not change."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             self.states[name] = self._current()
@@ -50,7 +50,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Context in which torch draws from a named state, which continues where it was left."""
+        """Context in which torch draws from the state `name`; the next `fork` of this name continues from its end."""
         if name not in self.states:
             problem = f"no such state, found {sorted(self.states)}"
             hint = "call set_random_seed(..., tp_rank=...) first"
@@ -65,7 +65,7 @@ class RngTracker:
 
     @contextmanager
     def at(self, states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> Iterator[None]:
-        """Context in which `fork` uses these states."""
+        """Context in which `fork` uses `states` in the place of the tracker's own."""
         before, self.states = self.states, dict(states)
         try:
             yield
@@ -74,7 +74,7 @@ class RngTracker:
 
 
 class GeneratorOfThreads(threading.local):
-    """Wrapper of torch's CPU generator for emulated ranks: threads share the generator, each has its own mark."""
+    """Wrapper of torch's CPU generator for emulated ranks: threads share it, and each has a `mark` for its own state."""
 
     def __init__(self, own: torch.Generator):
         self.own, self.mark, self.states = own, 0, WeakIdKeyDictionary()
@@ -116,5 +116,5 @@ _TRACKER = RngTracker()
 
 
 def get_cuda_rng_tracker() -> RngTracker:
-    """Return the tracker of this process, which serves the CPU too."""
+    """Return the `RngTracker` of this process, which tracks the CPU's generator too."""
     return _TRACKER

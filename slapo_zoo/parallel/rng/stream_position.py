@@ -1,4 +1,4 @@
-"""Position of a model in the sequence of random numbers: step, rows of the batch, current call."""
+"""Position of a model in its sequence of random numbers: step, rows of the batch, current call."""
 
 import zlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from slapo_zoo.parallel.rng.seeds import advance_generator, mark_of_generator
 
 
 class SiteName:
-    """Path of a dropout with its hash as a tensor, so that blocks that differ only in it share a compiled graph.
+    """Path of a dropout module, with a hash of it as a tensor: blocks that differ only in it share a compiled graph.
 
     Args:
         base: a path, or the SiteName with which this name begins.
@@ -54,13 +54,13 @@ GRAPHS = [0]  # how often compiled code has drawn: no stream sees it
 
 @dataclass
 class StreamPosition:
-    """Position of a model in its random sequence, shared by all its sites.
+    """Position of a model in its sequence of random numbers, which all its dropouts share.
 
     Args:
         seed: seed of the run, the same on all ranks.
         step: number of training forwards of the whole model (of batches, not of micro-batches).
-        first_row: global batch row of the first row in the current micro-batch.
-        num_rows: rows of the current micro-batch, 0 when unknown.
+        first_row: index in the global batch of the first row of the current micro-batch.
+        num_rows: number of rows of the current micro-batch, 0 when unknown.
     """
 
     seed: int = 0
@@ -96,7 +96,10 @@ class StreamPosition:
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
-        """Context in which a mask for [1, N, ...] is that of the N tokens of [B, S, ...] that `real` [B, S] marks."""
+        """Context in which dropout acts on a batch without padding: a mask for [1, N, ...] is taken from one for [B, S, ...].
+
+        `real` [B, S] marks the N tokens that are not padding.
+        """
         counts = known().real
         at = places(real.flatten(), None if counts is None else sum(counts))
         self.real_tokens, self.real_at = real, at
@@ -106,12 +109,12 @@ class StreamPosition:
             self.real_tokens = self.real_at = None
 
     def position(self) -> Position:
-        """Return (step, first row, rows) of the current draws; in a backward those of its forward."""
+        """Return (step, first row, rows) from which masks are drawn now; in a backward, those of its forward."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
     def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
-        """Context in which the stream is at this position, as in a call."""
+        """Context in which masks are drawn for the given step and rows, as in a call of the model."""
         before = (self.step, self.first_row, self.num_rows), self.is_open, self._start
         self._go((step, first_row, num_rows), True)
         try:
@@ -126,10 +129,10 @@ class StreamPosition:
 
     @contextmanager
     def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
-        """Context of a call of the model or a part of it, which draws dropout masks of its own.
+        """Context of a call of the model, or of a part of it; each call draws its own dropout masks.
 
-        A call that starts from a state of torch's generator from which an earlier call started (a
-        recomputation, a seed set again) draws the same masks. A call that draws advances the generator.
+        If a call starts from a state of torch's generator from which an earlier call started (a recomputation, or
+        the same seed set again), it draws the same masks. A call that draws advances the generator.
         With `trains`, a training forward of the whole model, it counts a step.
         """
         mark = None if torch.compiler.is_compiling() else mark_of_generator()
@@ -150,7 +153,7 @@ class StreamPosition:
                     advance_generator()
 
     def _begin(self) -> None:
-        """Remember the position for the generator's state, at the first draw of a call."""
+        """Store the current position under the state of torch's generator, at the first draw of a call."""
         start, self._start = self._start, None
         self.calls = max(self.calls, -self.step)
         self._remember(start)
@@ -163,7 +166,7 @@ class StreamPosition:
         self._seen[mark] = position or self.position()
 
     def place(self, site: Where, rows: int) -> Position:
-        """Return the position of a draw for `rows` rows; outside a call every draw of a site gets a new one."""
+        """Return (step, first row, rows) for a draw of `rows` rows; outside a call each draw of a module gets a new step."""
         found = self._place(site, rows)
         return found if self.has_rows else (found[0], 0, 0)
 
