@@ -118,7 +118,7 @@ class ColumnForward:
         self.prepared: tuple[Tensor, Tensor, list] | None = None
 
     def prepare(self) -> None:
-        """Create the autograd node of the weight gradient before the node that starts the all-reduce."""
+        """Create the autograd node of the weight gradient; `enter` calls this before it creates the all-reduce's node."""
         weight: Any = self.module._parameters["weight"]
         if weight is not None and weight.requires_grad:
             put_off: list = []

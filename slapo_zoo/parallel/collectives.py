@@ -44,14 +44,14 @@ def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
 
 
 def all_reduce_(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce x over the group in place and return x; unchanged for group None or in a dry run."""
+    """All-reduce x over the group in place and return x; with group None or in a dry run, x is unchanged."""
     if group is not None and not _dry_run_of(group, "all_reduce", x):
         collective(dist.all_reduce, x, op=op, group=group)
     return x
 
 
 def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
-    """All-gather: x [.., s, ..] on each rank --> [.., n * s, ..] on all; no gradient."""
+    """All-gather x [.., s, ..] of each rank along `axis` to [.., n * s, ..] on all n ranks; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((group_size(group) * flat.shape[0], *flat.shape[1:]))
     if not _dry_run_of(group, "all_gather", out):
@@ -60,7 +60,7 @@ def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Reduce-scatter: x [.., n * s, ..] on each rank --> its own slice [.., s, ..] of the sum; no gradient."""
+    """Sum x [.., n * s, ..] over the n ranks and return this rank's slice [.., s, ..] along `axis`; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
     if not _dry_run_of(group, "reduce_scatter", flat):
@@ -69,13 +69,13 @@ def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Return this rank's slice [.., s, ..] of an x [.., n * s, ..] that is the same on all ranks."""
+    """Return this rank's slice [.., s, ..] along `axis` of an x [.., n * s, ..] that is the same on all n ranks."""
     size = x.shape[axis] // group_size(group)
     return x.narrow(axis, group_rank(group) * size, size).contiguous()
 
 
 def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """All-to-all: x [.., n * s, .., t, ..] on each rank --> [.., s, .., n * t, ..]; no gradient."""
+    """Turn x [.., n * s, .., t, ..] on each of n ranks into [.., s, .., n * t, ..] by an all-to-all; no gradient."""
     n = group_size(group)
     parts = torch.stack(x.chunk(n, split_axis))
     out = torch.empty_like(parts)

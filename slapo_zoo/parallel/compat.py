@@ -55,7 +55,7 @@ def forget_groups() -> None:
 def patient_group(seconds: float) -> Any:
     """Create a gloo group of all ranks whose collectives may wait `seconds`; a collective call of all ranks.
 
-    Creating it times out after MADE_WITHIN_S, since a rank may die before it has connected.
+    Its creation times out after MADE_WITHIN_S seconds, since a rank may die before it has connected.
     """
     group: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=MADE_WITHIN_S))
     group._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(seconds=seconds))
@@ -100,7 +100,7 @@ class _WorldPerThread:
 
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
-        """An empty list; torch reads it for its error reports."""
+        """Empty list; torch reads this attribute for its error reports."""
         return []
 
 

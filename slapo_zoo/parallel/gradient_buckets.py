@@ -44,13 +44,13 @@ def buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 class Bucket:
     """All-reduce of the gradients of a few parameters in one collective.
 
-    rewrite:  p.grad  -->  a view of one flat tensor; a gradient is copied at most once, or not at all where
-              it is a view of an earlier bucket already
+    rewrite:  p.grad  -->  a view of one flat tensor; a gradient is copied at most once, and not at all if it
+              already is a view of an earlier bucket
 
     Args:
         parameters: parameters of one dtype.
         group: process group of the all-reduce.
-        factor: factor of the sum; 1 / size of the group averages.
+        factor: number by which the sum is multiplied; 1 / size of the group averages.
     """
 
     def __init__(self, parameters: list[nn.Parameter], group: Any, factor: float = 1.0):
@@ -82,7 +82,7 @@ class Bucket:
         return self
 
     def _shared(self, grads: list[Any]) -> Tensor | None:
-        """Return the flat tensor of which all gradients are views since an earlier all-reduce, or None."""
+        """Return the flat tensor if an earlier all-reduce has made all gradients views of it, else None."""
         base = grads[0]._base
         if base is None or base.ndim != 1 or base.dtype != grads[0].dtype:
             return None
@@ -129,6 +129,6 @@ class Bucket:
 
 
 def _strides(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the strides of a parameter without gaps, else those of a contiguous tensor."""
+    """Return the strides of a parameter if it is dense, else those of a contiguous tensor of its shape."""
     here = held_here(parameter)
     return torch.empty_like(here, device="meta").stride()

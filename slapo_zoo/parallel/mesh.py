@@ -100,7 +100,7 @@ class Mesh:
         return {name: getattr(self, name) for name in names}
 
     def named(self, mesh_dim: str) -> str:
-        """Return the mesh dims that one name stands for, joined by "+": "batch" is "dp" here."""
+        """Return the mesh dims that a name stands for, joined by "+": "dp" for "dp" and here for "batch" too."""
         if (divides := ROLES.get(mesh_dim)) is None:
             return mesh_dim
         return "+".join(dim.name for dim in self.DIMS if dim.divides in divides)
@@ -132,7 +132,7 @@ class Mesh:
         return self.size(mesh_dim), self.coord(mesh_dim)
 
     def at(self, **coords: int) -> int:
-        """Return the global rank with this rank's coordinates, except those given: `mesh.at(pp=0)`."""
+        """Return the global rank that has the given coordinates, and this rank's on all other mesh dims: `mesh.at(pp=0)`."""
         rank = self.rank
         for mesh_dim, coord in coords.items():
             for _, size, stride in reversed(self._parts(mesh_dim)):

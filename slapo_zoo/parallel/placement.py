@@ -52,7 +52,7 @@ class Placement:
         return self.groups or (size - self.shared,)
 
     def problem(self, size: int, n: int) -> str:
-        """Return why an axis of length `size` cannot be sharded over `n` ranks, or ""."""
+        """Return the reason why an axis of length `size` cannot be sharded over `n` ranks; "" if it can."""
         groups = self._groups(size)
         if self.shared and (self.groups or self.pad or self.replicate or self.shared < n):
             return f"a shared end of {self.shared} cannot be sharded over {self.mesh_dim}={n}, with groups or padding"
@@ -170,11 +170,11 @@ class HeldBy(Placement):
     index: int = 0
 
     def problem(self, size: int, n: int) -> str:
-        """Return why the axis of experts cannot be sharded over `n` ranks, or ""."""
+        """Return the reason why the axis of experts cannot be sharded over `n` ranks; "" if it can."""
         return self.of.problem(self.count, n)
 
     def offset(self, n: int, r: int) -> int | None:
-        """Return the position of the expert among those of rank `r`, or None if another rank holds it."""
+        """Return the index of the expert among the experts that rank `r` of `n` holds; None if another rank holds it."""
         passed = 0
         for start, stop in self.of.runs(self.count, n, r):
             if start <= self.index < stop:

@@ -22,7 +22,7 @@ class Sum:
         mesh_dim: mesh dim along which these ranks lie.
         why: PARTIAL (each rank sees a part of the activations), REPLICAS (neighbours hold the same KV
             heads), TIED (several stages use the tensor), or DATA (each rank sees other rows).
-        parts: groups of coordinates that sum with each other; empty: all of the mesh dim.
+        parts: sets of coordinates on the mesh dim, each of which sums by itself; empty: all sum together.
         if_tokens_sharded: sum only in a step whose tokens are sharded over tp (sequence parallelism).
     """
 
@@ -32,7 +32,7 @@ class Sum:
     if_tokens_sharded: bool = False
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the global ranks that `mesh.rank` sums with, itself included; only itself if it takes no part."""
+        """Return the global ranks with which `mesh.rank` sums, itself included; if it takes no part, only itself."""
         here = mesh.coord(self.mesh_dim)
         all_of_dim = tuple(range(mesh.size(self.mesh_dim)))
         part = next((p for p in self.parts or (all_of_dim,) if here in p), (here,))
@@ -90,7 +90,7 @@ class TensorPlan(TensorSpec):
         return (min(rows, shape[0] - first), *shape[1:])
 
     def place(self) -> str:
-        """Describe in words over which mesh dims the tensor is sharded."""
+        """Describe in words over which mesh dims the tensor is sharded, e.g. "tp: axis 0"."""
         found = []
         if self.placement is not None:
             found.append(f"{self.placement.mesh_dim}: axis {self.placement.axis}")

@@ -138,7 +138,7 @@ class Comparison:
         self.findings.append(Finding(check, what, problem, rank))
 
     def did(self, check: str, ratio: float = 0.0) -> None:
-        """Record one comparison of a check; `ratio` is its error divided by the allowed one."""
+        """Count one comparison of a check; `ratio` is its error divided by the allowed error."""
         self.counts[check] = self.counts.get(check, 0) + 1
         self.worst[check] = max(self.worst.get(check, 0.0), ratio)
 

@@ -106,7 +106,7 @@ class Search:
         self.groups = [group.name for group in groups]
 
     def run(self) -> Proof:
-        """Return the first candidate that is right on the whole mesh."""
+        """Return the proof of the first table that equals the plain model on the whole mesh; ArchitectureError if none does."""
         if unknown := self.case.seen.spelling.unknown:
             problem = f"its files hold {unknown[0]} in a form that is not read"
             raise refusal(self.config, problem, "load it with plain transformers")

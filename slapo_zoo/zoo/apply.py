@@ -103,7 +103,7 @@ def block_policies(count: int, options: BuildOptions) -> list[str]:
     """Return the activation policy of each of `count` blocks: KEEP, RECOMPUTE, or the name of a policy.
 
     Raises:
-        ArchitectureError: a policy at a ratio of 0, or a list with another length than `count`.
+        ArchitectureError: a policy is given but no block is recomputed, or a list has not `count` policies.
     """
     policy, ratio = options.checkpoint_policy, options.checkpoint_ratio
     what = f"checkpoint_policy={policy!r:.60}"

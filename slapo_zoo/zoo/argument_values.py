@@ -45,7 +45,7 @@ def make_mesh(**sizes: int | None) -> Mesh:
 def local_folder(
     name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Path:  # fmt: skip
-    """Return a local folder, or download a Hub model and return its folder; SlapoError if there is neither."""
+    """Return a local folder, or download a Hub model and return its folder; SlapoError if neither exists."""
     if Path(name_or_path).exists():
         return Path(name_or_path) / hub.subfolder
     from huggingface_hub import snapshot_download
@@ -122,8 +122,8 @@ def changed_config(
     """Return the config of a checkpoint with some fields changed.
 
     Raises:
-        SlapoError: a name is no field of the config (arguments of plain `transformers` get the argument to
-            pass instead); the checkpoint has no config, or is quantized.
+        SlapoError: a name in `changes` is no field of the config (for an argument of plain `transformers` the
+            error names the argument to pass instead); the checkpoint has no config, or is quantized.
     """
     if instead := [name for name in changes if name in INSTEAD]:
         raise unknown_knob("from_pretrained", instead[0], ())
@@ -144,7 +144,7 @@ def changed_config(
 
 
 def _without_quantization(folder: Path, config: Any) -> Any:
-    """Return the config; SlapoError if its weights are quantized."""
+    """Return `config` unchanged, or raise SlapoError if it says that the weights are quantized."""
     if (found := getattr(config, "quantization_config", None)) is None:
         return config
     method = found.get("quant_method") if isinstance(found, dict) else None
@@ -176,7 +176,7 @@ def config_of(name: str) -> tuple[Any, str | None]:
 
 
 def checkpoint_config(name: str) -> Any:
-    """Return the config of a checkpoint folder or Hub id whose family has a table; a bare family is an error."""
+    """Return the config of a checkpoint folder or Hub id whose family has a table; a bare family name is an error."""
     if problem := _no_folder(name):
         raise WeightsError(name, "model", problem, "name a checkpoint folder")
     config = _read_config(name, "name a checkpoint folder, or the id of a model on the Hub")

@@ -38,7 +38,7 @@ Node = int | str | Operation
 
 
 class Named(int):
-    """An int that remembers its name in the config, so that a schedule can be written for other sizes."""
+    """An int that knows the name it has in the config, so that a schedule can be written for other sizes."""
 
     name: str = ""
 
@@ -63,12 +63,12 @@ def parse_comparison(text: str) -> Operation:
 
 
 def evaluate(text: str, numbers: Mapping[str, int]) -> int:
-    """Return the value of arithmetic over named numbers; ScheduleError for an unknown name or a division by 0."""
+    """Return the value of an arithmetic text over `numbers`; ScheduleError for an unknown name or a division by 0."""
     return _value(parse(text), text, numbers)
 
 
 def holds(text: str, numbers: Mapping[str, int]) -> bool:
-    """Return whether a comparison is true for the given numbers."""
+    """Return whether the comparison in a text is true for the given numbers."""
     node = parse_comparison(text)
     sides = (_value(side, text, numbers) for side in (node.left, node.right))
     return _COMPARISONS[node.op](*sides)

@@ -64,7 +64,7 @@ class HubArguments:
 
     @staticmethod
     def taken(given: dict[str, Any]) -> "HubArguments":
-        """Move the arguments of this class from `given` to a new instance; drop others whose value changes nothing."""
+        """Return the arguments of this class in `given`, and remove them there, with others whose value changes nothing."""
         for name, allowed in ANYWAY.items():
             if name in given and any(given[name] is one for one in allowed):
                 del given[name]

@@ -161,12 +161,12 @@ class BuildOptions:
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
-        """Return the dtype of forward and backward, or None where it is the dtype of the parameters."""
+        """Return the dtype of forward and backward; None if it is the dtype of the parameters."""
         found = PRECISIONS.get(self.precision or "")
         return found.compute if found and found.compute != found.parameters else None
 
     def parameter_dtype(self, asked: Any) -> Any:
-        """Return the parameter dtype that `precision` fixes, else `asked`."""
+        """Return the dtype of parameters that `precision` fixes; if it fixes none, return `asked`."""
         found = PRECISIONS.get(self.precision or "")
         return found.parameters if found else asked
 
@@ -224,7 +224,7 @@ def tunable(**changes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
 
 
 def check_knobs(where: str, options: LoaderOptions) -> None:
-    """Raise SlapoError for the first option whose value has the wrong type or range."""
+    """Raise SlapoError for the first option whose value has the wrong type or range; `where` names the caller."""
     for name, knob in KNOBS.items():
         value = getattr(options, name)
         if name not in MESH and not knob.fits(value):

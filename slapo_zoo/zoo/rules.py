@@ -20,7 +20,7 @@ from slapo_zoo.language.primitives import (
 
 @dataclass(frozen=True)
 class Dim:
-    """Name of a number of the config; a table resolves it when the schedule is made."""
+    """Name of a number of the config (an entry of a table's `dims`), replaced by it when the schedule is made."""
 
     name: str
 
@@ -30,7 +30,7 @@ Row = tuple[str, Rule]
 
 
 def _dim(name: str) -> Any:
-    """Return the `Dim` of a name, or 1 (a directive's default) for ""."""
+    """Return the `Dim` of a name; for "" return 1, the default of directives."""
     return Dim(name) if name else 1
 
 
@@ -92,7 +92,7 @@ def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) ->
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
-    """Return the rule of an attribute that counts query heads per KV head; it changes only if tp > KV heads."""
+    """Return the rule of a module's attribute that counts query heads per KV head; it changes only if tp > KV heads."""
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
 
@@ -112,7 +112,7 @@ def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
 
 
 def column_joined(axis: int = 0) -> Rule:
-    """Return the rule of a linear whose outputs are sharded, then gathered, so that the next module is replicated."""
+    """Return the rule of a linear whose outputs are sharded, then all-gathered, so that the next module gets all of them."""
     divided = (Shard("weight", axis, pad=True), Shard("bias", 0, pad=True))
     return (*divided, Sync("bwd_post", "all_reduce"), Sync("fwd_post", "join_columns"))
 

@@ -77,7 +77,7 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
 
 def structure(config: Any, cls: Any) -> str:
-    """Return a digest of a model's class and config, without fields that change no module."""
+    """Return a digest of a model's class and config; config fields that change no module do not count."""
     known = json.dumps(_plain(config.to_dict()), sort_keys=True, default=str)
     return digest(f"{cls.__module__}.{cls.__name__}{known}")
 
@@ -89,6 +89,6 @@ def _plain(value: Any) -> Any:
 
 
 def refusal(config: Any, problem: str, hint: str = "write a table (docs/adding_an_architecture.md)") -> ArchitectureError:  # fmt: skip
-    """Return the error of a family for which schedule="auto" finds no table."""
+    """Return the error to raise for a family for which schedule="auto" finds no table."""
     what = f"schedule='auto' for model_type={config.model_type!r}"
     return ArchitectureError("zoo", what, problem, hint)

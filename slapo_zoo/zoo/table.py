@@ -91,7 +91,7 @@ class Table:
         return self.undivided is True or cls.__name__ in (self.undivided or ())
 
     def tp_plan(self, model: Any) -> dict[str, str]:
-        """Return the table as a `tp_plan` of transformers; ArchitectureError where no such plan exists."""
+        """Return the table as a `tp_plan` of transformers; ArchitectureError if a row has no style there."""
         from slapo_zoo.zoo.tp_plan import tp_plan
 
         return tp_plan(self, model)
@@ -210,7 +210,7 @@ def families() -> list[str]:
 
 
 def table_for(model_type: str, more: str = "") -> Table:
-    """Return the table of a family; ArchitectureError lists the known families, its hint ends with `more`."""
+    """Return the table of a family; without one, ArchitectureError lists the known families (`more` ends its hint)."""
     names = families()
     if model_type not in ZOO:
         near = nearest(model_type, names)

@@ -43,7 +43,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 
 
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return {argument with labels: the labels that its loss term compares with}, in the order of the terms."""
+    """Return {argument that takes labels: the labels that a loss term compares with}, in the order of the loss terms."""
     found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
     return {name: shifted(class_name, x) if name == "labels" else x for name, x in found.items()}
 
@@ -167,7 +167,7 @@ class GlobalMeans(TorchFunctionMode):
         return self._total(weight, weighed(self.targets[k]))
 
     def _total(self, weights: Tensor | None, mine: Tensor) -> float:
-        """Return `mine` summed over dp; MeshError if micro-batches or ranks use different class weights."""
+        """Return `mine` (a sum of class weights) summed over dp; MeshError if micro-batches or ranks have other weights."""
         if self.found not in self.totals:
             marks = [] if weights is None else [weights.detach().double().flatten()]
             rows = all_gather(

@@ -26,7 +26,7 @@ class Saving(Future):
         self.told = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the save is complete; raise its error."""
+        """Wait until the save is complete; raise the error of the save if it failed."""
         self.exception(timeout)
         return super().result(0)
 

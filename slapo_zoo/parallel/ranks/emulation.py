@@ -92,7 +92,7 @@ def emulate(
 
 
 class RankTracebackError(Exception):
-    """The traceback of the emulated rank that failed, shown as the cause."""
+    """Traceback of the emulated rank that failed, shown as the cause of its error."""
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -118,7 +118,7 @@ def _first_cause(failures: list[tuple[int, BaseException]]) -> BaseException:
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Context in which garbage collection skips all older objects: scanning torch takes 0.25 s each time."""
+    """Context in which garbage collection skips all older objects, since a scan of torch takes 0.25 s each time."""
     if gc.get_freeze_count():  # set aside by somebody else, who wants it to stay so
         yield
         return

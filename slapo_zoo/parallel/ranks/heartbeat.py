@@ -76,7 +76,7 @@ class Heart:
         self._stopped.set()
 
     def stop(self) -> None:
-        """Tell the other ranks that this one leaves, and wait at most LEAVE_S seconds for the end of the thread."""
+        """Tell the other ranks that this rank ends, and wait for the end of the thread, at most LEAVE_S seconds."""
         self.leave()
         self._thread.join(LEAVE_S)
 
@@ -134,9 +134,9 @@ _ALIVE: WeakSet[Heart] = WeakSet()
 
 @atexit.register  # at the import of this file, so that it runs after all that leaves a process group
 def _stop_all() -> None:
-    """End all heartbeat threads at exit: inside the store's C++ code they would abort the interpreter.
+    """End all heartbeat threads at exit, even if the process group is already destroyed.
 
-    User code or Accelerate may have destroyed the process group before.
+    Inside the C++ code of the store they would abort the interpreter.
     """
     hearts = list(_ALIVE)
     for heart in hearts:
@@ -158,7 +158,7 @@ def _at(rank: int) -> str:
 
 
 def _line_of(thread: int) -> str:
-    """Return "FILE:LINE" of the innermost user frame of a thread, or ""."""
+    """Return "FILE:LINE" of the innermost stack frame of a thread in user code, or "" if there is none."""
     frame = sys._current_frames().get(thread)
     while frame is not None and _is_installed(frame.f_code.co_filename):
         frame = frame.f_back

@@ -113,7 +113,7 @@ def run_local(
 def _start_all(
     ranks: list[LocalRank], nprocs: int, start: str | None, threads: int | None, job: tuple
 ) -> Any:
-    """Start the processes and append them to `ranks`; return the store through which they connect."""
+    """Start the processes, which run `job`, and append them to `ranks`; return the store through which they connect."""
     threads = threads or max(1, (os.cpu_count() or 1) // nprocs)
     # OpenMP's threads do not survive a fork: a child that uses more than one would hang
     start = start or ("spawn" if threads > 1 or torch.cuda.is_initialized() else "fork")

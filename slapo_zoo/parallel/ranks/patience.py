@@ -135,7 +135,10 @@ def meet(what: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
-    """Wait until `is_done()`, logging which ranks are late; RankError if another rank failed or is silent."""
+    """Wait until `is_done()`, and log the ranks that have not reached the step `place` `number` times.
+
+    Raises RankError if another rank failed or is silent.
+    """
     begin = time.monotonic()
     pause, looked, told = 2e-5, begin, begin
     while not is_done():

@@ -86,7 +86,7 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
     Args:
         timeout_s: seconds after which a waiting collective raises; None takes SLAPO_ZOO_TIMEOUT_S, or
             60. Steps in which one rank works alone may take an hour.
-        device: "cpu" takes gloo even where CUDA devices are free; "cuda" requires them.
+        device: "cpu" takes gloo even if CUDA devices are free; "cuda" requires CUDA devices.
     """
     if dist.is_initialized() or not is_distributed_launch():
         return dist.is_initialized()
@@ -299,7 +299,7 @@ def _linger() -> None:
 
 
 def _store() -> Any | None:
-    """Return the store of the default group, or None; torch has no public name for it."""
+    """Return the store of the default process group, or None; torch has no public name for it."""
     if not dist.is_initialized():
         return None
     from torch.distributed.distributed_c10d import _get_default_store

@@ -67,7 +67,7 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
 def local_store() -> Any:
     """Return a store for ranks of this machine that listens on the loopback interface only.
 
-    A TCPStore listens on all interfaces by default, and whoever reaches it can forge addresses.
+    A TCPStore listens on all interfaces by default, and anyone who can connect to it can forge addresses.
     """
     listener = socket.create_server(("127.0.0.1", 0))
     port, fileno = listener.getsockname()[1], listener.detach()  # the store closes it

@@ -96,7 +96,7 @@ class RandomStream(StreamPosition):
         return {"keep": getattr(self, f"keep_{of}")(x, p, site, *part)}
 
     def hashes(self, device: torch.device) -> bool:
-        """Return whether operators on this device hash masks from seeds, without a mask in memory."""
+        """Return whether operators on this device hash dropout masks from seeds, so that no mask is held in memory."""
         return not self.draws_in_blocks(device)
 
     def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
@@ -258,7 +258,7 @@ def _(at, seed, rows, key, site, count, heads, device):
 def dropout(
     x: Tensor, p: float, stream: RandomStream, site: Where, heads: Sequence[int] = ()
 ) -> Tensor:
-    """Return x times its dropout mask (0 or 1/(1-p)), drawn for the module path `site`; x itself for p = 0."""
+    """Return x times its dropout mask (0 or 1/(1-p)), drawn for the module path `site`; for p = 0 return x itself."""
     return x * stream.keep_mask(x, p, site, heads) if p > 0.0 else x
 
 

@@ -97,7 +97,7 @@ class GeneratorOfThreads(threading.local):
 
 
 def mark_of_generator() -> int:
-    """Return a number that is equal for equal states of torch's CPU generator."""
+    """Return a number that identifies the current state of torch's CPU generator; equal states have equal numbers."""
     own: Any = torch.random.default_generator
     is_shared = isinstance(own, GeneratorOfThreads)
     return own.mark if is_shared else hash(own.get_state().numpy().tobytes())

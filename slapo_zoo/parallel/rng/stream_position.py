@@ -41,7 +41,7 @@ Where = str | SiteName | int  # a site's path, its name, or the hash of it
 
 
 def hash_of(site: Where) -> int:
-    """Return a 32-bit hash of a site (path of the module that draws), the same in every process."""
+    """Return a 32-bit hash of the path of a module that draws random numbers; it is the same in every process."""
     return site if isinstance(site, int) else zlib.crc32(str(site).encode())
 
 
@@ -190,7 +190,7 @@ class StreamPosition:
 
     @contextmanager
     def without_rows(self) -> Iterator[None]:
-        """Context in which draws do not depend on batch rows: equal for every micro-batch and dp rank."""
+        """Context in which random draws do not depend on the batch rows: they are equal for all micro-batches and dp ranks."""
         self.has_rows = False
         try:
             yield

@@ -48,7 +48,7 @@ split_input: Rule = (
 
 
 def plan_of(config: Any) -> dict[str, str]:
-    """Return the tp plan (module pattern below the base model --> style), empty where `transformers` has none."""
+    """Return {module pattern below the base model: style}, the tp plan of `transformers`; {} if it has none."""
     return dict(getattr(config, "base_model_tp_plan", None) or {})
 
 
@@ -192,7 +192,7 @@ def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule
 
 
 def _head_rows(model: Any) -> Iterator[Row]:
-    """Yield the row of the language-model head, where the class has one."""
+    """Yield the table row of the language-model head, if the class has one."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         if head is not None and module is head:

@@ -16,7 +16,7 @@ from slapo_zoo.zoo.derivation.spelling import Spelling
 
 
 def linear_axis(module: nn.Module) -> int | None:
-    """Return the output axis of the weight of a plain Linear (0) or Conv1D (1); None for other modules."""
+    """Return the axis of a weight that holds the outputs: 0 for a Linear, 1 for a Conv1D; None for other modules."""
     plain = "weight" in module._parameters
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return 0 if plain else None
@@ -67,7 +67,7 @@ class Observation:
 
 
 class Watch(TorchFunctionMode):
-    """Mode that records which module computes with which parameter, into an `Observation`."""
+    """Mode that records in an `Observation` which module computes with which parameter."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -102,7 +102,7 @@ class Watch(TorchFunctionMode):
         return leave
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Record which parameters a call uses and whether it draws random numbers, then run it."""
+        """Record which parameters a torch function uses and whether it draws random numbers, then call it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         here = self.stack[-1]
         draws = name in DRAWS and _really(name, args, kwargs)

@@ -23,11 +23,11 @@ class Spelling:
 
 
 def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> Spelling:
-    """Return the rules that turn the keys of files into the names of the model.
+    """Find the rules that turn the keys of checkpoint files into the names of the model's tensors.
 
     Args:
         files: key --> tensor, of all files.
-        model: name --> tensor, of the model that was saved into them.
+        model: name --> tensor, of the model that was saved into these files.
     """
     content: dict[str, list[str]] = {}
     for name, tensor in model.items():
@@ -72,7 +72,7 @@ def _whole_keys(key: str, name: str) -> tuple[str, str]:
 
 
 def _likeness(key: str, name: str) -> tuple[bool, int]:
-    """Return (whether their numbers are equal, number of common words) of a key and a name of equal tensors."""
+    """Return how similar a key and a name are: (whether their numbers are equal, number of common words)."""
     numbers = [re.findall(r"\d+", text) for text in (key, name)]
     return numbers[0] == numbers[1], len(set(key.split(".")) & set(name.split(".")))
 

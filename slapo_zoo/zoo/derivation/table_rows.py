@@ -178,7 +178,7 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return the fields of a table that do not depend on how modules are sharded, by name."""
+    """Return the fields of a table that do not depend on how modules are sharded, as {field: value}."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return {
@@ -195,7 +195,7 @@ def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
 
     Args:
         modules: modules of the model.
-        chains: whether columns may stay sharded between linears; else each linear gathers its output.
+        chains: shard the linears of a feed-forward together; otherwise each linear gathers its output.
     """
     made = [*(_chains(modules) if chains else ()), *_groups(modules)]
     done: set[str] = set()

@@ -36,7 +36,7 @@ DROPS = re.compile(r"drop|noise|jitter")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Upper bounds of a tiny model's sizes; `widths` says how widths shrink: ROUNDED, HALVED or KEPT."""
+    """Upper bounds of a tiny model's sizes; `widths` is "rounded" (to whole heads), "halved" (by powers of 2) or "kept"."""
 
     heads: int = 4
     head_size: int = 8
@@ -55,7 +55,7 @@ IMAGES, STACKS = (1, 4), (1, 3)  # times the size of an image, the layers: some 
 
 
 def sizes_in_turn(sizes: Sizes) -> Iterator[Sizes]:
-    """Yield sizes of a tiny model to try, smallest first: families relate their sizes in different ways."""
+    """Yield sizes of a tiny model to try, smallest first, since not every family runs at every size."""
     for layers in STACKS:
         for image in IMAGES:
             for widths in (ROUNDED, HALVED, KEPT):
@@ -97,7 +97,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
 
 
 def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set fields of a shrunken config that do not follow from a ratio."""
+    """Set the fields of a shrunken config that are not sizes, such as token ids; `own` are the fields before."""
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
     if own.get("num_kv_shared_layers"):
@@ -123,7 +123,7 @@ def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
 
 
 def _repair(config: Any, own: dict[str, Any]) -> None:
-    """Set fields of a shrunken config that follow from several others."""
+    """Set the fields of a shrunken config that follow from several other fields; `own` are the fields before."""
     now = {name: value for name, value in vars(config).items() if type(value) is int}
     rope, rest = now.get("qk_rope_head_dim"), now.get("qk_nope_head_dim")
     width = now.get("mamba_expand", now.get("expand", 0)) * now.get("hidden_size", 0)
@@ -189,7 +189,7 @@ class _Rules:
             self.scale = 2.0 ** math.ceil(math.log2(self.scale)) if sizes.widths == HALVED else 1.0
 
     def of(self, name: str, value: Any) -> Any:
-        """Return the shrunken value of a field."""
+        """Return the shrunken value of the config field `name`."""
         if type(value) is int and value > 0:
             return self._number(name, value)
         per_layer = isinstance(value, list) and len(value) in self.layers
@@ -262,7 +262,7 @@ def _is_list(value: Any) -> bool:
 
 
 def without_dropout(config: Any) -> list[str]:
-    """Set every dropout and noise of a config to 0, nested configs included; return the names that were not 0."""
+    """Set every dropout or noise probability of a config and its nested configs to 0; return the names of those changed."""
     from transformers import PreTrainedConfig
 
     found = []
