@@ -117,7 +117,7 @@ class Mesh:
         return places[mesh_dim]
 
     def size(self, mesh_dim: str) -> int:
-        """Return the size of a mesh dim; "batch" and "loss" are known too. MeshError for an unknown name."""
+        """Return the size of a mesh dim, or of "batch" or "loss"; MeshError for an unknown name."""
         return prod(size for _, size, _ in self._parts(mesh_dim))
 
     def coord(self, mesh_dim: str, rank: int | None = None) -> int:

@@ -118,7 +118,7 @@ class RankPlan:
     sites: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, name: str) -> TensorPlan | None:
-        """Return the row of a parameter or buffer, or None if the plan has no such tensor."""
+        """Return the plan of one parameter or buffer, or None if there is no tensor of this name."""
         return self.tensors.get(name) or self.tensors.get(without_peft(name))
 
     def local_shape(self, name: str) -> tuple[int, ...]:
@@ -139,18 +139,18 @@ class RankPlan:
         return [names for names in found.values() if len(names) > 1]
 
     def sharded(self, name: str) -> TensorPlan | None:
-        """Return the row of a tensor if it is sharded over a mesh dim of more than one rank, else None."""
+        """Return the plan of a tensor if it is sharded over a mesh dim of more than one rank, else None."""
         row = self.of(name)
         cut = row and row.placement
         return row if cut and self.mesh.size(cut.mesh_dim) > 1 else None
 
     @property
     def saved(self) -> list[TensorPlan]:
-        """Rows of the tensors that a checkpoint holds, in order: each tied tensor once, without adapters."""
+        """Plans of the tensors that a checkpoint holds, in order: each tied tensor once, without adapters."""
         return [row for row in self.tensors.values() if not row.tied_to and not row.adapter]
 
     def mine(self) -> Iterator[TensorPlan]:
-        """Yield the rows of the tensors that this rank's stage holds."""
+        """Yield the plans of the tensors that this rank's stage holds."""
         here = self.mesh.coord("pp")
         yield from (row for row in self.tensors.values() if here in row.stages)
 
@@ -160,7 +160,7 @@ class RankPlan:
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """Return a copy of the plan to which rows were added; a row replaces the one of the same name."""
+        """Return a copy of this plan to which tensors were added; a tensor replaces the one of the same name."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
@@ -173,9 +173,9 @@ class RankPlan:
     def sums_of(
         self, names: Iterable[str], *why: str, tokens_sharded: bool = True
     ) -> dict[Sum, list[str]]:
-        """Return {sum over ranks: names of the parameters whose gradients take it}; `why` selects kinds of sums.
+        """Return {sum over ranks: names of the parameters whose gradients take it}, names in the same order on all ranks.
 
-        The names are in the same order on all ranks.
+        `why` selects kinds of sums (empty: all); `tokens_sharded` is True in a step with sequence parallelism.
         """
         places = {name: i for i, name in enumerate(self.tensors)}
         rows = [self.tensors[name] for name in names if name in self.tensors]
@@ -187,7 +187,7 @@ class RankPlan:
         return found
 
     def digest(self) -> str:
-        """Return a SHA-256 of sizes, rows and pipeline cuts, which must be equal on all ranks."""
+        """Return a SHA-256 of mesh sizes, tensors and pipeline cuts, which must be equal on all ranks."""
         sizes = tuple(self.mesh.size(mesh_dim) for mesh_dim, _ in self.mesh.DIMS)
         told = repr((sizes, tuple(self.tensors.values()), self.cuts))
         return digest(told)

@@ -142,7 +142,7 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have made the tensor at `index` of `order` (a forward value) wrong."""
+        """Return the paths of modules that can have made the tensor of event number `index` (a forward value) wrong."""
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))
@@ -153,13 +153,13 @@ class Blame:
         return tuple(dict.fromkeys(found))
 
     def _children(self, index: int) -> list[str]:
-        """Return the paths of the child modules that ran within the call at `index` of `order`, the last one first."""
+        """Return the paths of the child modules that ran within the call of event number `index`, the last one first."""
         path = self.order[index].path
         inside = [e.path for e in reversed(self.order[:index]) if parent_of(e.path) == path]
         return list(dict.fromkeys(inside))
 
     def _consumers(self, index: int) -> list[str]:
-        """Return the paths of modules that took the tensor at `index` of `order` as an argument.
+        """Return the paths of modules that took the tensor of event number `index` as an argument.
 
         If there are none, return the module that ran next under the same parent, and the parent.
         """
@@ -174,7 +174,7 @@ class Blame:
 
 
 def _nearest_first(paths: list[str]) -> list[str]:
-    """Sort paths: modules that hold further takers of the same tensor (a stack that holds blocks) go last."""
+    """Sort the paths of modules that took a tensor; outer containers (a stack that holds blocks) go last."""
 
     def within(path: str) -> list[str]:
         return [p for p in paths if p != path and p.startswith(path + "." if path else "")]

@@ -54,7 +54,7 @@ def request_for(
     program: Program, config: Any, sizes: tuple[int, int, int], knobs: Mapping[str, Any],
     quick: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Build the JSON request with which `verify_apart` verifies a card on a mesh of `sizes` (tp, pp, dp)."""
+    """Build the JSON request with which `verify_apart` verifies a card's program on a mesh of `sizes` (tp, pp, dp)."""
     return {
         "config": config.to_dict(), "cls": program.model_class, "mesh": sizes, "quick": quick,
         "program": program.to_bytes().decode(), "knobs": dict(knobs),
@@ -73,7 +73,7 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
     Args:
         folder: folder of the card.
         config: config of the model that the card is for.
-        quick: verify on a small model of the family, in the place of one of the given config.
+        quick: verify on a small model of the family; False takes a model of the given config.
 
     Returns:
         the contents of verify.json.

@@ -202,7 +202,7 @@ def noisy_model(config: Any, cls: Any, seed: int = 0) -> Any:
 
 
 def uncut(schedule: Any) -> Any:
-    """Return a schedule (of any kind that `Trial` takes) without its pipeline cuts, for a mesh of one rank."""
+    """Return the same schedule (of any kind that `Trial` takes) without pipeline cuts, for a mesh of one rank."""
     if isinstance(schedule, list | tuple):
         return [step for step in schedule if step[1].name != "cut_pipeline_stage"]
     if not callable(schedule):

@@ -24,7 +24,7 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Verify or derive as a request says; return the document of the outcome, for a verification with its text."""
+    """Verify or derive as a request says; return the document of the outcome, and for a verification its text too."""
     import transformers
 
     hf.register_models()

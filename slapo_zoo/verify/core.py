@@ -167,7 +167,7 @@ class _Verification:
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
         """Return a divergence outside of all modules: in the loss, in one factor of all gradients, or in their norm.
 
-        Return `divergence` unchanged if it is in the forward, or if no such cause is found.
+        If it has no such cause, or is in the forward, return `divergence`, which names a module.
         """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}

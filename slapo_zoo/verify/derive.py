@@ -145,7 +145,7 @@ class Search:
         return (False, True) if self.sizes[1:] == (1, 1) else (False,)
 
     def candidates(self) -> list[Make]:
-        """Return functions that make the tables to prove, the most useful table first."""
+        """Return functions (config, model) --> table; the tables are tried in this order, the most useful first."""
         plan = [self._planned] if self._has_plan() else []
         structural = [self._structural] if self.sizes[0] > 1 else []
         return [*plan, *structural, self._gathered]
@@ -185,7 +185,7 @@ class Search:
         return problem_of(Trial(self.case, sizes, table, self.knobs))
 
     def _wrong_anyway(self) -> bool:
-        """Return whether the comparison fails even with every module unsharded."""
+        """Return whether the outputs or gradients are wrong even with every module unsharded."""
         self.left_whole = dict.fromkeys(self.groups, "")
         return bool(self._probe(self._gathered, self.sizes))
 
@@ -223,7 +223,7 @@ class Search:
 
 
 def problem_of(trial: Trial) -> str:
-    """Compare a trial with the plain model; return the first problem or an exception's text, or "" if all agree."""
+    """Compare the schedule of a trial with the plain model; return the first problem or exception as text, or ""."""
     try:
         return judge(trial).words()
     except Exception as error:

@@ -137,7 +137,7 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
 
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
-    """Return the table rows that sequence parallelism adds (arXiv:2205.05198).
+    """Return the table rows (pattern, rule) that sequence parallelism adds (arXiv:2205.05198).
 
     Under it, tokens are sharded from the output of a `row` rule to the next module with an `enter` rule. The
     first block of each stack shards the tokens, and the last one gathers them; blocks that run several times
@@ -206,7 +206,7 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the estimated cost of each unit in a training step.
+    """Return the estimated cost in a training step of each unit, a module that a pipeline never splits.
 
     If the forward fails on fake tensors, the cost of a unit is its number of weights.
     """

@@ -137,7 +137,7 @@ def _(seeds, p, shape, dtype):
 
 @dataclass
 class _Plan:
-    """Seeds of all dropouts for batches of one number of rows: the (module, row, head) of each seed, and the seeds."""
+    """Dropout seeds for micro-batches of one number of rows: which (module, row, head) has each seed, and the seeds."""
 
     places: dict[tuple, slice] = field(default_factory=dict)
     words: list[Tensor] = field(default_factory=list)  # 4 x [n]: site, row, rows per row, head

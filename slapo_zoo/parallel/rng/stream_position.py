@@ -96,7 +96,7 @@ class StreamPosition:
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
-        """Context in which dropout acts on a batch without padding: a mask for [1, N, ...] is taken from one for [B, S, ...].
+        """Context for rows without their padding: dropout of [1, N, ...] takes its mask from one for [B, S, ...].
 
         `real` [B, S] marks the N tokens that are not padding.
         """

@@ -145,7 +145,7 @@ def _dims(config: Any) -> dict[str, Any]:
 def _plan_rows(
     config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[Row]:
-    """Yield the table rows of the modules that the plan names, grouped by their parent module."""
+    """Yield the table rows (pattern, rule) of the modules that the tp plan names, grouped by their parent module."""
     parents = dict.fromkeys(pattern.rpartition(".")[0] for pattern in plan)
     for parent in parents:
         children = {
@@ -192,7 +192,7 @@ def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule
 
 
 def _head_rows(model: Any) -> Iterator[Row]:
-    """Yield the table row of the language-model head, if the class has one."""
+    """Yield the table row (pattern, rule) of the language-model head, if the class has one."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         if head is not None and module is head:

@@ -38,7 +38,7 @@ class Group:
 
     Args:
         name: name of the group.
-        rows: table rows of its modules.
+        rows: table rows of its modules, each a (pattern, rule).
         parameters: number of parameters that are sharded.
         divides: patterns of the modules that hold these parameters.
     """
@@ -163,7 +163,7 @@ def derive_table(
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
-    """Yield the patterns of the blocks' children that hold matrices: under sequence parallelism they get all tokens."""
+    """Yield the patterns of children of blocks that hold matrices: under sequence parallelism they get all tokens."""
     found = {}
     for path, module in model.named_modules():
         block, _, child = star(path).rpartition(".")
