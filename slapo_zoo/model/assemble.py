@@ -30,7 +30,7 @@ from slapo_zoo.zoo.outline import Outline
 
 
 class Assembly(Outline):
-    """A model on meta with only this rank's stage left, ready to be filled with weights."""
+    """Model on meta with only this rank's pipeline stages left, ready to be filled with weights."""
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, options: BuildOptions
@@ -56,14 +56,14 @@ class Assembly(Outline):
             require_backend(name, self.cls, found, device, dtype)
 
     def weights_of(self, checkpoint: CheckpointFolder, load: LoadOptions) -> Ledger:
-        """Read this rank's bytes of a checkpoint into the model; return the ledger of the reads."""
+        """Read this rank's bytes of a checkpoint into the model; return a record of bytes, files and seconds."""
         return fill_from_folder(
             self.model, lambda: self.skeleton, self.plan, checkpoint,
             torch.device(self.options.device), self.units, self.seed, self.keys, load, self.shards,
         )  # fmt: skip
 
     def new_weights(self) -> Ledger:
-        """Fill the model with new weights, the same for every mesh; return the ledger."""
+        """Fill the model with new weights, the same for every mesh; return a record of bytes and seconds."""
         place = torch.device(self.options.device)
         return fill_from_config(
             self.model, lambda: self.skeleton, self.plan, place, self.units, self.seed, self.shards,
@@ -80,7 +80,10 @@ class Assembly(Outline):
         require_same_weights(what, self.mesh, tensors, self.specs, program, ranks)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
-        """Give the filled model its runtime state and class, and return it; `folder`: of its checkpoint, or None."""
+        """Give the filled model its runtime state and class, and return it.
+
+        `ledger` is the record of the load, `micro_batches` the default of `train_step`, `folder` the checkpoint's.
+        """
         model = self.model
         warn_of_missing_sums(self.schedule)
         runtime = Runtime(
@@ -111,7 +114,10 @@ class Assembly(Outline):
 
 
 def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
-    """Create a process group for each set of ranks of the plan; return this rank's. A collective call."""
+    """Create a process group for each set of ranks in the plan; return those of this rank by their ranks.
+
+    A collective call.
+    """
     made = {ranks: new_group(list(ranks)) for ranks in plan.groups()}
     return {ranks: group for ranks, group in made.items() if plan.mesh.rank in ranks}
 

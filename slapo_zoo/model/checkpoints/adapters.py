@@ -74,7 +74,7 @@ def add_adapter(
         config: a LoraConfig, the same on every rank.
         name: name of the adapter.
         inject: function that lets peft insert its layers, in sizes of the local weights.
-        folder: an adapter that peft or `save_adapter` wrote; None draws new values, alike for every layout.
+        folder: an adapter that peft or `save_adapter` wrote; None draws new values, the same on every mesh.
     """
     together(model.mesh, STEP, lambda: _check_config(model, config))
     matrices: list[Matrix] = []
@@ -93,7 +93,7 @@ def add_adapter(
 
 
 def _inject(model: Any, inject: Callable[[], None]) -> None:
-    """Insert peft's layers; SlapoError on all ranks where a stage has no target module."""
+    """Call `inject` to insert peft's layers; raise SlapoError on all ranks if some stage has no target module."""
     from peft.tuners.tuners_utils import NoMatchingPeftModuleError
 
     def attempt() -> tuple[int, str]:
@@ -276,7 +276,7 @@ def _refusal(path: str, problem: str) -> SlapoError:
 
 
 def _syncs(model: Any, path: str) -> list[Sync]:
-    """Return the collectives that the schedule put at the module of a path."""
+    """Return the `sync` directives (collectives) that the schedule has at the module `path`."""
     schedule = model.schedule
     names = {path: type(schedule.state.modules[path]).__name__}
     return [step for pattern, step in schedule.history
@@ -326,9 +326,10 @@ def _check_dropout(
 
 
 def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]:
-    """Return {key: new unsharded matrix} as peft draws them, each from its own generator, so alike on every layout.
+    """Return {key: new unsharded matrix} as peft draws them.
 
-    Values that peft computes from the weights (PiSSA, on one process) are kept.
+    Each is drawn from a generator of its own, so that it is the same on every mesh. Values that peft computes
+    from the weights (PiSSA, on one process) are kept.
     """
     values = {}
     if config.init_lora_weights not in INITS:
@@ -357,7 +358,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Set an unsharded matrix in its module, let its directives shard it, and add its row to the plan."""
+    """Set an unsharded matrix in its module, let its directives shard it, and add an entry for it to the plan."""
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)
@@ -376,7 +377,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _set_dropouts(model: Any, name: str) -> None:
-    """Make the dropout before A draw this rank's part of the mask that one device would draw."""
+    """Make the dropout before LoRA's A draw this rank's part of the mask that one device would draw."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         layer.train(model.training)  # peft makes new layers in training mode, whatever the model's

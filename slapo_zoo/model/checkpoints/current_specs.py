@@ -58,7 +58,7 @@ def refresh_specs(model: Any, step: str) -> None:
 def written_as(
     dtype: Any, local: dict[str, Tensor], specs: list[TensorSpec]
 ) -> tuple[dict[str, Tensor], list[TensorSpec]]:
-    """Return (tensors of this rank, specs of all) with floating ones cast to a dtype; unchanged for None."""
+    """Return (this rank's tensors, specs of all tensors) with floating tensors cast to `dtype`; None: unchanged."""
     if dtype is None:
         return local, specs
     dtype = to_dtype(dtype)
@@ -85,7 +85,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Return the entries of `found` (name --> tensor) that neither the checkpoint (`known`) nor an adapter has."""
+    """Return the entries of `found` (name --> tensor) not among `known` (names of the checkpoint), nor of adapters."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip
@@ -101,7 +101,10 @@ def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, T
 
 
 def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:
-    """Return a function that writes the files beside the weights; `published` adds a card of the schedule."""
+    """Return a function that writes the other files of a save into a folder: configs, tokenizer, card.
+
+    `target` is the folder that the save replaces; the schedule's card is written if the model is `published`.
+    """
     write_configs = configs_of(model, target, dtype)
 
     def write(folder: Path) -> None:
@@ -115,7 +118,7 @@ def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[
 
 
 def configs_of(model: Any, target: Any, dtype: Any = None) -> Callable[[Path], None]:
-    """Return a function that writes config.json and generation_config.json into a folder, as they are now.
+    """Return a function that writes the current config.json and generation_config.json into a folder.
 
     The tokenizer files of the loaded folder are copied where the folder `target` has none.
     """

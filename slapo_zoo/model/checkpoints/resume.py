@@ -32,7 +32,7 @@ from slapo_zoo.weights.training_state import FILE, OF_COPY, of_copies
 def load_checkpoint(
     model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None
 ) -> Resumed:
-    """Resume training where `save_checkpoint` was called, on this or any other (tp, pp, dp).
+    """Load a checkpoint of `save_checkpoint` to continue its training, on the same or any other (tp, pp, dp).
 
     Weights, optimizer, scheduler and random generators are overwritten, after all files were parsed
     and compared with their checksums on all ranks. A collective call; returns step and data position.
@@ -40,7 +40,7 @@ def load_checkpoint(
     Args:
         model: a scheduled model of the saved architecture and size.
         folder: folder that `save_checkpoint` wrote.
-        optimizer: optimizer of the saved class and groups, over this rank's parameters.
+        optimizer: optimizer of the saved class and parameter groups, over this rank's parameters.
         scheduler: learning-rate scheduler of the saved class.
     """
     refuse_adapters(model, LOAD)
@@ -61,7 +61,7 @@ def load_checkpoint(
 
 
 class _Load:
-    """Steps of one load on one rank; only the last one changes the model."""
+    """Steps of one load on one rank; only the last step, `finish`, changes the model."""
 
     opened: TrainingFolder
 

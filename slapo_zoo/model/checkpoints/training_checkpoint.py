@@ -41,9 +41,9 @@ class Resumed:
 
     Args:
         step: number of finished optimizer steps.
-        data_positions: as given to `save_checkpoint`, one per dp rank.
-        extras: as given to `save_checkpoint`: one per dp rank, or a single one if all were equal.
-        copy: this rank's dp coordinate; None on another number of dp ranks than was saved.
+        data_positions: the `data_position` given to `save_checkpoint`, one per dp rank.
+        extras: the `extra` given to `save_checkpoint`, one per dp rank, or a single one if all were equal.
+        copy: this rank's dp coordinate; None if the checkpoint was saved with another number of dp ranks.
     """
 
     step: int = 0
@@ -95,8 +95,8 @@ def save_checkpoint(
         scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank.
         step: number of finished optimizer steps.
         data_position: position of this dp rank's data loader: numbers, texts, lists,
-            dictionaries; tp and pp peers pass the same.
-        extra: further data of the user, of the same kinds.
+            dictionaries; ranks that differ only in tp or pp pass the same.
+        extra: further data of the user: numbers, texts, lists, dictionaries.
         max_shard_size: largest file, "5GB" or bytes.
         texts: name --> content of small files to add to the folder.
         check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
@@ -201,8 +201,8 @@ class _Save:
         """Merge the reports of all ranks into `state`, which describes the whole training.
 
         Args:
-            found: by rank: digest of its optimizer, the optimizer's record or None, random states by
-                device, and its own step, position and extras.
+            found: results of `describe`, by rank: (digest of its optimizer, the optimizer's record or None,
+                states of its random generators, {"step": ..., "data_position": ..., "extra": ...}).
         """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):
@@ -261,7 +261,7 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return this rank's ({name: parameter or saved buffer}, {name: name in files}), tensors gathered over dp."""
+    """Return ({name: this rank's parameter or saved buffer, gathered over dp}, {name: name in files})."""
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
     parameters = {name for name, _ in model.named_parameters()}

@@ -30,7 +30,10 @@ Named = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive indices of an axis that one rank holds: their start in the unsharded and in the local tensor."""
+    """Consecutive indices of an axis that one rank holds.
+
+    `start` is the first index in the unsharded tensor, `offset` the first index in the rank's local tensor.
+    """
 
     rank: int
     axis: int
@@ -40,7 +43,7 @@ class _Run:
 
 
 def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[int]) -> Named:
-    """Yield (key, unsharded tensor) bucket by bucket; arguments: `Scheduled.stream_weights`."""
+    """Yield (key, unsharded tensor) as `Scheduled.stream_weights` does, which describes the arguments."""
     mesh, most = model.mesh, parse_size(bucket, "bucket") or 0
     wrong = [rank for rank in ranks if not 0 <= rank < mesh.world_size]
     if wrong or not ranks:
@@ -69,7 +72,7 @@ class _Held:
         self._name, self._files = "", {}
 
     def get(self, key: str) -> Tensor | None:
-        """Return this rank's shard of a tensor, or None; a collective call over the dp ranks of its stage."""
+        """Return this rank's shard of a tensor, or None on other stages; a collective call over dp under ZeRO."""
         name, runtime = self.source[key], self.model._slapo
         if name not in self.held or not runtime.data_parallel.gives(self.model.mesh):
             return None
@@ -84,9 +87,9 @@ class _Held:
 def _buckets(
     specs: Sequence[TensorSpec], cast: torch.dtype | None, most: int
 ) -> Iterator[list[TensorSpec]]:
-    """Yield runs of tensors that take at most `most` bytes together; a larger tensor goes alone.
+    """Yield lists of consecutive tensors that take at most `most` bytes together; a larger tensor is alone.
 
-    The last tensor of a run counts in the next one too, because the caller still holds it.
+    The last tensor of a list counts in the next list too, because the caller still holds it.
     """
     run: list[TensorSpec] = []
     size = nbytes = 0
@@ -110,7 +113,7 @@ def _collect(
     specs: Sequence[TensorSpec], local: _Held, mesh: Mesh, cast: torch.dtype | None,
     ranks: Collection[int], device: torch.device,
 ) -> list[tuple[str, Tensor]]:  # fmt: skip
-    """Return [(key, unsharded tensor)] of a bucket on the given ranks, [] on others."""
+    """Return [(key, unsharded tensor)] of the tensors in `specs` on the ranks of `ranks`, [] on other ranks."""
     found = []
     for spec in specs:
         dtype, full, mine = _sent_as(spec, cast), None, local.get(spec.name)
@@ -125,7 +128,7 @@ def _collect(
 
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
-    """Return which rank sends which indices of a tensor; of several replicas the first sends."""
+    """Return which rank sends which indices of a tensor; of ranks with the same elements the first sends."""
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
@@ -172,7 +175,7 @@ def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]
 
 
 def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
-    """Fill the model from unsharded tensors; arguments: `Scheduled.load_stream`."""
+    """Fill the model from unsharded tensors as `Scheduled.load_stream` does, which describes the arguments."""
     with rank_guard("load_stream"), torch.no_grad():
         refresh_specs(model, "load_stream")
         whole = model._slapo.data_parallel.whole(model)
@@ -196,7 +199,10 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
 
 
 def _next(pairs: Any, model: Any, rank: int) -> Any:
-    """Return (key, tensor on the giving rank else None, shape, dtype) of the next tensor; None at the end."""
+    """Return (key, tensor, shape, dtype) of the next pair that `rank` reads; None at the end of its pairs.
+
+    The tensor is None on other ranks.
+    """
     key, tensor = next(pairs, (None, None)) if pairs is not None else (None, None)
     header = [None if tensor is None else (key, tuple(tensor.shape), tensor.dtype)]
     if model.mesh.world_size > 1:
@@ -211,7 +217,7 @@ def _spread(
     target: Target | None, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     model: Any, rank: int,
 ) -> None:  # fmt: skip
-    """Broadcast an unsharded tensor piece by piece; every rank copies its own part."""
+    """Broadcast an unsharded tensor from `rank`, some rows at a time; every rank copies its shard into `target`."""
     device = next(model.parameters()).device
     rows = torch.empty(shape or (1,), dtype=dtype, device="meta")
     source = None if tensor is None else tensor.detach().reshape(rows.shape)
@@ -227,7 +233,7 @@ def _spread(
 
 
 def _take(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
-    """Copy this rank's part of a piece that begins at row `first` of the unsharded tensor."""
+    """Copy this rank's part of `piece`, rows of the unsharded tensor from row `first` on, into `target`."""
     own = target.tensor if target.tensor.ndim else target.tensor.view(1)
     axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]
     if target.placement is not None:

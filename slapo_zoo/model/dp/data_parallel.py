@@ -25,8 +25,8 @@ class Whole:
     """Parameters and optimizer gathered over dp, from which checkpoints are written and into which they are read.
 
     Args:
-        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp, or rows that
-            are marked as such.
+        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp; or this rank's
+            rows of it, marked as rows by `local_tensors`.
         optimizer: torch optimizer over these parameters, or None.
     """
 
@@ -34,7 +34,7 @@ class Whole:
     optimizer: Any = None
 
     def put_back(self) -> None:
-        """Copy the gathered tensors into the engine, after a checkpoint was read into them; a no-op by default."""
+        """Copy the gathered tensors, into which a checkpoint was read, into the engine; do nothing by default."""
 
 
 class DataParallel:
@@ -69,8 +69,8 @@ class DataParallel:
     ) -> Tensor:  # fmt: skip
         """Run all micro-batches through the pipeline; return this rank's share of the loss.
 
-        `run`: (batch, row numbers) of a micro-batch --> its loss; `tensors` are entries of the batch that are
-        split by rows, `others` those that all `count` micro-batches share.
+        `run` maps (batch, row indices) of a micro-batch to its loss. `tensors` are the entries of the batch that
+        are split by rows, `others` the entries that all `count` micro-batches share.
         """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():
@@ -84,7 +84,7 @@ class DataParallel:
         self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Called after a backward of the user's own loop; hooks have averaged over dp by then."""
+        """Complete a backward of the user's own loop; by default nothing is left, since hooks averaged over dp."""
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
@@ -104,15 +104,15 @@ class DataParallel:
         return found | dict(model.named_buffers(remove_duplicate=False))
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: tensor to save}; under ZeRO each rank's own rows."""
+        """Return {name: tensor to save}; under ZeRO the tensors have only this rank's rows."""
         return self.tensors(model)
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """Return a parameter, its gradient or optimizer state gathered over dp; a collective call for rows of it.
+        """Return a parameter, its gradient or optimizer state gathered over dp; a collective call under ZeRO.
 
         Args:
             value: the tensor to gather.
-            p: its parameter.
+            p: the parameter that `value` belongs to.
             shape: unsharded shape of the parameter.
         """
         return value
@@ -138,11 +138,12 @@ def within_engine(model: Any) -> Iterator[None]:
 
 
 class Native(DataParallel):
-    """An engine whose own object runs the model, and sums over dp in the backward of the last micro-batch.
+    """Engine whose own object runs the model, and reduces over dp in the backward of the last micro-batch.
 
     Args:
-        native: the object.
-        loss_scale: what it averages over dp is asked for a sum: the number of ranks; 1 where it sums.
+        native: the engine's own object around the model, e.g. a DDP module.
+        loss_scale: factor of the loss that turns the engine's average over dp into a sum: the number of ranks,
+            or 1 where the engine sums.
     """
 
     def __init__(self, native: Any, loss_scale: float = 1.0):
@@ -154,7 +155,7 @@ class Native(DataParallel):
             return self.native(**batch)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch, in which nothing is summed before the last one."""
+        """Return the context of one micro-batch; only that of the last one reduces gradients over dp."""
         return nullcontext() if is_last else self.native.no_sync()
 
 
@@ -164,7 +165,7 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
     Args:
         model: a scheduled model.
         engine: replacement of the default `DataParallel`.
-        divides: the engine keeps parameters of its own, which take no hooks.
+        divides: whether the engine keeps parameters of its own, on which our gradient hooks cannot be.
     """
     runtime = model._slapo
     calls = runtime.calls

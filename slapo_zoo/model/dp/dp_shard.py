@@ -24,7 +24,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class Sharded(DataParallel):
-    """ZeRO as an engine: the backward reduces over the ranks that shard, the rest is done here."""
+    """ZeRO as data parallelism: the backward reduces over the ranks that shard, this class over their replicas."""
 
     def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
         self.shards, self.groups, self.blocks = shards, groups, blocks
@@ -56,7 +56,7 @@ class Sharded(DataParallel):
             yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Context of a step's gradients; first drops sums that a failed step left."""
+        """Context in which the gradients of one step are computed; drops first what a failed step left."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
@@ -88,7 +88,7 @@ class Sharded(DataParallel):
         )
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """All-reduce sharded gradients over the replicas of these rows, and unsharded ones (adapters) over dp."""
+        """All-reduce sharded gradients over ranks with the same rows, and unsharded ones (adapters) over dp."""
         gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
@@ -105,7 +105,7 @@ class Sharded(DataParallel):
         return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """Return a parameter's rows, or its gradient's or state's rows, gathered over dp; other values cloned."""
+        """Return rows of a parameter, gradient or optimizer state gathered over dp; clone values that are not rows."""
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value
         (found,) = self.shards.gather([value.detach()], [shape], value.dtype)
@@ -117,7 +117,7 @@ class Sharded(DataParallel):
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: tensor} that this rank writes: its own rows."""
+        """Return {name: tensor} that this rank writes to files: its own rows."""
         return super().tensors(model)
 
 
@@ -125,7 +125,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
     """Keep only this rank's rows of each parameter, and let modules read gathered ones.
 
     Args:
-        model: a scheduled model, filled.
+        model: a scheduled model whose weights are filled.
         blocks: paths of the repeated blocks, each gathered in one collective.
         shards: ranks over which rows are sharded.
     """
@@ -203,7 +203,7 @@ def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
 
 
 def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, str, Any]]:
-    """Return [(module, name, (index of group, index in group))] of all reads of a block's parameters."""
+    """Return where a block's modules read parameters: [(module, attribute, (index of group, index in group))]."""
     at = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group.parameters)}
     return [(module, name, at[id(p)]) for module in block.modules()
             for name, p in module._parameters.items() if id(p) in at]  # fmt: skip

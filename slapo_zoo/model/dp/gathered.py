@@ -22,11 +22,11 @@ class Shards(RowsOfRank):
 
     Args:
         group: process group of those ranks.
-        copies: process group of the ranks of other such groups that hold the same rows, or None.
-        stage: ZeRO stage: 1 reduces gradients after the last micro-batch, 2 after each; 3 as 2, and
+        copies: process group of the ranks that hold the same rows, one of each such group; or None.
+        stage: ZeRO stage: 1 reduces gradients after the last micro-batch, 2 after each; 3 does as 2, and
             gathers a block only while it runs.
-        averages: the running forward is of the user's own loop: its backward averages over
-            all dp ranks, as DDP does.
+        averages: whether the backward averages over all dp ranks, as DDP does, because the forward was
+            called in the user's own loop.
     """
 
     group: Any = None
@@ -35,7 +35,7 @@ class Shards(RowsOfRank):
     averages: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shards":
-        """Copy for a copied model: it keeps the process groups of this process."""
+        """Return these shards for a copied model, which uses the same process groups."""
         return replace(self)
 
     @staticmethod
@@ -57,7 +57,7 @@ class Shards(RowsOfRank):
 
     @property
     def ranks(self) -> int:
-        """Number of dp ranks, those that hold the same rows included."""
+        """Return the number of all dp ranks, those that hold the same rows included."""
         return self.size * (1 if self.copies is None else dist.get_world_size(self.copies))
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> list[Tensor]:
@@ -120,12 +120,12 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 class Group:
-    """Parameters that are gathered in one collective.
+    """Group of parameters that are gathered in one collective.
 
     Args:
         shards: ranks over which their rows are sharded.
-        parameters: (parameter, unsharded shape) pairs of one dtype, all trained or none.
-        is_wide: they compute in their own dtype, whatever the model computes in.
+        parameters: (parameter, unsharded shape) pairs of one dtype, all trained or all frozen.
+        is_wide: whether they are read in their own dtype, whatever dtype the model computes in.
     """
 
     def __init__(
@@ -150,13 +150,13 @@ class Group:
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:
-        """Start to gather, unless the gathered tensors exist or are under way."""
+        """Start to gather the parameters in `dtype`, unless they are gathered already or are being gathered."""
         if self._whole is None and self._begun is None:
             with counted_as("weights"):
                 self._begun = self.shards.begin(self.parameters, self.shapes, dtype)
 
     def whole(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the gathered tensors; they stay in memory until `drop`."""
+        """Return the gathered parameters in `dtype`; they stay in memory until `drop`."""
         if self._whole is None:
             with torch.no_grad(), counted_as("weights"):
                 self.begin(dtype)
@@ -165,13 +165,13 @@ class Group:
         return self._whole
 
     def drop(self) -> None:
-        """Release the gathered tensors, after waiting for a gather that is under way."""
+        """Release the gathered tensors, after waiting for an all-gather that is still running."""
         if self._begun is not None:
             explained(self._begun[0].wait)
         self._begun = self._whole = None
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return gathered tensors whose backward reduces over dp; only the caller keeps them in memory."""
+        """Return gathered parameters whose backward reduce-scatters over dp; this object keeps no reference to them."""
         found = _Gathered.apply(self, dtype, *self.parameters)
         self.drop()
         return found

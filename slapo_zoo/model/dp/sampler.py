@@ -15,7 +15,7 @@ NO_BATCH = "found None on the rank that reads the batch for the others"
 
 
 class MeshSampler:
-    """Batch sampler for a DataLoader: yields lists of indices, this dp rank's part of every step.
+    """Batch sampler for a DataLoader, which yields the sample indices of this dp rank for every step.
 
     The order depends on seed and epoch only, so ranks need no communication. The parts of all dp
     ranks together are the rows that one process reads with `batch_size` rows per step; an

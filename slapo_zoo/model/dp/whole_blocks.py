@@ -41,13 +41,13 @@ class Saved(Kept):
 
 @dataclass(eq=False)
 class Passed(Kept):
-    """Handle of a tensor that other saved-tensor hooks keep: those of a checkpoint, or `save_on_cpu`."""
+    """Handle of a tensor that another library's saved-tensor hooks keep (torch's checkpoint, `save_on_cpu`)."""
 
     kept: Any
     unpack: Callable[[Any], Tensor]
 
     def again(self) -> Tensor:
-        """Return the activation as the other hooks give it back."""
+        """Return the tensor that those other hooks give back."""
         return self.unpack(self.kept)
 
 
@@ -56,8 +56,8 @@ class Block:
 
     Args:
         blocks: all blocks of the rank.
-        groups: its parameters, one group per collective.
-        places: (module, name, (index of group, index in group)) of all reads of its parameters.
+        groups: the block's parameters, one group per collective.
+        places: where modules read parameters: (module, attribute, (index of group, index in group)).
         position: index among the blocks of the whole model.
     """
 
@@ -134,7 +134,7 @@ class Block:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Context in which the modules read gathered parameters, whose backward reduces over dp."""
+        """Context in which the block's modules read gathered parameters, whose backward reduces over dp."""
         module, name, _ = self.places[0]
         if name in module.__dict__:
             yield
@@ -147,7 +147,7 @@ class Block:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Context in which the modules read gathered parameters as in their forward, for a recomputation."""
+        """Context in which the block's modules read gathered parameters while the block is recomputed."""
         pairs = zip(self.whole(), self.groups, strict=True)
         self._put([[x.detach().requires_grad_(p.requires_grad)
                     for x, p in zip(whole, group.parameters, strict=True)]
@@ -162,8 +162,8 @@ class Blocks:
     """Blocks of one rank whose parameters are gathered when they run.
 
     Args:
-        computes: dtype in which the model computes; None: that of its parameters.
-        keeps: stack of functions by which running blocks tell how autograd saves their weights.
+        computes: dtype in which the model computes; None takes that of its parameters.
+        keeps: stack with one function per running block, which replaces a weight that autograd saves by a handle.
     """
 
     def __init__(self, computes: torch.dtype | None, keeps: list[Pack]):

@@ -23,11 +23,11 @@ class InputWarning(UserWarning):
 def check_batch(
     mesh: Mesh, batch: Mapping[str, Tensor], step: int, interval: int, hooks: Callable[[], int] = int
 ) -> None:  # fmt: skip
-    """Compare a hash of the batch over all ranks, every `interval` steps; 0 never does.
+    """Compare a hash of the batch over all ranks, every `interval` steps; never for 0.
 
-    One all-gather of 16 bytes. MeshError on all ranks if tp or pp peers were fed different batches, since
-    they would silently train on mixed rows; a warning if dp peers were fed the same one. `step` counts
-    from 1; `hooks` returns the number of this rank's hooks that communicate, compared too.
+    This takes one all-gather of 16 bytes. All ranks raise MeshError if ranks that differ only in tp or pp were
+    fed different batches, which would train on mixed rows; they warn if dp ranks were fed the same batch. `step`
+    counts from 1. `hooks` returns the number of this rank's hooks that communicate, which is compared too.
     """
     if mesh.world_size == 1 or interval < 1 or (step - 1) % interval:
         return
@@ -42,9 +42,10 @@ def check_batch(
 def check_peers(
     mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
 ) -> None:
-    """Raise MeshError where tp ranks got different batches, or draw different dropout, in a loop of your own.
+    """Raise MeshError if tp ranks got different batches, or draw different dropout, in the user's own loop.
 
-    `draws` is the number of the forward by which dropout is drawn; `step` and `interval` as in `check_batch`.
+    `draws` is the number of the forward, from which dropout is seeded. `step` and `interval` are those of
+    `check_batch`.
     """
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:
@@ -56,7 +57,7 @@ def check_peers(
 
 
 def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
-    """Raise MeshError on all ranks where a parameter outside the model starts from different values."""
+    """Raise MeshError on all ranks if a trained parameter outside the model differs between ranks."""
     if mesh.world_size == 1:
         return
     mine = digest({str(number): p for number, p in enumerate(parameters)})
@@ -102,7 +103,7 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
 
 
 def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
-    """Raise MeshError where ranks of a stage have different numbers of hooks: a hook waits for its peers."""
+    """Raise MeshError if ranks of a stage have different numbers of hooks (`found`), which would wait for ever."""
     for stage in range(mesh.pp):
         ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:

@@ -30,10 +30,10 @@ class Calls:
     Attributes:
         reducer: reduces the gradients over ranks.
         guard: checks complete gradients before an optimizer steps.
-        divided_parameters: an engine keeps parameters of its own, which take no hooks.
-        named: (name, trained parameter), without tensors that `functional_call` puts in their place.
-        outside: forward context before the running backward restored that of its call.
-        count: number of training calls in loops of the user's own.
+        divided_parameters: whether an engine keeps parameters of its own, on which our hooks cannot be.
+        named: (name, trained parameter) pairs, without tensors that `functional_call` puts in their place.
+        outside: forward context before the running backward; it is restored after it.
+        count: number of training calls in the user's own loop (without `train_step`).
     """
 
     def __init__(self, runtime: Any, mesh: Mesh) -> None:
@@ -48,7 +48,7 @@ class Calls:
         self.outside: ForwardContext | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
-        """Copy for a copied model: its next call hooks its own parameters."""
+        """Return a fresh state for a copied model, whose next call hooks its own parameters."""
         memo[id(self)] = new = Calls(memo.get(id(self.runtime), self.runtime), self.mesh)
         new.reducer = copy.deepcopy(self.reducer, memo)
         new.divided_parameters = self.divided_parameters
@@ -57,7 +57,7 @@ class Calls:
     def prepare(self, model: Any, own_loop: bool = False) -> None:
         """Hook the model's current parameters: at the load, and before each forward that is trained on.
 
-        `own_loop`: the backward will be that of a loop of the user's own, not of `train_step`.
+        `own_loop` says that the user's own loop will run the backward, not `train_step`.
         """
         if torch._C._current_graph_task_id() < 0:  # a backward that failed has not come to its end
             self.abandon()
@@ -86,9 +86,10 @@ class Calls:
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 
     def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
-        """Prepare a call in a loop of the user's own; `trains`: a training call of the whole model.
+        """Prepare a call of a model, or of a part of it, in the user's own loop (without `train_step`).
 
-        Trained tensors of which the inputs are made are hooked too.
+        `trains` says that the model is in training mode. Trained parameters outside the model, from which the
+        inputs are computed, are hooked too.
         """
         if not torch.is_grad_enabled():
             return
@@ -118,7 +119,7 @@ class Calls:
             reducer.uses.note(output, summed)
 
     def _arrived(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
-        """Restore the forward context and the random position of a call whose backward begins."""
+        """Restore the forward context and the position of dropout's random numbers of a call; its backward begins."""
         if self.task != torch._C._current_graph_task_id():
             self.open()
         self.reducer.token_modes.add(forward.tokens_divided)
@@ -127,7 +128,7 @@ class Calls:
         state.forward, state.random.again = forward, position
 
     def open(self) -> None:
-        """Begin a backward: make its buckets, and queue `_end`."""
+        """Begin a backward: group its gradients for the all-reduces, and queue `_end` for the end of the backward."""
         self.reducer.open()
         take_over(self.reducer, self.named)
         self.task = torch._C._current_graph_task_id()

@@ -32,14 +32,14 @@ class GradientReducer:
     """Reduce the gradients of one model over ranks, and track the progress of the running backward.
 
     Attributes:
-        over_dp: gradients are averaged over dp here, not by an engine.
-        at_once: sums over tp are taken as gradients come; else by `finish`, at the end of a step.
-        paused: within `no_sync`.
+        over_dp: whether gradients are averaged over dp here, not by an engine.
+        at_once: whether each gradient is summed over tp as it is computed; else `finish` does it after a step.
+        paused: whether `no_sync` is active.
         tokens_sharded: whether the last call sharded its tokens over tp.
-        beyond: parameters outside the model of which inputs were made (a soft prompt) --> number.
-        missed: on a GPU, some parameter had no gradient on this rank in the last step.
-        asks_hosts: `missed` holds on some dp rank, so in this step all of them compare missing
-            gradients over a CPU group.
+        beyond: parameters outside the model from which inputs were computed (a soft prompt) --> number.
+        missed: whether, on a GPU, some parameter had no gradient on this rank in the last step.
+        asks_hosts: whether `missed` is True on some dp rank; all of them then compare missing
+            gradients over a CPU process group in this step.
     """
 
     def __init__(self, runtime: Any, mesh: Mesh) -> None:
@@ -51,7 +51,7 @@ class GradientReducer:
         self.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientReducer":
-        """Copy for a copied model: a parameter's copy has no hooks yet."""
+        """Return a reducer for a copied model, whose parameters have no hooks yet."""
         runtime = memo.get(id(self.runtime), self.runtime)
         memo[id(self)] = new = GradientReducer(runtime, self.mesh)
         new.over_dp = self.over_dp
@@ -74,7 +74,7 @@ class GradientReducer:
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Put the gradient hook on a parameter, once, and return the parameter; the hook holds only weak references."""
+        """Register the gradient hook on a parameter, unless it has it, and return the parameter."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -94,7 +94,7 @@ class GradientReducer:
         return p
 
     def open(self) -> None:
-        """Begin a backward, maybe within another one: make the buckets that it fills."""
+        """Begin a backward, possibly within another one: group parameters into buckets of one all-reduce each."""
         self._settle()
         for bucket in self.buckets:
             bucket.wait()
@@ -108,7 +108,10 @@ class GradientReducer:
         self.waiting = list(self.buckets)
 
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return a gradient summed over ranks, for the hooks; `is_leaf`: p is no tensor in a parameter's place."""
+        """Return the gradient of parameter p, summed over ranks as the plan says; called by its hook.
+
+        `is_leaf` is False for a tensor that replaces the parameter (`functional_call`).
+        """
         if not self.is_open:
             self.runtime.calls.open()
         self._settle()
@@ -126,7 +129,7 @@ class GradientReducer:
         return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
 
     def _groups(self, name: str) -> list[Any]:
-        """Return the process groups, but dp's, over which a gradient is summed in this backward."""
+        """Return the process groups, without that of dp, over which a gradient is summed in this backward."""
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
@@ -138,7 +141,7 @@ class GradientReducer:
         return [group for group in taken if group is not None]
 
     def _over_dp(self, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return a gradient that its bucket averages later in `.grad`; averaged at once where no bucket can."""
+        """Return a gradient unchanged if its bucket will average `.grad` over dp later, else averaged now."""
         bucket = self.bucket_of.get(id(p))
         if is_leaf and not is_taken(p) and (bucket or p in self.beyond):
             if bucket and bucket.work is not None:  # what is under way must not be written to
@@ -154,7 +157,7 @@ class GradientReducer:
         return summed(grad * factor, group)
 
     def _settle(self) -> None:
-        """Count the latest gradient as stored in `.grad`, and start the all-reduce of complete buckets."""
+        """Note that the latest gradient was stored in `.grad`, and start the all-reduce of complete buckets."""
         if self.latest is None:
             return
         (p, before, version), self.latest = self.latest, None
@@ -187,7 +190,7 @@ class GradientReducer:
         return met
 
     def _somewhere(self, parameters: list[nn.Parameter]) -> set[int] | None:
-        """Return the ids of parameters with a gradient on some dp rank, if hosts compare them; else None."""
+        """Return the ids of parameters that have a gradient on some dp rank; None unless `asks_hosts`."""
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False
@@ -199,7 +202,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backwards do not average over dp: the next one outside does, for all of them."""
+        """Context in which backwards accumulate without averaging over dp; the next backward outside averages all."""
         before, self.paused = self.paused, True
         try:
             yield
@@ -212,7 +215,10 @@ class GradientReducer:
 
     @contextmanager
     def one_step(self, at_once: bool) -> Iterator[None]:
-        """Context of the micro-batches of a step; `at_once`: a hook takes gradients before the step ends."""
+        """Context of the micro-batches of a step; `at_once`: gradients are summed over tp as they are computed.
+
+        That is needed where a user's hook takes gradients before the step ends.
+        """
         before, self.at_once, self.in_step, self.averaged = self.at_once, at_once, True, False
         try:
             yield
@@ -230,7 +236,7 @@ class GradientReducer:
             self.close()
 
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
-        """All-reduce the gradients of a step over every mesh dim but dp, once, after its last backward.
+        """All-reduce the gradients of a step over tp and pp, as the plan says, after its last backward.
 
         Args:
             named: name --> parameter.

@@ -27,7 +27,7 @@ class InputGradients:
     Args:
         mesh: mesh of all ranks.
         tensors: the batch; entries that require a gradient are replaced.
-        known: see `trained_inputs`.
+        known: trained parameters outside the model that were met before --> number.
         loss_fn: argument of `train_step`; parameters of a module are trained.
         scale: factor by which the engine multiplies a loss before its backward.
     """
@@ -48,7 +48,7 @@ class InputGradients:
             self._meet([p for p in own if id(p) not in self.before])
 
     def see(self, loss: Tensor, output: Any) -> None:
-        """Register parameters outside the model of which the user's loss is made; SlapoError for those with pp > 1."""
+        """Register parameters outside the model from which the user's loss is computed; SlapoError if pp > 1."""
         if self.loss_fn is None or self.mesh.world_size == 1:
             return
         known = {id(p) for p in (*self.beyond, *self.in_loss)}
@@ -63,7 +63,7 @@ class InputGradients:
         self._meet(new)
 
     def held(self) -> list[Tensor]:
-        """Return the tensors outside the model that got a gradient: inputs of stages or trained parameters."""
+        """Return the tensors outside the model that take a gradient: inputs of the stages, or trained parameters."""
         return [*(self.leaves.values() or self.beyond), *self.in_loss]
 
     def _meet(self, new: list[nn.Parameter]) -> None:
@@ -100,12 +100,12 @@ class InputGradients:
 
 
 def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
-    """Return the parameters outside any model of which a batch is made; new ones must be equal on all ranks.
+    """Return the parameters outside any scheduled model from which a batch was computed (a soft prompt).
 
     Args:
-        mesh: mesh of all ranks, which communicate where some are new.
+        mesh: mesh of all ranks, which compare the values of new parameters; unequal ones raise MeshError.
         batch: tensors, also in containers and caches of transformers.
-        known: parameter --> number, of those met before; new ones are added.
+        known: parameters met before --> number; new ones are added.
     """
     asking = list(_asking(batch))
     found = _made_of(asking) if asking else []
@@ -140,7 +140,7 @@ def nodes_of(output: Any) -> list[Any]:
 
 
 def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
-    """Return the nodes of an autograd graph below some, breadth first; `goes_on` says which nodes to enter."""
+    """Return `nodes` and all autograd nodes below them, breadth first; `goes_on` says which nodes to enter."""
     seen = dict.fromkeys(nodes)
     for node in (waiting := list(seen)):
         new = [e for e, _ in node.next_functions if e is not None and e not in seen and goes_on(e)]

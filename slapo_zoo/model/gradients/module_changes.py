@@ -18,7 +18,7 @@ WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def own_name(name: str) -> str:
-    """Return the name of a parameter without the wrappers around its module."""
+    """Return the name of a parameter without the parts that wrappers (`torch.compile`, checkpoint) add to it."""
     return WRAPPER.sub("", name) if "_" in name else name
 
 
@@ -29,7 +29,7 @@ def modules_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def require_known_weights(model: Any, step: str) -> None:
-    """Raise SlapoError where other parameters stand in the place of sharded or tied ones.
+    """Raise SlapoError if a sharded or tied parameter was replaced by another one since the load.
 
     Args:
         model: a scheduled model.
@@ -61,7 +61,7 @@ def require_known_weights(model: Any, step: str) -> None:
 def _problem(
     module: nn.Module | None, name: str, leaf: str, wanted: tuple[int, ...], found: Any
 ) -> str:
-    """Describe what stands in the place of a sharded parameter, or return ""."""
+    """Return what is wrong with the tensor in the place of a sharded parameter, or ""."""
     if module is None:  # its block is gone, or within something else
         within = [other for other in found if _is_within(name, other)]
         held = found[within[0]] if within else None
@@ -111,12 +111,12 @@ class Structure:
     _slapo: Any
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield parameters under the names of the checkpoint, also where modules are wrapped."""
+        """Yield (name in the checkpoint, parameter), also where modules are wrapped."""
         found = super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), p) for name, p in found)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield buffers under the names of the checkpoint, also where modules are wrapped."""
+        """Yield (name in the checkpoint, buffer), also where modules are wrapped."""
         found = super().named_buffers(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), x) for name, x in found)
 
@@ -131,7 +131,7 @@ class Structure:
             return model.get_input_embeddings()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of this rank's shapes; others raise WeightsError before a tensor changes."""
+        """Load a state dict with this rank's local shapes; other shapes raise WeightsError before a tensor changes."""
         parent: Any = super()
         own = parent.state_dict() if self.mesh.world_size > 1 else {}
         found = {name: list(getattr(x, "shape", ())) for name, x in state_dict.items()}

@@ -52,8 +52,8 @@ _RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, TensorPlan, Mesh, Tensor, Any]
 def whole_matrices(optimizer: Any) -> Any:
     """Let an optimizer see every sharded parameter, its gradient and its state unsharded.
 
-    Adafactor and Muon (of torch and of transformers) always do. It is for LAMB, Shampoo and others that
-    are not element-wise. In each step a rank receives the other ranks' shards of the weight, the
+    Adafactor and Muon (of torch and of transformers) do so without this call. Call it for LAMB, Shampoo and
+    others that are not element-wise. In each step a rank receives the other ranks' shards of the weight, the
     gradient and each state tensor of that size.
 
     Args:
@@ -109,7 +109,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
-    """Replace the shards of a parameter, its gradient and its state by gathered tensors."""
+    """Replace the shards of a parameter, its gradient and its state by tensors gathered as its plan `row` says."""
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
             optimizer.state[p][key] = whole(value, row, mesh)
@@ -137,7 +137,10 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def whole(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
-    """Return the tensor of which every rank of a mesh dim holds a shard; a collective call over that dim."""
+    """Return the unsharded tensor of which `local` is this rank's shard; a collective call over its mesh dim.
+
+    `row` is the plan of the tensor: how it is sharded, and over which mesh dim.
+    """
     placement: Any = row.placement
     n, group = mesh.size(placement.mesh_dim), mesh.group(placement.mesh_dim)
     shapes = [placement.local_shape(row.shape, n, r) for r in range(n)]

@@ -61,7 +61,7 @@ class OnWhole:
 
 
 def on_parts(model: Any) -> int:
-    """Return the number of a user's hooks on parameters of which this rank holds a shard."""
+    """Return how many of the user's gradient hooks are on parameters of which this rank holds only a shard."""
     plan = model._slapo.plan
     parts = (p for name, p in model.named_parameters() if is_divided(p) or plan.sharded(name))
     hooks = (hook for p in parts for hook in (p._backward_hooks or {}).values())
@@ -82,7 +82,8 @@ def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 def run_later(reducer: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
     """Run the user's hooks on the complete gradients of a step, unless they ran in the backward.
 
-    Hooks see gradients without the loss scale of fp16; an infinite result counts as an overflow.
+    `scale` is the loss scale of fp16: gradients are divided by it for the hooks. An infinite result of a hook
+    counts as an overflow.
     """
     for p in parameters if not reducer.at_once else ():
         for hook in list((p._backward_hooks or {}).values()):

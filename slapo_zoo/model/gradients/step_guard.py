@@ -35,14 +35,14 @@ GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 
 
 class StepGuard:
-    """Remembers a few elements of complete gradients, and compares over ranks how they changed until the step.
+    """Check that compares over ranks how complete gradients were changed (clipped, unscaled) before the step.
 
-    It takes one all-gather of 36 numbers and one wait of the host.
+    A few elements are remembered; a check takes one all-gather of 36 numbers and one wait of the host.
 
     Attributes:
-        interval: steps between checks, after the first ALWAYS; 0: none.
-        divides: whether ranks hold different gradients: over tp, pp or rows of `dp_shard=`.
-        needed: False where an engine clips and steps by itself, rank by rank.
+        interval: steps between checks, after the first ALWAYS steps; 0 switches checks off.
+        divides: whether ranks hold different gradients, because of tp, pp or `dp_shard=`.
+        needed: whether to check; False where an engine clips and steps by itself.
     """
 
     def __init__(self, mesh: Mesh):
@@ -60,10 +60,10 @@ class StepGuard:
         averaged: bool,
         trained: Tensor | None = None,
     ) -> None:
-        """Sample the gradients of `named` (name --> parameter), which are complete now.
+        """Remember a sample of the gradients of `named` (name --> parameter), which are complete now.
 
-        `averaged`: all dp ranks took part in this backward; `trained`: number of (pp, dp) ranks with trained
-        parameters, None for all.
+        `averaged` says that all dp ranks took part in this backward. `trained` is the number of (pp, dp) ranks
+        with trained parameters; None: all.
         """
         if not self.needed:
             return
@@ -97,7 +97,10 @@ class StepGuard:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
 
     def _marks_of(self, named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, Tensor]:
-        """Return {name: [projection, norm] of the gradient} for parameters replicated over tp; missing ones are 0."""
+        """Return {name: [projection, norm] of the gradient} for parameters replicated over tp.
+
+        The projection is a weighted sum of the elements; a missing gradient counts as 0.
+        """
         if self.mesh.tp == 1:
             return {}
         rows = {name: plan.of(name) for name, p in named.items() if not is_divided(p)}
@@ -138,7 +141,7 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows` are the factors of all ranks ([ranks][probes][4]), `loosely` is the relative difference that is allowed.
+        `rows` are the results of `_factors` on all ranks; `loosely` is the relative difference that is allowed.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
@@ -164,9 +167,9 @@ class StepGuard:
         raise agreed(MeshError("optimizer.step", what, problem, hint))
 
     def look_beside(self, parameters: list[nn.Parameter]) -> None:
-        """Raise MeshError on all ranks of a stage if a parameter outside the model (a head) got unequal gradients.
+        """Raise MeshError on all ranks of a stage if gradients of parameters outside the model (a head) differ.
 
-        Two all-gathers of a few numbers, where an optimizer has such parameters, in the first ALWAYS steps.
+        This takes two all-gathers of a few numbers, and is done in the first ALWAYS steps.
         """
         beside = [p for p in parameters
                   if runtime_of(p) is None and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
@@ -186,10 +189,10 @@ class StepGuard:
                 raise _unlike_beside(beside, mesh_dim)
 
     def _factors(self) -> Tensor:
-        """Return [PROBES + 1, 4], the numbers that ranks compare before a step; the last row is the rounding allowed.
+        """Return [PROBES + 1, 4], the numbers that ranks compare before a step.
 
-        Per probe: the factor by which its gradient was scaled, whether one factor fits all its elements, and the
-        sums of every PROBES-th of `marks`.
+        A probe is a parameter whose gradient was sampled. Its row has the factor by which the gradient was scaled
+        since, whether one factor fits all elements, and sums of `marks`. The last row is the rounding allowed.
         """
         found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):
@@ -210,8 +213,8 @@ class StepGuard:
     def _unlike(self, found: list[list[float | None]], alike: float) -> str:
         """Return the factors that should be equal and are not, as text; "" where all agree.
 
-        `found` is [ranks][probes]. Ranks of one stage hold shards of the same parameters, so each probe is
-        compared over them. Stages are compared where a rank scaled all its probes by one factor.
+        `found` is [ranks][probes], `alike` the relative difference allowed. Ranks of one stage hold shards of the
+        same parameters, so each probe is compared over them. Stages are compared if one factor fits all probes.
         """
         stages = [self.mesh.coord("pp", rank) for rank in range(self.mesh.world_size)]
         groups = [[row[i] for row, s in zip(found, stages, strict=True) if s == stage]
@@ -224,13 +227,13 @@ class StepGuard:
 
 
 def _one_of(row: list[float | None], alike: float) -> float | None:
-    """Return the factor that scaled all probes of a rank, the same within the relative `alike`, or None."""
+    """Return the factor that scaled all probes of a rank, or None if factors differ by more than `alike` relatively."""
     known = [factor for factor in row if factor is not None]
     return known[0] if known and max(known) - min(known) <= alike * max(known) else None
 
 
 def _apart(marks: Sequence[Sequence[float]], loosely: float) -> bool:
-    """Return whether gradients with these (projection, norm) marks differ by more than rounding."""
+    """Return whether gradients with these (projection, norm) `marks` differ by more than `loosely`, relatively."""
     values, sizes = zip(*marks, strict=True)
     return max(values) - min(values) > loosely * max(sizes)
 

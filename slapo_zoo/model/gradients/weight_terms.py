@@ -62,7 +62,10 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return the factor that compensates the later sums over ranks for a gradient that is equal on all."""
+    """Return the factor for a gradient that is equal on all ranks, so that later sums over ranks count it once.
+
+    `row` is the plan of the parameter p: over which ranks its gradient is summed.
+    """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0
     for one in row.sums(divided, PARTIAL, REPLICAS) if row else ():
@@ -75,7 +78,7 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
 
 
 def _numbers(loss: Tensor, began: int) -> set[Any]:
-    """Return the autograd nodes of scalars that are computed from parameters alone, after node `began`."""
+    """Return the autograd nodes, newer than number `began`, of scalars that are computed from parameters alone."""
     alone: set[Any] = set()
     made = reached(
         [loss.grad_fn], lambda e: not hasattr(e, "variable") and e._sequence_nr() > began
@@ -88,7 +91,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether an autograd node (e.g. of a mean) gives for a shard no summand of the whole weight's result."""
+    """Return whether results of an autograd node on shards do not add up to that on the whole weight (a mean)."""
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean
@@ -106,7 +109,7 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
 
 
 class Uses:
-    """Gradients from a model's own uses of its parameters, in loops of the user's own."""
+    """Record of the gradients from a model's own uses of its parameters, in the user's own loop."""
 
     def __init__(self) -> None:
         self.found: dict[int, list[Tensor]] = {}
@@ -122,7 +125,7 @@ class Uses:
             self.found.setdefault(key, []).append(grads[index])
 
     def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (gradient from the model's uses, the rest or None, which every rank has in full)."""
+        """Return (gradient from the model's uses, the rest or None); the rest is already complete on every rank."""
         came = self.found.pop(id(parameter), [grad])
         own = came[0] if len(came) == 1 else sum(came[1:], came[0])
         return own, None if own.data_ptr() == grad.data_ptr() else grad - own
