@@ -34,15 +34,15 @@ Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint: its place, and how it is read.
+    """Checkpoint to load from: its location, and how it is read.
 
     Args:
         name: a folder, or a model id of the Hub.
         revision: branch, tag or commit of the Hub.
-        allow_pickle: read `.bin` files.
+        allow_pickle: whether to read `.bin` files, which are pickles.
         changes: fields of the config to override.
         hub: arguments for the Hub and for names of files.
-        load: limits and checks of the reading.
+        load: memory limit and checks of the load.
     """
 
     name: str
@@ -78,11 +78,13 @@ class Source:
 
 @contextmanager
 def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
-    """Context with (mesh, options with their device), after checks that need no files.
+    """Context that checks the options as far as no files are needed, and yields (mesh, options with a device).
+
+    An error within the context is sent to the other ranks, which raise it too.
 
     Args:
         step: name of the running step for error messages.
-        options: options of the model; an error in the block is published to the other ranks.
+        options: options of the model.
     """
     mesh = make_mesh(**{name: getattr(options, name) for name in Mesh().sizes})
     with rank_guard(step):
@@ -140,7 +142,7 @@ def _build(
         mesh: mesh of all ranks.
         config: config of `transformers`.
         stored: returns the dtype of the parameters for dtype="auto" without a precision.
-        fill: gives the parameters their values; returns the ledger.
+        fill: gives the parameters their values; returns a record of the load.
         folder: folder of the checkpoint, or None.
         prepare: see `load_checkpoint`.
     """

@@ -17,7 +17,7 @@ INPUTS = {"Linear": 1, "Conv1D": 0}  # class --> axis of the weight with the inp
 
 
 class ScheduleWarning(UserWarning):
-    """Warning that a schedule computes most likely wrong numbers."""
+    """Warning that a schedule most likely computes wrong results."""
 
 
 def missing_sums(sch: Schedule) -> list[str]:
@@ -90,5 +90,8 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the parents of modules: a `sync` on the input of one child completes the outputs of all its siblings."""
+    """Return the parents of the modules at `paths`.
+
+    They matter since a `sync` on the input of one child completes the outputs of all its siblings.
+    """
     return {path.rpartition(".")[0] for path in paths}

@@ -49,22 +49,22 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule that was applied to the model."""
+        """Return the schedule that was applied to the model."""
         return self._slapo.schedule
 
     @property
     def mesh(self) -> Mesh:
-        """Sizes of tp, pp and dp, and this rank's coordinates."""
+        """Return the mesh: sizes of tp, pp and dp, and this rank's coordinates."""
         return self._slapo.schedule.mesh
 
     @property
     def plan(self) -> RankPlan:
-        """Plan of this rank: where each tensor lies, over which ranks its gradient is summed."""
+        """Return the plan of this rank: how each tensor is sharded, over which ranks its gradient is summed."""
         return self._slapo.plan
 
     @property
     def ledger(self) -> Ledger:
-        """Ledger of the load: what this rank read, and how much memory it took."""
+        """Return the record of the load: what this rank read, and how much memory that took."""
         return self._slapo.ledger
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -85,7 +85,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """Attribute that a Trainer reads first; raises SlapoError in a plain Trainer, which would use DDP."""
+        """Return the attribute of the model's class; SlapoError in a plain Trainer, which would use DDP."""
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
             problem = "it would wrap a model that is sharded over ranks in DDP"
             raise SlapoError("transformers.Trainer", "model", problem, "use ScheduledTrainer")
@@ -118,8 +118,8 @@ class Scheduled(Structure, Generates, Recomputes):
         Losses and gradients equal those of one process on the whole batch, for every mesh.
 
         Args:
-            batch: keyword arguments of the forward with labels: this dp rank's rows; tp and pp
-                peers pass the same ones.
+            batch: keyword arguments of the forward with labels: this dp rank's rows; ranks that
+                differ only in tp or pp pass the same rows.
             micro_batches: number of equal parts of the rows. BatchNorm takes its
                 statistics over each part (of all dp ranks), as in plain gradient accumulation.
             return_logits: return the logits too; they are sent from the last stage to every rank.
@@ -152,7 +152,7 @@ class Scheduled(Structure, Generates, Recomputes):
         self, optimizer: Any = None, batch: Mapping[str, Any] | None = None,
         micro_batches: int | None = None,
     ) -> Memory:  # fmt: skip
-        """Return the bytes that this rank holds by kind; prints as a table, with bytes per parameter.
+        """Return the bytes that this rank holds by kind; the result prints as a table, with bytes per parameter.
 
         Args:
             optimizer: optimizer whose states are counted.
@@ -186,12 +186,12 @@ class Scheduled(Structure, Generates, Recomputes):
     def stream_weights(
         self, dtype: Any = None, bucket: int | str = "512MB", ranks: Collection[int] = (0,)
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, unsharded tensor) as `save_pretrained` would write them, bucket by bucket.
+        """Yield (name, unsharded tensor) as `save_pretrained` would write them, collecting some at a time.
 
         A collective iteration: every rank runs it to its end; ranks outside `ranks` get no pairs.
 
         Args:
-            dtype: dtype of floating tensors; None: as they are.
+            dtype: dtype of the yielded floating tensors; None keeps that of the model.
             bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor comes alone.
             ranks: ranks that get the tensors.
         """
@@ -200,7 +200,7 @@ class Scheduled(Structure, Generates, Recomputes):
         return stream_weights(self, dtype, bucket, ranks)
 
     def load_stream(self, stream: Iterable[tuple[str, Tensor]] | None, rank: int = 0) -> None:
-        """Load the pairs that `stream_weights` of any mesh yields into this model; a collective call.
+        """Load (name, tensor) pairs, as `stream_weights` yields them on any mesh, into this model; a collective call.
 
         Args:
             stream: (name, unsharded tensor) pairs; read on one rank only.
@@ -272,7 +272,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def peft_config(self) -> Any:
-        """Configs of the adapters, as peft keeps them: adapter name --> config."""
+        """Return the configs of the adapters, as peft keeps them: adapter name --> config."""
         if not self._slapo.peft_config:
             raise AttributeError("peft_config")
         return self._slapo.peft_config
@@ -307,7 +307,7 @@ class Scheduled(Structure, Generates, Recomputes):
             save_directory: folder on a file system that all ranks share.
             max_shard_size: largest file, "5GB" or bytes.
             push_to_hub: upload the saved model afterwards.
-            dtype: dtype in which floating tensors are written; None: as they are.
+            dtype: dtype in which floating tensors are written; None keeps that of the model.
             check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
             kwargs: repo_id, token, private, commit_message, variant, ... as in `transformers`.
         """
@@ -359,7 +359,7 @@ class Scheduled(Structure, Generates, Recomputes):
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or an existing one.
             base_model: id of the checkpoint that it is for; None takes the config's own.
-            any_size: publish for every size of the model that meets the constraints.
+            any_size: let the card serve every model of the class with the same number of blocks.
             kwargs: token, private, tag, message, parent; a folder takes none.
         """
         from slapo_zoo.cards.publish import card_of, publish

@@ -20,11 +20,11 @@ SPIKE, HISTORY, LEAST = 3.0, 50, 8  # times the median of the last losses, and h
 
 
 class NumericsError(SlapoError, ArithmeticError):
-    """Raised by `NumericsWatch` where a module made NaN or infinity."""
+    """Error that `NumericsWatch` raises where a module made NaN or infinity."""
 
 
 class NumericsWarning(UserWarning):
-    """Warned by `NumericsWatch` where replicas differ or the loss jumped."""
+    """Warning of `NumericsWatch` that replicas differ or that the loss jumped."""
 
 
 class NumericsWatch:
@@ -96,7 +96,7 @@ class NumericsWatch:
         raise NumericsError(f"rank {rank}", f"{path}, {what}", problem, hint)
 
     def step(self, loss: Tensor | float) -> bool:
-        """Record the loss of a step; return whether it is a spike or not finite, and warn then."""
+        """Record the loss of a step; if it is a spike or not finite, warn and return True."""
         value = float(loss)
         usual = statistics.median(self._losses) if len(self._losses) >= LEAST else None
         jumped = not math.isfinite(value) or (usual is not None and value > self.spike * usual)
@@ -108,7 +108,10 @@ class NumericsWatch:
         return jumped
 
     def replicas(self) -> list[str]:
-        """Return a line for each parameter whose replicas are not equal bit for bit, and warn; a collective call."""
+        """Return a line for each parameter whose replicas are not equal bit for bit, and warn of each.
+
+        A collective call.
+        """
         mine = digests(self.model)
         every = together(self.model.mesh, "replicas", lambda: mine)
         found = [
@@ -126,7 +129,10 @@ class NumericsWatch:
 
 
 def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
-    """Return parameter --> hash of its bytes (or of those of its gradient), and which part of it this rank holds."""
+    """Return {name of a parameter: (hash of its bytes, text that identifies this rank's shard, see `part_of`)}.
+
+    With `grads` the bytes of its gradient are hashed.
+    """
     named = model.named_parameters(remove_duplicate=False)
     held = ((name, p.grad if grads else p) for name, p in named)
     return {name: (digest_of_tensor(x), part_of(model, name)) for name, x in held if x is not None}
@@ -135,10 +141,10 @@ def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
 def unlike_replicas(
     ranks: Sequence[Mapping[str, tuple[str, str]]],
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, rank, first): the part of a parameter that a rank holds is not that of the first rank with it.
+    """Yield (name, rank, first) where `rank` holds the same shard of a parameter as rank `first`, with other values.
 
     Args:
-        ranks: of each rank, in order, what `digests` returned.
+        ranks: the results of `digests` on all ranks, in order.
     """
     for name in sorted({name for held in ranks for name in held}):
         seen: dict[str, tuple[int, str]] = {}
@@ -151,7 +157,7 @@ def unlike_replicas(
 
 
 def part_of(model: Any, name: str) -> str:
-    """Return a text that identifies this rank's shard of a parameter; equal texts hold equal elements."""
+    """Return a text that identifies this rank's shard of a parameter; ranks with equal texts hold replicas of it."""
     row = model.plan.of(name)
     if row is None:
         return "all"

@@ -20,12 +20,12 @@ class Memory:
 
     Args:
         parameters: number of parameters of this rank, before ZeRO shards them.
-        weights: bytes the model computes with: parameters, or the casts and gathered tensors of a step.
-        masters: parameters that a step casts or gathers before it computes.
-        gradients: `.grad` of all parameters.
-        states: tensors of the optimizer's state.
-        activations: tensors kept for the backward, and short-lived ones.
-        buffers: receive buffers of pipeline stages.
+        weights: bytes of the weights that the model computes with: parameters, or their casts and gathered copies.
+        masters: bytes of the parameters that a step casts or gathers before it computes.
+        gradients: bytes of `.grad` of all parameters.
+        states: bytes of the optimizer's state tensors.
+        activations: bytes of tensors kept for the backward, and of short-lived ones.
+        buffers: bytes of the receive buffers of pipeline stages.
     """
 
     parameters: int
@@ -38,12 +38,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Bytes of all kinds."""
+        """Return the sum of the bytes of all kinds."""
         return sum(self._kinds().values())
 
     @property
     def per_parameter(self) -> float:
-        """Bytes of all kinds for each parameter."""
+        """Return the bytes of all kinds divided by the number of parameters."""
         return self.total / self.parameters
 
     def _kinds(self) -> dict[str, int]:
@@ -58,7 +58,7 @@ class Memory:
 def memory(
     model: Any, optimizer: Any, batch: Mapping[str, Any] | None, micro_batches: int | None
 ) -> Memory:
-    """Return the memory of a scheduled model on this rank; arguments: `Scheduled.memory`."""
+    """Return the memory of a scheduled model on this rank; `Scheduled.memory` describes the arguments."""
     held = {id(p): p for p in model.parameters()}.values()
     computes, plan = model._slapo.precision.dtype, model._slapo.plan
     shapes = {

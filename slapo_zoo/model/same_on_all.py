@@ -38,12 +38,12 @@ def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
 
 
 def require_same_facts(what: str, mesh: Mesh, facts: Mapping[str, str]) -> None:
-    """Raise MeshError on all ranks where one rank has different facts; a collective call.
+    """Raise MeshError on all ranks if the arguments or versions of one rank differ; a collective call.
 
     Args:
         what: name of the running step for error messages.
         mesh: mesh of all ranks.
-        facts: this rank's name --> text.
+        facts: result of `facts_of` on this rank: name of an argument, version or config field --> text.
     """
     if unlike(together(mesh, what, lambda: digest(sorted(facts.items())))):
         found = together(mesh, what, lambda: dict(facts))
@@ -72,7 +72,7 @@ def require_same_weights(
         tensors: name in the whole model --> parameter of this rank.
         specs: specs of the whole model: tensors without placement are equal on all ranks of a stage.
         history: digest of the schedule.
-        dp_shard: number of dp ranks that hold different rows.
+        dp_shard: number of dp ranks over which ZeRO shards rows; 1 without ZeRO.
     """
     if mesh.world_size == 1:
         return
@@ -106,7 +106,7 @@ def _raise_different(
 
 
 def _samples(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return {name: some values}; few, because each may be a page of a mapped file."""
+    """Return {name: a few values of the tensor}; only a few, because each may read a page of a mapped file."""
     picked = {}
     for name, tensor in tensors.items():
         flat = tensor.detach().reshape(-1)

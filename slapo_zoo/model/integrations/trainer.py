@@ -27,10 +27,10 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class ScheduledTrainer(Trainer):
-    """A `transformers.Trainer` for a scheduled model.
+    """Subclass of `transformers.Trainer` for a scheduled model.
 
-    `per_device_train_batch_size` counts the rows of a dp rank; its tp and pp peers read the same
-    ones. With gradient accumulation the mean is over all targets of a step, on all dp ranks.
+    `per_device_train_batch_size` counts the rows of a dp rank; ranks that differ only in tp or pp read the
+    same rows. With gradient accumulation the mean is over all targets of a step, on all dp ranks.
     A `compute_loss` of your own, `compute_loss_func` and label smoothing see unsharded logits; they need pp=1.
     A model of `precision="fp16"` scales the loss, whichever way it is computed.
     It can precede a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`; an
@@ -74,7 +74,7 @@ class ScheduledTrainer(Trainer):
 
     @property
     def _scheduled(self) -> Any:
-        """The model, typed as Any for its scheduled methods."""
+        """Return the model, typed as Any so that methods of scheduled models can be called."""
         return self.model
 
     def get_tp_size(self) -> int:
@@ -89,7 +89,7 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return (batches of one optimizer step, number of items), after counting the targets of all batches."""
+        """Return (batches of one optimizer step, number of targets in all of them)."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
             return batches, items
@@ -132,7 +132,7 @@ class ScheduledTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model, or in a training checkpoint all state; all ranks write, one adds tokenizer and arguments."""
+        """Save the model, or all training state if a checkpoint is due; rank 0 adds tokenizer and arguments."""
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)

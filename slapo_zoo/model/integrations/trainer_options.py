@@ -49,7 +49,7 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
 def _share_generations(mesh: Any, args: Any) -> None:
     """Set the batch of a sampling trainer (GRPO) to the rows of all dp ranks, instead of all ranks.
 
-    tp and pp peers read the same rows; otherwise answers to a prompt would be compared with other steps'.
+    Ranks that differ only in tp or pp read the same rows, so counting all ranks would take too many rows.
     """
     groups = getattr(args, "num_generations", None)
     if not groups or mesh.tp * mesh.pp == 1 or not hasattr(args, "generation_batch_size"):

@@ -15,7 +15,7 @@ THEIRS = "_fused_forward"  # the function that `trl.trainer.utils.add_fused_lm_h
 
 
 def take_back_forward(model: Any) -> None:
-    """Replace TRL's fused forward of a model by one that uses the model's own logits; others are left alone.
+    """Replace TRL's fused forward of a model by one that uses the model's own logits; do nothing for other forwards.
 
     Raises:
         SlapoError: another library has replaced the forward.

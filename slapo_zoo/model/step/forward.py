@@ -68,7 +68,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
-    """Set use_cache=False for `position_ids`: with a cache, sequences of a row would see each other."""
+    """Set use_cache=False in a batch with `position_ids`: with a cache, sequences packed in a row would be mixed."""
     found = [batch[n] for n in ("position_ids", "decoder_position_ids") if batch.get(n) is not None]
     chosen = batch.keys() & {"use_cache", "past_key_values"} or not takes_cache(model._slapo)
     if chosen or not found or not (model.training or batch.get("labels") is not None):
@@ -108,7 +108,7 @@ def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
 
 
 def _without_backward(model: Any, output: Any) -> Any:
-    """Return a pipeline's output whose backward raises SlapoError with the hint to call train_step."""
+    """Return the output of a pipeline so that its backward raises SlapoError with the hint to call train_step."""
     asks = torch.zeros((), requires_grad=True), *model.parameters()
     for name in list(output) if hasattr(output, "keys") else ():
         x = output[name]
@@ -131,9 +131,9 @@ class _NoBackward(torch.autograd.Function):
 
 
 def require_together(model: Any) -> None:
-    """Raise MeshError where some ranks that a call in eval mode needs have gone on without it.
+    """Raise MeshError if ranks that have to take part in this call in eval mode do not call the model.
 
-    Ranks meet in the first ALWAYS calls, and then once in `input_check_interval`.
+    Ranks check this in the first ALWAYS calls, and then in every `input_check_interval`-th call.
     """
     runtime, interval = model._slapo, model.input_check_interval
     if model.training or torch.compiler.is_compiling() or not interval:

@@ -16,11 +16,11 @@ CACHES = ("past_key_values", "cache_params")
 
 
 class SourceTokens(dict):
-    """Encoder inputs in place of encoder outputs; `generate` repeats their rows for beams."""
+    """Dict of encoder inputs, passed in place of encoder outputs; `generate` repeats its rows for beams."""
 
 
 class LateEncoder(nn.Module):
-    """Stand-in for the encoder of a model in stages, which runs with the decoder in each forward."""
+    """Module that `generate` calls as the encoder of a pipelined model, whose real encoder runs in each forward."""
 
     def forward(self, **kwargs: Any) -> SourceTokens:
         """Return the encoder's inputs themselves, to be encoded with each decoder forward."""
@@ -46,7 +46,7 @@ def refuse_cache(batch: Mapping[str, Any]) -> None:
 
 
 def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError for a KV cache of all heads (prefix tuning of peft) where each tp rank has its own heads."""
+    """Raise SlapoError for a KV cache with all heads (peft's prefix tuning) where tp ranks have shards of the heads."""
     cache = batch.get("past_key_values")
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = next((x for layer in layers if (x := getattr(layer, "keys", None)) is not None), None)
@@ -63,7 +63,10 @@ class Generates:
     """Mixin: `generate()` of transformers on all ranks; without a KV cache when pp > 1."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as `transformers` does, alike on every rank; with pp > 1 each token runs the whole sequence."""
+        """Generate as `transformers` does; all ranks call it alike and return the same tokens.
+
+        With pp > 1 there is no KV cache, so each new token runs the whole sequence again.
+        """
         model: Any = self
         if model.mesh.pp > 1:
             if kwargs.get("use_cache"):
@@ -81,14 +84,14 @@ class Generates:
             runtime.generates = before
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the encoder; within `generate` of a model in stages, a `LateEncoder`."""
+        """Return the encoder; within `generate` with pp > 1, a `LateEncoder`."""
         model: Any = self
         if model.mesh.pp > 1 and model._slapo.generates:
             return LateEncoder()
         return super().get_encoder(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _get_static_cache_init_shape(self) -> Any:
-        """Return None over tp, so that the cache takes its sizes from the first keys, which are of local heads."""
+        """Return None with tp > 1, so that the cache takes its sizes from the first keys: those of local heads."""
         model: Any = self
         if model.mesh.tp > 1:
             return None

@@ -27,10 +27,10 @@ FIRST_SCALE = 2.0**12  # where a head computes its loss in fp16, 2**16 is infini
 
 
 class MixedPrecision:
-    """Casts of one model's parameters, and the scale of its loss.
+    """State of one model's mixed precision: casts of its parameters, and the scale of its loss.
 
     Args:
-        dtype: dtype in which the model computes; None: that of its parameters.
+        dtype: dtype in which the model computes; None takes that of its parameters.
         scales: whether the loss is scaled.
     """
 
@@ -44,12 +44,12 @@ class MixedPrecision:
         self._casts: list[tuple[nn.Module, str, Tensor]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the casts out of a copy of the model, which makes its own."""
+        """Return the state to copy or pickle, without the casts: a copied model makes its own."""
         return {**self.__dict__, "_casts": [], "_depth": 0, "_in_step": False}
 
     @contextmanager
     def computing(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the modules of a model read casts; the outermost one casts anew."""
+        """Context in which the modules of a model read casts of its parameters; the outermost context makes them."""
         if self.dtype is None and self.reads is None:
             yield
             return
@@ -60,7 +60,7 @@ class MixedPrecision:
             yield
 
     def recomputing(self) -> Callable[[], AbstractContextManager]:
-        """Return a function that makes contexts in which modules read the same casts as now."""
+        """Return a function that makes contexts in which modules read the casts again, to recompute a forward."""
         block = self.blocks.again() if self.blocks else nullcontext
 
         @contextmanager
@@ -114,7 +114,7 @@ class MixedPrecision:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-        """Divide new gradients by the loss scale; after an overflow on any rank drop them on all ranks."""
+        """Divide this step's gradients by the loss scale; after an overflow on any rank drop them on all ranks."""
         if not self.scales:
             return
         held = [p for p in parameters if p.grad is not None]

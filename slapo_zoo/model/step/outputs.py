@@ -9,7 +9,7 @@ LAYERS = ("output_hidden_states", "output_attentions")
 
 
 def asked(model: Any, batch: Mapping[str, Any], name: str) -> bool:
-    """Return whether the option `name`, e.g. output_attentions, is on: as the call says, else as the config says."""
+    """Return whether an option, e.g. name="output_attentions", is on: in the batch if given, else in the config."""
     given = batch.get(name)
     return bool(getattr(model.config, name, False) if given is None else given)
 

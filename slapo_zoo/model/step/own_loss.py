@@ -16,7 +16,7 @@ OPTIONS = {"output_hidden_states", "output_attentions", "shift_labels", "num_ite
 
 
 class OwnLoss:
-    """The user's loss_fn(output, batch) of a micro-batch, as its share of the loss of the step.
+    """Callable that runs the user's loss_fn(output, batch) and scales it to a micro-batch's share of the step's loss.
 
     Args:
         loss_fn: returns a mean over the rows that it is given; with `targets` a sum.
@@ -30,7 +30,7 @@ class OwnLoss:
         self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
-        """Return loss_fn's value over the divisor; SlapoError unless it is one element with a gradient."""
+        """Return loss_fn's value divided by `divisor`; SlapoError unless it has one element and a gradient."""
         given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
         output, began = whole_output(output), newest()
         loss = self.loss_fn(output, given)
@@ -70,7 +70,7 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
 
     Args:
         targets: argument of `train_step`.
-        totals: the same, summed over all dp ranks.
+        totals: the targets, summed over all dp ranks.
         parts: number of micro-batches of all dp ranks.
     """
     if targets is None:

@@ -25,13 +25,16 @@ class Part:
     """Mixin of modules that contain blocks, which users may call alone."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as torch does; outside a call of the model, with a call context of its own."""
+        """Call the module as torch does; if the model is not running, set up what a call of the model sets up."""
         own: Any = super()
         return called(self.__dict__[WHOLE](), own.__call__, args, kwargs)
 
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a part of a model; if no call of the model is running, in a call context of its own."""
+    """Run a part of a model by `run(*args, **kwargs)` and return its output.
+
+    If no call of the model is running, set up what such a call sets up: dropout, precision, gradient hooks.
+    """
     calls, state = model._slapo.calls, model.schedule.state
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):
         return run(*args, **kwargs)
@@ -52,7 +55,8 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
 def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
     """Make the modules around the blocks of a model, or of a copy of a model, callable alone.
 
-    `blocks_too`: blocks are too, which they need under ZeRO and sequence parallelism.
+    `blocks` are paths of blocks. With `blocks_too` the blocks become callable alone too, which is needed under
+    ZeRO and sequence parallelism.
     """
     first = 0 if blocks_too else 1
     parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}
@@ -66,7 +70,7 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return {name: wrapper} of the methods like `get_image_features`, which run as calls of a part."""
+    """Return {name: wrapper} for methods of `cls` like `get_image_features`, so that they run as calls of a part."""
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(method)(

@@ -25,7 +25,7 @@ class Recomputes:
         gradient_checkpointing_func: Callable[..., Any] | None = None,
         every_n_layers: int = 1,
     ) -> None:
-        """Recompute every n-th layer, or none; the method that `transformers` calls.
+        """Switch recomputation of every n-th layer on, or off; `transformers` calls this method.
 
         Layers that the schedule recomputes continue to do so.
         """
@@ -50,7 +50,7 @@ class Recomputes:
 
     @property
     def is_activation_checkpointing(self) -> bool:
-        """Whether `gradient_checkpointing_enable()` has switched recomputation on."""
+        """Return whether `gradient_checkpointing_enable()` has switched recomputation on."""
         model: Any = self
         return bool(model._slapo.recomputed)
 

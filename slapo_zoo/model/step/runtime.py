@@ -35,18 +35,18 @@ class Runtime:
     Args:
         schedule: the schedule that was applied.
         own_forward: forward of the model's own class.
-        table: zoo table of the family.
+        table: table of the model's family in `schedules/`: how its modules are sharded.
         pipeline: the stages; None without a pipeline.
         keys: names of tensors in the family's files.
         adapters: adapter name --> its matrices on this stage.
         peft_config: configs of the adapters, as peft keeps them.
         groups: ranks of a part of a mesh dim --> their process group: see `RankPlan.groups`.
         source: folder of the checkpoint, or None.
-        micro_batches: default of `train_step`.
+        micro_batches: number of micro-batches where `train_step` is not given one.
         data_parallel: how the model runs and reduces over dp; engines replace it.
         calls: calls of the model and their backwards.
-        within_engine: the running call comes from the engine around the model.
-        generates: `generate` is running.
+        within_engine: whether the running call comes from the engine around the model.
+        generates: whether `generate` is running.
         evaluated: number of calls in eval mode.
         recomputed: layers that `gradient_checkpointing_enable` recomputes.
         precision: compute dtype and loss scale.
@@ -73,16 +73,16 @@ class Runtime:
 
     @property
     def plan(self) -> RankPlan:
-        """Plan of this rank: where each tensor lies, and over which ranks its gradient is summed."""
+        """Return the plan of this rank: how each tensor is sharded, over which ranks its gradient is summed."""
         return plan_of(self.schedule.state)
 
     @property
     def specs(self) -> list[TensorPlan]:
-        """Plans of all tensors in a checkpoint of the whole model, in the order of its state dict."""
+        """Return the plans of all tensors in a checkpoint of the unsharded model, in the order of its state dict."""
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """Return the process group of a gradient sum, or None where this rank sums with no other."""
+        """Return the process group of the gradient sum `one`, or None if this rank sums with no other."""
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
@@ -132,7 +132,10 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def calling(model: Any, batch: Mapping[str, Any], divided: bool) -> AbstractContextManager[None]:
-    """Context of a forward, in which directives read whether its tokens are sharded and which are padding."""
+    """Context of a forward, from which modules read which tokens are padding and whether tokens are sharded.
+
+    `divided` says that the tokens are sharded over tp (sequence parallelism).
+    """
     real = None if known().real is None else batch["attention_mask"].bool()
     return model._slapo.schedule.state.within(ForwardContext(divided, real, is_call=True))
 
@@ -143,7 +146,7 @@ def takes_cache(runtime: Runtime) -> bool:
 
 
 def count_rows(batch: Mapping[str, Any]) -> int:
-    """Return the number of rows of a batch, by its main input; 0 without tensors."""
+    """Return the number of rows of a batch, which is axis 0 of its main input; 0 without tensors."""
     tensors, _ = split_batch(batch)
     for name in MAIN_INPUTS:
         if name in tensors:
@@ -152,7 +155,10 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 
 
 def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
-    """Raise MeshError where a batch is split (`parts`: name --> number) but the loss is no mean over rows."""
+    """Raise MeshError if a batch would be split, but the model's loss is not a mean over rows.
+
+    `parts` are the numbers of parts, e.g. micro_batches=4, dp=2. `options` are the arguments of the forward.
+    """
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
     table = model._slapo.table
     if table.is_undivided(model.unscheduled_class) and any(

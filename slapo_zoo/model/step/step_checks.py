@@ -51,7 +51,7 @@ def no_loss(problem: str) -> SlapoError:
 
 
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
-    """Return the number of micro-batches, as asked or by default; MeshError if it does not divide the rows."""
+    """Return the number of micro-batches, `asked` or the default; MeshError if it does not divide `rows`."""
     count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.table.batch_statistics and mesh.pp > 1:
         warnings.warn(
@@ -80,7 +80,7 @@ def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
 
 
 def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
-    """Raise SlapoError for tensors without a row for each row of the batch; several images per row are allowed."""
+    """Raise SlapoError for a tensor whose axis 0 does not have the batch's rows; several images per row are allowed."""
     other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
     other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
@@ -91,7 +91,7 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
 
 
 def require_trained(trains: bool) -> None:
-    """Raise SlapoError unless something is trained on any rank."""
+    """Raise SlapoError if no parameter is trained on any rank; `trains` says whether this rank trains one."""
     if not trains:
         problem = "no parameter takes a gradient, and no input asks for one"
         hint = "unfreeze some; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"
@@ -108,10 +108,10 @@ def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count
 
 
 def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
-    """Freeze a weight that stages share on all of them if one has it frozen; MeshError if its copies differ.
+    """Freeze a tied weight on all stages that hold it if one stage has it frozen; MeshError if its values differ.
 
-    One all-reduce of three numbers per weight and group. None is unfrozen, since the optimizer exists
-    by then.
+    This takes one all-reduce of three numbers per weight and process group. No weight is unfrozen, since the
+    optimizer exists already.
     """
     named = dict(runtime.schedule.model.named_parameters())
     for one, names in runtime.plan.sums_of(named, TIED).items():

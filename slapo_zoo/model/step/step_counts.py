@@ -37,8 +37,8 @@ class StepCounts:
         totals: targets of each loss term, on all dp ranks together.
         first: index of this rank's first row among those of all dp ranks.
         padded: whether a mask hides a token; None without a mask.
-        targets: labels that are not -100, of each row of this rank; None where labels are no tokens.
-        real: tokens that are not padding, of each row of this rank, where padding may be left out.
+        targets: number of labels other than -100 in each row of this rank; None where labels are not tokens.
+        real: number of tokens other than padding in each row of this rank; None if padding must be computed.
         packed: whether a row holds more than one sequence, by its position ids.
         missed: whether a dp rank missed a gradient in the last step.
     """
@@ -58,7 +58,7 @@ class StepCounts:
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
         """Return the counts of `rows` rows of this rank from index `start`, for one micro-batch.
 
-        `own_loss`: the user's loss has targets of its own; `shown`: the output, padding included, is returned.
+        `own_loss` says that the user's own loss is computed, `shown` that the user gets the output with padding.
         """
         part = slice(start, start + rows)
         targets = None if self.targets is None or own_loss else sum(self.targets[part])
@@ -70,10 +70,11 @@ def ask(
     model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
     whole: Mapping[str, Any],
 ) -> StepCounts:  # fmt: skip
-    """Read the counts of a step: one tensor, one collective over dp, one wait.
+    """Return the counts of a step, for which the host waits once: one tensor, one collective over dp.
 
-    `counts` are the targets of each loss term; dp ranks may hold different numbers of `rows`. The tensor is
-    on the batch's device, since nccl serves no other. `whole` are entries of the batch that rows share.
+    `tensors` are the entries of the batch that are split by rows, `whole` those that all rows share. `counts`
+    are this rank's targets of each loss term; dp ranks may hold different numbers of `rows`. The tensor is on
+    the batch's device, since nccl needs it there.
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device
@@ -118,7 +119,7 @@ def _number(n: float | Tensor, device: torch.device) -> Tensor:
 def _of_rows(
     model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor], whole: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return {kind of count: tensor of counts of this rank's rows}."""
+    """Return {kind of count ("targets", "hidden", ...): tensor with this rank's counts}, one per row or one in all."""
     found, positions = {}, tensors.get("position_ids")
     if positions is not None and positions.ndim == 2:
         found["packed"] = (positions.diff(dim=1) != 1).any()[None]
@@ -180,7 +181,7 @@ def _runs_as_loaded(model: Any) -> bool:
 
 
 def _is_watched(module: Any) -> bool:
-    """Return whether a module has hooks or a changed forward, or an attention that needs unsplit rows."""
+    """Return whether a module has hooks, a changed forward, or an attention that cannot run on packed rows."""
     own = vars(module)
     if own.get("gradient_checkpointing") or module._compiled_call_impl or is_changed(module):
         return True

@@ -47,7 +47,7 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Step:
-    """One batch, split over dp ranks and micro-batches.
+    """State of one training step: a batch that is split over dp ranks and micro-batches, and how to train on it.
 
     Args:
         model: a scheduled model.
@@ -55,10 +55,10 @@ class Step:
         whole: entries that all rows share.
         count: number of micro-batches.
         parameters: name --> trained parameter.
-        number: number of the step, by which its dropout is drawn.
+        number: number of the step, from which its dropout is seeded.
         asked: counts of the batch on all dp ranks.
-        means: makes the model's loss of a micro-batch its share of the step's; None: it is the step's.
-        own: the caller's loss, or None for the model's.
+        means: scales the model's loss of a micro-batch to its share of the step's loss; None: it needs no scaling.
+        own: the user's own loss, or None for the model's.
         beside: tensors outside the model that take gradients.
         scaler: a GradScaler, or None.
         kept: the logits, if they are to be returned.
@@ -79,12 +79,12 @@ class Step:
 
     @property
     def runtime(self) -> Runtime:
-        """Runtime state of the model."""
+        """Return the runtime state of the model."""
         return self.model._slapo
 
     @property
     def trains(self) -> bool:
-        """Whether anything takes a gradient on this rank."""
+        """Return whether any tensor takes a gradient on this rank."""
         return bool(self.parameters or self.beside.given or self.own)
 
     def loss_of(self, part: Mapping[str, Any], rows: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class Step:
 
 
 def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
-    """Run forward and backward of one batch and return the loss: see `Scheduled.train_step`."""
+    """Run forward and backward of one batch and return the loss, as `Scheduled.train_step` describes."""
     step = split(model, options, *check(model, batch, options))
     parameters = list(step.parameters.values())
     with step.runtime.data_parallel.new_gradients(parameters), step.beside.averaged():
@@ -172,7 +172,10 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """Return (targets that the caller gave or None, this rank's counts to be summed over dp)."""
+    """Return (the `targets` that the caller gave or None, this rank's counts of targets to be summed over dp).
+
+    `parts` is the number of micro-batches.
+    """
     said = options.targets
     if options.loss_fn is None:
         items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks

@@ -17,7 +17,10 @@ DIALECTS: dict[str, dict[str, Any]] = {"runtime_engine": {}, "log_parser": {}}
 
 
 def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
-    """Return a decorator that registers a class or function as the `cls_type` of the framework `target`."""
+    """Return a decorator that registers a class or function for the engine `target`.
+
+    `cls_type` is its job: "runtime_engine" or "log_parser".
+    """
 
     def register(cls: Any) -> Any:
         DIALECTS.setdefault(cls_type, {})[target] = cls
@@ -52,15 +55,15 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
     Args:
         sch: a schedule, or a model of AutoScheduledModel.
         target: the framework; None means "torch".
-        **kwargs: for the engine.
+        **kwargs: options of the engine.
     """
     return get_dialect_cls("runtime_engine", target or "torch")(sch, **kwargs)
 
 
 def check_target(where: str, target: str | None, options: Any) -> None:
-    """Raise ScheduleError for an unknown or missing engine, or for options that it does not take or that it needs.
+    """Raise ScheduleError for an unknown or missing engine, for an unknown option of it, or for a missing option.
 
-    Loaders call it before they read anything.
+    Loaders call this function before they read anything; `where` names the loader in the error.
     """
     name = target or "torch"
     what, found = f"target={name!r}", DIALECTS["runtime_engine"]

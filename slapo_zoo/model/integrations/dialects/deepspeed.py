@@ -79,7 +79,7 @@ def deepspeed_engine(
 
 
 class DeepSpeedTarget(TargetEngine):
-    """A scheduled model in DeepSpeed's engine `native`, which clips, steps and clears gradients itself."""
+    """Scheduled model in DeepSpeed's engine `native`, which clips, steps and clears gradients itself."""
 
     def update(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
         loss = self.model.train_step(batch, micro_batches or self._accumulation())
@@ -87,7 +87,7 @@ class DeepSpeedTarget(TargetEngine):
         return loss
 
     def train_step(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
-        """Run forward and backward and return the loss; `step()` follows, as with any DeepSpeed engine."""
+        """Run forward and backward and return the loss; the caller then calls `step()`, as with plain DeepSpeed."""
         return self.model.train_step(batch, micro_batches or self._accumulation())
 
     def _accumulation(self) -> int:
@@ -117,7 +117,7 @@ def import_deepspeed() -> Any:
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed config with defaults that a CPU and our calls need."""
+    """Return a copy of a DeepSpeed config, completed by the defaults that a CPU and this integration need."""
     if isinstance(config, Mapping):
         settings = copy.deepcopy(dict(config))
     else:
@@ -145,10 +145,10 @@ def _check(model: Any, settings: Mapping[str, Any]) -> None:
 
 
 def mark_counted(model: Any) -> None:
-    """Mark the parameters that DeepSpeed counts on this rank in the gradient norm, so that each counts once.
+    """Mark parameters (`model_parallel`) so that DeepSpeed counts each one once in the global gradient norm.
 
-    DeepSpeed counts marked parameters, and all on the first rank of its model-parallel group. Later stages
-    therefore mark replicated parameters too; of shared KV heads the first rank counts.
+    DeepSpeed counts all parameters on the first rank of its model-parallel group, and on other ranks the marked
+    ones. Later stages therefore mark replicated parameters too. Of ranks that share KV heads the first marks them.
     """
     mesh, plan = model.mesh, model._slapo.plan
     for name, p in model.named_parameters():

@@ -43,7 +43,7 @@ def pipeline_engine(
 
 
 class PipelineTarget(TargetEngine):
-    """A scheduled model in DeepSpeed's PipelineEngine `native`, whose every step includes the optimizer's."""
+    """Scheduled model in DeepSpeed's PipelineEngine `native`, whose training step includes the optimizer step."""
 
     def update(self, batch: Any, micro_batches: int | None = None) -> Tensor:
         count = self.native.gradient_accumulation_steps()
@@ -72,7 +72,7 @@ class Step:
 
 
 def _module(deepspeed: Any, model: Any, step: Step) -> Any:
-    """Return the PipelineModule: for every stage its tied weights, then the stage."""
+    """Return DeepSpeed's PipelineModule, which lists for every stage its tied weights and then the stage itself."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -128,7 +128,10 @@ class StageLayer(nn.Module):
         self.model, self.step = model, step
 
     def forward(self, received: Any) -> Any:
-        """Run the stage; `received` ends with the number of the micro-batch, whose inputs every stage has."""
+        """Run the stage on the tensors received from the stage before; return the tensors to send, or the loss.
+
+        `received` ends with the index of the micro-batch, since every stage has the inputs of all micro-batches.
+        """
         *crossing, number = received if isinstance(received, tuple) else (received,)
         step, cursor = self.step, self.model._slapo.pipeline.cursor
         part = dict(step.parts[int(number)])
@@ -144,7 +147,7 @@ class StageLayer(nn.Module):
 
 
 def _with_gradient(x: Tensor) -> Tensor:
-    """Return a tensor that requires a gradient: DeepSpeed sends one back for every floating tensor it sent."""
+    """Return x so that it requires a gradient: DeepSpeed sends a gradient back for every floating tensor it sent."""
     return x if x.requires_grad or not x.is_floating_point() else x.detach().requires_grad_()
 
 
@@ -184,6 +187,9 @@ class _ZeroPipeline(Zero):
 
 
 def _numbers(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return an iterator of (input, label) per micro-batch: its number, by which stages find its tensors."""
+    """Return an iterator of (input, label) for `count` micro-batches.
+
+    Both are only the index of the micro-batch, by which stages find its tensors.
+    """
     numbers = [torch.tensor([i]) for i in range(count)]
     return iter([((number,), number) for number in numbers])  # pyright: ignore[reportReturnType]

@@ -17,7 +17,7 @@ OF_MODEL = (
 
 
 class TargetEngine:
-    """A scheduled model in an engine; other attributes are the engine's own, or else the model's.
+    """Scheduled model in an engine. An attribute that this class lacks is looked up in the engine, then in the model.
 
     Methods of a scheduled model, and its parameters under their HuggingFace names, are always the
     model's, whatever the engine wraps around it.
@@ -39,7 +39,7 @@ class TargetEngine:
         """Run one optimizer step: forward, backward, clipping, step, zero_grad.
 
         Args:
-            batch: this dp rank's rows with labels; tp and pp peers pass the same ones.
+            batch: this dp rank's rows with labels; ranks that differ only in tp or pp pass the same rows.
             micro_batches: number of equal parts of the rows.
             loss_fn: argument of `train_step`; under torch only.
 
@@ -54,7 +54,7 @@ class TargetEngine:
 
     @property
     def grad_norm(self) -> float:
-        """Global gradient norm of the last `update`; nan where the engine does not report it."""
+        """Return the global gradient norm of the last `update`; nan where the engine does not report it."""
         return self._norm
 
     def save_checkpoint(self, folder: Any, **options: Any) -> None:
@@ -62,7 +62,7 @@ class TargetEngine:
         save_checkpoint(self.model, folder, self.optimizer, **options)
 
     def load_checkpoint(self, folder: Any, scheduler: Any = None) -> Resumed:
-        """Resume from a checkpoint of any engine: see `slapo_zoo.load_checkpoint`."""
+        """Resume from a checkpoint that any engine saved, as `slapo_zoo.load_checkpoint` does."""
         return load_checkpoint(self.model, folder, self.optimizer, scheduler)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +94,6 @@ def require_scheduled(sch: Any, target: str) -> Any:
 
 
 def made_optimizer(optimizer: Any, parameters: Iterable[Any]) -> Any:
-    """Return the optimizer, or the result of an optimizer function for the engine's parameters."""
+    """Return `optimizer`, or its result on the engine's parameters if it is a function that makes an optimizer."""
     is_maker = callable(optimizer) and not hasattr(optimizer, "param_groups")
     return optimizer(parameters) if is_maker else optimizer

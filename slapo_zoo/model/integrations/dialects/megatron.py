@@ -95,7 +95,7 @@ def use_parallel_layers(sch: Schedule, column: Sequence[str], row: Sequence[str]
     Args:
         sch: schedule of any module, whose mesh has process groups.
         column: patterns of layers whose output is sharded.
-        row: patterns of the layers that take that output; theirs is all-reduced over tp.
+        row: patterns of the layers that take that output, and whose own output is all-reduced over tp.
     """
     take_groups(sch.mesh)
     for patterns, make in ((column, ColumnParallel), (row, RowParallel)):
@@ -152,7 +152,7 @@ class ColumnParallel(_Parallel):
 
 
 class RowParallel(_Parallel):
-    """Megatron's row-parallel linear: input is this rank's columns, output the all-reduced sum plus bias."""
+    """Megatron's row-parallel linear: its input is this rank's columns, its output the all-reduced sum plus bias."""
 
     axis = 1
 

@@ -84,7 +84,7 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
 
 
 def _check_stages(model: Any, what: str) -> None:
-    """Raise MeshError for several stages per rank, where DDP and FSDP2 miss the last backward of a parameter."""
+    """Raise MeshError for several stages per rank: DDP and FSDP2 (`what`) would miss a parameter's last backward."""
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp or places.custom is not None:
         problem = (
@@ -248,7 +248,7 @@ def _copied(value: Any) -> Any:
 
 
 def _divided_like(divided: Any, whole: Tensor) -> Tensor:
-    """Return this rank's shard of an unsharded tensor, as a DTensor placed like `divided`."""
+    """Return this rank's shard of the unsharded tensor `whole`, as a DTensor placed like `divided`."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = divided.device_mesh, divided.placements

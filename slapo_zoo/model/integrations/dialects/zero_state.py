@@ -14,14 +14,17 @@ from slapo_zoo.model.dp.data_parallel import Native, Whole
 
 
 def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> dict[str, Tensor]:
-    """Return every parameter, or what `of` makes of it, gathered over dp, under each of its names; a collective call over dp."""
+    """Return {name: parameter gathered over dp, or `of(parameter)`}, tied ones under each name; collective over dp."""
     found = dict(model.named_parameters(remove_duplicate=False))
     values = {id(p): (of or _whole_parameter)(p) for p in found.values()}
     return {name: values[id(p)] for name, p in found.items()}
 
 
 def whole_gradient(p: Any) -> Tensor:
-    """Return the gradient of a parameter gathered over dp, between backward and step; 0 where there is none."""
+    """Return the gradient of a parameter gathered over dp, or zeros if it has no gradient.
+
+    It exists between the backward and the optimizer step.
+    """
     from deepspeed.utils import safe_get_full_grad
 
     grad = safe_get_full_grad(p)
@@ -143,7 +146,10 @@ def _set_parameter(p: Any, value: Tensor) -> None:
 
 
 def _set(p: Any, value: Tensor, key: str | None) -> None:
-    """Set the fp32 copy (key None) or a state of a parameter; ZeRO-3's own setter refuses uneven sizes."""
+    """Set the optimizer state `key` of a parameter, or for None its fp32 copy, to the unsharded `value`.
+
+    ZeRO-3's own setter refuses uneven sizes.
+    """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     if hasattr(p, "ds_id"):
@@ -163,12 +169,12 @@ def _copy_part(part: Tensor, p: Any, value: Tensor) -> None:
 
 
 class Zero(Native):
-    """DeepSpeed keeps the gradients, and sums them over dp by the end of its step.
+    """Data parallelism by DeepSpeed, which keeps the gradients and reduces them over dp in its optimizer step.
 
     Args:
-        native: its engine.
+        native: DeepSpeed's engine.
         groups: the parameters of each group of the optimizer.
-        loss_scale: number of dp ranks where DeepSpeed averages.
+        loss_scale: factor of the loss: the number of dp ranks where DeepSpeed averages, else 1.
     """
 
     def __init__(self, native: Any, groups: list[list[nn.Parameter]], loss_scale: float = 1.0):
