@@ -1,4 +1,4 @@
-"""Triton kernel of dropout.py: one block of one cell per program."""
+"""Triton kernel of dropout.py: each program handles one block of elements of one batch row."""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 # Launches pass options that are not in the kernel's signature, and numbers for constexpr.

@@ -190,7 +190,11 @@ def _mean_loss(
     rows: int,
     graded: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the sum of the losses over the divisor, and gradients of x, weight, bias; target -1 does not count."""
+    """Return (sum of the losses / divisor, and its gradients with respect to x, weight and bias).
+
+    Rows with target -1 do not count. `rows` is the number of rows per chunk; without `graded` no gradients are
+    computed.
+    """
     return _one_pass(x, weight, bias, target, divisor, smoothing, rows, graded, len(weight), None)
 
 

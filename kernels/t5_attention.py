@@ -122,7 +122,7 @@ def _forward(
 
 
 def _bias_of(module: Any, table: Tensor, S: int, T: int) -> Tensor:
-    """Return the bias [1, H, S, T] of a table [buckets, H]; the queries are the last S of T positions."""
+    """Return the bias [1, H, S, T] that a table [buckets of distances, H] gives; queries are the last S positions."""
     i, j = (torch.arange(n, T, device=table.device) for n in (T - S, 0))
     far = module.relative_attention_max_distance
     bucket = relative_buckets(j - i[:, None], not module.is_decoder, len(table), far)

@@ -43,7 +43,8 @@ class Kernel:
         paths: device type --> path that runs there unless another was measured to be faster.
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
         runs_inside: whether the kernel calls the modules inside the served one, so that they may have kernels too.
-        innermost: whether every other kernel calls modules that this one serves, so that each may have both.
+        innermost: whether modules inside one that another kernel serves may have this kernel too, because
+            every kernel calls them as modules.
         limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
     """
 
@@ -135,7 +136,7 @@ def kernel(
         inputs: maps a test shape to keyword arguments of both functions.
         shapes: shapes that the kernel is tested on.
         serves: class name --> forward that modules of the class get; the classes are not imported.
-        cannot: returns why a module of such a class cannot be served, or "".
+        cannot: returns why a module of a class in `serves` cannot be served, or "".
         cpu: what the function runs on a CPU, in a word or two.
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
         limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".

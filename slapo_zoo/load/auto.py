@@ -106,11 +106,12 @@ class AutoScheduledModel:
             pp: ranks that shard the layers into stages.
             dp: ranks that shard the batch; None takes all ranks divided by tp * pp.
             sequence_parallel: tp ranks shard the tokens too, between the sharded layers.
-            schedule: "zoo"; a `Table` in its place; a card: a folder or "org/name@<sha>" of the Hub, whose plan for this model and these
-                devices, if it has one, gives the arguments that are not passed; a Schedule or its steps to replay, or the .json file that its `to_json` fills; a function of the schedule;
-                `extend(function)`: "zoo", and then the function; or "auto": "zoo", or for a family without a
-                table one derived from its modules (and the plan of `transformers`), used only after a tiny model on
-                this mesh equals the plain one.
+            schedule: "zoo" takes the table of the model's family; a `Table` replaces that table. A card is a folder,
+                or "org/name@<sha>" of the Hub; its plan for this model and these devices, if it has one, gives the
+                arguments that are not passed. A Schedule, its steps, or the .json file that its `to_json` fills
+                is replayed. A function is called with the schedule; `extend(function)` applies "zoo" before it.
+                "auto" is "zoo", or for a family without a table one derived from its modules (and the plan of
+                `transformers`), used only after a tiny model on this mesh equals the plain one.
             pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
                 zbv or dualpipev; or a .csv file with an order of your own (see the guide, "Pipelines").
             stages_per_rank: stages on each rank in an interleaved order, at least 2.
@@ -122,7 +123,8 @@ class AutoScheduledModel:
             dp_shard: dp ranks over which parameters, gradients and optimizer states are sharded (ZeRO), a
                 divisor of dp; each group of `dp_shard` ranks holds one replica.
             zero_stage: 3 gathers the parameters of a block only while it runs; 2 gathers all of a stage for a
-                step; both reduce gradients after each micro-batch, 1 once per step, unsharded until then.
+                step; 2 and 3 reduce gradients after each micro-batch; 1 shards optimizer states alone, and
+                reduces unsharded gradients once per step.
             device: None takes this rank's GPU, or the CPU.
             micro_batches: number of micro-batches of a step where `train_step` is not given one.
             checkpoint_ratio: share of the blocks whose activations are recomputed, 0 to 1.

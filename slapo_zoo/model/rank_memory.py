@@ -105,7 +105,7 @@ def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) ->
 
 @contextmanager
 def _left_as_it_was(model: Any) -> Iterator[None]:
-    """Context in which a step leaves gradients, random stream, loss scale and buffers as they were."""
+    """Context after which gradients, dropout's step count, loss scale and buffers are what they were before it."""
     stream, precision = model._slapo.schedule.state.random, model._slapo.precision
     before = stream.step, precision.scale, precision.good_steps
     parameters, buffers = list(model.parameters()), list(model.buffers())

@@ -193,7 +193,7 @@ class Coordinate:
         self.grid, self.start = grid, start
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return an unmeasured neighbour of the best configuration along one symbol, or None where there is none."""
+        """Return the number of an unmeasured neighbour of the best configuration along one symbol, or None."""
         if not known:
             return self.start if self.start in left else (left[0] if left else None)
         best = best_of(known)
@@ -237,7 +237,7 @@ class Optuna:
         self.told: set[int] = set()
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the unmeasured configuration that is nearest to the sampler's suggestion."""
+        """Return the number of the unmeasured configuration that is nearest to the sampler's suggestion."""
         if not left:
             return None
         if not known:
@@ -359,7 +359,7 @@ def best_of(known: Known) -> int | None:
 
 
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
-    """Return an unmeasured configuration that needs less memory than all that failed; None if nothing is left.
+    """Return the number of an unmeasured configuration that needs less memory than all failed ones, or None.
 
     It lies half-way between the failures and the one of least memory; after three failures it is the latter.
     """

@@ -36,7 +36,8 @@ class Limits:
     """Limits of a search: how many configurations and steps, and when to give up.
 
     Args:
-        evaluations: most configurations, those from the database included, so that a resumed run ends alike.
+        evaluations: most configurations, including those found in the database, so that a resumed run stops at
+            the same number.
         patience: number of configurations in a row without a new best after which the search stops; 0: never.
         quick_steps: steps of a first short measurement; 0 skips it.
         steps: steps of a full measurement.

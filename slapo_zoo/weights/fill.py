@@ -35,7 +35,7 @@ def fill_from_folder(
     options: LoadOptions = LoadOptions(),  # noqa: B008 - frozen
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Allocate this rank's tensors and read its slices from a checkpoint; return the ledger of the load.
+    """Allocate this rank's tensors and read its slices from a checkpoint; return a record of the load.
 
     Weights that the checkpoint lacks are drawn.
 
@@ -102,7 +102,7 @@ def fill_from_config(
     model: Any, skeleton: Callable[[], Any], plan: RankPlan, device: torch.device, units: Sequence[str], seed: int,
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Allocate this rank's tensors and draw every weight; return the ledger of the load.
+    """Allocate this rank's tensors and draw every weight; return a record of the load.
 
     The unsharded weights are equal on every mesh. Arguments are those of `fill_from_folder`.
     """

@@ -130,7 +130,10 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 
 def _set_from_above(model: Any, name: str) -> None:
-    """Initialise a buffer that is still NaN by the module around its own that sets it (as in Falcon-H1)."""
+    """Initialise a buffer that is still NaN, by a module further up that sets it (Falcon-H1's scales).
+
+    `name` is the name of the buffer in the model.
+    """
     path = name.rpartition(".")[0]
     while path and model.get_buffer(name).isnan().any():
         path = path.rpartition(".")[0]

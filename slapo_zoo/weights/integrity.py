@@ -21,7 +21,7 @@ def damages_of(folder: Path) -> tuple[int, list[WeightsError]]:
     """Return (number of tensors, errors): one error for every file and tensor that differs from what was saved.
 
     Raises:
-        WeightsError: the folder is no checkpoint, or has no checksums.
+        WeightsError: the folder is not a checkpoint, or has no checksums.
     """
     return read_whole(folder, lambda: _damages(folder), lambda found: None)
 

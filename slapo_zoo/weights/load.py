@@ -147,7 +147,7 @@ def _extent(part: Tensor) -> int:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor has no NaN or infinity, checked in pieces: a full mask takes a byte per element."""
+    """Return whether a tensor has no NaN or infinity; it is checked in pieces to save the memory of a full mask."""
     if tensor.dtype not in FLOATS:
         return True
     return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(PIECE))

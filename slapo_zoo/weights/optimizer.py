@@ -114,7 +114,7 @@ def _is_tensor(kept: Any) -> bool:
 
 
 def check_record(record: Any) -> str:
-    """Return why JSON from a file is no valid merged optimizer record, or ''."""
+    """Return why JSON data from a file is no valid optimizer record of all stages (see `merge`), or '' if it is."""
     if not isinstance(record, dict) or set(record) != {"class", "groups", "state"}:
         return f"found {record!r:.60}, expected class, groups and state"
     groups, state = record["groups"], record["state"]

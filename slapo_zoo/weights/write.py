@@ -155,8 +155,8 @@ def _write(
 def _start_flush(file: BinaryIO, begin: int, count: int) -> None:
     """Start to write a range of the file to disk, without waiting.
 
-    Left to fsync, the disk would idle until the last byte is in memory. Used only for ranges that share no page
-    with another rank's slices: pages already on disk may be dropped and would have to be read again.
+    If only fsync wrote, the disk would be idle until the last byte is in memory. The caller passes only ranges
+    that share no page with another rank's slices: a page already on disk may have to be read again to change it.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(file.fileno(), begin, count, os.POSIX_FADV_DONTNEED)

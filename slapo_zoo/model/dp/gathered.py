@@ -22,7 +22,7 @@ class Shards(RowsOfRank):
 
     Args:
         group: process group of those ranks.
-        copies: process group of the ranks that hold the same rows, one of each such group; or None.
+        copies: process group of the ranks that hold the same rows as this rank; None if no other rank does.
         stage: ZeRO stage: 1 reduces gradients after the last micro-batch, 2 after each; 3 does as 2, and
             gathers a block only while it runs.
         averages: whether the backward averages over all dp ranks, as DDP does, because the forward was
@@ -83,9 +83,10 @@ class Shards(RowsOfRank):
         self, grads: Sequence[Tensor | None], shapes: Sequence[Any], like: Tensor,
         average: bool = False,
     ) -> list[Any]:  # fmt: skip
-        """Reduce-scatter unsharded gradients; return this rank's rows of each, None where no rank has one.
+        """Reduce-scatter unsharded gradients; return this rank's rows of each, None where no rank has a gradient.
 
-        `average` divides by the number of dp ranks, replicas included.
+        `shapes` are the unsharded shapes, `like` has the dtype and device of missing gradients. `average`
+        divides by the number of all dp ranks.
         """
         sizes = [*(self.rows(s) * _inner(s) for s in shapes), len(grads)]
         flat = like.new_zeros(self.size, sum(sizes))

@@ -79,9 +79,9 @@ class MeshSampler:
 def broadcast_batch(
     batch: Mapping[str, Any] | None, mesh: Mesh, device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """Broadcast the batch of the first tp and pp rank to its peers, for data that only one rank can read.
+    """Broadcast each dp replica's batch from its first rank to its other ranks, for data that one rank alone reads.
 
-    A collective call of all ranks; the others may pass None.
+    A collective call of all ranks; ranks other than the first of a replica may pass None.
 
     Args:
         batch: name --> tensor or picklable value.

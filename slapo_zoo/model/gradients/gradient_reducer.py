@@ -172,7 +172,7 @@ class GradientReducer:
             self.waiting.pop(0).start()
 
     def close(self) -> bool:
-        """Finish a backward and its averages over dp; return whether all dp ranks took part in them."""
+        """Finish a backward and its all-reduces over dp; return whether its gradients were stored in `.grad`."""
         self._settle()
         if self.stored is False and not self.in_step:
             where = "torch.autograd.grad with dp > 1"

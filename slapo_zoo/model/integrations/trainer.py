@@ -198,7 +198,7 @@ def prepare(accelerator: Any, model: Any, optimizer: Any, *loaders: Any) -> tupl
         accelerator: an Accelerator of Accelerate.
         model: a scheduled model; it is not wrapped, and clips by its own `clip_grad_norm_`.
         optimizer: torch optimizer.
-        *loaders: data loaders; tp and pp peers get the same batches, dp peers different ones.
+        *loaders: data loaders; they give the ranks of one dp replica the same batches, and other replicas others.
     """
     model._is_accelerate_prepared = True
     prepared = accelerator.prepare(model, optimizer)
@@ -245,7 +245,7 @@ def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
-    """Return a `gather_for_metrics` that returns each row once, though tp and pp peers hold the same rows."""
+    """Return a `gather_for_metrics` that returns each row once, though all ranks of a dp replica hold it."""
     from accelerate.utils import recursively_apply
 
     firsts = mesh.peers("batch")

@@ -25,7 +25,7 @@ class Hardware:
         network: bytes per second of a device to another node, one way.
         latency_s: seconds of an empty collective.
         hop_s: seconds that each rank of a node adds to a collective.
-        node_hops: number of such additions per doubling of the nodes.
+        node_hops: how many times `hop_s` is added to a collective for each doubling of the nodes.
         per_node: devices of a node.
         memory: bytes of a device.
         reserved: bytes that libraries and the context take on each device.
@@ -131,7 +131,7 @@ def find_hardware(name: str) -> Hardware:
     """Return the hardware profile called `name`, or that of a JSON file which `slapo-zoo calibrate` wrote.
 
     Raises:
-        SlapoError: no such name or file, or the file is no profile.
+        SlapoError: the name is unknown, or the file does not exist or is not a profile.
     """
     if name in HARDWARE:
         return HARDWARE[name]

@@ -28,8 +28,8 @@ class Layout:
         pipeline_order: name of the pipeline order.
         stages_per_rank: pipeline stages on each pp rank.
         checkpoint_ratio: share of the blocks that are recomputed, 0 to 1.
-        checkpoint_policy: what recomputed blocks keep; or one policy per block.
-        sequence_parallel: tp ranks shard the tokens too.
+        checkpoint_policy: policy of the recomputed blocks ("", "save_matmuls", ...); or one policy per block.
+        sequence_parallel: whether tp ranks shard the tokens too.
         dp_shard: dp ranks over which ZeRO shards; 1 turns ZeRO off.
         zero_stage: ZeRO shards optimizer states (1), gradients too (2), weights too (3).
     """
@@ -150,7 +150,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
         pp: number of pipeline ranks.
         virtual: stages per rank.
         micro_batches: micro-batches of a step.
-        rank: pp coordinate.
+        rank: pp coordinate of the rank.
     """
     if pp == 1:
         return (1,)

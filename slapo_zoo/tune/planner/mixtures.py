@@ -119,9 +119,10 @@ def _note(found: dict[str, str], best: Mixture | None) -> None:
 
 
 def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("inf")) -> Any:
-    """Return the forecast of a layout whose blocks have the cheapest mixed policies, or None if that is no gain.
+    """Return the forecast of a layout with the fastest policy for each block that fits, or None.
 
-    `limit` is bytes of memory per rank, `seconds` the longest step that is worth returning.
+    `limit` is the bytes of memory per rank. The result is None if nothing fits, or if the step takes longer
+    than `seconds`.
     """
     ranks = planner.ranks(layout)
     room = [limit - rank.total + rank.activations for rank in ranks]

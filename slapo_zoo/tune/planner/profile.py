@@ -179,7 +179,7 @@ class Recompute:
         return self.each.get(name, found) or "recompute"
 
     def held(self, unit: Unit, use: Use) -> float:
-        """Return the bytes that a unit keeps from its forward to its backward."""
+        """Return the bytes that a unit, whose cost is `use`, keeps from its forward to its backward."""
         kept = use.kept - self.regathered * use.gathered
         policy = self.of(unit.name)
         if policy in ("keep", "offload"):
@@ -189,7 +189,10 @@ class Recompute:
         return min(kept, use.before + use.output + use.matmuls * (policy == "save_matmuls"))
 
     def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
-        """Return for each unit the bytes of its input that only other tp ranks keep ("sharded" policy)."""
+        """Return for each unit the bytes of its input that other tp ranks keep for this rank ("sharded" policy).
+
+        `units` are the unit calls of a stage, `uses` their costs.
+        """
         hidden = min(
             (u.output for n, u in zip(units, uses, strict=True) if n.is_block), default=0.0
         )

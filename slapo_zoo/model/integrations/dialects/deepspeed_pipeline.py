@@ -62,7 +62,7 @@ class PipelineTarget(TargetEngine):
 
 
 class Step:
-    """State of the running step that the stage layer reads."""
+    """State of the running training step, which `StageLayer` reads."""
 
     run: Callable[..., Any]
     parts: list[dict[str, Tensor]]
