@@ -39,7 +39,7 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of scores in fp32 (-inf where a query does not see a key), and their indices into `table`."""
+    """Return (tile of scores in fp32, -inf where a query does not see a key; index of each score's bias in `table`)."""
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     ok = (i[:, None] < S) & (j[None, :] < T)
     kind = tl.zeros(s.shape, tl.int32)

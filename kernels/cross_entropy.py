@@ -31,7 +31,7 @@ def _gradients(ctx: Any, d_statistics: Tensor) -> tuple:
 
 @operator("cross_entropy_statistics", _fake, _setup, _gradients)
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """Return [3, N] in fp32: log-sum-exp, the target's logit, sum of the logits.
+    """Return [3, N] in fp32: log-sum-exp of each row, its target's logit (0 for -1), and the sum of its logits.
 
     Args:
         logits: [N, C].

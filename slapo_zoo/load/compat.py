@@ -75,7 +75,7 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
 def analyze_tie_weights(
     top_mod: nn.Module, is_pipeline_partitioned: bool
 ) -> dict[int, set[tuple[str, int]]]:
-    """Find the parameters that several modules share.
+    """Return the parameters that several modules share, with their names.
 
     Args:
         top_mod: the model; when partitioned, its direct children are the stages.

@@ -51,7 +51,9 @@ class Grid:
         return int(chosen[off.sum(1).argmin()])
 
     def coordinates(self, without: Sequence[str] = ()) -> np.ndarray:
-        """Return the configurations as an array [points, columns] in 0..1: scaled numbers, one column per category.
+        """Return the configurations as an array [points, columns] in 0..1.
+
+        A numeric symbol is one column of scaled values; another one has a 0/1 column for each value but its first.
 
         Args:
             without: symbols to leave out.

@@ -171,7 +171,7 @@ class Space:
         yield from space._walk(training_script_args, update_space_fn)
 
     def all_points(self, *arguments: Any) -> list[Point]:
-        """Return `list(points(...))`; SpaceError where it is empty or longer than MOST_POINTS."""
+        """Return `list(self.points(*arguments))`; raise SpaceError if it is empty or longer than MOST_POINTS."""
         found: list[Point] = []
         for point in self.points(*arguments):
             found.append(point)

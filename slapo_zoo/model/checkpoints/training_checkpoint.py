@@ -171,7 +171,11 @@ class _Save:
         self.texts: Mapping[str, str] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
-        """Return what ranks exchange: digest and record of the optimizer, random states, data position and extra."""
+        """Return what ranks exchange before a save, and set the state of this rank that is saved.
+
+        It is (digest of the optimizer's record, the record or None, states of the random generators by kind,
+        {"step": ..., "data_position": ..., "extra": ...}).
+        """
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
         local = consolidate.local_tensors(self.model, specs, mesh, rows=True)

@@ -166,7 +166,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
 
 
 def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return [(module, name, parameter)] of all modules, tied parameters more than once."""
+    """Return [(module, attribute, parameter)] of all modules; a tied parameter occurs for each of its modules."""
     return [
         (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
     ]

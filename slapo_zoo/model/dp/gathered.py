@@ -57,15 +57,18 @@ class Shards(RowsOfRank):
 
     @property
     def ranks(self) -> int:
-        """Return the number of all dp ranks, those that hold the same rows included."""
+        """Return the number of all dp ranks: those over which rows are sharded, and those with the same rows."""
         return self.size * (1 if self.copies is None else dist.get_world_size(self.copies))
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> list[Tensor]:
-        """All-gather several tensors from their rows in one collective; `shapes` are the unsharded ones."""
+        """All-gather several tensors, of which `parts` are this rank's rows, in one collective.
+
+        `shapes` are the unsharded shapes, `dtype` is that of the result.
+        """
         return self.finish(self.begin(parts, shapes, dtype), shapes)
 
     def begin(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> Any:
-        """Start an all-gather; return the arguments of `finish` (work, receive buffer, send buffer)."""
+        """Start an all-gather (see `gather`); return what `finish` needs: work, receive buffer, send buffer."""
         pairs = zip(parts, shapes, strict=True)
         flat = torch.cat([_padded(x.detach().to(dtype), self.rows(s)) for x, s in pairs])
         out = flat.new_empty(self.size * flat.numel())

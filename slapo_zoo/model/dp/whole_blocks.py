@@ -80,7 +80,7 @@ class Block:
             group.drop()
 
     def whole(self) -> list[list[Tensor]]:
-        """Return the gathered parameters for a backward, and start to gather the block before this one."""
+        """Return the gathered parameters by group for a backward, and start to gather the block before this one."""
         self.blocks.keep(self, self.position - 1)
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 

@@ -190,7 +190,7 @@ class GradientReducer:
         return met
 
     def _somewhere(self, parameters: list[nn.Parameter]) -> set[int] | None:
-        """Return the ids of parameters that have a gradient on some dp rank; None unless `asks_hosts`."""
+        """Return the ids of parameters that have a gradient on some dp rank; None if they are not compared."""
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False
@@ -202,7 +202,7 @@ class GradientReducer:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context in which backwards accumulate without averaging over dp; the next backward outside averages all."""
+        """Context in which backwards accumulate gradients without averaging over dp; the next one outside averages."""
         before, self.paused = self.paused, True
         try:
             yield

@@ -61,12 +61,12 @@ def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dic
 
 
 def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch that the model's forward takes, those without the prefix."""
+    """Return the entries of a batch that the model's forward takes: those without `for_loss_alone`'s prefix."""
     return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
 
 
 def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: int) -> float:
-    """Return the divisor of a micro-batch's share of the step's loss.
+    """Return the number by which loss_fn's value on a micro-batch is divided to get its share of the step's loss.
 
     Args:
         targets: argument of `train_step`.

@@ -119,7 +119,7 @@ def _number(n: float | Tensor, device: torch.device) -> Tensor:
 def _of_rows(
     model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor], whole: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return {kind of count ("targets", "hidden", ...): tensor with this rank's counts}, one per row or one in all."""
+    """Return {kind of count ("targets", "hidden", ...): tensor of this rank's counts, one per row or a single one}."""
     found, positions = {}, tensors.get("position_ids")
     if positions is not None and positions.ndim == 2:
         found["packed"] = (positions.diff(dim=1) != 1).any()[None]
@@ -149,7 +149,7 @@ def _read(
 
 
 def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether the padding of a batch may be left out, as far as its shapes and the model tell."""
+    """Return whether padding may be left out for a batch of these shapes and this model, whatever the values."""
     state = model._slapo.schedule.state
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not (state.unpads and model.training and isinstance(mask, Tensor) and mask.ndim == 2):

@@ -340,7 +340,7 @@ class Planner:
         return self._stages[what]
 
     def edges(self, stages: int) -> list[int]:
-        """Return the index of the first unit call of every one of `stages` stages, then the total number of calls."""
+        """Return the index of the first unit call of each of `stages` stages, and at the end the number of calls."""
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:

@@ -205,7 +205,10 @@ def _pipeline(
 
 
 def _cost(stage: StageTime, kind: str) -> float:
-    """Return the seconds of one pipeline action; a backward of inputs or of weights alone is half a backward."""
+    """Return the seconds of one action `kind` of a pipeline order on a stage.
+
+    A backward for inputs alone, or for weights alone, counts as half a backward.
+    """
     if kind == FORWARD:
         return stage.forward_s
     return stage.backward_s * (1.0 if kind == BACKWARD else 0.5)

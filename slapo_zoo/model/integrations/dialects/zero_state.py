@@ -14,7 +14,7 @@ from slapo_zoo.model.dp.data_parallel import Native, Whole
 
 
 def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> dict[str, Tensor]:
-    """Return {name: parameter gathered over dp, or `of(parameter)`}, tied ones under each name; collective over dp."""
+    """Return {name: parameter gathered over dp}, or with `of` {name: of(parameter)}; a collective call over dp."""
     found = dict(model.named_parameters(remove_duplicate=False))
     values = {id(p): (of or _whole_parameter)(p) for p in found.values()}
     return {name: values[id(p)] for name, p in found.items()}
@@ -32,7 +32,7 @@ def whole_gradient(p: Any) -> Tensor:
 
 
 def _whole_parameter(p: Any) -> Tensor:
-    """Return a parameter gathered over dp, from the optimizer's fp32 copy where it is trained."""
+    """Return a parameter gathered over dp; a trained one is cast from the optimizer's fp32 copy."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if hasattr(p, "ds_id") and p.requires_grad:
