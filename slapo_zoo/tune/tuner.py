@@ -19,8 +19,8 @@ class Trial:
     """One measured configuration and its outcome.
 
     Args:
-        number: number of the configuration in the grid.
-        point: symbol --> value.
+        number: index of the configuration in the grid's `points`.
+        point: the configuration: knob --> value.
         outcome: what the measurement found.
         was_known: whether the outcome came from the database.
     """

@@ -125,7 +125,7 @@ class CheckpointFolder:
         return file.piece(key, int(part.storage_offset()), part.shape)
 
     def read_ahead(self, key: str, first: int, count: int) -> None:
-        """Ask the kernel to prefetch `count` bytes of a tensor, from byte `first` of its data."""
+        """Ask the operating system to prefetch `count` bytes of a tensor, from byte `first` of its data."""
         self._file(self._name(key)).read_ahead(key, first, count)
 
     def shape(self, key: str) -> tuple[int, ...]:

@@ -236,7 +236,7 @@ class SafetensorsFile:
         return torch.frombuffer(self._pages, dtype=dtype, count=count, offset=offset).view(shape)
 
     def read_ahead(self, name: str, first: int, count: int) -> None:
-        """Ask the kernel to prefetch `count` bytes of a tensor, from byte `first` of its data."""
+        """Ask the operating system to prefetch `count` bytes of a tensor, from byte `first` of its data."""
         fileno, start = self._file.fileno(), self.entries[name].start + first
         # For cached data the kernel would still visit every page: 9 ms per GB.
         is_there = _is_cached(fileno, start) and _is_cached(fileno, start + count - 1)

@@ -115,7 +115,7 @@ class Uses:
         self.found: dict[int, list[Tensor]] = {}
 
     def note(self, output: Any, wanted: set[int]) -> None:
-        """Hook every autograd node below `output` that uses a parameter with an id in `wanted`."""
+        """Hook each autograd node of the graph of `output` that uses a parameter whose id() is in `wanted`."""
         for node, index, p in _leaves(reached(nodes_of(output)) if wanted else ()):
             if id(p) in wanted:
                 node.register_hook(partial(self._came, id(p), index))

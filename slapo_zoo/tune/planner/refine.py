@@ -76,7 +76,7 @@ class Climb:
                 yield replace(layout, pipeline_order=order, stages_per_rank=virtual)
 
     def _least_recomputed(self, layout: Layout, best: Any) -> Any:
-        """Return the faster of `best` and the layout with the least recomputation that fits."""
+        """Return the faster of `best` and the forecast of `layout` with the least recomputation that fits."""
         steps = min(self.blocks, GRAIN)
         for policy in ("", "save_matmuls"):
             each = [
