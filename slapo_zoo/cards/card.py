@@ -147,7 +147,7 @@ def _check_page(program: Program, page: bytes) -> dict[str, Any]:
     found = schedule.get("hash") if isinstance(schedule, dict) else None
     if found != program.hash:
         problem = f"README.md says {found!r:.90}, schedule.json has {program.hash!r}"
-        hint = "one of them was changed after the card was made; do not use it, or make it anew"
+        hint = "one of them was changed after the card was made; do not use the card, or make it again with `slapo-zoo card make`"
         raise CardError("card", "hash", problem, hint)
     return metadata
 
@@ -155,7 +155,7 @@ def _check_page(program: Program, page: bytes) -> dict[str, Any]:
 def _report(document: Any, name: str) -> dict[str, Any]:
     if not isinstance(document, dict):
         problem = f"found {type(document).__name__}, expected an object"
-        raise CardError(name, "document", problem, "write {} for none")
+        raise CardError(name, "document", problem, "write an object, {} where it is empty")
     return document
 
 
@@ -163,7 +163,7 @@ def _sizes(params: Any) -> dict[str, int]:
     sizes: dict[str, Any] = {name: params.get(name) if isinstance(params, dict) else None for name in ("tp", "pp", "dp")}  # fmt: skip
     if any(type(size) is not int or not 1 <= size <= 2**20 for size in sizes.values()):
         problem = f"found {sizes}, expected sizes of tp, pp and dp"
-        raise CardError("README.md", "schedule.params", problem, "name all three")
+        raise CardError("README.md", "schedule.params", problem, "write the sizes of all three")
     return sizes
 
 

@@ -38,19 +38,26 @@ def read(folder: Path, name: str, root: Path | None = None) -> bytes:
     if root is not None:
         path = path.resolve()
         if not path.is_relative_to(root.resolve()):
-            raise CardError("card", name, "a link that leads out of the cache", "fetch it anew")
+            raise CardError(
+                "card",
+                name,
+                "found a link that leads out of the cache",
+                "delete it and fetch the card again",
+            )
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
         link = path.is_symlink()
-        problem = "a symbolic link" if link else f"cannot be read: {error.strerror}"
-        raise CardError("card", str(path), problem, "a card holds regular files") from None
+        problem = "found a symbolic link" if link else f"cannot be read: {error.strerror}"
+        raise CardError(
+            "card", str(path), problem, "replace it by a regular file that can be read"
+        ) from None
     info = os.fstat(handle)
     if not stat.S_ISREG(info.st_mode):
         os.close(handle)
-        raise CardError("card", str(path), "no regular file", "a card holds regular files")
+        raise CardError("card", str(path), "found no regular file", "replace it by a regular file")
     with open(handle, "rb") as file:
         if info.st_size > MAX_FILE:
-            problem = f"{info.st_size} bytes, expected at most {MAX_FILE}"
+            problem = f"found {info.st_size} bytes, expected at most {MAX_FILE}"
             raise CardError("card", str(path), problem, "move large files out of the card")
         return file.read(MAX_FILE + 1)

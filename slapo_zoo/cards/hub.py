@@ -81,7 +81,7 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
         )
     wanted = files.PYTHON if with_python else files.PROGRAM
     if not (folder / wanted).exists():
-        hint = "check the name; a schedule in Python wants trust_remote_code=True and a sha"
+        hint = "check the name; a schedule in Python needs trust_remote_code=True and a sha"
         raise CardError("card", str(reference), f"{wanted} is missing", hint)
     return Pulled(folder, folder.parent.parent, pinned)
 
@@ -96,7 +96,12 @@ def _check_sizes(pinned: Reference, names: list[str]) -> None:
     for file in info.siblings or []:
         if file.rfilename in names and not 0 <= (file.size or 0) <= files.MAX_FILE:
             problem = f"{file.rfilename} has {file.size} bytes, expected at most {files.MAX_FILE}"
-            raise CardError("card", str(pinned), problem, "a card is small; nothing was fetched")
+            raise CardError(
+                "card",
+                str(pinned),
+                problem,
+                "nothing was fetched; choose another card, or ask its author for a smaller file",
+            )
 
 
 def push(
@@ -143,8 +148,10 @@ def _resolve(reference: Reference) -> Reference:
     seen = _read_seen()
     if constants.is_offline_mode():
         if str(reference) not in seen:
-            problem = "offline, and it was not fetched before"
-            raise CardError("card", str(reference), problem, "name a sha that is in the cache")
+            problem = "the Hub is offline for this process, and the card was not fetched before"
+            raise CardError(
+                "card", str(reference), problem, "go online, or name a sha that is in the cache"
+            )
         return Reference(reference.repo_id, seen[str(reference)]["sha"])
     with readable(str(reference)):
         refs = HfApi().list_repo_refs(reference.repo_id)
@@ -154,7 +161,7 @@ def _resolve(reference: Reference) -> Reference:
     if sha is None:
         known = ", ".join(sorted({*tags, *branches})) or "none"
         problem = "the repository has no such branch or tag"
-        raise CardError("card", str(reference), problem, f"it has: {known:.300}")
+        raise CardError("card", str(reference), problem, f"choose one of: {known:.300}")
     before = seen.get(str(reference), {}).get("sha")
     if reference.revision in tags and before not in (None, sha):
         problem = f"the tag named {before} before, now it names {sha}: it was moved"

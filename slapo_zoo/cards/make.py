@@ -115,7 +115,9 @@ def _written(pattern: str, directive: Directive, used: set[str]) -> Mapping[str,
     elif found := [name for name in directive.arguments() if name in left_out]:
         reason = reason or f"a card may not hold {', '.join(found)}"
     if reason:
-        hint = "leave the directive out, or keep the schedule in Python"
+        hint = (
+            "leave the directive out, or pass the schedule as a Python function instead of a card"
+        )
         raise CardError("card", f"sch[{pattern!r}].{directive}", reason, hint)
     return {name: _value(value, used) for name, value in directive.arguments().items()}
 

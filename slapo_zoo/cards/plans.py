@@ -105,7 +105,9 @@ def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
     error = next(_validator().iter_errors(found), None)
     if error is not None:
         place = ".".join(map(str, (SIMULATED, *error.absolute_path)))
-        hint = "`python3 ci/run.py cards --tune` writes them; take them out of the file"
+        hint = (
+            "take this entry out of the file; `python3 ci/run.py cards --tune` writes entries again"
+        )
         raise CardError("tuning.json", f"{place:.200}", f"{error.message:.300}", hint)
     return [Plan(**entry) for entry in found.values()]
 

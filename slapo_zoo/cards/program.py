@@ -89,7 +89,11 @@ class Program:
         if config.model_type != self.model_type:
             problem = f"it was made for {self.model_type!r}, the model is {config.model_type!r}"
             mine = "choose a card of the model's family"
-            hint = "slapo_zoo.apply_card(module, card)" if self.model_type == MODULE else mine
+            hint = (
+                "apply it to a module of your own: slapo_zoo.apply_card(module, card)"
+                if self.model_type == MODULE
+                else mine
+            )
             raise CardError("card", "model_type", problem, hint)
         numbers = self._numbers(config, mesh)
         for text in self.constraints:
@@ -97,7 +101,9 @@ class Program:
                 names = sorted(arithmetic.names_in(arithmetic.parse_comparison(text)))
                 found = ", ".join(f"{name} = {numbers[name]}" for name in names)
                 hint = "choose a mesh and a model for which it holds, or another card"
-                raise CardError("card", f"constraint {text!r}", f"found {found}", hint)
+                raise CardError(
+                    "card", f"constraint {text!r}", f"it does not hold: found {found}", hint
+                )
         steps = [[p, n, {k: _resolve(v, numbers) for k, v in a.items()}] for p, n, a in self.steps]
         try:
             return from_json(json.dumps({"format": FORMAT, "steps": steps}))
@@ -181,7 +187,9 @@ def _ask(question: Any, text: str, numbers: Mapping[str, int]) -> Any:
 def _card_error(error: Exception, where: str) -> CardError:
     if isinstance(error, ScheduleError):
         return CardError(where, error.what, error.problem, error.hint)
-    return CardError(where, "", str(error), "see the arguments of the primitive")
+    return CardError(
+        where, "", str(error), "give the arguments that the primitive takes (docs/reference)"
+    )
 
 
 def _sums_in(value: Any) -> list[str]:

@@ -42,11 +42,16 @@ def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
         raise CardError(where, "text", f"not UTF-8 at byte {error.start}", "write UTF-8") from None
     block = _BLOCK.match(text)
     if block is None:
-        raise CardError(where, "metadata", "found no YAML block at its start", "see hub_cards/")
+        raise CardError(
+            where,
+            "metadata",
+            "found no YAML block at its start",
+            "begin the file as the cards in hub_cards/ do",
+        )
     body = _CODE.sub("", _FENCE.sub("", text[block.end() :]))
     if found := _MARKUP.search(body) or _MARKUP.search(block[1]):
         problem = f"found {found[0]!r}: markup that a page could run"
-        raise CardError(where, "text", problem, "a card is Markdown without HTML")
+        raise CardError(where, "text", problem, "write Markdown without HTML")
     return _yaml(block[1], where)
 
 
@@ -63,10 +68,12 @@ def _yaml(text: str, where: str) -> dict[str, Any]:
     import yaml
 
     def fail(problem: str) -> CardError:
-        return CardError(where, "metadata", problem, "plain YAML: no tags, anchors, repeated keys")
+        return CardError(
+            where, "metadata", problem, "write plain YAML without tags, anchors and repeated keys"
+        )
 
     if len(text) > MAX_METADATA:
-        raise fail(f"{len(text)} characters, expected at most {MAX_METADATA}")
+        raise fail(f"found {len(text)} characters, expected at most {MAX_METADATA}")
     if _depth(text) > MAX_DEPTH:
         raise fail(f"nested deeper than {MAX_DEPTH}")
     try:
@@ -132,7 +139,7 @@ def _refuse_twice(node: Any, fail: Any) -> None:
     if isinstance(node, yaml.MappingNode):
         keys = {str(key.value) for key, _ in node.value}
         if len(keys) < len(node.value):
-            raise fail("a key stands there twice")
+            raise fail("found a key twice")
         inside = [value for _, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
         inside = node.value

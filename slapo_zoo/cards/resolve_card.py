@@ -129,6 +129,6 @@ def python_schedule(name: str, trusted: bool) -> Callable[[Any], Any]:
     spec.loader.exec_module(module)
     found = getattr(module, "schedule", None)
     if not callable(found):
-        problem = f"{files.PYTHON} has no function schedule(sch)"
-        raise CardError("card", name, problem, "ask its author")
+        problem = f"{files.PYTHON} defines no function schedule(sch)"
+        raise CardError("card", name, problem, "define it, or ask the author of the card")
     return found

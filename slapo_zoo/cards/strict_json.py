@@ -26,7 +26,9 @@ def parse(data: bytes, where: str) -> Any:
         problem = f"not UTF-8 at byte {error.start}"
     except json.JSONDecodeError as error:
         problem = f"{error.msg} in line {error.lineno}"
-    raise CardError(where, "JSON", problem, "a card holds plain, bounded JSON")
+    raise CardError(
+        where, "JSON", problem, "correct the file: a card holds plain JSON of bounded size"
+    )
 
 
 def _parse(data: bytes) -> Any:
@@ -49,7 +51,7 @@ def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in items:
         if name in found:
-            raise RefusedError(f"the key {name!r:.80} stands there twice")
+            raise RefusedError(f"found the key {name!r:.80} twice")
         found[name] = value
     return found
 

@@ -91,7 +91,12 @@ def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
     if tp * pp * size != world:
         wanted = f"tp*pp*dp = {tp * pp * dp}" if dp else f"a multiple of tp*pp = {tp * pp}"
         problem = f"found {world} processes, expected {wanted}"
-        raise MeshError("train", f"tp={tp} pp={pp} dp={dp}", problem, "start that many processes")
+        raise MeshError(
+            "train",
+            f"tp={tp} pp={pp} dp={dp}",
+            problem,
+            f"start {wanted} processes, or change tp, pp or dp",
+        )
     return size
 
 
@@ -128,7 +133,7 @@ def device_named(name: str) -> str | None:
 
     if name not in ("auto", "cpu", "cuda"):
         problem = "found no such device, expected auto, cpu or cuda"
-        raise MeshError("--device", name, problem, "leave it out for auto")
+        raise MeshError("--device", name, problem, "choose auto, cpu or cuda")
     if name == "cuda" and not torch.cuda.is_available():
         problem = "found no CUDA device that this torch can use"
         raise MeshError("--device", name, problem, "leave it out, or choose cpu")

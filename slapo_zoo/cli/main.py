@@ -79,7 +79,7 @@ def renamed(arguments: Sequence[str]) -> list[str]:
         name = name.replace("_", "-") if name[:2] == "--" and name != "--local_rank" else name
         other = options.ELSEWHERE.get(name[2:].replace("-", "_")) if command == "train" else None
         if other is not None and name[:2] == "--":
-            raise SlapoError(command, name, "found no such option", f"here it is {other}")
+            raise SlapoError(command, name, "found no such option", f"use {other}")
         new = RENAMED.get(command, {}).get(name, name)
         if new != name and is_first():
             sys.stderr.write(f"warning: {command}: {name} is called {new} now\n")

@@ -109,7 +109,9 @@ def register_kernel(
 
     def register(install: Callable[..., Any]) -> Callable[..., Any]:
         if name in KERNELS:
-            raise ScheduleError("kernel", name, "the name is already registered", "choose another")
+            raise ScheduleError(
+                "kernel", name, "the name is already registered", "choose another name"
+            )
         KERNELS[name] = Kernel(name, install, unfit, **more)
         return install
 
@@ -358,7 +360,9 @@ def register_fused_kernel(
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if name in FUSED_KERNELS:
-            raise ScheduleError("kernel", name, "the name is already registered", "choose another")
+            raise ScheduleError(
+                "kernel", name, "the name is already registered", "choose another name"
+            )
         FUSED_KERNELS[name] = FusedKernel(name, pattern, function)
         return function
 

@@ -164,7 +164,9 @@ def require_backend(
             if found
             else f"{cls.__name__} has no attention whose backend can be chosen"
         )
-        hint = f"it has: {', '.join(found)}" if found else "leave attention= out"
+        hint = f"choose one of {', '.join(found)}" if found else "leave attention= out"
         raise ArchitectureError("attention", what, problem, hint)
     if problem := backend.problem(device.type, dtype):
-        raise ArchitectureError("attention", what, problem, "sdpa and eager run everywhere")
+        raise ArchitectureError(
+            "attention", what, problem, "choose sdpa or eager, which run everywhere"
+        )

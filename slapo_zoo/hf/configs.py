@@ -23,7 +23,7 @@ def read_config(name: str | Path, **options: Any) -> Any:
     file = Path(name) / "config.json"
     if file.is_file() and file.stat().st_size > MAX_BYTES:
         raise ValueError(
-            f"config.json has {file.stat().st_size} bytes, at most {MAX_BYTES} is sane"
+            f"config.json has {file.stat().st_size} bytes, expected at most {MAX_BYTES}"
         )
     try:
         found = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
@@ -35,5 +35,5 @@ def read_config(name: str | Path, **options: Any) -> Any:
     for field, value in vars(config).items():
         counts = field.endswith(("layers", "layer", "experts"))
         if counts and type(value) is int and value > MAX_COUNT:
-            raise ValueError(f"{field}={value}, at most {MAX_COUNT} is sane")
+            raise ValueError(f"{field}={value}, expected at most {MAX_COUNT}")
     return found

@@ -216,7 +216,7 @@ class Schedule(Selection):
         """Return the history as JSON; a directive that holds a callable or module raises ScheduleError."""
         for pattern, directive in self.history:
             if reason := directive.local():
-                hint = "use a registered name, or keep the schedule local"
+                hint = "use a registered name instead of an object, or do not save this schedule"
                 raise ScheduleError(pattern, directive, f"cannot be written: {reason}", hint)
         steps = [[pattern, type(d).name, d.arguments()] for pattern, d in self.history]
         return json.dumps({"format": FORMAT, "steps": steps}, indent=1)
@@ -250,7 +250,9 @@ class Schedule(Selection):
             ScheduleError: the history is empty, or the directive cannot be undone; the hint gives a way around.
         """
         if not self.history:
-            raise ScheduleError("schedule", "undo", "its history is empty", "apply one first")
+            raise ScheduleError(
+                "schedule", "undo", "its history is empty", "apply a directive before undo()"
+            )
         pattern, directive = self.history[-1]
         if type(directive).undo is Directive.undo:
             hint = "start from a fresh model: Schedule(model, mesh).replay(sch.history[:-1])"

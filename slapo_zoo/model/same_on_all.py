@@ -101,7 +101,7 @@ def _raise_different(
     name = min(names, default="parameters")
     values = [every[one].get(name, "nothing") for one in (rank, peer)]
     problem = f"rank {rank} has other values ({values[0]}) than rank {peer} ({values[1]})"
-    hint = "are the files of that rank a stale or another copy? load all ranks from one source"
+    hint = "load all ranks from one source: the files of that rank may be another or an older copy"
     raise MeshError(what, name, problem, hint)
 
 

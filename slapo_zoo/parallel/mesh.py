@@ -81,8 +81,10 @@ class Mesh:
             places[mesh_dim], stride = [(mesh_dim, size, stride)], stride * size
         self.__dict__["_places"] = places  # of roles too, once they are asked for
         if not 0 <= self.rank < self.world_size:
-            problem = f"found {self.rank}, expected 0..{self.world_size - 1}"
-            raise MeshError("mesh", "rank", problem, "pass tp, pp and dp of all processes")
+            problem = f"found {self.rank}, expected 0..{self.world_size - 1}: the mesh has {self.world_size} ranks"
+            raise MeshError(
+                "mesh", "rank", problem, "pass sizes whose product is the number of processes"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Mesh":
         """Return the mesh itself: it is immutable, and its process groups belong to this process."""

@@ -123,7 +123,7 @@ def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
     counts = [list(homes.values()).count(rank) for rank in range(len(ranks))]
     if len(set(counts)) > 1:
         problem = f"the ranks hold {counts} stages"
-        raise MeshError(places.path, "stages", problem, "give every rank the same number")
+        raise MeshError(places.path, "stages", problem, "give every rank the same number of stages")
     return tuple(homes[stage] for stage in range(len(homes)))
 
 
@@ -134,8 +134,10 @@ def _check_complete(places: _Places, num_stages: int) -> int:
         for micro_batch in range(count):
             f, b, i, w = (Action(stage, kind, micro_batch) in places.of for kind in NAMES)
             if not f:
-                problem = f"no cell {Action(stage, FORWARD, micro_batch)}"
-                raise MeshError(places.path, f"stage {stage}", problem, "add the forward")
+                problem = f"found no cell {Action(stage, FORWARD, micro_batch)}"
+                raise MeshError(
+                    places.path, f"stage {stage}", problem, "add a cell with this forward"
+                )
             if b and (i or w):
                 part = BACKWARD_INPUT if i else BACKWARD_WEIGHT
                 problem = f"there is a whole backward {stage}B{micro_batch} as well"
@@ -143,8 +145,10 @@ def _check_complete(places: _Places, num_stages: int) -> int:
                 raise places.at(Action(stage, part, micro_batch), problem, hint)
             if not b and not (i and w):
                 lost = BACKWARD_WEIGHT if i else BACKWARD_INPUT if w else BACKWARD
-                problem = f"no cell {Action(stage, lost, micro_batch)}"
-                raise MeshError(places.path, f"stage {stage}", problem, f"add the {NAMES[lost]}")
+                problem = f"found no cell {Action(stage, lost, micro_batch)}"
+                raise MeshError(
+                    places.path, f"stage {stage}", problem, f"add a cell with this {NAMES[lost]}"
+                )
     return count
 
 

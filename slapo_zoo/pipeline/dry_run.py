@@ -55,7 +55,7 @@ def refused(model: nn.Module) -> Iterator[None]:
         yield
     except DEPENDS as error:
         problem = f"the forward of {type(model).__name__} depends on data ({error})"
-        hint = "use pp=1: what crosses a cut is found from shapes alone"
+        hint = "use pp=1: a pipeline needs tensors between stages that shapes alone determine"
         raise ScheduleError("pipeline", "dry run", problem, hint) from None
 
 

@@ -129,7 +129,9 @@ class StageMap:
             return  # with fewer, GPipe runs instead
         if count < need:
             problem = f"found {count} micro-batches, {self.order.name} needs at least {need}"
-            raise MeshError("pipeline", "micro_batches", problem, "pass more, or more rows")
+            raise MeshError(
+                "pipeline", "micro_batches", problem, "pass more micro-batches, or more rows"
+            )
         rounds = max(1, count // self.pp)
         if self.order.many and self.order.name != "LoopedBFS" and count % rounds:
             problem = (
@@ -244,7 +246,7 @@ def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: in
     """
     if num_stages - 1 > len(may_cut):
         problem = f"{num_stages} stages, but the model has {len(may_cut)} places to cut"
-        raise MeshError("pipeline", "stages", problem, f"at most {len(may_cut) + 1} stages")
+        raise MeshError("pipeline", "stages", problem, f"choose at most {len(may_cut) + 1} stages")
     total = [0.0]
     for cost in costs:
         total.append(total[-1] + cost)

@@ -285,7 +285,12 @@ def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping
     mesh, places = pipeline.schedule.mesh, pipeline.places
     tensors, _ = split_batch(batch)
     if not tensors:
-        raise SlapoError("forward", "batch", "found no tensors", "pass input_ids or the like")
+        raise SlapoError(
+            "forward",
+            "batch",
+            "found no tensors",
+            "pass the model's inputs as tensors, e.g. input_ids",
+        )
     device = next(iter(tensors.values())).device
     output, sent = None, ()
     with torch.no_grad():

@@ -209,7 +209,7 @@ class Cursor:
         if call is None or call.unit != unit:
             problem = f"its call number {self.index} was not in the dry run of the forward"
             hint = "if blocks were moved since the load: change the plain model, save it, and load that; "
-            hint += "if the forward depends on data: cut it elsewhere, or use pp=1"
+            hint += "if the forward depends on data: end the stage at another block, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         if self.plan.stage_of_call[self.index] == self.plan.stage:
             if not held:

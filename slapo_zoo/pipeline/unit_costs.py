@@ -89,7 +89,7 @@ def row_length(config: Any, seq_len: int | None) -> int:
     tokens = seq_len or min(usual_tokens(config), longest or MOST_TOKENS)
     if longest and tokens > longest:
         problem = f"found {tokens}, the model has {longest} positions"
-        raise MeshError("plan", "--seq", problem, "shorten the rows")
+        raise MeshError("plan", "--seq", problem, f"pass a --seq of at most {longest}")
     return tokens
 
 

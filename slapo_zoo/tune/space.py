@@ -47,7 +47,7 @@ class Symbol:
         if not 0 <= idx < len(self.vals):
             problem = f"found index {idx}, it has {len(self.vals)} values"
             raise SpaceError(
-                "Symbol", self.name, problem, f"indices from 0 to {len(self.vals) - 1}"
+                "Symbol", self.name, problem, f"pass an index from 0 to {len(self.vals) - 1}"
             )
         self.fixed_idx = idx
 
@@ -177,9 +177,13 @@ class Space:
             found.append(point)
             if len(found) > MOST_POINTS:
                 problem = f"it has more than {MOST_POINTS} configurations"
-                raise SpaceError("Space", self, problem, "fix a symbol, or add a constraint")
+                raise SpaceError(
+                    "Space", self, problem, "give a symbol fewer values, or add a constraint"
+                )
         if not found:
-            raise SpaceError("Space", self, "found no configuration", "loosen a constraint")
+            raise SpaceError(
+                "Space", self, "found no configuration", "remove or relax a constraint"
+            )
         return found
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:

@@ -61,7 +61,7 @@ def space_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> Space:
     space = Space()
     for name, values in symbols.items():
         if name not in KNOBS and name not in OWN:
-            hint = f"there are {', '.join((*KNOBS, *OWN))}"
+            hint = f"choose one of {', '.join((*KNOBS, *OWN))}"
             raise SlapoError("tune", f"--symbol {name}", "no such knob", hint)
         _check_values(name, values)
         space.create_symbol(name, values)
@@ -78,7 +78,7 @@ def _check_values(name: str, values: list[Any]) -> None:
     knob = KNOBS.get(name, KNOBS["tp"])  # our own symbols are counts, too
     if bad := [value for value in values if not knob.fits(value)]:
         problem = f"found {bad[0]!r}, expected {knob.expected}"
-        raise SlapoError("tune", f"--symbol {name}", problem, "change its values")
+        raise SlapoError("tune", f"--symbol {name}", problem, "correct the values of --symbol")
 
 
 UNSAID = ("loss_type",)  # what transformers reads of a config where it is set, and no class names
@@ -182,7 +182,12 @@ class Workers:
         outcome = measure_in_worker(self._job(plain, 1, None), self.setting.timeout_s)
         if outcome.kind != OK:
             problem = f"the plain schedule cannot be measured: {outcome.kind}: {outcome.message}"
-            raise SlapoError("tune", self.setting.model, problem, "try `slapo-zoo bench` first")
+            raise SlapoError(
+                "tune",
+                self.setting.model,
+                problem,
+                "run `slapo-zoo bench` first, until the model trains without tuning",
+            )
         return float(outcome.message.rpartition(" ")[2])
 
     def _job(self, point: Point, steps: int, probe: float | None) -> dict[str, Any]:

@@ -22,11 +22,15 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
     done = python_apart(CHILD, request).wait(TIMEOUT_S)
     if done.code is None:
         problem = f"no report after {TIMEOUT_S:.0f} s"
-        raise SlapoError("verify", "", problem, "verify a smaller model, or quickly")
+        raise SlapoError("verify", "", problem, "verify a smaller model")
     found = done.document()
     if found is None:
         killed = done.code == -signal.SIGKILL
-        hint = "the memory ran out" if killed else "a rank may have crashed in a collective"
+        hint = (
+            "memory ran out: verify a smaller model"
+            if killed
+            else "see its output above: a rank may have crashed in a collective"
+        )
         raise SlapoError("verify", "", done.last_words(), hint)
     if "error_of" in found:
         raise SlapoError(*found["error_of"])

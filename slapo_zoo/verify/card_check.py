@@ -34,7 +34,9 @@ def require_correct(
         knobs: values of pipeline_order and stages_per_rank.
     """
     if level not in LEVELS:
-        raise CardError("from_pretrained", f"verify={level!r}", "no such level", f"one of {LEVELS}")
+        raise CardError(
+            "from_pretrained", f"verify={level!r}", "no such level", f"choose one of {LEVELS}"
+        )
     if level == "off":
         return
     request = json.dumps(request_for(program, config, (mesh.tp, mesh.pp, mesh.dp), knobs))
@@ -46,7 +48,7 @@ def require_correct(
     if found["verdict"] == "unmeasured":
         get_logger("slapo_zoo").warning("the card was not verified: %s", found["text"])
     elif found["verdict"] != "verified":
-        hint = 'do not use it; or pass verify="off" if you know better'
+        hint = 'do not use it; or pass verify="off" if you trust it'
         raise CardError("card", "verify", f"its schedule is wrong\n{found['text']}", hint)
 
 

@@ -43,8 +43,10 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
         if any(int(other) != int(mine) for other in each):
             where = recorder.inside[-1] if recorder and recorder.inside else "a collective"
             differ = [i for i, other in enumerate(each) if int(other) != int(mine)]
-            problem = f"tp rank {mesh.coord('tp')} calls {what}, tp ranks {differ} another one"
-            hint = "ranks hold different sizes here: divide evenly, or pad"
+            problem = (
+                f"tp rank {mesh.coord('tp')} calls {what}, tp ranks {differ} call a different one"
+            )
+            hint = "the ranks have different sizes here: shard a size that tp divides, or pass pad=True"
             raise ScheduleError(where, "collective", problem, hint)
 
     collectives.OBSERVERS.append(check)

@@ -46,7 +46,7 @@ class Layout:
         """Return the union of two layouts, e.g. of model and optimizer; a tensor in both raises WeightsError."""
         if twice := self.slots.keys() & other.slots.keys():
             problem = f"{len(twice)} names are both model and optimizer tensors"
-            raise WeightsError("save", min(twice), problem, "rename the tensor")
+            raise WeightsError("save", min(twice), problem, "rename one of the two tensors")
         return Layout(
             self.headers | other.headers, self.sizes | other.sizes, self.slots | other.slots,
             self.indexes | other.indexes,
@@ -58,7 +58,9 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
     dtype = getattr(torch, spec.dtype, None)
     if dtype not in CODES:
         problem = f"found dtype {spec.dtype!r}, expected one that safetensors can hold"
-        raise WeightsError("save", spec.name, problem, f"one of {', '.join(map(str, CODES))}")
+        raise WeightsError(
+            "save", spec.name, problem, f"convert it to one of {', '.join(map(str, CODES))}"
+        )
     return dtype
 
 

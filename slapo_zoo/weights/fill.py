@@ -132,7 +132,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
         if shard > limit:
             found = f"found {human(limit)}, expected at least {human(shard)}"
             problem = f"{found}: {human(shard - limit)} more"
-            hint = "raise the limit, or divide the model over more ranks (tp, pp, dp_shard)"
+            hint = "raise the limit, or shard the model over more ranks (tp, pp, dp_shard)"
             raise WeightsError(f"rank {mesh.rank}", "max_load_memory", problem, hint)
 
     together(mesh, "from_pretrained", check)
@@ -224,7 +224,7 @@ def _refuse_foreign(
     lines = ["", *(f"missing: {name}" for name in missing[:20])]
     lines += [f"unexpected: {key}" for key in unexpected[:20]]
     what = f"{len(missing)} missing and {len(unexpected)} unexpected keys"
-    hint = "is it a checkpoint of another architecture or size?"
+    hint = "pass a checkpoint of this architecture and size"
     if any(re.search(QUANTIZED, key) for key in unexpected):
         hint = (
             "its weights are quantized and cannot be trained: load the checkpoint it was made from"

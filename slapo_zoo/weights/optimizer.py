@@ -211,11 +211,21 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
         ours = group.get(name)
         if None not in (value, ours) and _kinds(value) != _kinds(ours):
             problem = f"found {value!r:.60}, expected a value like {ours!r:.60}"
-            raise WeightsError(LOAD, f"optimizer option {name}", problem, "is the file damaged?")
+            raise WeightsError(
+                LOAD,
+                f"optimizer option {name}",
+                problem,
+                "copy the checkpoint again: its file may be damaged",
+            )
         numbers = value if isinstance(value, tuple | list) else [value]
         if not all(math.isfinite(one) for one in numbers if isinstance(one, int | float)):
             problem = f"found {value!r:.60}, expected finite numbers"
-            raise WeightsError(LOAD, f"optimizer option {name}", problem, "is the file damaged?")
+            raise WeightsError(
+                LOAD,
+                f"optimizer option {name}",
+                problem,
+                "copy the checkpoint again: its file may be damaged",
+            )
 
 
 def _kinds(value: Any) -> Any:
@@ -232,7 +242,9 @@ def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
     for name, keys in found.items():
         if keys != most:
             problem = f"found the state {sorted(keys)}, expected {sorted(most)} as for the others"
-            raise WeightsError(LOAD, name, problem, "is training_state.json damaged?")
+            raise WeightsError(
+                LOAD, name, problem, "copy the checkpoint again: training_state.json may be damaged"
+            )
 
 
 def _check_kind(optimizer: Any, record: Record) -> None:

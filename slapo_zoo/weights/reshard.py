@@ -139,7 +139,7 @@ def _write_others(
     if state.exists():
         content = json.loads(state.read_text(encoding="utf-8"))
         if content.get("save") != (kept.save if kept is not None else None):
-            problem = "it was replaced while it was read"
+            problem = "a save replaced the checkpoint while it was read"
             raise WeightsError(str(source), FILE, problem, "reshard a copy, or try again")
         write_state(folder, {**content, "save": save_in(folder)})
     config = folder / "config.json"

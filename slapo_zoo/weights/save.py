@@ -85,7 +85,9 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise WeightsError(str(folder), "", f"is no folder: {error}", "pass another") from error
+        raise WeightsError(
+            str(folder), "", f"is no folder: {error}", "pass another path"
+        ) from error
 
 
 class _Save:
@@ -159,7 +161,12 @@ class _Save:
         found, expected = sum(one.bytes for one in written), sum(map(tensor_bytes, self.specs))
         if found != expected:
             problem = f"found {found} bytes written by all ranks, expected {expected}"
-            raise WeightsError(STEP, self.target, problem, "do the placements cover every tensor?")
+            raise WeightsError(
+                STEP,
+                self.target,
+                problem,
+                "check that the placements cover every element of each tensor",
+            )
         path = self.staging.path
         with self._io_errors():
             kept = self._stamp(written, stamp)
@@ -229,7 +236,7 @@ def _check_spec(
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != torch_dtype(spec):
         found = f"{tensor.dtype} of shape {list(tensor.shape)}"
         problem = f"found {found}, expected {torch_dtype(spec)} of shape {list(shape)}"
-        raise WeightsError(STEP, spec.name, problem, "the spec says what the file will hold")
+        raise WeightsError(STEP, spec.name, problem, "pass the tensor that its spec describes")
 
 
 def _reserve(path: Path, header: bytes, size: int) -> None:

@@ -223,7 +223,10 @@ def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int)
 def spread(num_blocks: int, ratio: float) -> list[int]:
     """Return the indices of round(ratio * num_blocks) evenly spread blocks; MeshError for a ratio outside 0..1."""
     if not 0.0 <= ratio <= 1.0:
-        what, hint = f"checkpoint_ratio={ratio}", "0.0 keeps all activations, 1.0 recomputes all"
+        what, hint = (
+            f"checkpoint_ratio={ratio}",
+            "choose 0.0 to keep all activations, 1.0 to recompute all",
+        )
         raise MeshError("zoo", what, "expected a number from 0 to 1", hint)
     count = round(ratio * num_blocks)
     return [num_blocks * i // count for i in range(count)]

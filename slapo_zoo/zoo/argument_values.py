@@ -82,7 +82,7 @@ def to_dtype(dtype: str | torch.dtype) -> torch.dtype:
     name = str(dtype).removeprefix("torch.")
     found: Any = getattr(torch, SHORT.get(name, name), None)
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        hint = 'e.g. "float32", "bfloat16", or "auto"'
+        hint = 'pass e.g. "float32", "bfloat16", or "auto"'
         raise SlapoError("from_pretrained", f"dtype={dtype!r}", "not a floating torch dtype", hint)
     return found
 
@@ -107,7 +107,7 @@ def _named_device(device: str | torch.device) -> torch.device:
     except (RuntimeError, TypeError) as error:
         problem = f"found no such device: {str(error).splitlines()[0]}"
         raise SlapoError(
-            "from_pretrained", f"device={device!r}", problem, '"cpu", "cuda"'
+            "from_pretrained", f"device={device!r}", problem, 'pass device="cpu" or "cuda"'
         ) from None
     if not is_there:
         problem = f"this torch can use {torch.cuda.device_count()} CUDA devices"

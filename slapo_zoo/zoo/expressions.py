@@ -93,10 +93,17 @@ def _value(node: Node, text: str, numbers: Mapping[str, int]) -> int:
         return node
     left, right = (_value(side, text, numbers) for side in (node.left, node.right))
     if node.op in ("//", "%") and right == 0:
-        raise ScheduleError("arithmetic", repr(text), "a division by 0", "check its numbers")
+        raise ScheduleError(
+            "arithmetic", repr(text), "a division by 0", "check the numbers of this expression"
+        )
     value = _ARITHMETIC[node.op](left, right)
     if abs(value) > MAX_NUMBER:
-        raise ScheduleError("arithmetic", repr(text), "a number beyond 2**53", "check its numbers")
+        raise ScheduleError(
+            "arithmetic",
+            repr(text),
+            "a number beyond 2**53",
+            "check the numbers of this expression",
+        )
     return value
 
 
@@ -159,5 +166,5 @@ class _Parser:
         return self.tokens[self.at - 1] if self.at <= len(self.tokens) else ""
 
     def _fail(self, problem: str) -> ScheduleError:
-        hint = "integers and names with + - * // % and parentheses"
+        hint = "use integers and names with + - * // % and parentheses"
         return ScheduleError("arithmetic", f"{self.text!r:.80}", problem, hint)

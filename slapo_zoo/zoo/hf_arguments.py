@@ -90,7 +90,7 @@ class HubArguments:
         for name, value in changes.items():
             if not hasattr(config, name):
                 problem = f"{type(config).__name__} has no such field"
-                raise SlapoError(WHERE, f"{name}=", problem, "set it in the config that you pass")
+                raise SlapoError(WHERE, f"{name}=", problem, "leave it out, or correct its name")
             setattr(config, name, value)
         return config
 

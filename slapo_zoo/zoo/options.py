@@ -229,7 +229,7 @@ def check_knobs(where: str, options: LoaderOptions) -> None:
         value = getattr(options, name)
         if name not in MESH and not knob.fits(value):
             problem = f"found {value!r}, expected {knob.expected}"
-            raise SlapoError(where, name, problem, f"{name}: {knob.help}")
+            raise SlapoError(where, name, problem, f"pass a value that fits: {knob.help}")
 
 
 def unknown_knob(where: str, name: str, known: Iterable[str]) -> SlapoError:

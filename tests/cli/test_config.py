@@ -33,7 +33,7 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.zoo.options import LoaderOptions
 
 WRONG = {
-    "warm_up_steps: 3": "found no such key\n  hint: did you mean 'warmup_steps'?",
+    "warm_up_steps: 3": "no option has this name\n  hint: did you mean 'warmup_steps'?",
     "lr_scheduler: linear": "here it is lr_scheduler_type",
     "bf16: true": "here it is load: {precision: bf16}",
     "max_steps: many": "found 'many', expected an integer\n  hint: the default is 100",

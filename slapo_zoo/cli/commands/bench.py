@@ -107,7 +107,7 @@ def _kernels(only: str, quick: bool, output: Path | None, resume: bool) -> Any:
     from slapo_zoo.dispatch.benchmark import SHAPES, run
 
     if not any(name.startswith(tuple(only.split(","))) for name in SHAPES):
-        hint = f"there are {', '.join(SHAPES)}"
+        hint = f"choose among {', '.join(SHAPES)}"
         raise SlapoError("bench kernels", f"--only {only}", "no kernel's name begins so", hint)
     found, lines = run(quick, only, output, again=not resume), []
     for title, rows in found.items():

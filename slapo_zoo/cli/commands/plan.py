@@ -46,11 +46,18 @@ def plan(
     tp, pp, dp = (layout.pop(name) for name in ("tp", "pp", "dp"))
     if gpus is None and (write or explain):
         what = "--write" if write else "--explain"
-        raise MeshError("plan", what, "it belongs to a search, found none", "add --gpus N")
+        raise MeshError(
+            "plan",
+            what,
+            "only a search over layouts takes it, and none was asked for",
+            "add --gpus N",
+        )
     if gpus is not None:
         if (tp, pp, dp) != (1, 1, 1):
             problem = f"found tp={tp} pp={pp} dp={dp}, but a search tries every layout"
-            raise MeshError("plan", f"--gpus {gpus}", problem, "leave out one or the other")
+            raise MeshError(
+                "plan", f"--gpus {gpus}", problem, "leave out --gpus, or leave out tp, pp and dp"
+            )
         return search(make_planner(model, seq_len, device), gpus, batch, explain, write, most)
     from slapo_zoo.zoo.load_forecast import plan_weights
 

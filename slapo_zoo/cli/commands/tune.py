@@ -107,7 +107,7 @@ def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
     for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not values:
-            raise SlapoError("tune", f"{what} {text}", "found no NAME=VALUE", "e.g. batch_size=1,2,4")  # fmt: skip
+            raise SlapoError("tune", f"{what} {text}", "found no NAME=VALUE", "write NAME=VALUE, e.g. batch_size=1,2,4")  # fmt: skip
         found[name] = [words.get(v.lower(), typed(v)) if v else "" for v in values.split(",")]
     return found
 

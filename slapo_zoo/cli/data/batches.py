@@ -140,7 +140,12 @@ class Stream:
                 is_empty = False
                 yield dict(row), epoch, data
             if is_empty:
-                raise DataError("--data", "", "found no row in it", "is it empty, or too short?")
+                raise DataError(
+                    "--data",
+                    "",
+                    "found no row in it",
+                    "give data with more text: it is empty or too short",
+                )
             epoch, place = epoch + 1, None
 
 

@@ -64,7 +64,7 @@ def text_files(path: Path) -> list[str]:
     texts = [str(file) for file in files if _is_text(file)]
     if not texts:
         problem = f"found no UTF-8 text in {len(files)} file{'' if len(files) == 1 else 's'}"
-        raise DataError(str(path), "--data", problem, "name UTF-8 text, unpacked, or a folder of it")  # fmt: skip
+        raise DataError(str(path), "--data", problem, "name an unpacked UTF-8 text file, or a folder of such files")  # fmt: skip
     if (short := len(files) - len(texts)) and is_first():
         sys.stderr.write(f"{short} of {len(files)} files hold no UTF-8 text; they are left out\n")
     return texts
@@ -154,9 +154,9 @@ def explained(name: str, split: str) -> Iterator[None]:
         if isinstance(cause, DataError):  # of our own encoder, which a stream calls
             raise cause from None
         problem = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        hint = "is the format what the file's ending says? data_split names the split"
+        hint = "check that the format is what the file's ending says, and that data_split names a split"
         if any(word in problem for word in OF_NOTHING):
-            problem, hint = "found no row in it", "is it the file that was meant?"
+            problem, hint = "found no row in it", "check that it is the file that you meant"
         raise DataError(name, f"split {split!r}", problem, hint) from error
 
 
@@ -171,14 +171,14 @@ def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str])
     chosen = {}
     if unknown := sorted(set(given) - set(task.roles)):
         hint = f"this task reads {', '.join(task.roles)}"
-        raise DataError("columns", unknown[0], "the task reads no such thing", hint)
+        raise DataError("columns", unknown[0], "the task reads no column for this", hint)
     for role, usual in task.roles.items():
         name = given.get(role) or next((one for one in usual if one in found), None)
         if name is None and role in task.optional:
             continue
         if name not in found:
             problem = f"found no column {name or ' or '.join(usual)!r} among {', '.join(found)}"
-            raise DataError("--data", role, problem, f"say which: --set columns.{role}=NAME")
+            raise DataError("--data", role, problem, f"name the column: --set columns.{role}=NAME")
         chosen[role] = name
     return chosen
 
@@ -212,7 +212,9 @@ class Encoder:
             if wrong := [one for one in held if not FITS[wanted](one)][:1]:
                 problem = f"found {wrong[0]!r:.60}, expected {wanted}"
                 column = f"column {self.columns[role]!r}"
-                raise DataError("--data", column, problem, f"it is read as {role}")
+                raise DataError(
+                    "--data", column, problem, f"correct this column, or name another one as {role}"
+                )
         encoded = self.task.encode(found)
         tokens = [column for name, column in encoded.items() if name.endswith("input_ids")]
         kept = [i for i, row in enumerate(zip(*tokens, strict=True)) if all(map(len, row))]
@@ -307,7 +309,7 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
     found = {int(x) if isinstance(x, float) and x % 1 == 0 else x for x in found}
     if len(found) == 1:
         problem = f"found one class, {found.pop()!r}, expected at least two"
-        raise DataError("--data", column, problem, "there is nothing to tell apart")
+        raise DataError("--data", column, problem, "give rows of at least two classes")
     most = max((one for one in found if isinstance(one, int)), default=0)
     if all(isinstance(one, int) for one in found) and most < MOST_CLASSES:
         return tuple(str(number) for number in range(most + 1))

@@ -64,7 +64,9 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     check_mesh(options, TASKS[task].head, config)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         problem = "found no decoder_start_token_id, with which decoder inputs begin"
-        raise WeightsError(options.model, "config.json", problem, "add it; T5's is 0")
+        raise WeightsError(
+            options.model, "config.json", problem, "add it to config.json (T5 has 0)"
+        )
     if options.target_len is not None:
         row_length(options.target_len, config, "target_len")
     return replace(options, task=task, seq_len=row_length(options.seq_len, config)), config
@@ -104,7 +106,9 @@ def check_places(options: TrainOptions) -> None:
     for name, other in itertools.permutations(places, 2):
         if name in WRITTEN and places[name].is_relative_to(places[other]):
             problem = f"found {named[name]}, which is {other} or lies in it"
-            raise ConfigError("train", name, problem, "put it beside, e.g. runs/best, runs/log")
+            raise ConfigError(
+                "train", name, problem, "name a place outside of it, e.g. runs/best, runs/log"
+            )
     for name in {"output", "best"} & places.keys():
         check_target(places[name], option=f"--{name}")
         check_parent(places[name], f"--{name}")
@@ -153,7 +157,9 @@ def check_pairs(options: TrainOptions) -> None:
     problem = f"found --engine {options.engine}, expected torch"
     _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
     count, hint = options.micro_batches, "leave it out, or take a larger --dp"
-    problem = f"found {count}, expected 1: pairs of other parts are not seen"
+    problem = (
+        f"found {count}, expected 1: a pair is compared only with those of its own micro-batch"
+    )
     _require(count in (None, 1), "--micro-batches", problem, hint)
     problem = "found 1, expected more: a pair is compared with the others of its step"
     _require(options.batch_size > 1, "--batch-size", problem, "choose a larger one")
@@ -268,7 +274,7 @@ def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOp
         sys.stderr.write(f"changed since {found} was written: {changed}\n" if is_first() else "")
     if state["step"] > options.max_steps:
         problem = f"it has done {state['step']} steps, and --max-steps asks for {options.max_steps} in all"
-        raise WeightsError(str(folder), "--checkpoint", problem, "ask for more --max-steps")
+        raise WeightsError(str(folder), "--checkpoint", problem, "raise --max-steps")
 
 
 def changes_since(folder: Path, options: TrainOptions) -> str:

@@ -30,7 +30,12 @@ def load_tokenizer(name: str) -> Any:
     except (OSError, ValueError, ImportError) as exc:
         raise DataError(name, "tokenizer", str(exc).strip().partition("\n")[0], hint) from exc
     if len(found) <= len(found.all_special_ids):  # what transformers makes where there are no files
-        raise DataError(name, "tokenizer", f"found one of {len(found)} tokens, all special", hint)
+        raise DataError(
+            name,
+            "tokenizer",
+            f"found a tokenizer of {len(found)} tokens, all of them special",
+            hint,
+        )
     return found
 
 
@@ -141,12 +146,14 @@ def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Tas
     """Return the task with attention masks between documents, if the options want them and the model can."""
     if not isinstance(task, Causal):
         if options.document_masks:
-            problem = f"found task {options.task}, whose rows are not kept apart"
+            problem = f"found task {options.task}, which packs no documents into one row"
             raise ConfigError("train", "document_masks", problem, "leave it out")
         return task
     can = config.model_type in TELL_APART
     if options.document_masks and not can:
-        problem = f"attention of {config.model_type} is not known to tell documents of a row apart"
+        problem = (
+            f"attention of {config.model_type} is not known to keep the documents of a row apart"
+        )
         raise ConfigError("train", "document_masks", problem, "leave it out")
     several = rows is None or most_of(rows, "lengths", "list_value_length") > 1
     wanted = several if options.document_masks is None else options.document_masks
@@ -175,4 +182,4 @@ def check_vocabulary(rows: Any, tokenizer: Any, config: Any, options: TrainOptio
     found = max(used, *(most_of(rows, name, "list_flatten") for name in names))
     if found >= size:
         problem = f"found token {found}, but the vocabulary has {size} rows"
-        raise DataError(options.model, "tokenizer", problem, "it belongs to another model")
+        raise DataError(options.model, "tokenizer", problem, "pass the tokenizer of this model")

@@ -241,8 +241,8 @@ def _value(key: str, value: Any, where: str) -> Any:
     if key not in KINDS:
         near = difflib.get_close_matches(key, [*KINDS, *ELSEWHERE], 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"
-        hint = f"here it is {ELSEWHERE[near[0]]}" if near and near[0] in ELSEWHERE else hint
-        raise ConfigError(where, key, "found no such key", hint)
+        hint = f"use {ELSEWHERE[near[0]]}" if near and near[0] in ELSEWHERE else hint
+        raise ConfigError(where, key, "no option has this name", hint)
     kinds = get_args(KINDS[key]) if isinstance(KINDS[key], types.UnionType) else (KINDS[key],)
     problem = f"found {value!r:.60}, expected {' or '.join(READERS[kind][1] for kind in kinds)}"
     for kind in kinds:
@@ -253,7 +253,7 @@ def _value(key: str, value: Any, where: str) -> Any:
                 return os.path.expanduser(read) if key in PATHS and read else read
             break
     default = getattr(TrainOptions(""), key)
-    hint = f"the default is {default!r}" if default not in (None, "") else described()[key]
+    hint = f"correct the value; the default is {default!r}" if default not in (None, "") else described()[key]
     raise ConfigError(where, key, str(problem), hint)
 
 

@@ -31,7 +31,7 @@ def find(module: nn.Module, path: str, what: Any) -> list[Found] | Matches:
     if isinstance(what, type) and issubclass(what, Pattern):
         what = what()
     if not callable(what):
-        hint = "a regex, a predicate `lambda node: ...`, a function, or a Pattern"
+        hint = "pass a regex, a predicate `lambda node: ...`, a function, or a Pattern"
         raise ScheduleError(path or "(the model)", "find", f"found {what!r}", hint)
     pattern = trace_pattern(what)
     found = Matches()

@@ -55,7 +55,7 @@ def arguments(
     if varies or len(required) <= len(inputs) <= len(plain):
         return tuple(inputs.values()), constants
     problem = f"the subgraph has {list(inputs)}, {_name(new)} takes {[p.name for p in plain]}"
-    hint = "name its parameters as in the pattern, or give it as many"
+    hint = "give it as many parameters as the subgraph has inputs, or the names of the pattern"
     raise ScheduleError(path or "(the model)", "replace", problem, hint)
 
 
@@ -105,7 +105,7 @@ def carry_parameters(
         if parameter is None or shape != tuple(parameter.shape):
             found = [tuple(p.shape) for p in given]
             problem = f"{name!r} of {_name(new)} cannot be filled from {found}"
-            hint = "give it the parameters of the replaced modules, or fill it yourself"
+            hint = "give it parameters of the names and shapes of the replaced modules, or leave out carry=True"
             raise ScheduleError(path or "(the model)", "replace(carry=True)", problem, hint)
         whole = (
             given[0] if len(given) == 1 else nn.Parameter(torch.cat([p.detach() for p in given]))

@@ -40,7 +40,11 @@ class ModulePattern(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """Raise ScheduleError: this call is only traced and matched, never run."""
-        raise ScheduleError("pattern", f"ModulePattern({self.name!r})", "it runs in no model")
+        raise ScheduleError(
+            "pattern",
+            f"ModulePattern({self.name!r})",
+            "a pattern is matched in a graph, and cannot be called",
+        )
 
 
 def call_module(regex: str, *args: Any) -> Any:

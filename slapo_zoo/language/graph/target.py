@@ -21,7 +21,7 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
             or list of subgraphs from `find`, or a list of (path, node), which is one subgraph.
     """
     if not any(isinstance(m, fx.GraphModule) for m in site.module.modules()):
-        raise directive.fail(site, "it has no graph", "trace() it first, or find() in it")
+        raise directive.fail(site, "it has no graph", "call trace() or find() on this module first")
     found = _subgraphs(site, spec)
     if not found:
         problem = f"nothing in its graph matches {spec!r}{_rejections(found)}"

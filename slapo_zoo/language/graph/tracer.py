@@ -176,7 +176,9 @@ class ValueTracer(fx.Tracer):
 
     def _module_arg(self, module: nn.Module) -> fx.Node:
         if module is not self.root and self.submodule_paths and module not in self.submodule_paths:
-            raise self.fail(f"{type(module).__name__} lies outside of it", self.leaf_hint())
+            raise self.fail(
+                f"it calls {type(module).__name__}, which is no submodule of it", self.leaf_hint()
+            )
         path = "itself" if module is self.root else self.path_of_module(module)
         return self.create_node("get_attr", path, (), {})
 

@@ -28,9 +28,13 @@ class Annotate(Directive):
         parameter = site.module._parameters.get(self.param_name)
         if parameter is None:
             has = ", ".join(site.module._parameters) or "none"
-            raise self.fail(site, f"no parameter {self.param_name!r}", f"it has: {has}")
+            raise self.fail(site, f"no parameter {self.param_name!r}", f"choose one of: {has}")
         if self.key not in parameter.__dict__ and hasattr(parameter, self.key):
-            raise self.fail(site, f"{self.key!r} means something to torch", "choose another key")
+            raise self.fail(
+                site,
+                f"{self.key!r} means something to torch",
+                "choose another key for the annotation",
+            )
 
     def apply(self, site: Site) -> None:
         setattr(site.module._parameters[self.param_name], self.key, self.value)

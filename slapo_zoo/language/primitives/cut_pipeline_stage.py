@@ -23,7 +23,7 @@ class CutPipelineStage(Directive):
         if not site.path:
             raise self.fail(site, "the whole model cannot be cut", "name one of its blocks")
         if (site.path, self.call) in site.state.cuts:
-            raise self.fail(site, "a stage ends here already", "remove one of the two")
+            raise self.fail(site, "a stage ends here already", "remove one of the two cuts")
 
     def apply(self, site: Site) -> None:
         site.state.cuts.append((site.path, self.call))

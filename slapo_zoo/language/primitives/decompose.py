@@ -44,9 +44,13 @@ class Decompose(Directive):
     def check(self, site: Site) -> None:
         if type(site.module) is not nn.Linear and type(site.module).__name__ != "Conv1D":
             problem = f"found {type(site.module).__name__}, expected Linear or Conv1D"
-            raise self.fail(site, problem, "decompose the linear layers one by one")
+            raise self.fail(site, problem, "select only the linear layers")
         if "forward" in site.module.__dict__:
-            raise self.fail(site, "its forward was changed", "decompose() comes first")
+            raise self.fail(
+                site,
+                "its forward was changed",
+                "call decompose() before the directive that changed it",
+            )
         if site.placed("weight") is not None:
             problem = f"its weight is divided by {site.state.placed[site.name('weight')].directive}"
             raise self.fail(site, problem, "decompose() comes before shard()")

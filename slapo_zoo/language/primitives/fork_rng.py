@@ -58,7 +58,9 @@ class ForkRng(Directive):
     def check(self, site: Site) -> None:
         if self.after and (self.axis != -1 or self._after_path(site) not in site.state.modules):
             problem = f"after={self.after!r}, axis={self.axis}: found no child of that name, or another axis"
-            hint = "name a child of this module, or of that which holds a Dropout, and axis=-1"
+            hint = (
+                "name a child of this module, or of the module that holds the Dropout, and axis=-1"
+            )
             raise self.fail(site, problem, hint)
         if self.axis and self.size < site.mesh.size("tp") and (self.size or not self.after):
             problem = f"an axis of size {self.size} cannot be sharded over tp={site.mesh.tp}"

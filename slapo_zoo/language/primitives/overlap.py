@@ -40,7 +40,7 @@ class Overlap(Directive):
 
     def check(self, site: Site) -> None:
         if not self._found(site):
-            hint = 'sync("bwd_post", "all_reduce") comes first'
+            hint = 'call sync("bwd_post", "all_reduce") before overlap()'
             raise self.fail(site, "no gradient is summed at or below it", hint)
 
     def apply(self, site: Site) -> None:

@@ -41,7 +41,7 @@ class ReplaceAll(Directive):
         if not found:
             classes = sorted({type(m).__name__ for m in site.module.modules()})
             problem = f"no module of type {self.target_mod_type!r} below it"
-            raise self.fail(site, problem, f"there are {classes}")
+            raise self.fail(site, problem, f"choose one of {classes}")
         if callable(self.make_mod_fn):
             return
         if self.make_mod_fn not in KERNELS:
@@ -49,7 +49,11 @@ class ReplaceAll(Directive):
             raise self.fail(site, f"no kernel {self.make_mod_fn!r}", hint)
         for path, module in found:
             if reason := KERNELS[self.make_mod_fn].refuses(module):
-                raise self.fail(Site(path, module, site.state), reason, "replace one by one")
+                raise self.fail(
+                    Site(path, module, site.state),
+                    reason,
+                    "select the modules that the kernel serves, and call replace() on them",
+                )
 
     def _found(self, site: Site) -> list[tuple[str, nn.Module]]:
         def matches(module: nn.Module) -> bool:

@@ -26,10 +26,14 @@ class SumGradient(Directive):
     def check(self, site: Site) -> None:
         if self.param_name not in site.module._parameters:
             has = ", ".join(site.module._parameters) or "none"
-            raise self.fail(site, f"no parameter {self.param_name!r}", f"it has: {has}")
+            raise self.fail(site, f"no parameter {self.param_name!r}", f"choose one of: {has}")
         if placed := site.placed(self.param_name):
             problem = f"it is divided by {placed.directive}"
-            raise self.fail(site, problem, "its gradient is complete on each rank")
+            raise self.fail(
+                site,
+                problem,
+                "leave the directive out: each rank has the complete gradient of its shard",
+            )
 
     def apply(self, site: Site) -> None:
         state = site.state

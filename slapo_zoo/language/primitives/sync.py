@@ -21,7 +21,9 @@ def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
 
     def register(op: SyncOp) -> SyncOp:
         if name in SYNC_OPS:
-            raise ScheduleError("sync op", name, "the name is already registered", "choose another")
+            raise ScheduleError(
+                "sync op", name, "the name is already registered", "choose another name"
+            )
         SYNC_OPS[name] = (modes, op)
         return op
 
@@ -36,7 +38,7 @@ def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
         raise sync.fail(site, problem, f"expected {-x.ndim}..{x.ndim - 1}")
     if x.shape[axis] % n:
         problem = f"axis {axis} of {tuple(x.shape)} is not a multiple of {sync.mesh_dim}={n}"
-        raise sync.fail(site, problem, "pad the axis, or change the mesh")
+        raise sync.fail(site, problem, "pad the axis to a multiple, or change the mesh")
 
 
 OF_COLUMNS = ("vocab_logits", "join_columns")  # need a sharded weight, for the global size

@@ -35,10 +35,16 @@ class SyncRMSNorm(Directive):
             raise self.fail(site, "its weight is not sharded", "shard('weight', 0) first")
         if not isinstance(getattr(site.module, self.eps, None), float):
             raise self.fail(
-                site, f"expected a number {self.eps!r}", "say what its forward adds to the mean"
+                site,
+                f"found no attribute {self.eps!r} that is a float",
+                "pass eps=, the name of the attribute that its forward adds to the mean",
             )
         if "forward" in vars(site.module):
-            raise self.fail(site, "its forward was replaced", "put this directive first")
+            raise self.fail(
+                site,
+                "its forward was replaced",
+                "put this directive before the one that replaced it",
+            )
 
     def apply(self, site: Site) -> None:
         n, placed = site.mesh.size(self.mesh_dim), site.placed("weight")

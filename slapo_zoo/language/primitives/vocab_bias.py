@@ -29,12 +29,16 @@ class VocabBias(Directive):
     def check(self, site: Site) -> None:
         if self.linear not in dict(site.module.named_children()):
             has = ", ".join(name for name, _ in site.module.named_children()) or "none"
-            raise self.fail(site, f"no child {self.linear!r}", f"it has: {has}")
+            raise self.fail(site, f"no child {self.linear!r}", f"choose one of: {has}")
         if site.placed(self.param_name) is None:
             hint = f"shard({self.param_name!r}, 0, pad=True) first"
             raise self.fail(site, f"its {self.param_name} is not sharded", hint)
         if "forward" in vars(site.module):
-            raise self.fail(site, "its forward was replaced", "put this directive first")
+            raise self.fail(
+                site,
+                "its forward was replaced",
+                "put this directive before the one that replaced it",
+            )
 
     def apply(self, site: Site) -> None:
         if site.mesh.size(self.mesh_dim) == 1:

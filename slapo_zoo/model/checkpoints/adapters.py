@@ -145,7 +145,12 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     """Return {key in peft's files: unsharded matrix or gradient} of an adapter on rank 0, {} elsewhere."""
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
-        raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", "add_adapter()")
+        raise SlapoError(
+            "adapter",
+            repr(name),
+            f"no such adapter; found {known}",
+            "name one of these, or call model.add_adapter(config) first",
+        )
     if not grads and (whole := _beside(model, name)):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
@@ -352,7 +357,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
             problem = (
                 f"found {len(unknown)} tensors for which the model has no place: {unknown[:3]}"
             )
-            raise SlapoError(str(folder), "adapter", problem, "is it an adapter of another model?")
+            raise SlapoError(str(folder), "adapter", problem, "load the adapter of this model")
         targets = {key: Target(value, tuple(value.shape)) for key, value in values.items()}
         load_tensors(targets, files, {key: key for key in targets}, Mesh())
 

@@ -41,7 +41,7 @@ def refresh_specs(model: Any, step: str) -> None:
     added = _added(model, found, known)
     if added and mesh.pp > 1:
         problem = f"it was added to a model of pp={mesh.pp} stages: no stage owns it"
-        raise SlapoError(step, min(added), problem, "save it by itself, or use pp=1")
+        raise SlapoError(step, min(added), problem, "save this tensor separately, or use pp=1")
     dtypes = {name: _dtype(tensor) for name, tensor in found.items() if name in known}
     if mesh.pp > 1:
         every = together(mesh, step, lambda: {mesh.coord("pp"): dtypes})

@@ -83,7 +83,7 @@ class _Load:
         for name in ("optimizer", "scheduler"):
             if getattr(self, name) is not None and state[name] is None:
                 problem = f"the checkpoint was saved without {name}"
-                hint = "leave it out, or begin anew"
+                hint = "leave it out, or start without this checkpoint"
                 raise WeightsError(str(self.path / FILE), name, problem, hint)
         if self.scheduler is not None:
             _check_scheduler(self.path, decode(state["scheduler"]), self.scheduler.state_dict())
@@ -111,7 +111,9 @@ class _Load:
         if wrong := found ^ optimizers.tensor_names(record):
             where = str(self.path / FILE)
             problem = f"{len(wrong)} tensors are listed here or stored in the optimizer's files, but not both"
-            raise WeightsError(where, min(wrong), problem, "is one of the files damaged?")
+            raise WeightsError(
+                where, min(wrong), problem, "copy the folder again: one of its files may be damaged"
+            )
         if (targets := self.restored.targets) and opened.optimizer is not None:
             source = {key: key for key in targets}
             load_tensors(targets, opened.optimizer, source, self.model.mesh)
@@ -134,7 +136,11 @@ class _Load:
 def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
     """Raise WeightsError unless the saved and the given scheduler have the same fields of the same types."""
     for name in sorted(saved.keys() ^ own.keys(), key=str):
-        who = "the given one lacks it" if name in saved else "the saved one lacks it"
+        who = (
+            "the given scheduler lacks this attribute"
+            if name in saved
+            else "the saved scheduler lacks this attribute"
+        )
         hint = "make the same scheduler as when saving"
         raise WeightsError(str(path / FILE), f"scheduler.{name}", who, hint)
     for name, value in saved.items():

@@ -48,7 +48,9 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
     wrong = [rank for rank in ranks if not 0 <= rank < mesh.world_size]
     if wrong or not ranks:
         problem = f"found ranks {list(ranks)}, expected some of 0..{mesh.world_size - 1}"
-        raise SlapoError("stream_weights", "ranks", problem, "e.g. ranks=(0,)")
+        raise SlapoError(
+            "stream_weights", "ranks", problem, "pass ranks of this mesh, e.g. ranks=(0,)"
+        )
     cast = None if dtype is None else to_dtype(dtype)
     with rank_guard("stream_weights"):
         refresh_specs(model, "stream_weights")
@@ -187,15 +189,22 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
         while (header := _next(pairs, model, rank)) is not None:
             key, tensor, shape, dtype = header
             if shapes.get(key) != shape:
-                expected = list(shapes[key]) if key in shapes else "no such key"
+                expected = list(shapes[key]) if key in shapes else "no tensor of this name"
                 problem = f"found shape {list(shape)}, expected {expected}"
-                raise SlapoError("load_stream", key, problem, "pass what stream_weights gave")
+                raise SlapoError(
+                    "load_stream",
+                    key,
+                    problem,
+                    "pass the pairs that stream_weights of such a model gave",
+                )
             left.pop(key, None)
             _spread(by_key.get(key), tensor, shape, dtype, model, rank)
         whole.put_back()
         if left:
             problem = f"{len(left)} tensors are missing from the stream; the others were loaded"
-            raise SlapoError("load_stream", next(iter(left)), problem, "pass every tensor")
+            raise SlapoError(
+                "load_stream", next(iter(left)), problem, "pass every tensor of the model"
+            )
 
 
 def _next(pairs: Any, model: Any, rank: int) -> Any:

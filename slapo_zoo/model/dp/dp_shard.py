@@ -221,7 +221,9 @@ def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int 
     if (ranks := mesh.size("loss")) % size:
         near = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
         problem = f"it does not divide {mesh.named('loss')}={ranks}"
-        raise MeshError("from_pretrained", f"dp_shard={size}", problem, f"the nearest is {near}")
+        raise MeshError(
+            "from_pretrained", f"dp_shard={size}", problem, f"pass a divisor; the nearest is {near}"
+        )
     if target not in (None, "torch") or options:
         problem = "an engine divides parameters in a way of its own"
         hint = "leave out dp_shard=, or target= and target_options="

@@ -53,9 +53,7 @@ def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if keys is not None and keys.shape[1] == heads > 1:
-        problem = (
-            f"its keys are of all {heads} heads, and each of tp={model.mesh.tp} ranks has its own"
-        )
+        problem = f"the cache has all {heads} heads, but each rank of tp={model.mesh.tp} computes some of them"
         raise SlapoError("forward", "past_key_values", problem, "use tp=1, or a soft prompt")
 
 

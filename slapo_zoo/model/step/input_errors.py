@@ -46,7 +46,7 @@ def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) 
     usable = _positions(model, longest) if longest else None
     if usable is not None and ids.shape[1] > usable:
         problem = f"found rows of {ids.shape[1]} tokens, the model has {usable} positions for them"
-        hint = "cut the rows, e.g. tokenizer(..., truncation=True, max_length=...)"
+        hint = "truncate the rows, e.g. tokenizer(..., truncation=True, max_length=...)"
         raise InputError("forward", name, problem, hint) from error
 
 

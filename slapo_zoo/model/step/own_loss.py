@@ -85,4 +85,9 @@ def require_gradients() -> None:
     """Raise SlapoError where gradients are switched off, in `torch.no_grad` or `inference_mode`."""
     if not torch.is_grad_enabled():
         problem = "gradients are switched off (torch.no_grad or inference_mode)"
-        raise SlapoError("train_step", "its backward", problem, "to evaluate call model(**batch)")
+        raise SlapoError(
+            "train_step",
+            "its backward",
+            problem,
+            "train outside of it; to evaluate, call model(**batch)",
+        )

@@ -94,7 +94,7 @@ def require_trained(trains: bool) -> None:
     """Raise SlapoError if no parameter is trained on any rank; `trains` says whether this rank trains one."""
     if not trains:
         problem = "no parameter takes a gradient, and no input asks for one"
-        hint = "unfreeze some; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"
+        hint = "unfreeze a parameter; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"
         raise SlapoError("train_step", "parameters", problem, hint)
 
 

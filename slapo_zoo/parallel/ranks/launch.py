@@ -43,8 +43,8 @@ __all__ = [
 BLAME_S = 2.0  # a rank that only lost a peer is not blamed before the guilty one had time to report
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
 _SIGNAL_HINTS = {
-    "SIGKILL": "the kernel kills so when memory runs out; see dmesg",
-    "SIGABRT": "gloo aborts when ranks enter a collective with different shapes; see its output",
+    "SIGKILL": "Linux kills a process so when memory runs out: see dmesg, and use less memory",
+    "SIGABRT": "gloo aborts when ranks enter a collective with different shapes: see the output of the rank",
 }
 
 

@@ -73,7 +73,9 @@ def timeout_of(timeout_s: float | None) -> float:
             timeout_s = float(text)
         except ValueError:
             problem = f"found {text!r:.40}, expected seconds"
-            raise MeshError("init_distributed", VARIABLE, problem, "e.g. 300") from None
+            raise MeshError(
+                "init_distributed", VARIABLE, problem, "set a number of seconds, e.g. 300"
+            ) from None
     if not 0 < timeout_s < 1e8:
         problem = f"found {timeout_s}, expected seconds above 0"
         raise MeshError("init_distributed", "timeout_s", problem, f"pass one, or set {VARIABLE}")
@@ -98,7 +100,12 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
         torch.cuda.set_device(cuda)
     elif device == "cuda":
         problem = f"found {torch.cuda.device_count()} CUDA devices, expected one per local rank"
-        raise MeshError(f"rank {os.environ['RANK']}", "device='cuda'", problem, "or device='cpu'")
+        raise MeshError(
+            f"rank {os.environ['RANK']}",
+            "device='cuda'",
+            problem,
+            "start fewer ranks here, or pass device='cpu'",
+        )
     backend = "gloo" if cuda is None else "nccl"
     start_s = START_S if timeout_s is None else timeout_s
     timeout = timedelta(seconds=timeout_of(timeout_s))
@@ -110,7 +117,9 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
     except dist.DistError as exc:
         where = f"rank {os.environ['RANK']}"
         address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-        raise MeshError(where, address, str(exc), "is rank 0 running and reachable there?") from exc
+        raise MeshError(
+            where, address, str(exc), "check that rank 0 runs and can be reached at this address"
+        ) from exc
     heartbeat.current()
     atexit.register(lambda: shutdown_distributed(failed=hasattr(sys, "last_value")))
     return True

@@ -188,7 +188,9 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
     step, first_row, num_rows = at.tolist()  # on the host: nothing waits
     if num_rows == NOWHERE:
         problem = "code compiled outside a call of the model would repeat its masks"
-        raise SlapoError("dropout", "torch.compile", problem, "call a lone module uncompiled")
+        raise SlapoError(
+            "dropout", "torch.compile", problem, "call the module uncompiled, or through the model"
+        )
     GRAPHS[0] += 1
     place = (first_row, num_rows) if rows else (0, 0)
     stream = RandomStream(seed, step, *place, device_seeds=_SEEDS.held, is_open=True)

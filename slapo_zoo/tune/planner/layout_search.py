@@ -393,5 +393,5 @@ def require_feasible(found: Found, what: str) -> Forecasted:
     if found.feasible:
         return found.feasible[0]
     name, reason = found.refused[0]
-    hint = "more devices, a smaller batch or shorter rows; --explain lists every layout"
+    hint = "try more devices, a smaller batch or shorter rows; --explain lists every layout"
     raise MeshError("plan", what, f"no layout fits; the nearest is {name}: {reason}", hint)

@@ -40,13 +40,19 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
     """
     model = require_scheduled(sch, "megatron")
     if model.mesh.pp > 1:
-        problem = "our stages do not run in Megatron's pipeline, which needs CUDA"
-        raise MeshError("target='megatron'", f"pp={model.mesh.pp}", problem, "target='torch'")
+        problem = (
+            "target='megatron' runs no pipeline: Megatron's own cannot run the stages of this model"
+        )
+        raise MeshError(
+            "target='megatron'", f"pp={model.mesh.pp}", problem, "use pp=1, or target='torch'"
+        )
     if hasattr(optimizer, "use_distributed_optimizer"):
         problem = (
             "found an OptimizerConfig, expected an optimizer of torch or a function that makes one"
         )
-        hint = "optimizer=torch.optim.AdamW; gradients are summed over dp without Megatron's DDP"
+        hint = (
+            "pass optimizer=torch.optim.AdamW; gradients are summed over dp without Megatron's DDP"
+        )
         raise SlapoError("target='megatron'", "optimizer", problem, hint)
     take_groups(model.mesh)
     mark_parameters(model)
@@ -70,8 +76,8 @@ def take_groups(mesh: Mesh) -> None:
     for mesh_dim, group in groups.items():
         found, expected = dist.get_process_group_ranks(group), mesh.peers(mesh_dim)
         if found != expected:
-            problem = f"Megatron's group has ranks {found}, ours {expected}"
-            hint = "initialize_model_parallel with the same tp and pp, order tp-cp-ep-dp-pp"
+            problem = f"found ranks {found} in Megatron's group, expected {expected}"
+            hint = "call initialize_model_parallel with the same tp and pp, order tp-cp-ep-dp-pp"
             raise MeshError("target='megatron'", mesh_dim, problem, hint)
     mesh.__dict__["_groups"] = {d: groups[d] for d, size in mesh.sizes.items() if size > 1}
 
@@ -110,10 +116,10 @@ def use_parallel_layers(sch: Schedule, column: Sequence[str], row: Sequence[str]
 def _check(path: str, linear: Any, mesh: Mesh, axis: int) -> None:
     if not isinstance(linear, nn.Linear):
         problem = f"found {type(linear).__name__}, expected Linear"
-        raise SlapoError(path, "use_parallel_layers", problem, "name linear layers")
+        raise SlapoError(path, "use_parallel_layers", problem, "select only linear layers")
     if linear.weight.shape[axis] % mesh.tp:
-        problem = f"{linear.weight.shape[axis]} is not a multiple of tp={mesh.tp}"
-        raise SlapoError(path, "use_parallel_layers", problem, "choose a tp that divides it")
+        problem = f"size {linear.weight.shape[axis]} is not a multiple of tp={mesh.tp}"
+        raise SlapoError(path, "use_parallel_layers", problem, "choose a tp that divides this size")
 
 
 class _Parallel(nn.Module):
