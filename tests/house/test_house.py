@@ -22,12 +22,12 @@ def test_files_are_short_and_well_named():
     assert not vague, f"name these after what they hold: {vague}"
 
 
-def test_median_file_length():
+def test_median_file_length_stays_small():
     median = statistics.median(lines(path) for path in files(*CODE))
     assert median <= 120, f"the median file has {median} lines"
 
 
-def test_line_budget():
+def test_package_stays_within_its_line_budget():
     """A feature earns its lines: what nobody uses goes before something is added."""
     count = sum(lines(path) for path in files(*CODE))
     assert count <= LINE_BUDGET, (

@@ -69,7 +69,7 @@ def test_torch_opcheck_passes(interpreter, name):
     "name",
     [pytest.param(n, marks=pytest.mark.slow if "attention" in n else ()) for n in KERNEL_NAMES],
 )
-def test_compiles_to_one_graph(interpreter, name):
+def test_kernel_compiles_to_one_graph(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_one_graph(name, shape)
     interpreter.run(check_one_graph, name, shape)

@@ -17,7 +17,7 @@ SIZES = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 3), (1, 5, 2)]
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)
-def test_ranks_and_coordinates(tp, pp, dp):
+def test_ranks_map_to_coordinates_and_back(tp, pp, dp):
     """tp is the fastest mesh dim, then dp, then pp; every rank has coordinates of its own."""
     seen = {}
     for rank in range(tp * pp * dp):

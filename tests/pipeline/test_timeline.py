@@ -84,7 +84,7 @@ def test_simulated_order_equals_the_executed_order(name, count, monkeypatch):
         assert stage.told == actions
 
 
-def test_bubble_with_three_stages_per_rank():
+def test_bubble_with_three_stages_per_rank_equals_the_formula():
     places = StageMap.make("interleaved_1f1b", 2, 3)
     assert bubble(simulate(places.actions(8), cost)) == pytest.approx(1 / (3 * 8 + 1))
 

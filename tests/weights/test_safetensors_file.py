@@ -19,7 +19,7 @@ def raw_file(path, code, values):
 
 
 @pytest.mark.parametrize("code", DTYPES)
-def test_every_dtype_at_any_alignment(tmp_path, code):
+def test_every_dtype_is_read_at_any_alignment(tmp_path, code):
     values = torch.arange(48, dtype=torch.uint8)
     values = values % 2 if code == "BOOL" else values
     values = values.view(DTYPES[code]).reshape(2, -1)

@@ -276,7 +276,7 @@ def train_on_digits(steps, rows=32):
 
 
 @pytest.mark.slow
-def test_learns_handwritten_digits(ranks):
+def test_wideresnet_learns_handwritten_digits(ranks):
     (losses, right), *others = ranks.run(train_on_digits, 4, 40)
     assert losses[0] > 1.8
     assert sum(losses[-5:]) / 5 < 0.7

@@ -134,7 +134,7 @@ def test_replace_all_puts_others_in_everywhere():
     assert sch.model[0] is before
 
 
-def test_list_primitives_and_help():
+def test_primitives_are_listed_and_have_help():
     assert set(NAMES) <= set(list_primitives())
     assert list_primitives(name_only=False)["shard"] is PRIMITIVES["shard"]
     shard = Schedule(net())["0"].shard

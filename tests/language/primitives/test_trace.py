@@ -34,7 +34,7 @@ def test_traced_model_equals_the_plain_one(flatten):
     assert sch["**:GPT2Block"].paths == ["transformer.h.0", "transformer.h.1"]
 
 
-def test_json_round_trip():
+def test_traced_schedule_survives_json():
     sch = Schedule(tiny_model("gpt2"))
     sch[BLOCK].trace(leaves=["attn", "GPT2MLP"], flatten=True)
     again = Schedule(tiny_model("gpt2")).replay(from_json(sch.to_json()))

@@ -25,6 +25,6 @@ def test_unfused_changes_the_flag_of_its_module_alone(tp, flag):
     assert mixer.training
 
 
-def test_refuses_a_dropout():
+def test_unfused_refuses_a_dropout():
     with pytest.raises(ScheduleError, match="found a dropout"):
         Schedule(nn.Sequential(nn.Dropout(0.1)))["0"].unfused()
