@@ -151,7 +151,7 @@ def hooked_on_rank_0(folder):
 
 
 def test_hooks_on_some_ranks_only_are_refused(tmp_path):
-    with pytest.raises(MeshError, match=r"stage 0 have \[0, 1\] on sharded"):
+    with pytest.raises(MeshError, match=r"stage 0 have \[0, 1\] hooks on sharded"):
         emulate(hooked_on_rank_0, checkpoint(FAMILIES["gpt2"], tmp_path), mesh=(2, 1, 1))
 
 

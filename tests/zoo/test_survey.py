@@ -209,4 +209,8 @@ def test_explain_prints_where_what_and_how_much(root, ranks):
     case = CASES[0]
     *_, text = ranks.run(sent_and_explained, 2, checkpoint(case, root), case, {})[0]
     assert EXPLAINED in text
-    assert "in one training step, on this rank:\n    backward: 7 all_reduce over tp" in text
+    whole = text.partition("in one training step, on this rank:\n")[2]
+    assert (
+        "forward: 1 all_gather over tp, 384 bytes" in whole
+    )  # of the loss, whose vocabulary is sharded
+    assert "backward: 7 all_reduce over tp" in whole
