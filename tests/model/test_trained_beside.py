@@ -125,7 +125,7 @@ def with_little_gradients(folder):
 
 
 def test_unequal_head_gradients_are_found_beside_large_weights(folder):
-    with pytest.raises(MeshError, match="dp ranks have other values or gradients"):
+    with pytest.raises(MeshError, match="dp ranks have different values or gradients"):
         emulate(with_little_gradients, folder, mesh=(1, 1, 2))
 
 

@@ -186,7 +186,7 @@ class StepGuard:
             dist.all_gather(rows, mine, group=self.mesh.group(mesh_dim))
             found = torch.stack(rows)
             if ((found - found[0]).abs() > LOOSELY * found[..., :1].amax(0)).any():
-                raise _unlike_beside(beside, mesh_dim)
+                raise _unlike_beside(beside, self.mesh.named(mesh_dim))
 
     def _factors(self) -> Tensor:
         """Return [PROBES + 1, 4], the numbers that ranks compare before a step.
