@@ -125,7 +125,8 @@ def _gradient_into(
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]
     d_picked = d[1].masked_fill(target[:, None] < 0, 0.0)
-    smoothed = logits.device.type != "cpu" or bool(d[2].any())  # reading it from a device would wait
+    on_device = logits.device.type != "cpu"  # a number read from there would be waited for
+    smoothed = on_device or bool(d[2].any())
     for part in row_blocks(logits):
         into = out[part] if out.dtype == wide_dtype(out) else None
         wide = torch.sub(logits[part].to(wide_dtype(out)), log_sum[part, None], out=into)

@@ -120,7 +120,10 @@ class Mesh:
 
     def size(self, mesh_dim: str) -> int:
         """Return the size of a mesh dim, or of "batch" or "loss"; MeshError for an unknown name."""
-        return prod(size for _, size, _ in self._parts(mesh_dim))
+        product = 1
+        for _, size, _ in self._parts(mesh_dim):  # a loop: torch.compile traces no generator
+            product *= size
+        return product
 
     def coord(self, mesh_dim: str, rank: int | None = None) -> int:
         """Return the coordinate of a global rank along a mesh dim; `rank` None stands for this rank."""

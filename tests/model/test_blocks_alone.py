@@ -36,9 +36,9 @@ def test_saved_tensor_hooks_around_zero3_blocks_still_apply(folder, ranks):
 
 
 ALONE = [  # path, words of the refusal
-    ("bert.encoder.layer.0.attention", "BertAttention is called alone"),
-    ("bert.encoder.layer.0.intermediate", "BertIntermediate is called alone"),
-    ("bert.embeddings", "BertEmbeddings is called alone"),
+    ("bert.encoder.layer.0.attention", "BertAttention is called outside"),
+    ("bert.encoder.layer.0.intermediate", "BertIntermediate is called outside"),
+    ("bert.embeddings", "BertEmbeddings is called outside"),
 ]
 
 

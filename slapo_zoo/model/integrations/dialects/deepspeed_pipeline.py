@@ -160,6 +160,10 @@ class _ZeroPipeline(Zero):
         super().__init__(native, groups)
         self.step = step
 
+    def run(self, model: Any, batch: dict[str, Any]) -> Any:
+        """Run this rank's stage of the model: DeepSpeed's engine takes whole steps, and calls this within one."""
+        return model._slapo.own_forward(model, **batch)
+
     def pipeline_step(
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
