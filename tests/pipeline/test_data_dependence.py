@@ -92,6 +92,6 @@ def test_computing_with_weights_of_another_stage_raises():
         ScheduleError, match=r"a.linear.weight: pipeline: it is computed with beside"
     ):
         torch.ones(4, 4).add_(weight.t())
-    with pytest.raises(ScheduleError, match=r"a.linear: pipeline: it is called outside"):
+    with pytest.raises(ScheduleError, match=r"a.linear: pipeline: it is called beside"):
         root["a"].linear(torch.ones(4))
     assert "a.rows" in dict(root.named_buffers())  # computed on every stage
