@@ -46,7 +46,7 @@ MISTAKES = {
     "plan MODEL --seq 65": "the model has 64 positions",
     "bench MODEL --seq-len 65": "the model has 64 positions",
     "plan MODEL --pp 2 --pipeline-order 1fb": "no such order",
-    "plan MODEL --write plan.json": "--write: it belongs to a search",
+    "plan MODEL --write plan.json": "--write: only a search over layouts takes it",
     "plan MODEL --gpus 4 --tp 2": "found tp=2 pp=1 dp=1, but a search tries every layout",
     "plan nobody": "a family without weights is looked at with --gpus",
     "verify gtp2": "nearest families: gpt2",

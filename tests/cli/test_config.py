@@ -34,9 +34,9 @@ from slapo_zoo.zoo.options import LoaderOptions
 
 WRONG = {
     "warm_up_steps: 3": "no option has this name\n  hint: did you mean 'warmup_steps'?",
-    "lr_scheduler: linear": "here it is lr_scheduler_type",
-    "bf16: true": "here it is load: {precision: bf16}",
-    "max_steps: many": "found 'many', expected an integer\n  hint: the default is 100",
+    "lr_scheduler: linear": "use lr_scheduler_type",
+    "bf16: true": "use load: {precision: bf16}",
+    "max_steps: many": "found 'many', expected an integer\n  hint: correct the value; the default is 100",
     "max_steps: true": "found True, expected an integer",
     "max_steps: 0": "found 0, expected at least 1",
     "tp: 2.5": "found 2.5, expected an integer",
@@ -120,7 +120,7 @@ def test_unknown_flag_names_the_nearest(capsys):
     assert ended.value.code == 2
     assert re.search(r"No such option: --max-stps.*--max-steps", capsys.readouterr().err, re.DOTALL)
     said = failure(capsys, "train", "m", "--num_train_epochs", "3")
-    assert "--num-train-epochs: found no such option\n  hint: here it is max_steps" in said
+    assert "--num-train-epochs: found no such option\n  hint: use max_steps" in said
     assert "data: found none" in failure(capsys, "train", "m", "--max_steps", "3")
 
 

@@ -128,7 +128,7 @@ def wrong_groups():
 
 
 def test_groups_of_another_mesh_are_refused(ranks):
-    assert "Megatron's group has ranks [0], ours [0, 1]" in ranks.run(wrong_groups, 2)[0]
+    assert "found ranks [0] in Megatron's group, expected [0, 1]" in ranks.run(wrong_groups, 2)[0]
 
 
 LOG = """\
