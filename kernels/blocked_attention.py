@@ -349,7 +349,7 @@ class _Blocks:
         return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
 
     def _draw(self, seeds: list[int]) -> Tensor:
-        """Draw one mask from each head's seed for all tokens of the row; return its entries for the S tokens here."""
+        """Draw each head's dropout mask from its seed, for all tokens of the row; return the part for these S tokens."""
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)
         found = drawn_cells(self.scores.new_empty(()).expand(shape), self.given.p, seeds)

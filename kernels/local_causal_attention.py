@@ -50,7 +50,10 @@ def reference(
 
 
 def inputs(B: int, H: int, S: int, D: int, window: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for q, k, v [B, H, S, D], with dropout; window=0 adds padding."""
+    """Return random arguments of the kernel for q, k, v [B, H, S, D], with dropout.
+
+    window=0 means full causal attention, and then the first rows end with padding.
+    """
     q, k, v = (torch.randn(B, H, S, D, **like) for _ in range(3))
     real = torch.full((B, 1), S)
     if window == 0:  # with a window, a query could see padding only: undefined

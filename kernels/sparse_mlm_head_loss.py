@@ -61,7 +61,7 @@ HEADS = {"BertLMPredictionHead": _bert, "RobertaLMHead": _roberta, "AlbertMLMHea
 
 
 def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
-    """Run the forward of an MLM head: in training it returns LogitsOnDemand, whose loss uses the masked rows."""
+    """Run the forward of an MLM head; in training return LogitsOnDemand, whose loss computes logits of masked tokens only."""
     transform = HEADS[served_class(head, HEADS).__name__](head)
     if not may_defer(head, hidden):
         return type(head).forward(head, hidden, **kwargs)

@@ -30,7 +30,7 @@ class MeshError(SlapoError, ValueError):
 
 
 class ArchitectureError(SlapoError, ValueError):
-    """Error of a model for which the zoo has no table, or whose table has not the class that was asked for."""
+    """Error of a model whose architecture the zoo does not describe, or whose table lacks the requested model class."""
 
 
 class WeightsError(SlapoError, ValueError):

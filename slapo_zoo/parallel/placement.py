@@ -28,11 +28,11 @@ class Placement:
         unit: number of neighbouring indices that are not split, e.g. head_dim; ranks differ by at most one unit.
         pad: every rank holds ceil(units / n) units; indices beyond the end are filled with zeros.
         replicate: with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
-        together: number of query heads per KV head. A rank holds all of these consecutive units of a KV head, or,
-            with more ranks than KV heads, an equal share of them. It applies to the first group (q); the other
-            groups (k, v) have one unit per KV head, and then n must not exceed the KV heads.
-        shared: length of the end of the axis that all ranks use (k and v of the only KV head): it is
-            sharded element by element, and what is computed from it is gathered.
+        together: number of query heads per KV head. A rank holds all query heads of some KV heads or, with more
+            ranks than KV heads, an equal part of those of one. With `groups` it applies to the first group (q);
+            the others (k, v) have one unit per KV head, so n may then not exceed the number of KV heads.
+        shared: length of the end of the axis that all ranks need (k and v of the only KV head). It is stored
+            sharded; each rank computes its part and gathers the result.
     """
 
     axis: int

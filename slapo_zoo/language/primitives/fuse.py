@@ -32,8 +32,8 @@ class Fuse(Directive):
     errors:   an unknown compiler; nothing matches; no registered kernel computes the nodes
 
     Args:
-        subgraph: the result of `find`, a pattern (both local only), or a regex over the modules that
-            the graph calls; may be omitted for a kernel, which has a pattern of its own.
+        subgraph: the result of `find` or a pattern function (a schedule with either cannot be written to a
+            file), or a regex over the modules that the graph calls; a kernel brings a pattern of its own.
         compiler: "inductor" (torch.compile, at the first call), "kernel" (a registered one whose
             pattern matches), "TorchScript" (inductor where torch.jit.script cannot be used, which is
             logged), or None: grouping only.

@@ -42,10 +42,9 @@ def check_batch(
 def check_peers(
     mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
 ) -> None:
-    """Raise MeshError if tp ranks got different batches, or draw different dropout, in the user's own loop.
+    """Raise MeshError if the tp ranks of a user's own loop got different batches or would draw different dropout.
 
-    `draws` is the number of the forward, from which dropout is seeded. `step` and `interval` are those of
-    `check_batch`.
+    `draws` counts the forwards so far and seeds dropout. `step` and `interval` are those of `check_batch`.
     """
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:

@@ -167,9 +167,10 @@ class StepGuard:
         raise agreed(MeshError("optimizer.step", what, problem, hint))
 
     def look_beside(self, parameters: list[nn.Parameter]) -> None:
-        """Raise MeshError on all ranks of a stage if gradients of parameters outside the model (a head) differ.
+        """Raise MeshError on all ranks of a stage if gradients of parameters outside the model differ.
 
-        This takes two all-gathers of a few numbers, and is done in the first ALWAYS steps.
+        Such parameters are, for example, those of a head that the user added. Two all-gathers of a few numbers
+        ask for it, in the first steps only (the constant ALWAYS says how many).
         """
         beside = [p for p in parameters
                   if runtime_of(p) is None and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
