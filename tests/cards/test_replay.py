@@ -61,7 +61,7 @@ def test_a_mesh_that_the_constraints_forbid_is_refused_on_every_rank(tmp_path, r
     card = card_for(CASES["GPT2LMHeadModel"], tmp_path, Mesh(tp=4, pp=2), tmp_path / "card")
     config = transformers.AutoConfig.from_pretrained(checkpoint(CASES["GPT2LMHeadModel"], tmp_path))
     for said in ranks.run(refused, 2, config, card, (2, 1)):
-        assert "constraint 'stages == 2': found stages = 1" in said
+        assert "constraint 'stages == 2': it does not hold: found stages = 1" in said
 
 
 def test_another_size_or_class_is_refused_unless_the_card_is_for_any_size(tmp_path):

@@ -39,9 +39,9 @@ def write_order(folder, name, pp, micro_batches):
         (GOOD.replace("1B0", "1SEND_B0"), r"row 2 .* cell 3: .* computes nothing"),
         (GOOD.replace("1F1", "1F0"), r"row 2 .* cell 4: '1F0': it stands twice"),
         (GOOD.replace(",1F0", ",0F5"), r"row 2 .* cell 2: '0F5': stage 0 is on rank 0 already"),
-        (GOOD.replace("1B1", ""), "stage 1: no cell 1B1"),
-        (GOOD.replace("1F1", ""), "stage 1: no cell 1F1"),
-        (GOOD.replace("1B1", "1I1"), "stage 1: no cell 1W1"),
+        (GOOD.replace("1B1", ""), "stage 1: found no cell 1B1"),
+        (GOOD.replace("1F1", ""), "stage 1: found no cell 1F1"),
+        (GOOD.replace("1B1", "1I1"), "stage 1: found no cell 1W1"),
         (GOOD.replace("1B1", "1B1,1W1"), r"row 2 .* cell 6: '1W1': there is a whole backward"),
         (GOOD.replace("1F0,1B0", "1B0,1F0"), r"row 2 .* cell 2: '1B0': what it needs has not run"),
         (GOOD.replace("0F1,,0B0", "0B0,,0F1").replace("1F0,1B0,1F1", "1F0,1F1,1B0"),
@@ -50,7 +50,7 @@ def write_order(folder, name, pp, micro_batches):
         (GOOD.splitlines()[0], "found 1 rows, expected one per rank: pp=2"),
         ("0F0,0B0,1F0,1B0\n2F0,2B0\n", r"the ranks hold \[2, 1\] stages"),
         ("0F0,0B0\n2F0,2B0\n", "no cell names stage 1"),
-        ("(0F0;0F1)OVERLAP_F_B,\n1F0,1B0\n", "stage 0: no cell 0B0"),
+        ("(0F0;0F1)OVERLAP_F_B,\n1F0,1B0\n", "stage 0: found no cell 0B0"),
     ],
 )  # fmt: skip
 def test_csv_order_mistake_names_its_cell(text, problem, tmp_path):

@@ -51,7 +51,7 @@ def test_annotation_survives_shard():
     assert sch["0"].mod.weight.foo == 7
     assert sch["0"].mod.weight.shape == (3, 4)
     assert round_trip(sch, Mesh(tp=2)).model[0].weight.foo == 7
-    with pytest.raises(ScheduleError, match=r"no parameter 'w'\n.*it has: weight, bias"):
+    with pytest.raises(ScheduleError, match=r"no parameter 'w'\n.*choose one of: weight, bias"):
         sch["0"].annotate("w", "foo", 7)
     with pytest.raises(ScheduleError, match="'shape' means something to torch"):
         sch["0"].annotate("weight", "shape", 7)
