@@ -1,4 +1,4 @@
-"""What a save writes: the plan as it is now, and the files beside the weights (configs, tokenizer, a card).
+"""Contents of a save: the plan as it is now, and the files beside the weights (configs, tokenizer, a card).
 
 Since the load a model may have been cast, or got new modules.
 """
