@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
+from slapo_zoo.kernels.dropout_triton import scaled_keep, threshold_and_scale
 
 BLOCK_M, BLOCK_N = 4, 512  # 16 elements per thread: four 16-byte loads in bf16
 STRIPS = 64  # of rows in the backward; partial sums of the bias gradient

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
+from slapo_zoo.kernels.dropout_triton import scaled_keep, threshold_and_scale
 
 
 @triton.jit

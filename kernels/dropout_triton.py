@@ -1,4 +1,8 @@
-"""Triton kernel of dropout.py: each program handles one block of elements of one batch row."""
+"""Triton kernel of dropout.py, and its hash of an element, which other Triton kernels that drop elements call.
+
+The hash is bit for bit that of slapo_zoo.parallel.rng.random_stream.is_kept. Each program handles one block of
+elements of one batch row.
+"""
 
 # pyright: reportCallIssue=false, reportArgumentType=false
 # Launches pass options that are not in the kernel's signature, and numbers for constexpr.
@@ -8,9 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
-
 BLOCK = 2048  # 16 elements per thread
+
+
+@triton.jit
+def scaled_keep(counter, key, threshold, scale):
+    """Return 0 (dropped) or `scale` per element, hashed from its index `counter` and the seed `key`."""
+    bits = counter.to(tl.int64) * 0x2545F4914F6CDD1D + key
+    bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * -0x40A7B892E31B1A47
+    bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * -0x6B2FB644ECCEEE15
+    bits = (bits >> 40) & 0xFFFFFF
+    return tl.where(bits >= threshold, scale, 0.0)
+
+
+def threshold_and_scale(p: float) -> tuple[int, float]:
+    """Return the arguments `threshold` and `scale` of `scaled_keep` for a dropout probability."""
+    return int(p * 0x1000000), 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 
 @triton.jit

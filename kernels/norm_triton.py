@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.triton_dropout import scaled_keep, threshold_and_scale
+from slapo_zoo.kernels.dropout_triton import scaled_keep, threshold_and_scale
 
 PROGRAMS = 264  # of the backward: two per multiprocessor of an H100; each has partial sums
 
