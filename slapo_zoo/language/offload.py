@@ -30,11 +30,7 @@ class Kept:
 
 
 class HostCopy:
-    """The memory of one activation, copied to the host until its backward needs it.
-
-    Args:
-        tensor: any view of that memory.
-    """
+    """Copy in host memory of one activation until its backward; `tensor` is any view of the activation's memory."""
 
     def __init__(self, tensor: Tensor):
         storage = tensor.untyped_storage()
@@ -65,8 +61,7 @@ class HostCopy:
     def view(self, like: tuple[torch.dtype, Any, Any, int]) -> Tensor:
         """Return a view of the activation's memory on its device; the computation waits for the copy.
 
-        Args:
-            like: dtype, size, stride and storage offset of the view.
+        `like` gives the dtype, size, stride and storage offset of the view.
         """
         self.begin()
         if self._event is not None:

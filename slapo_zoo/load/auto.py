@@ -22,7 +22,7 @@ from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
 
 
 def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """Return the options with the schedule found and a recompute policy chosen per block for `activation_memory=`."""
+    """Return loader options with `schedule` resolved (a card is read) and recomputation fitted to the memory limit."""
     trust = Trust(options.trust_remote_code, options.verify)
     options = resolve_schedule(options, config, options.auto_class, mesh, trust)
     return within_budget(options, config, mesh, dtype)

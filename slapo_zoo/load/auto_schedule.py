@@ -32,10 +32,11 @@ KNOBS = ("sequence_parallel", "pipeline_order", "stages_per_rank")  # what a pro
 
 
 def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Table:
-    """Return the proven table of a model, the same on all ranks; a collective call.
+    """Return sharding rules (a `Table`) for a model whose family has none, the same on all ranks; a collective call.
 
-    Where this user's cache lacks it, rank 0 has a separate process derive and prove it. If no table can be
-    proven and tp = pp = 1, the table shards nothing and takes a batch in one piece.
+    The rules are derived from the model's modules and proven: a tiny sharded model equals the unsharded one. The
+    result is cached on disk; if the cache lacks it, rank 0 starts a process that derives and proves it. If no table
+    can be proven and tp = pp = 1, the returned table shards nothing and does not split batches.
 
     Raises:
         ArchitectureError: no table is right; the module that prevents it is named.
@@ -59,7 +60,7 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return the proof of a table on all ranks: rank 0 reads it from the cache, or starts a process that makes it."""
+    """Return on all ranks the proof of a table: rank 0 reads it from `file` (cache), or has a process make it."""
     cached = _read(file) if mesh.rank == 0 else None
     process = python_apart(CHILD, request) if mesh.rank == 0 and cached is None else None
     try:
@@ -74,7 +75,7 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
 
 
 def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
-    """Return the proof that a process made, or {"error_of": arguments of its error}; None while it runs."""
+    """Return the proof that `process` wrote to `file`, or {"error_of": arguments of its error}; None while it runs."""
     ended = process.poll(TIMEOUT_S)
     if ended is None:
         return None

@@ -35,7 +35,7 @@ WHERE = "from_pretrained"
 def with_options(
     load: Callable[..., Any], like: Any = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a function without a body, which makes a call of that function a call of `load`.
+    """Return a decorator: calls of the decorated function, of which only the signature counts, become calls of `load`.
 
     rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name, revision="x")
 
@@ -87,9 +87,9 @@ def _bound(
 
 
 def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a card's plan for these devices adds to the given ones; a collective call.
+    """Return the arguments that a schedule card's plan for these devices adds to the user's; a collective call.
 
-    `asked` are the given arguments, with `schedule` the card. The result is {} where no plan fits.
+    `asked` are the user's arguments, with `schedule` the card. The result is {} where no plan fits.
     """
     name = str(asked["schedule"])
     if name.endswith(".json") or asked.get("trust_remote_code"):
@@ -131,7 +131,7 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str) -> tuple[dict[str, Any], bool]:
-    """Return (measured tuning of a card, whether its directives are those of the card published with this package)."""
+    """Read a schedule card; return (its measured tuning, whether its directives equal those that this package ships)."""
     card = load_card(name)
     own = CARDS / card.program.model_type  # published with this package
     is_own = own.is_dir() and load_card(str(own)).program == card.program

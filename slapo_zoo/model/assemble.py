@@ -102,7 +102,7 @@ class Assembly(Outline):
         return model
 
     def divide(self, model: Any) -> None:
-        """Shard the parameters over dp for `dp_shard=`, and make parts of the model callable alone."""
+        """Shard the parameters over dp for `dp_shard=`, and let users call submodules alone, e.g. the encoder."""
         blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
             shard_over_dp(model, blocks, self.shards)

@@ -41,7 +41,7 @@ from slapo_zoo.zoo.hf_arguments import saved_stem
 
 
 class Scheduled(Structure, Generates, Recomputes):
-    """Mixin of a scheduled model's class; parameters stay plain local tensors."""
+    """Mixin that adds training, saving and adapters to a transformers class; parameters stay plain local tensors."""
 
     _slapo: Runtime
     unscheduled_class: type  # of transformers
@@ -85,7 +85,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """Return the attribute of the model's class; SlapoError in a plain Trainer, which would use DDP."""
+        """Return the class's attribute; raise SlapoError if a plain Trainer reads it, which would wrap the model in DDP."""
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
             problem = "it would wrap a model that is sharded over ranks in DDP"
             raise SlapoError("transformers.Trainer", "model", problem, "use ScheduledTrainer")
@@ -377,7 +377,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
 
 def _on_first(mesh: Mesh, action: Callable[[], None] | None) -> None:
-    """Run `action` on rank 0 while the others wait; its failure is raised on all. None does nothing."""
+    """Run `action` on rank 0 (None does nothing) while the other ranks wait; if it fails, all ranks raise."""
     if action is not None:
         together(mesh, "push_to_hub", action if mesh.rank == 0 else lambda: None)
 

@@ -20,7 +20,7 @@ SPIKE, HISTORY, LEAST = 3.0, 50, 8  # times the median of the last losses, and h
 
 
 class NumericsError(SlapoError, ArithmeticError):
-    """Error that `NumericsWatch` raises where a module made NaN or infinity."""
+    """Error of `NumericsWatch`: a module computed NaN or infinity."""
 
 
 class NumericsWarning(UserWarning):
@@ -143,8 +143,7 @@ def unlike_replicas(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield (name, rank, first) where `rank` holds the same shard of a parameter as rank `first`, with other values.
 
-    Args:
-        ranks: the results of `digests` on all ranks, in order.
+    `ranks` are the results of `digests` on all ranks, in order.
     """
     for name in sorted({name for held in ranks for name in held}):
         seen: dict[str, tuple[int, str]] = {}

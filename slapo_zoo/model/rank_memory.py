@@ -105,7 +105,7 @@ def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) ->
 
 @contextmanager
 def _left_as_it_was(model: Any) -> Iterator[None]:
-    """Context after which gradients, dropout's step count, loss scale and buffers are what they were before it."""
+    """Context of a trial step: at its end gradients, dropout's step count, loss scale and buffers are restored."""
     stream, precision = model._slapo.schedule.state.random, model._slapo.precision
     before = stream.step, precision.scale, precision.good_steps
     parameters, buffers = list(model.parameters()), list(model.buffers())

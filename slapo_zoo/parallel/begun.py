@@ -20,7 +20,7 @@ _OF_GROUP: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 def of_world() -> dict[str, list[int]]:
-    """Return {name of a process group: [number of collectives that this rank has begun in it]}; the dict is live."""
+    """Return {name of a process group: [number of collectives that this rank has begun in it]}, updated in place."""
     return _OF_WORLD.setdefault(dist.group.WORLD, {})
 
 

@@ -90,7 +90,7 @@ class TensorPlan(TensorSpec):
         return (min(rows, shape[0] - first), *shape[1:])
 
     def place(self) -> str:
-        """Describe in words over which mesh dims the tensor is sharded, e.g. "tp: axis 0"."""
+        """Describe how the tensor is sharded, e.g. "tp: axis 0"; "replicated" if it is not."""
         found = []
         if self.placement is not None:
             found.append(f"{self.placement.mesh_dim}: axis {self.placement.axis}")

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes contexts in which modules read the weights that replace their parameters now.
+    """Return a function that makes contexts in which modules read the same weights (casts, gathered shards) as now.
 
     It serves code that runs after the forward, such as logits that are computed on demand.
     """

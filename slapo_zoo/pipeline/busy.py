@@ -38,7 +38,7 @@ class Busy:
         self._steps.append((begin, self._mark()))
 
     def bubble(self, group: Any) -> float | None:
-        """Return the share of time since the last call in which ranks computed nothing; a collective call.
+        """Return the share of time since the last call of `bubble` in which ranks computed nothing; a collective call.
 
         The elapsed time is that of the slowest rank. Tensor-parallel collectives count as computing.
 

@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Identity of a tensor: the `leaf`-th tensor in the output of the `call`-th unit call of a forward."""
+    """Identity of a tensor: number `leaf` in the output of the `call`-th call of a unit (a block, embedding or head)."""
 
     call: int
     leaf: int
@@ -27,7 +27,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape and dtype of a tensor in a unit's output; `written`: code between units changes it in place."""
+    """Shape and dtype of a tensor in a unit's output; `written` is True if code between units changes it in place."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a unit in a forward.
+    """One call of a unit (a block, embedding or head, which pipeline stages never split) in a forward.
 
     Args:
         unit: path of the unit.
@@ -96,7 +96,7 @@ class Call:
 
 
 def calls_of(rows: Iterable[Row]) -> list[Call]:
-    """Return the unit calls recorded on a tape, in order, each with the earlier values that it depends on."""
+    """Return the calls of units (blocks, embeddings, heads) on a tape of operators, each with the values it depends on."""
     calls: list[Call] = []
     origin: dict[int, frozenset[Value]] = {}
     guessed = False

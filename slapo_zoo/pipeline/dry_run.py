@@ -31,7 +31,7 @@ RANDOM = torch.Tag.nondeterministic_seeded
 def dry_run(
     model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]
 ) -> tuple[list[Call], bool]:
-    """Return the unit calls of one forward of a fake model, and True when they hold only for the data of this batch.
+    """Return the calls of `units` in one forward of a fake model, and whether they hold for this batch's data only.
 
     Args:
         model: model with fake parameters, scheduled on a mesh without processes.

@@ -55,16 +55,15 @@ def _moves(action: Action) -> bool:
 
 
 def _whole(action: Action, step: int = 0) -> Action:
-    """Return the action `step` stages further on, with a backward of inputs written as a whole backward."""
+    """Return the same action `step` stages later; a backward of the inputs alone becomes a whole backward."""
     kind = FORWARD if action.kind == FORWARD else BACKWARD
     return Action(action.stage + step, kind, action.micro_batch)
 
 
 class Sends:
-    """The sends of one rank in one step that may still be under way.
+    """Sends of one rank in one step that may not have arrived yet.
 
-    Args:
-        arrived: action --> sends that have arrived when its input has (result of `arrivals`).
+    `arrived` maps an action to the sends that have arrived when its input has (result of `arrivals`).
     """
 
     def __init__(self, arrived: Mapping[Action, Sequence[Action]]):
@@ -73,13 +72,13 @@ class Sends:
         self._given_up: dict[Action, Callable[[], None]] = {}
 
     def post(self, action: Action, operations: list[Any], give_up: Callable[[], None]) -> None:
-        """Start the sends of an action's results; `give_up` frees their memory and is called on arrival."""
+        """Start the sends of an action's results; `give_up` is called when they have arrived, to free their memory."""
         from torch.distributed.pipelining.schedules import _batch_p2p
 
         self._works[action], self._given_up[action] = _batch_p2p(operations), give_up
 
     def release(self, action: Action) -> None:
-        """Free the sends that must have arrived, now that the input of `action` is here."""
+        """Free the sends that must have arrived at their ranks, since the input of `action` has arrived here."""
         self._wait(self.arrived.get(action, ()))
 
     def finish(self) -> None:

@@ -107,7 +107,7 @@ class Pipeline:
         return not any(isinstance(model.get_submodule(unit), Foreign) for unit in units)
 
     def _dtype(self) -> torch.dtype:
-        """Return the parameters' current dtype, which a cast between two steps may have changed."""
+        """Return the current dtype of the parameters, which the user may have cast since the last step."""
         return hf.dtype_of(self.schedule.model)
 
     def prepare(self) -> tuple[Any, Any]:
@@ -271,7 +271,7 @@ def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[s
 
 
 def _examples(plan: StagePlan, stage: int) -> tuple[Tensor, ...]:
-    """Return empty meta tensors with the shapes of the values that enter a stage."""
+    """Return empty meta tensors with the shapes of the tensors that a stage receives."""
     return tuple(plan.shape(value).empty("meta") for value in plan.crossing(stage))
 
 

@@ -139,7 +139,7 @@ class StagePlan:
         return StagePlan(tuple(calls), tuple(of_call), stage)
 
     def crossing(self, stage: int) -> list[Value]:
-        """Return the values that `stage` receives: computed before it, and used in it or after it."""
+        """Return the tensors that `stage` receives: those computed before it that this or a later stage uses."""
         used = {v for call, at in zip(self.calls, self.stage_of_call, strict=True) if at >= stage
                 for v in call.needs}  # fmt: skip
         return sorted(v for v in used if self.stage_of_call[v.call] < stage)
@@ -162,7 +162,7 @@ class StagePlan:
 
     @property
     def last_call(self) -> int:
-        """Return the index of the last unit call that this stage runs."""
+        """Return the index, in `calls`, of the last call that this stage runs."""
         return max(i for i, at in enumerate(self.stage_of_call) if at == self.stage)
 
 

@@ -54,7 +54,7 @@ class Stuck(Exception):  # noqa: N818 - a finding; who asked makes the error of 
 
 
 def needs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """Return what must run before an action, as tuples of alternatives: one action of each tuple."""
+    """Return the actions that must run before an action, as tuples of alternatives: one of each tuple must have run."""
     stage, kind, micro_batch = action
     if kind == FORWARD:
         return [(Action(stage - 1, FORWARD, micro_batch),)] if stage else []
@@ -131,7 +131,7 @@ def gaps(spans: Sequence[Span]) -> list[Gap]:
     """Return the gaps between the actions of each rank, from the first action of all ranks to the last.
 
     Waiting for an input counts as idle until the other rank has computed it, then as communication. Recorded
-    times of different machines are compared as they are.
+    times are compared without aligning the clocks of different machines.
     """
     begin, end = min(s.begin for s in spans), max(s.end for s in spans)
     num_stages = 1 + max(span.action.stage for span in spans)

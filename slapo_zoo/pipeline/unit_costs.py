@@ -52,7 +52,7 @@ class UnitCost:
 
 
 def operation_cost(row: Row) -> float:
-    """Return the cost of one tape row: floating-point operations plus ELEMENT for each number written."""
+    """Return the cost of one recorded operator: floating-point operations plus ELEMENT for each number written."""
     if isinstance(row.op, str):
         return row.amount if row.op == EXPERTS else 0.0
     if is_view(row.op):
@@ -94,11 +94,11 @@ def row_length(config: Any, seq_len: int | None) -> int:
 
 
 def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> list[UnitCost]:
-    """Return the cost of every unit call of one training step, in the order in which they run.
+    """Return the cost of every call of a unit in one training step, in the order in which they run.
 
     Args:
         model: unscheduled model on meta; only its class and config are used.
-        units: paths of the modules that are never split between stages.
+        units: paths of the modules that are never split between stages: blocks, embeddings, heads.
         seq_len: tokens per row; None for `usual_tokens`.
     """
     tokens = seq_len or usual_tokens(model.config)
@@ -139,10 +139,12 @@ def _unit_costs(
 def _costs_of(
     rows: Sequence[Row], model: nn.Module, units: Sequence[str], tokens: int
 ) -> Iterator[UnitCost]:
-    """Yield the cost of each unit call; operators after a call count with the next one, the loss with the last.
+    """Yield the cost of each call of a unit (a block, embedding or head) in a recorded forward.
+
+    Operators between two calls count with the later call, the loss counts with the last.
 
     Args:
-        rows: rows of the tape.
+        rows: recorded operators.
         model: the model of fake tensors.
         units: paths of the units.
         tokens: tokens per row if the forward ended early, to estimate the units that did not run; else 0.
@@ -162,9 +164,9 @@ def _costs_of(
 
 
 def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
-    """Replace the experts of a model by a copy of their input that is recorded with the experts' cost.
+    """Replace the experts of a model by a copy of their input, which the tape records with the experts' cost.
 
-    Which expert a token goes to depends on data; the cost does not.
+    The expert that a token goes to depends on data; the cost does not.
     """
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):

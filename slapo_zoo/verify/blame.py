@@ -46,10 +46,9 @@ class Blame:
         self.largest_grad = max(grads, default=0.0)
 
     def first(self, wrong_parameters: Sequence[str]) -> Divergence | None:
-        """Return the first difference from the plain model, forward before backward; None when every module agrees.
+        """Return the first difference from the plain model, forward before backward; None if every module agrees.
 
-        Args:
-            wrong_parameters: names of parameters whose gradients are wrong.
+        `wrong_parameters` are the names of parameters whose gradients are wrong.
         """
         return self._forward() or self._backward(wrong_parameters)
 

@@ -220,11 +220,7 @@ def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
 
 @dataclass(frozen=True)
 class Labelled(Task):
-    """Base class of tasks that predict classes.
-
-    Args:
-        names: names of the classes; the id of a class is its index.
-    """
+    """Base class of tasks that predict classes; `names` are those of the classes, each at the index that is its id."""
 
     names: tuple[str, ...] = ()
 
@@ -288,11 +284,7 @@ class Tag(Labelled):
 
 @dataclass(frozen=True)
 class Translate(Task):
-    """Task of predicting a target text from a source text.
-
-    Args:
-        target_len: maximum number of tokens per target.
-    """
+    """Task of predicting a target text of at most `target_len` tokens from a source text."""
 
     target_len: int = 128
     head = "AutoModelForSeq2SeqLM"

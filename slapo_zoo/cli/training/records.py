@@ -23,11 +23,7 @@ OnStep = Callable[[int, Mapping[str, Any]], None]  # step, and what was measured
 
 
 class Meter:
-    """Measurement of time, tokens, memory, MFU and bubble of each step.
-
-    Args:
-        model: model that AutoScheduledModel loaded.
-    """
+    """Measurement of time, tokens, memory, MFU and bubble of each step of a `model` that AutoScheduledModel loaded."""
 
     def __init__(self, model: Any):
         self.mesh, self.device = model.mesh, next(iter(model.parameters())).device

@@ -230,11 +230,7 @@ def arguments_of(options: TrainOptions) -> TrainingArguments:
 
 
 class Verdicts(TrainerCallback):
-    """Trainer callback that saves the best model so far, and ends a run that stops improving.
-
-    Args:
-        run: Trainer that the callback belongs to.
-    """
+    """Trainer callback that saves the best model so far, and ends a `run` (a Trainer) that stops improving."""
 
     def __init__(self, run: Run):
         self.run = run

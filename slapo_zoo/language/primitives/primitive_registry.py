@@ -12,11 +12,7 @@ from slapo_zoo.language.directive import PRIMITIVES, Directive, Site, primitive
 
 
 def list_primitives(name_only: bool = True) -> list[str] | dict[str, type[Directive]]:
-    """Return the sorted names of all schedule primitives.
-
-    Args:
-        name_only: False returns a dict from name to class.
-    """
+    """Return the sorted names of all schedule primitives; with `name_only=False` a dict from name to class."""
     return sorted(PRIMITIVES) if name_only else dict(sorted(PRIMITIVES.items()))
 
 

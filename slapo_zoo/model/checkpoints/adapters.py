@@ -113,7 +113,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 
 
 def _beside(model: Any, name: str) -> dict[str, Tensor]:
-    """Return {key in peft's files: tensor} of all tensors of an adapter on one process; {} on several."""
+    """Return {key in peft's files: tensor} of an adapter in a run of one process; {} if there are several."""
     from peft import get_peft_model_state_dict
 
     if model.mesh.world_size > 1:

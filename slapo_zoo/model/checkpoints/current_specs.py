@@ -85,7 +85,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Return the entries of `found` (name --> tensor) not among `known` (names of the checkpoint), nor of adapters."""
+    """Return the tensors of `found` (name --> tensor) that are neither in `known` (the checkpoint's) nor of adapters."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip

@@ -171,7 +171,7 @@ class _Save:
         self.texts: Mapping[str, str] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
-        """Return what ranks exchange before a save, and set the state of this rank that is saved.
+        """Return what ranks exchange before a save, and keep the part of it that describes this rank.
 
         It is (digest of the optimizer's record, the record or None, states of the random generators by kind,
         {"step": ..., "data_position": ..., "extra": ...}).

@@ -22,11 +22,11 @@ from slapo_zoo.pipeline.pipeline_runtime import pipeline_step
 
 @dataclass
 class Whole:
-    """Parameters and optimizer gathered over dp, from which checkpoints are written and into which they are read.
+    """Parameters and optimizer state gathered over dp: what a checkpoint is written from, and read into.
 
     Args:
-        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp; or this rank's
-            rows of it, marked as rows by `local_tensors`.
+        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp; or only this dp rank's
+            rows of it, marked by `RowsOfRank.note`.
         optimizer: torch optimizer over these parameters, or None.
     """
 
@@ -104,7 +104,7 @@ class DataParallel:
         return found | dict(model.named_buffers(remove_duplicate=False))
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: tensor to save}; under ZeRO the tensors have only this rank's rows."""
+        """Return {name: tensor} for a checkpoint; under ZeRO each tensor has only this dp rank's rows."""
         return self.tensors(model)
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
@@ -118,7 +118,7 @@ class DataParallel:
         return value
 
     def gives(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send its gathered tensors to other ranks."""
+        """Return whether this rank may send its gathered tensors to others; under ZeRO the first group may."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
@@ -165,7 +165,7 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
     Args:
         model: a scheduled model.
         engine: replacement of the default `DataParallel`.
-        divides: whether the engine keeps parameters of its own, on which our gradient hooks cannot be.
+        divides: whether the engine trains parameters of its own, which our gradient hooks cannot see.
     """
     runtime = model._slapo
     calls = runtime.calls
@@ -193,6 +193,6 @@ def scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
 
 
 def _ends_once(pipeline: Any) -> bool:
-    """Return whether a rank runs a single stage, so that its last backward completes all its gradients."""
+    """Return whether this rank runs a single stage, so that the step's last backward completes all gradients."""
     places = pipeline.places
     return places.num_stages == places.pp and places.custom is None

@@ -24,7 +24,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class Sharded(DataParallel):
-    """ZeRO as data parallelism: the backward reduces over the ranks that shard, this class over their replicas."""
+    """ZeRO: the backward reduces gradients over the ranks that share a replica, this class reduces over replicas."""
 
     def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
         self.shards, self.groups, self.blocks = shards, groups, blocks
@@ -34,7 +34,8 @@ class Sharded(DataParallel):
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
         """Yield (module, name, gathered tensor) of the parameters outside blocks, which stay gathered during a step.
 
-        Raises MeshError if parameters were replaced since the load.
+        `dtype` is the compute dtype, None for that of the parameters; `in_own_loop` is True if the user's loop runs
+        the backward, not `train_step`. Raises MeshError if parameters were replaced since the load.
         """
         self.shards.averages = in_own_loop
         self.blocks.forget()  # a backward that failed, or that of a block alone, left some
@@ -56,7 +57,7 @@ class Sharded(DataParallel):
             yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Context in which the gradients of one step are computed; drops first what a failed step left."""
+        """Context in which the gradients of one step are computed; it first drops the gradients of a step that failed."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
@@ -113,7 +114,7 @@ class Sharded(DataParallel):
         return found.clone() if is_padded else found  # a gather holds its buffers a moment longer
 
     def gives(self, mesh: Mesh) -> bool:
-        """Return whether this rank is in the first group of shards; other groups hold the same rows."""
+        """Return whether this rank may send gathered tensors: only the first group of `dp_shard` ranks does."""
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
@@ -166,14 +167,14 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
 
 
 def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return [(module, attribute, parameter)] of all modules; a tied parameter occurs for each of its modules."""
+    """Return (module, attribute, parameter) for every parameter of every module; tied ones once per module."""
     return [
         (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
     ]
 
 
 def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Hook modules that do not gather their parameters, so that calling one alone raises MeshError."""
+    """Hook modules that read sharded parameters but do not gather them, so that calling one alone raises MeshError."""
     gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
     for path, module in model.named_modules():
         if path not in gather:
@@ -203,7 +204,7 @@ def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
 
 
 def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, str, Any]]:
-    """Return where a block's modules read parameters: [(module, attribute, (index of group, index in group))]."""
+    """Return where a block's modules read parameters: [(module, attribute, (index in `groups`, index in that group))]."""
     at = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group.parameters)}
     return [(module, name, at[id(p)]) for module in block.modules()
             for name, p in module._parameters.items() if id(p) in at]  # fmt: skip

@@ -41,13 +41,13 @@ class Saved(Kept):
 
 @dataclass(eq=False)
 class Passed(Kept):
-    """Handle of a tensor that another library's saved-tensor hooks keep (torch's checkpoint, `save_on_cpu`)."""
+    """Handle of a tensor that another library (torch's checkpoint, `save_on_cpu`) has saved for the backward."""
 
     kept: Any
     unpack: Callable[[Any], Tensor]
 
     def again(self) -> Tensor:
-        """Return the tensor that those other hooks give back."""
+        """Return the saved tensor, which the other library restores."""
         return self.unpack(self.kept)
 
 
@@ -163,7 +163,8 @@ class Blocks:
 
     Args:
         computes: dtype in which the model computes; None takes that of its parameters.
-        keeps: stack with one function per running block, which replaces a weight that autograd saves by a handle.
+        keeps: one function per block that runs now, innermost last; it replaces a weight that autograd saves by a
+            handle.
     """
 
     def __init__(self, computes: torch.dtype | None, keeps: list[Pack]):

@@ -25,14 +25,14 @@ from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
 
 
 class Calls:
-    """Calls of one model and their backwards.
+    """State of the calls of one scheduled model: gradient hooks, and which backward belongs to which call.
 
     Attributes:
         reducer: reduces the gradients over ranks.
         guard: checks complete gradients before an optimizer steps.
-        divided_parameters: whether an engine keeps parameters of its own, on which our hooks cannot be.
+        divided_parameters: whether an engine trains parameters of its own, which our hooks cannot see.
         named: (name, trained parameter) pairs, without tensors that `functional_call` puts in their place.
-        outside: forward context before the running backward; it is restored after it.
+        outside: forward context that was active before the running backward, to restore afterwards.
         count: number of training calls in the user's own loop (without `train_step`).
     """
 
@@ -81,7 +81,7 @@ class Calls:
         take_over(self.reducer, self.named)
 
     def _partial(self) -> set[str]:
-        """Return the names of parameters whose gradient may have to be summed over tp."""
+        """Return the names of parameters whose gradient is a partial sum on each tp rank in some step."""
         rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 

@@ -108,7 +108,8 @@ class GradientReducer:
         self.waiting = list(self.buckets)
 
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return the gradient of parameter p, summed over ranks as the plan says; called by its hook.
+        """Return the gradient of parameter `p`, summed over ranks as the model's plan prescribes; gradient hooks call
+        it.
 
         `is_leaf` is False for a tensor that replaces the parameter (`functional_call`).
         """
@@ -141,7 +142,7 @@ class GradientReducer:
         return [group for group in taken if group is not None]
 
     def _over_dp(self, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return a gradient unchanged if its bucket will average `.grad` over dp later, else averaged now."""
+        """Return a gradient averaged over dp; unchanged if its bucket will average `.grad` over dp later."""
         bucket = self.bucket_of.get(id(p))
         if is_leaf and not is_taken(p) and (bucket or p in self.beyond):
             if bucket and bucket.work is not None:  # what is under way must not be written to
@@ -157,7 +158,7 @@ class GradientReducer:
         return summed(grad * factor, group)
 
     def _settle(self) -> None:
-        """Note that the latest gradient was stored in `.grad`, and start the all-reduce of complete buckets."""
+        """Count the gradient that was just stored in `.grad`, and start the all-reduce of each bucket that is complete."""
         if self.latest is None:
             return
         (p, before, version), self.latest = self.latest, None
@@ -190,7 +191,7 @@ class GradientReducer:
         return met
 
     def _somewhere(self, parameters: list[nn.Parameter]) -> set[int] | None:
-        """Return the ids of parameters that have a gradient on some dp rank; None if they are not compared."""
+        """Return the ids of parameters that have a gradient on at least one dp rank; None if ranks need not compare."""
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False
@@ -210,14 +211,14 @@ class GradientReducer:
             self.paused = before
 
     def last_backward(self, _outputs: Any) -> None:
-        """Let the last backward of a stage within `no_sync` average over dp."""
+        """Let the last backward of a pipeline stage average over dp, although `no_sync` is active."""
         self.paused = False
 
     @contextmanager
     def one_step(self, at_once: bool) -> Iterator[None]:
-        """Context of the micro-batches of a step; `at_once`: gradients are summed over tp as they are computed.
+        """Context of all micro-batches of a step. With `at_once` gradients are summed over tp as they are computed.
 
-        That is needed where a user's hook takes gradients before the step ends.
+        A user's hook that takes gradients before the step ends needs them summed at once.
         """
         before, self.at_once, self.in_step, self.averaged = self.at_once, at_once, True, False
         try:
@@ -229,18 +230,14 @@ class GradientReducer:
             self.at_once, self.in_step = before, False
 
     def average(self) -> None:
-        """Average the gradients over dp, unless the step's backwards have done it."""
+        """Average the gradients over dp, unless the backwards of the step have averaged them already."""
         if self.over_dp and not self.averaged:
             self.open()
             self.stored = True
             self.close()
 
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
-        """All-reduce the gradients of a step over tp and pp, as the plan says, after its last backward.
-
-        Args:
-            named: name --> parameter.
-        """
+        """All-reduce the gradients of `named` (name --> parameter) over tp and pp after the last backward of a step."""
         sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
         sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
         for one, names in () if self.at_once else sums.items():
@@ -248,5 +245,5 @@ class GradientReducer:
 
 
 def is_taken(p: Any) -> bool:
-    """Return whether a user's post-accumulate hooks take a parameter's gradient as soon as it is in `.grad`."""
+    """Return whether the user registered a post-accumulate hook on a parameter, which may use up its gradient at once."""
     return bool(p._post_accumulate_grad_hooks)

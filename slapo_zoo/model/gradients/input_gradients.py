@@ -22,12 +22,12 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class InputGradients:
-    """Tensors of a batch that require a gradient; with stages, leaves replace them in the batch.
+    """Tensors of a batch that require a gradient; with pipeline stages, detached copies replace them in the batch.
 
     Args:
         mesh: mesh of all ranks.
         tensors: the batch; entries that require a gradient are replaced.
-        known: trained parameters outside the model that were met before --> number.
+        known: trained parameters outside the model that earlier steps have met --> number.
         loss_fn: argument of `train_step`; parameters of a module are trained.
         scale: factor by which the engine multiplies a loss before its backward.
     """
@@ -63,7 +63,7 @@ class InputGradients:
         self._meet(new)
 
     def held(self) -> list[Tensor]:
-        """Return the tensors outside the model that take a gradient: inputs of the stages, or trained parameters."""
+        """Return the tensors outside the model that get a gradient: entries of the batch, or trained parameters."""
         return [*(self.leaves.values() or self.beyond), *self.in_loss]
 
     def _meet(self, new: list[nn.Parameter]) -> None:
@@ -75,7 +75,7 @@ class InputGradients:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Context of a step, after which parameters outside the model have the gradient of the whole step."""
+        """Context of a training step; at its end the gradients of parameters outside the model are averaged over dp."""
         for p in self.beyond:
             p.grad = None
         try:

@@ -61,7 +61,10 @@ def require_known_weights(model: Any, step: str) -> None:
 def _problem(
     module: nn.Module | None, name: str, leaf: str, wanted: tuple[int, ...], found: Any
 ) -> str:
-    """Return what is wrong with the tensor in the place of a sharded parameter, or ""."""
+    """Describe what is wrong with the tensor `found` in the place of parameter `leaf`; return "" if nothing is.
+
+    `name` is the parameter's full name, `wanted` the shape of this rank's shard.
+    """
     if module is None:  # its block is gone, or within something else
         within = [other for other in found if _is_within(name, other)]
         held = found[within[0]] if within else None

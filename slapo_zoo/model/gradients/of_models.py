@@ -13,7 +13,7 @@ _KNOWN: Any = WeakIdKeyDictionary()  # parameter --> (weak reference to its mode
 
 
 def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Remember the (name, parameter) pairs of a scheduled model."""
+    """Register the parameters of a scheduled model, so that `runtime_of` and `place_of` find the model of a parameter."""
     mine = ref(runtime)
     for name, p in named:
         if p not in _KNOWN or _KNOWN[p][1] != name:  # an adapter has renamed it

@@ -109,7 +109,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
-    """Replace the shards of a parameter, its gradient and its state by tensors gathered as its plan `row` says."""
+    """Replace a parameter's shard, gradient and optimizer state by gathered tensors; `row` is the parameter's plan."""
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
             optimizer.state[p][key] = whole(value, row, mesh)

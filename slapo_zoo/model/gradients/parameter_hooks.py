@@ -18,14 +18,16 @@ from slapo_zoo.parallel.local_tensors import is_divided, part_of, rows_of
 
 
 class OnWhole:
-    """Wrapper of a user's gradient hook that calls it with the gradient of the unsharded tensor."""
+    """Wrapper of a user's gradient hook on a sharded parameter; the hook gets the unsharded gradient."""
 
     def __init__(self, reducer: Any, name: str, parameter: nn.Parameter, hook: Any):
         self.reducer, self.parameter = ref(reducer), ref(parameter)
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Run the hook on a gradient; within `train_step` return None: `run_later` runs it at the end."""
+        """Return the hook's result for a gradient; within `train_step` return None, since `run_later` calls the hook
+        then.
+        """
         reducer = self.reducer()
         if reducer is None:  # the model is gone, its parameter lives on
             return self.hook(grad)
@@ -61,7 +63,7 @@ class OnWhole:
 
 
 def on_parts(model: Any) -> int:
-    """Return how many of the user's gradient hooks are on parameters of which this rank holds only a shard."""
+    """Return the number of the user's gradient hooks on sharded parameters, which need gradients gathered for them."""
     plan = model._slapo.plan
     parts = (p for name, p in model.named_parameters() if is_divided(p) or plan.sharded(name))
     hooks = (hook for p in parts for hook in (p._backward_hooks or {}).values())
@@ -69,7 +71,7 @@ def on_parts(model: Any) -> int:
 
 
 def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Wrap the user's hooks that were registered since the last call, and order them after the sums over ranks."""
+    """Wrap the user's gradient hooks that are new since the last call, so that they run after sums over ranks."""
     for name, p in named:
         hooks: Any = p._backward_hooks
         if p.is_leaf and hooks and any(map(_is_foreign, hooks.values())):

@@ -167,10 +167,9 @@ class StepGuard:
         raise agreed(MeshError("optimizer.step", what, problem, hint))
 
     def look_beside(self, parameters: list[nn.Parameter]) -> None:
-        """Raise MeshError on all ranks of a stage if gradients of parameters outside the model differ.
+        """Raise MeshError on all ranks of a stage if gradients of parameters outside the model (a user's head) differ.
 
-        Such parameters are, for example, those of a head that the user added. Two all-gathers of a few numbers
-        ask for it, in the first steps only (the constant ALWAYS says how many).
+        This takes two all-gathers of a few numbers, in the first ALWAYS steps only.
         """
         beside = [p for p in parameters
                   if runtime_of(p) is None and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
@@ -212,10 +211,11 @@ class StepGuard:
         return found
 
     def _unlike(self, found: list[list[float | None]], alike: float) -> str:
-        """Return the factors that should be equal and are not, as text; "" where all agree.
+        """Describe the factors that differ between ranks though they should be equal; return "" if none differs.
 
-        `found` is [ranks][probes], `alike` the relative difference allowed. Ranks of one stage hold shards of the
-        same parameters, so each probe is compared over them. Stages are compared if one factor fits all probes.
+        `found` is [ranks][probes]: the factor by which each sampled gradient was scaled. `alike` is the relative
+        difference allowed. Ranks of one stage hold shards of the same parameters, so each probe is compared over them.
+        Stages are compared if one factor fits all probes.
         """
         stages = [self.mesh.coord("pp", rank) for rank in range(self.mesh.world_size)]
         groups = [[row[i] for row, s in zip(found, stages, strict=True) if s == stage]

@@ -109,7 +109,7 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
 
 
 class Uses:
-    """Record of the gradients from a model's own uses of its parameters, in the user's own loop."""
+    """Record of which gradients come from the model's own use of its parameters, in the user's own loop."""
 
     def __init__(self) -> None:
         self.found: dict[int, list[Tensor]] = {}

@@ -83,7 +83,7 @@ class ScheduledTrainer(Trainer):
         return self.model
 
     def get_tp_size(self) -> int:
-        """Return the number of ranks that read the same samples: tp * pp."""
+        """Return tp * pp, the number of ranks that read the same samples; transformers calls it to size its batches."""
         mesh: Any = self._scheduled.mesh
         return mesh.tp * mesh.pp
 

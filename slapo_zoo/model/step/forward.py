@@ -131,7 +131,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def require_together(model: Any) -> None:
-    """Raise MeshError if ranks that have to take part in this call in eval mode do not call the model.
+    """Raise MeshError if some ranks do not call the model in eval mode, though its forward needs them.
 
     Ranks check this in the first ALWAYS calls, and then in every `input_check_interval`-th call.
     """

@@ -20,7 +20,10 @@ class SourceTokens(dict):
 
 
 class LateEncoder(nn.Module):
-    """Module that `generate` calls as the encoder of a pipelined model, whose real encoder runs in each forward."""
+    """Module that `generate` calls as the encoder of a pipelined model; it only passes the encoder's inputs on.
+
+    The real encoder runs again in every forward, because its stage may be on another rank.
+    """
 
     def forward(self, **kwargs: Any) -> SourceTokens:
         """Return the encoder's inputs themselves, to be encoded with each decoder forward."""
@@ -46,7 +49,7 @@ def refuse_cache(batch: Mapping[str, Any]) -> None:
 
 
 def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError for a KV cache with all heads (peft's prefix tuning) where tp ranks have shards of the heads."""
+    """Raise SlapoError for a KV cache of all heads (peft's prefix tuning), where each tp rank computes some heads only."""
     cache = batch.get("past_key_values")
     layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
     keys = next((x for layer in layers if (x := getattr(layer, "keys", None)) is not None), None)

@@ -88,7 +88,7 @@ class MixedPrecision:
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
-        """Context of one step with its backward; the casts are released after it."""
+        """Context of one step and its backward, in which modules read casts of the parameters; it frees the casts."""
         self._in_step = True
         try:
             with self.computing(model):

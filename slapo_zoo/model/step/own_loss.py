@@ -55,13 +55,13 @@ def whole_output(output: Any) -> Any:
 
 
 def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with a prefix on the names that only loss_fn takes, not the model's forward."""
+    """Return the batch with a prefix on the names that only loss_fn takes, to hide them from the model's forward."""
     known = inspect.signature(forward).parameters.keys() | OPTIONS
     return {name if name in known else FOR_LOSS + name: value for name, value in batch.items()}
 
 
 def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch that the model's forward takes: those without `for_loss_alone`'s prefix."""
+    """Return the entries of a batch that the model's forward takes, without those that `for_loss_alone` has renamed."""
     return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
 
 

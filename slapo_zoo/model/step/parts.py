@@ -22,7 +22,7 @@ WHOLE = "_slapo_whole"  # of a part: what gives its model
 
 
 class Part:
-    """Mixin of modules that contain blocks, which users may call alone."""
+    """Mixin of modules that contain blocks (an encoder, a base model), so that users may call them outside the model."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as torch does; if the model is not running, set up what a call of the model sets up."""
@@ -53,10 +53,10 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
 
 
 def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
-    """Make the modules around the blocks of a model, or of a copy of a model, callable alone.
+    """Let users call the modules around the blocks of a model, or of a copy of a model, outside its forward.
 
-    `blocks` are paths of blocks. With `blocks_too` the blocks become callable alone too, which is needed under
-    ZeRO and sequence parallelism.
+    `blocks` are paths of blocks. With `blocks_too` users may call the blocks too; ZeRO and sequence parallelism then
+    set up what a block needs.
     """
     first = 0 if blocks_too else 1
     parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}

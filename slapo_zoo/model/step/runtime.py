@@ -37,10 +37,10 @@ class Runtime:
         own_forward: forward of the model's own class.
         table: table of the model's family in `schedules/`: how its modules are sharded.
         pipeline: the stages; None without a pipeline.
-        keys: names of tensors in the family's files.
+        keys: maps names of parameters to their names in the family's files.
         adapters: adapter name --> its matrices on this stage.
         peft_config: configs of the adapters, as peft keeps them.
-        groups: ranks of a part of a mesh dim --> their process group: see `RankPlan.groups`.
+        groups: ranks --> process group of these ranks, where a gradient is summed over a part of a mesh dim.
         source: folder of the checkpoint, or None.
         micro_batches: number of micro-batches where `train_step` is not given one.
         data_parallel: how the model runs and reduces over dp; engines replace it.
@@ -87,7 +87,7 @@ class Runtime:
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
     def head_name(self, model: Any) -> str:
-        """Return a class name that tells whether labels are shifted: the model's own, or one the table implies."""
+        """Return a class name that tells losses whether labels are shifted: the model's own, or one from its table."""
         if self.table.shifts_labels is None:
             return model.unscheduled_class.__name__
         return SHIFTED if self.table.shifts_labels else ""
@@ -155,9 +155,8 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 
 
 def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
-    """Raise MeshError if a batch would be split, but the model's loss is not a mean over rows.
-
-    `parts` are the numbers of parts, e.g. micro_batches=4, dp=2. `options` are the arguments of the forward.
+    """Return whether a module must see padding: it has hooks, a changed forward, or an attention that cannot skip
+    padding.
     """
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
     table = model._slapo.table

@@ -40,7 +40,10 @@ def require_head(cls: Any, batch: Mapping[str, Any]) -> None:
 
 
 def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> None:
-    """Raise SlapoError for a batch without labels, from which the model computes no loss."""
+    """Raise SlapoError for a batch without labels, from which the model computes no loss.
+
+    `tensors` are the entries of the batch that are split by rows, `whole` the entries that all rows share.
+    """
     if not (any(name in tensors for name in LABELS) or whole.get("return_loss")):
         raise no_loss(f"found no labels among {list(tensors)}")
 

@@ -56,9 +56,9 @@ class StepCounts:
         return torch.arange(self.first, self.first + count)
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """Return the counts of `rows` rows of this rank from index `start`, for one micro-batch.
+        """Return what is known of the `rows` rows of this rank from index `start`, for one micro-batch.
 
-        `own_loss` says that the user's own loss is computed, `shown` that the user gets the output with padding.
+        `own_loss` is True if the user's own loss is computed, `shown` if the user gets the output, padding included.
         """
         part = slice(start, start + rows)
         targets = None if self.targets is None or own_loss else sum(self.targets[part])
@@ -106,7 +106,7 @@ def ask(
 
 
 def _positions(*batch: Iterable[str]) -> set[str]:
-    """Return the names of position ids, which may pack several sequences into a row."""
+    """Return the argument names of position ids, which may show that a row holds several packed sequences."""
     return {name for part in batch for name in part if name.endswith("position_ids")}
 
 

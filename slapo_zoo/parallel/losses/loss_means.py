@@ -182,7 +182,7 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operation on sums of means gives such a sum again: sums, negation, constant factors."""
+    """Return whether an operation keeps a loss a sum of means times constants: addition, negation, constant factors."""
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:
         return all(kinds)

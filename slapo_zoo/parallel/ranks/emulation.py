@@ -118,7 +118,7 @@ def _first_cause(failures: list[tuple[int, BaseException]]) -> BaseException:
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Context in which garbage collection skips all older objects, since a scan of torch takes 0.25 s each time."""
+    """Context in which garbage collection skips all objects that exist already; scanning torch's takes 0.25 s each time."""
     if gc.get_freeze_count():  # set aside by somebody else, who wants it to stay so
         yield
         return
@@ -131,7 +131,7 @@ def _set_aside() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context in which operations use one CPU thread and every rank has its own random generator state."""
+    """Context in which torch uses one CPU thread, and every emulated rank has its own random generator state."""
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random
     generator = names.default_generator

@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 class _Waiting:
-    """State of one process group: its gloo group with a long timeout, and how often this rank reached each step."""
+    """State of waits on one process group: a gloo group with a long timeout, and how often this rank reached each step."""
 
     def __init__(self) -> None:
         self.group, self.steps = None, Counter[str]()
@@ -64,7 +64,7 @@ def patient_group() -> Any:
 
 
 def _meet(what: str) -> None:
-    """Wait until all ranks are here, and log which are late; the creation of a process group would wait silently."""
+    """Wait until all ranks have reached step `what`, and log late ones; creating a process group would wait silently."""
     heart = heartbeat.current()
     if heart is None:
         return
@@ -100,9 +100,9 @@ def gather_objects(what: str, mine: Any) -> list[Any]:
 
 
 def meet(what: str, ranks: Sequence[int]) -> list[int]:
-    """Wait until all of `ranks` have called this; return the ranks that will not call it, usually none.
+    """Wait until all of `ranks` have called this function; return the ranks that will not call it, usually none.
 
-    A rank that has not called it, but has begun more collectives than this one, is taken for such a rank.
+    A rank that has begun more collectives than this one without a call of this function will not call it.
 
     Args:
         what: name of the step for messages.
@@ -180,7 +180,7 @@ def _too_late(what: str, late: list[int], seconds: float, lines: str = "") -> Ra
 
 
 def _say(what: str, late: list[int], seconds: float) -> None:
-    """Log which ranks are late; only the lowest waiting rank does this."""
+    """Log which ranks are late in step `what`, after `seconds`; only the lowest of the waiting ranks logs."""
     waiting = [rank for rank in range(dist.get_world_size()) if rank not in late]
     if late and waiting[:1] == [dist.get_rank()]:
         who = heartbeat.names_of(late)

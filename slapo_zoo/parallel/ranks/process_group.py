@@ -222,7 +222,7 @@ def peer_error() -> RankError | None:
 
 @contextmanager
 def rank_guard(what: str) -> Iterator[None]:
-    """Context that publishes an error of its block to the peers; if the error is a lost peer, that peer's error is raised."""
+    """Context that publishes an error to the peers; an error about a lost peer is replaced by that peer's own error."""
     token = _WITHIN.set(what)
     try:
         yield

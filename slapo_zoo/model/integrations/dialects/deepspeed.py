@@ -202,7 +202,7 @@ def _group(mesh: Mesh, mesh_dim: str) -> Any:
 
 
 class _Zero(Zero):
-    """Data parallelism by DeepSpeed, which runs forward and backward and may shard parameters over dp."""
+    """Data parallelism by DeepSpeed for a model without pipeline stages; the engine runs forward and backward."""
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:

@@ -147,7 +147,7 @@ class StageLayer(nn.Module):
 
 
 def _with_gradient(x: Tensor) -> Tensor:
-    """Return x so that it requires a gradient: DeepSpeed sends a gradient back for every floating tensor it sent."""
+    """Return x, made to require a gradient: DeepSpeed sends one back for every floating tensor that it has sent."""
     return x if x.requires_grad or not x.is_floating_point() else x.detach().requires_grad_()
 
 
@@ -191,9 +191,9 @@ class _ZeroPipeline(Zero):
 
 
 def _numbers(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return an iterator of (input, label) for `count` micro-batches.
+    """Return an iterator of (input, label) pairs, one per micro-batch, as DeepSpeed's pipeline expects its data.
 
-    Both are only the index of the micro-batch, by which stages find its tensors.
+    Input and label are both the index of the micro-batch, by which stages find its tensors.
     """
     numbers = [torch.tensor([i]) for i in range(count)]
     return iter([((number,), number) for number in numbers])  # pyright: ignore[reportReturnType]
