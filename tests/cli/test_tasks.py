@@ -8,13 +8,14 @@ import datasets
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 
 from cli_runs import run, tokenizer, write_gpt2
 from slapo_zoo.cli.data.batches import divided
 from slapo_zoo.cli.training.inputs import read_inputs
 from slapo_zoo.cli.training.options import make_options, read_config
 
-COMMON = {"batch_size": 4, "max_steps": 4, "eval_steps": 2, "save_steps": 2, "save_total_limit": 9, "learning_rate": 1e-3,
+COMMON = {"batch_size": 4, "max_steps": 4, "eval_steps": 2, "save_steps": 1, "save_total_limit": 9, "learning_rate": 1e-3,
           "lr_scheduler_type": "linear", "warmup_steps": 1, "device": "cpu", "seed": 3}  # fmt: skip
 WORDS = [
     "to",
@@ -86,6 +87,12 @@ def packed(folder):
             "eval_data": str(folder / "test.parquet"), "columns": {"text": "body"}, "seq_len": 32}  # fmt: skip
 
 
+def masked(folder):
+    (folder / "text.txt").write_text(". ".join(sentences(60)))
+    return {"model": write_bert(folder / "bert"), "data": str(folder / "text.txt"), "task": "masked", "seq_len": 32,
+            "eval_share": 0.1}  # fmt: skip
+
+
 def spans(folder):
     (folder / "text.txt").write_text(". ".join(sentences(60)))
     return {"model": write_t5(folder / "t5"), "data": str(folder / "text.txt"), "seq_len": 32, "eval_share": 0.1}  # fmt: skip
@@ -116,7 +123,7 @@ def streamed(folder):
 
 
 TASKS = {
-    "classify": classification, "packed": packed, "span": spans, "pairs": retrieval,
+    "classify": classification, "packed": packed, "masked": masked, "span": spans, "pairs": retrieval,
     "tag": words_tagged, "seq2seq": translation, "stream": streamed,
 }  # fmt: skip
 FAST = {("classify", "dp2"), ("packed", "tp2_pp2"), ("pairs", "dp2"), ("span", "dp2")}
@@ -157,11 +164,11 @@ def lines_of(path):
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
 
 
-def assert_same(found, expected):
+def assert_same(found, expected, rel=2e-5):
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for mine, theirs in zip(found, expected, strict=True):
         for name in {"loss", "grad_norm", "lr", "eval_loss", "eval_accuracy"} & theirs.keys():
-            assert mine[name] == pytest.approx(theirs[name], rel=2e-5), (name, mine["step"])
+            assert mine[name] == pytest.approx(theirs[name], rel=rel), (name, mine["step"])
 
 
 @pytest.mark.one_in(2)
@@ -174,6 +181,27 @@ def test_every_layout_equals_one_process_and_resumes_from_it(task, layout, whole
     rest = trained(folder, tmp_path / "rest", keep="null", **mesh)
     assert_same(rest, expected[2:])
     assert_same(trained(folder, tmp_path / "mesh", **mesh), expected)
+
+
+SLOW = [pytest.param(task, marks=pytest.mark.slow) for task in ("packed", "classify")]
+
+
+@pytest.mark.parametrize("task", ["masked", *SLOW])
+def test_a_run_interrupted_on_every_mesh_ends_as_one_process(task, whole, tmp_path):
+    """One process is interrupted after step 1, tp=2 after step 2, dp=2 after step 3; pp=2 ends it."""
+    folder, expected = whole(task)
+    before, end = folder / "one", weights_of(folder / "one")
+    for step, mesh in enumerate(({"tp": 2}, {"dp": 2}, {"pp": 2}), start=1):
+        place = tmp_path / f"after-{step}"
+        shutil.copytree(before / f"step-{step:08}", place / f"step-{step:08}")
+        assert_same(trained(folder, place, **mesh), expected[step:], rel=1e-6)
+        for name, tensor in weights_of(place).items():
+            torch.testing.assert_close(tensor, end[name], rtol=0, atol=1e-6)
+        before = place
+
+
+def weights_of(place):
+    return load_file(place / f"step-{COMMON['max_steps']:08}" / "model.safetensors")
 
 
 @pytest.mark.slow
