@@ -109,7 +109,7 @@ def in_one_piece(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, table: Tensor | None,
     classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    """Compute `attention` with all attention weights in memory, so that the backward recomputes nothing."""
+    """Compute `attention` (same arguments) with all attention weights in memory; the backward recomputes nothing."""
     scores = q @ k.transpose(-1, -2)
     scores = scores if scale == 1.0 else scores * scale
     (S, T), least = scores.shape[-2:], torch.finfo(scores.dtype).min

@@ -74,7 +74,7 @@ def _forward(module: Any, input: Tensor) -> Tensor:
 
 
 def _sites(model: Any) -> list[str]:
-    """Return the path of the model's output embedding if it is a Linear, in a list; else []."""
+    """Return the paths of the modules that this kernel may replace: the output embedding, if it is a Linear."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [path for path, module in model.named_modules() if module is head]
 
@@ -98,7 +98,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute F.cross_entropy(x W^T + bias, target) in fp32; the arguments are those of `lm_loss`.
 
-    The call can be intercepted by a TorchFunctionMode, as F.cross_entropy can: `loss_means` does so.
+    A TorchFunctionMode can intercept this call, as it can F.cross_entropy; `loss_means.GlobalMeans` does so.
     """
     tensors = (x, target) if weight is None else (x, weight, target)
     if has_torch_function_variadic(*tensors):

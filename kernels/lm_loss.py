@@ -149,7 +149,7 @@ def _gradients(ctx: Any, d_loss: Tensor, *_: Any) -> tuple:
 
 
 def _divides_first(x: Tensor) -> bool:
-    """Return whether to divide gradients by the number of targets in the forward; in fp16 they would underflow."""
+    """Return whether gradients are divided by the number of targets in the forward; not in fp16, they would underflow."""
     return x.dtype != torch.float16
 
 

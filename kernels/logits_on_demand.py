@@ -303,7 +303,7 @@ def _require_all(ranks: list[int]) -> None:
 
 
 def _plain(value: Any, below: bool = False) -> Any:
-    """Return nested tuples, lists and dicts with every LogitsOnDemand computed; with `below`, without a graph."""
+    """Return nested tuples, lists and dicts with every LogitsOnDemand computed; with `below`, without an autograd graph."""
     if isinstance(value, LogitsOnDemand):
         return value.numbers() if below else value.tensor()
     if isinstance(value, tuple | list):
@@ -312,7 +312,7 @@ def _plain(value: Any, below: bool = False) -> Any:
 
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
-    """Return the result of a cast, view or slice of `x` as a LogitsOnDemand; None if `func` is something else."""
+    """Return a cast, view or slice of `x` as a LogitsOnDemand; None if the function `func` is none of these."""
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)

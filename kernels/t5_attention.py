@@ -145,7 +145,7 @@ def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tup
 
 
 def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Return the kernel's dropout arguments: drawn as the schedule set for the model, else from new seeds."""
+    """Return the kernel's dropout arguments: the mask or seeds of the model's schedule, else new seeds."""
     (B, H, S, _), core = q.shape, module._modules.get("core_attn")
     if core is None or not module.dropout:
         return new_seeds(B * H, module.dropout, q.device)

@@ -34,7 +34,7 @@ def inputs(B: int, S: int, D: int, **like: Any) -> dict[str, Any]:
 
 
 def unpadded(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute layers(x) [B, S, D'] on the real tokens, with 0 for padding.
+    """Compute layers(x) [B, S, D'] on the real tokens only; the result is 0 at padding.
 
     Args:
         x: hidden states [B, S, D].

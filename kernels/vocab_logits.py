@@ -113,7 +113,8 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
 
 
 def _beside(x: VocabLogits, other: Any) -> Any:
-    """Slice the other operand of an operation on logits [..., V] to the local columns; None to gather instead.
+    """Return the other operand of an operation on logits [..., V], sliced to the local columns; None: gather the
+    logits.
 
     A tensor with a gradient needs gathered logits: on local columns its gradient would be incomplete.
     """

@@ -88,7 +88,7 @@ def _knobs() -> dict[str, Any]:
 
 @cache
 def _validator(whole: bool = True) -> Any:
-    """Return the JSON Schema validator for all plans of a file, or for one plan's knobs if not `whole`."""
+    """Return a JSON Schema validator for the plans in a file; with `whole=False` for the knobs of one plan."""
     from jsonschema import Draft202012Validator
 
     kinds: dict[Any, Any] = {str: TEXT, int: COUNT, float: NUMBER}

@@ -111,7 +111,7 @@ class Program:
             raise _card_error(error, "steps") from None
 
     def lines(self) -> list[str]:
-        """Return the program as readable lines, in which formulas are not evaluated."""
+        """Return the program as lines of text for people; formulas are shown, not evaluated."""
         lines = [f"constraint {text}" for text in self.constraints]
         lines += [f"{name} = {text}" for name, text in sorted(self.numbers.items())]
         for pattern, name, arguments in self.steps:

@@ -40,11 +40,11 @@ class Grid:
         return sorted(values) if all(is_number(v) for v in values) else values
 
     def find(self, point: Mapping[str, Any]) -> int | None:
-        """Return the number of a configuration, or None if the grid does not contain it."""
+        """Return the number of a configuration (its index in `points`), or None if the grid does not contain it."""
         return self.number.get(_key(point))
 
     def nearest(self, wanted: Sequence[float], among: Iterable[int]) -> int:
-        """Return the number, out of `among`, of the configuration nearest to `wanted` (a value's index per symbol)."""
+        """Return the number, out of `among`, of the configuration nearest to `wanted` (a value's index for each symbol)."""
         chosen = np.fromiter(among, dtype=int)
         spans = np.array([max(len(self.values[n]) - 1, 1) for n in self.names])
         off = np.abs(self.index[chosen] - np.asarray(wanted)) / spans
@@ -70,7 +70,7 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return a mask [points] of the configurations that need at least as much memory as number `small`."""
+        """Return a bool mask [points]: the configurations that need at least as much memory as number `small`."""
         mask = np.ones(len(self.points), dtype=bool)
         for j, name in enumerate(self.names):
             direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0
@@ -79,7 +79,7 @@ class Grid:
         return mask
 
     def takes_less(self, large: int) -> np.ndarray:
-        """Return a mask [points] of the configurations that need at most as much memory as number `large`."""
+        """Return a bool mask [points]: the configurations that need at most as much memory as number `large`."""
         mask = np.ones(len(self.points), dtype=bool)
         for j, name in enumerate(self.names):
             direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0

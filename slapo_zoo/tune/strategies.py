@@ -107,7 +107,7 @@ def fits(
 
 
 def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarray:
-    """Return [points]: of the memory laws that agree with all outcomes, the share by which a configuration fits.
+    """Return the probability [points] that each configuration fits, averaged over the laws that explain the outcomes.
 
     A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept`
     takes the values of KEPT.

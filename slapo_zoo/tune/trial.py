@@ -62,7 +62,7 @@ class Job:
 
     @property
     def world(self) -> int:
-        """Return the number of ranks: tp * pp * dp."""
+        """Return the number of ranks of the job: tp * pp * dp."""
         sizes = (int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
         tp, pp, dp = sizes
         return tp * pp * dp

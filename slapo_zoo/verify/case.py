@@ -73,7 +73,7 @@ class Case:
             object.__setattr__(self, "batch", self.batch_of(0))
 
     def batch_of(self, step: int) -> dict[str, Tensor]:
-        """Make the batch of step number `step`: name --> tensor [rows, ...]; floating inputs are fp32."""
+        """Make the batch of step number `step`: name --> tensor [rows, ...]; floating-point inputs are fp32."""
         model = hf.build_on_meta(self.cls, copy.deepcopy(self.config), torch.float32, False)
         if not self.padded:
             return random_batch(model, self.rows, self.tokens)
@@ -106,11 +106,11 @@ class Trial:
 
     @property
     def mesh(self) -> Mesh:
-        """Mesh of the trial with the coordinates of rank 0."""
+        """Return the mesh of the trial, with the coordinates of rank 0."""
         return Mesh(*self.sizes)
 
     def outline(self) -> Outline:
-        """Build the model on the meta device and apply every directive of the schedule to it."""
+        """Build the model on the meta device and apply every directive of the schedule to it, as on rank 0."""
         config = copy.deepcopy(self.case.config)
         return Outline(
             config, self.case.cls, self.mesh, torch.float32, seed=self.case.seed,

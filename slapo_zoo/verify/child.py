@@ -24,7 +24,7 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Verify or derive as a request says; return the document of the outcome, and for a verification its text too."""
+    """Verify a schedule or derive a table, as a JSON request says; return the outcome as JSON data."""
     import transformers
 
     hf.register_models()

@@ -182,7 +182,7 @@ class Tolerance:
         """Compare one value of the scheduled model with the plain runs.
 
         Args:
-            into: where the outcome is recorded.
+            into: record to which the outcome is added.
             check: name of the check, a key of CHECKS.
             name: name of the value.
             found: the value of the scheduled model.

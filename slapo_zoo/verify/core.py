@@ -129,7 +129,7 @@ class _Verification:
         return _Outcome(self.comparison, divergence, self._touching(suspects), text)
 
     def _named_by(self, error: Exception) -> tuple[str, ...]:
-        """Return the path of the module whose parameter an error names, or an empty tuple."""
+        """Return the path of the module whose parameter the text of an error names, in a tuple; () if it names none."""
         path = str(getattr(error, "what", "")).rpartition(".")[0]
         known = path and path in dict(self.trial.outline().model.named_modules())
         return (path,) if known else ()
@@ -189,7 +189,7 @@ class _Verification:
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _by_names(self) -> Divergence | None:
-        """Return a divergence at the module of the first parameter that a finding names, or None."""
+        """Return a divergence at the module of the first parameter that a finding names; None if none names one."""
         for finding in (*self._drifts(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)

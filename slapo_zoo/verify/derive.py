@@ -223,7 +223,7 @@ class Search:
 
 
 def problem_of(trial: Trial) -> str:
-    """Compare the schedule of a trial with the plain model; return the first problem or exception as text, or ""."""
+    """Compare a trial's schedule with the plain model; return the first difference or exception as text, or ""."""
     try:
         return judge(trial).words()
     except Exception as error:

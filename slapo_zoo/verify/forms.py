@@ -14,7 +14,7 @@ Close = Callable[[Tensor], bool]
 
 
 def form_of(parts: Sequence[Tensor], want: Tensor, close: Close, partial: bool = False) -> str:
-    """Return a description of how the tensors of the ranks make up `want`, or "" if they do not.
+    """Describe how the tensors of the ranks make up `want`; return "" if they do not.
 
     Args:
         parts: one tensor per tp rank, in order.

@@ -51,7 +51,7 @@ def judge(
 
     Args:
         trial: the test case, the schedule and the mesh.
-        into: where findings are recorded, also those made before a schedule raises; None makes one.
+        into: record of findings, complete even if the schedule raises; None makes a new one.
         scratch: folder for the saved weights; None compares no files.
 
     Returns:
@@ -216,7 +216,7 @@ def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankR
 
 
 def recorded(trial: Trial, dtype: torch.dtype, with_dropout: bool = False) -> RankResult:
-    """Record the tensors at every module in one training step of this rank (in a forward, if the model has no loss)."""
+    """Record the tensors at every module in a training step of this rank (only a forward, if the model has no loss)."""
     model = load(trial, trial.case.changes(with_dropout), dtype)
     if not with_dropout:
         silence(model)

@@ -101,7 +101,7 @@ def few_layers(config: Any, start: int) -> Any:
 
 
 def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
-    """Yield the first layer number of each LAYERS_AT_ONCE layers that differ from all such layers before them."""
+    """Yield the first layer number of each group of LAYERS_AT_ONCE layers that is unlike all groups before it."""
     counts = [n for name in LAYERS if type(n := getattr(config, name, None)) is int]
     if not counts:
         problem = f"a {type(config).__name__} does not say how many layers there are"
@@ -127,7 +127,7 @@ class _Numbers:
         self._shared = bool(outline.table.calls)
 
     def moved(self, steps: Sequence[Step], start: int) -> list[Step]:
-        """Return the steps for a model of the few layers from number `start` on, without those of other layers."""
+        """Return the directives for a model of the few layers from number `start` on, without those of other layers."""
         if self._shared:
             return list(steps)
         found = []
@@ -175,7 +175,7 @@ class _Numbers:
 
 
 def _together(reports: Sequence[Report]) -> Report:
-    """Merge the reports of all runs: counts and seconds are added, the largest errors kept, findings are the last's."""
+    """Merge the reports of all runs: add up counts and seconds, keep the largest errors and the last report's findings."""
     last, checks = reports[-1], dict(reports[0].checks)
     for report in reports[1:]:
         for check, found in report.checks.items():

@@ -27,7 +27,10 @@ KEEP, RECOMPUTE = "keep", "recompute"
 
 
 def block_paths(sch: Schedule, table: Table) -> list[str]:
-    """Return the paths of the repeated blocks in order; an empty list if a derived table has found no blocks."""
+    """Return the paths of the repeated blocks of a model, in order; [] if the table names no blocks.
+
+    A table holds the sharding rules of a model family.
+    """
     prefix = base_prefix(sch.model)
     if not table.blocks:
         return []
@@ -36,7 +39,7 @@ def block_paths(sch: Schedule, table: Table) -> list[str]:
 
 
 def units_of(model: Any, table: Table, blocks: list[str]) -> list[str]:
-    """Return the paths of the modules that a pipeline never splits, in the order in which they run."""
+    """Return the paths of the modules that a pipeline never splits (blocks, embeddings, heads), in the order they run."""
     late = [base_prefix(model) + path for path in table.after_blocks]
     return leaf_units(model, blocks, late, table.order)
 
@@ -48,10 +51,11 @@ def apply_table(
     num_stages: int | None = None,
     tuned_kernels: Any = None,
 ) -> Schedule:
-    """Apply a table to a schedule: tensor and sequence parallelism, random streams, kernels, recomputation, pipeline cuts.
+    """Apply a table, the sharding rules of a model family, to a schedule, and return the schedule.
 
-    Rows that match no module of this head class are skipped, and so are shards of a tensor that the
-    module does not have (a Linear without bias). Returns the schedule.
+    Besides tensor and sequence parallelism this sets random streams, kernels, recomputation and pipeline cuts. Rows
+    of the table that match no module of this head class are skipped, and so are shards of a tensor that the
+    module does not have (a Linear without bias).
 
     Args:
         sch: schedule of a model on the meta device to which nothing was applied yet.
@@ -175,7 +179,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return [pattern], or the paths of the matched modules that have the parameter which the directive names."""
+    """Return [pattern] if the directive fits every module; else the paths of those that have the parameter it names."""
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]
     name, modules = directive.param_name, sch.state.modules

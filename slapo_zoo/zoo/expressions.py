@@ -38,7 +38,7 @@ Node = int | str | Operation
 
 
 class Named(int):
-    """An int that knows the name it has in the config, so that a schedule can be written for other sizes."""
+    """An int that carries the name it has in the config, so that a schedule can be written for other sizes."""
 
     name: str = ""
 

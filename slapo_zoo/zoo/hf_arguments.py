@@ -64,7 +64,7 @@ class HubArguments:
 
     @staticmethod
     def taken(given: dict[str, Any]) -> "HubArguments":
-        """Return the arguments of this class in `given`, and remove them there, with others whose value changes nothing."""
+        """Take the fields of this class out of `given` and return them; arguments that change nothing are removed too."""
         for name, allowed in ANYWAY.items():
             if name in given and any(given[name] is one for one in allowed):
                 del given[name]

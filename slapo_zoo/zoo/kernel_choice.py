@@ -26,12 +26,12 @@ ASKED, NOT_ASKED = "asked for", "not asked for"
 
 @dataclass(frozen=True)
 class Choice:
-    """Decision whether one kernel replaces the modules of one pattern, with its reason.
+    """Decision whether a kernel replaces the modules of one path pattern, with its reason.
 
     Args:
         kernel: name of the kernel.
         pattern: pattern of the modules that the kernel could replace.
-        accepted: whether it replaces them.
+        accepted: whether the kernel replaces them.
         reason: why, or why not.
         by_device: the choice was left to measurements ("auto" or "measure").
     """
@@ -113,7 +113,7 @@ def choose(
 
 
 def _places(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
-    """Return {pattern: paths of the modules that a kernel can replace}, one pattern per class."""
+    """Return {pattern: paths of the modules that a kernel can replace}, one pattern for each class of module."""
     if kernel.sites is not None:
         return {path: [path] for path in kernel.sites(sch.model)}
     served = {cls for cls in {type(m) for m in sch.state.modules.values()}
@@ -153,7 +153,7 @@ def _dtype(sch: Schedule) -> torch.dtype:
 
 
 def _size(config: Any, kernel: Kernel) -> int:
-    """Return the size under which a kernel was measured: the width of a model, or for attention the size of a head."""
+    """Return the size by which a kernel's measurements are looked up: width of a model, or size of an attention head."""
     width = getattr(config, "hidden_size", None) or 1024
     if not any(name.endswith("Attention") for name in kernel.serves):
         return width

@@ -29,7 +29,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the unsharded tensor."""
+        """Return the bytes of the unsharded tensor."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

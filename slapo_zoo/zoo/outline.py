@@ -108,7 +108,7 @@ class Outline:
 
     @cached_property
     def skeleton(self) -> Any:
-        """The model on the meta device without a schedule, with all stages; built on first use."""
+        """Return the unsharded model on meta, without a schedule and with all stages; it is built on first use."""
         config = copy.deepcopy(self._config)
         return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
 
@@ -126,7 +126,7 @@ class Outline:
             raise MeshError("from_pretrained", "schedule", problem, hint)
 
     def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the pp coordinates of the ranks that run the given stages, each once, in the order of the stages."""
+        """Return the pp coordinates of the ranks that run `stages`, without repeats, in the order of the stages."""
         return tuple(dict.fromkeys(self.places.rank_of(stage) for stage in stages))
 
 

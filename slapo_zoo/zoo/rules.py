@@ -20,7 +20,7 @@ from slapo_zoo.language.primitives import (
 
 @dataclass(frozen=True)
 class Dim:
-    """Name of a number of the config (an entry of a table's `dims`), replaced by it when the schedule is made."""
+    """Name for a number of the config, such as head_dim; the number replaces it when a table is applied to a model."""
 
     name: str
 
@@ -30,7 +30,7 @@ Row = tuple[str, Rule]
 
 
 def _dim(name: str) -> Any:
-    """Return the `Dim` of a name; for "" return 1, the default of directives."""
+    """Return the `Dim` called `name`; for "" return 1, the default of directives."""
     return Dim(name) if name else 1
 
 
@@ -102,7 +102,7 @@ def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
 
 
 def vocab_bias(linear: str) -> Rule:
-    """Return the rule of a head that adds its own bias to the logits of its child `linear`, which has `vocab_head`."""
+    """Return the rule of a head whose own bias is added to the sharded logits of its child `linear` (rule `vocab_head`)."""
     return (Shard("bias", 0, pad=True), VocabBias(linear))
 
 
@@ -112,7 +112,7 @@ def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
 
 
 def column_joined(axis: int = 0) -> Rule:
-    """Return the rule of a linear whose outputs are sharded, then all-gathered, so that the next module gets all of them."""
+    """Return the rule of a linear whose outputs are sharded over tp and then all-gathered, for a module that needs all."""
     divided = (Shard("weight", axis, pad=True), Shard("bias", 0, pad=True))
     return (*divided, Sync("bwd_post", "all_reduce"), Sync("fwd_post", "join_columns"))
 
@@ -120,13 +120,13 @@ def column_joined(axis: int = 0) -> Rule:
 def row_inside(axis: int = 1) -> Rule:
     """Return the rule of a row-parallel linear whose all-reduced output each rank uses for its own channels only.
 
-    Its output gradient is therefore a partial sum, and all-reduced too.
+    The gradient of this output is therefore a partial sum, and all-reduced too.
     """
     return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))
 
 
 def bare(*param_names: str) -> Rule:
-    """Return the rule that shards a module's own parameters, such as a scale per channel, along axis 0."""
+    """Return the rule that shards a module's own parameters over tp along axis 0, such as a scale per channel."""
     return tuple(Shard(name, 0, uneven=True) for name in param_names)
 
 

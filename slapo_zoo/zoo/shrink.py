@@ -133,7 +133,7 @@ def _divisors(n: int) -> Iterable[int]:
 
 
 def _like(n: int, size: int, tp: int) -> int:
-    """Return a number of about `size`, at most n, with the remainder that n has when divided by tp."""
+    """Return a number of about `size`, at most n, whose remainder on division by tp is that of n."""
     return min(n, size - size % tp + n % tp)
 
 
@@ -171,7 +171,7 @@ def _cut_lists(small: dict[str, Any], config: Any, keep_layers: bool, keep_head_
 
 
 def dropouts(config: Any) -> list[str]:
-    """Return the names of the config's dropout probabilities, zero or not."""
+    """Return the names of the config's dropout probabilities, also of those that are 0."""
     values = config.to_dict()
     named = [n for n in values if "drop" in n and "layerdrop" not in n]
     return [n for n in named if values[n] is None or type(values[n]) in (int, float)]

@@ -21,7 +21,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class RankSize:
-    """Number and bytes of the parameters that one (stage, tp coordinate) holds."""
+    """Number and bytes of the parameters of the ranks with one pipeline stage and one tp coordinate."""
 
     stage: int
     tp_coord: int
@@ -102,7 +102,7 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
 
 
 def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
-    """Yield what stages exchange in a step: activations, their gradients, and all-reduces of tied weights."""
+    """Yield the tensors that stages exchange in a step: activations, their gradients, and all-reduces of tied weights."""
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     for stage in range(1, outline.places.num_stages):
         for shape in map(plan.shape, plan.crossing(stage)):

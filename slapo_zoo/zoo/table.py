@@ -77,7 +77,7 @@ class Table:
     needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
-        """Return the rows for a model: patterns are full, and dims are replaced by numbers of the model's config."""
+        """Return the table's rows (pattern, rule) for a model: full patterns, with numbers of its config for names."""
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
         dims: dict[str, int] = {}
@@ -111,7 +111,7 @@ def _number(of: str | Callable[[Any], int], config: Any, before: Mapping[str, in
 
 
 class ConfigNumbers(Mapping[str, int]):
-    """Mapping from names to integers: attributes of a config, and dims computed so far."""
+    """Mapping from names to integers: attributes of a config, and the numbers that a table derived from them so far."""
 
     def __init__(self, config: Any, made: Mapping[str, int] = MappingProxyType({})):
         self.config, self.made = config, made
@@ -130,7 +130,7 @@ class ConfigNumbers(Mapping[str, int]):
 
 
 def _resolve(directive: Directive, dims: Mapping[str, int]) -> Directive:
-    """Return a copy of a directive in which numbers of the config replace its dims."""
+    """Return a copy of a directive in which each `Dim` (name of a number) is replaced by its value in `dims`."""
 
     def value(v: Any) -> Any:
         if isinstance(v, tuple):

@@ -38,7 +38,7 @@ RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all
 
 
 class Meter:
-    """Running totals of matrix products, bytes, kernel launches and collectives over recorded operations."""
+    """Running totals over recorded operations: matrix products, bytes, kernel launches and collectives."""
 
     def __init__(self) -> None:
         self.products: list[Product] = []
@@ -78,7 +78,7 @@ class Meter:
             self._pending[ref.storage] = ref.nbytes
 
     def settle(self, storages: Iterable[int] | None = None) -> None:
-        """Count pending outputs of element-wise chains as written: those in `storages`, or all for None."""
+        """Count outputs of fused element-wise chains as written to memory: those in `storages` (ids), or all for None."""
         for key in list(self._pending) if storages is None else storages:
             if key in self._pending:
                 self.fused += self._pending.pop(key)
@@ -86,7 +86,7 @@ class Meter:
         self._read.clear()
 
     def died(self, storage: int) -> None:
-        """Forget a released storage; if one fused chain made and read it, it is never counted as written."""
+        """Forget a released storage; if a single fused chain wrote and read it, it never counts as written to memory."""
         self._pending.pop(storage, None)
         self._read.discard(storage)
 
@@ -129,11 +129,11 @@ class Moment(NamedTuple):
 
 
 class Footprint:
-    """Memory and work of every unit call along the tape of one forward and backward.
+    """Memory and work of every call of a unit (block, embedding, head) in one recorded forward and backward.
 
     Args:
         rows: the recorded operations, in order.
-        last: path of the unit that runs last; the loss counts as its own.
+        last: path of the unit that runs last; the work of the loss is added to it.
     """
 
     def __init__(self, rows: Sequence[Row], last: str):
@@ -190,7 +190,7 @@ class Footprint:
         self.ends.append(self._now(sum(ref.nbytes for ref in new)))
 
     def _attention_ends(self, row: Row) -> None:
-        """Record the work of an attention call, and the bytes it keeps beside q, k, v and its output."""
+        """Record the work of the attention call that `row` ends, and the bytes it keeps beside q, k, v and its output."""
         begin, live = self._begun.pop()
         result = sum(ref.nbytes for ref in (*row.reads[:3], *row.writes))
         work, kept = self.attention.get(len(self.ends), (Work(), 0.0))
@@ -198,7 +198,7 @@ class Footprint:
         self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
 
     def _survivors(self) -> list[tuple[int, int]]:
-        """Return for each unit call (bytes it keeps for the backward, how many of them existed before it began)."""
+        """Return for each unit call (bytes that it keeps for the backward, bytes of these that it did not allocate)."""
         found, before = [0] * len(self.ends), [0] * len(self.ends)
         for storage in self.alive.values():
             at = min(storage.call, len(found) - 1)
@@ -207,7 +207,7 @@ class Footprint:
         return list(zip(found, before, strict=True))
 
     def _summed_in_place(self, row: Row) -> int | None:
-        """Return the storage into which autograd adds a gradient, or None where `row` is no such addition.
+        """Return the storage into which autograd adds a gradient by operation `row`; None for any other operation.
 
         Autograd adds real gradients in place; on fake tensors it allocates a new one.
         """
@@ -242,7 +242,7 @@ class Footprint:
             self.alive[storage] = self.alive[storage]._replace(size=0)
 
     def uses(self) -> list[tuple[str, Use]]:
-        """Return (path of the unit, its cost) of each unit call, in forward order."""
+        """Return (path, cost) of each call of a unit (block, embedding, head), in forward order."""
         found, below = [], 0
         begun, gathered = Meter().now(), 0
         end_of_step = self._now()

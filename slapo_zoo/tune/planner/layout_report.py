@@ -77,7 +77,7 @@ def worth(planner: Planner, found: Forecasted) -> Worth:
 
 
 def as_json(planner: Planner, found: Found, most: int) -> dict[str, Any]:
-    """Return the outcome of a search as JSON data with at most `most` layouts; units are bytes and seconds."""
+    """Return the result of a layout search as JSON data with at most `most` layouts; units are bytes and seconds."""
     return {
         "hardware": asdict(found.hardware), "parameters": found.parameters, "batch": found.rows,
         "seq_len": found.seq_len, "looked_at": found.looked_at, "fit": len(found.feasible),

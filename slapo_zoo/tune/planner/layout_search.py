@@ -109,7 +109,7 @@ class Planner:
         self._costs: list[tuple[str, float]] = []
 
     def profile(self, tp: int, sequence_parallel: bool = False) -> Profile:
-        """Return the unit costs of the model on one of `tp` ranks; each combination needs one dry run."""
+        """Return the costs of the model's units (blocks, embeddings, heads) on one of `tp` ranks, by a cached dry run."""
         key = tp, sequence_parallel and tp > 1
         if key not in self._profiles:
             self._profiles[key] = self.family.profile(
@@ -279,7 +279,7 @@ class Planner:
         return other
 
     def how(self, layout: Layout) -> How:
-        """Return hardware, runtime, precision and tp of a layout, from which times are computed."""
+        """Return the conditions under which times of a layout are computed: hardware, runtime, precision and tp."""
         return How(self.hardware, self.runtime, self.precision, layout.tp)
 
     def why(self, found: Forecasted) -> str:
@@ -312,7 +312,7 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return the policies of a layout, and what is needed to compute equal stages once.
+        """Return what identifies stages of equal cost in a layout, so that each kind is computed once.
 
         Returns:
             (recompute policies, an integer per unit that is the same for units of equal cost, cache from the
@@ -344,7 +344,7 @@ class Planner:
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:
-        """Return (unit, estimated operations) of every unit call of the unscheduled model, to balance stages by."""
+        """Return (unit, estimated operations) of every unit call of the unscheduled model, by which stages are balanced."""
         if not self._costs:
             family = self.family
             config = copy.deepcopy(family.small)

@@ -40,9 +40,9 @@ KEPT_BLOCKS = 3  # first, middle, last
 
 
 class Family:
-    """Config with its model on meta, and a config with fewer blocks that stand for all of them where possible.
+    """Configs and models on meta of one family: as given, and with fewer blocks that stand for all where possible.
 
-    `target_len` may be set before the first profile: tokens of a decoder's row, where they are fewer.
+    `target_len` may be set before the first profile: tokens of a decoder's row, if an encoder's row has more.
 
     Args:
         config: config of `transformers`; it is not changed.
@@ -90,7 +90,7 @@ class Family:
         attention: str | None = None, on_cpu: bool = False, scores: bool = True,
         parts: bool = False,
     ) -> Profile:  # fmt: skip
-        """Return the unit costs of the model on one tp rank, from dry runs.
+        """Return the costs of the model's units (blocks, embeddings, heads) on one tp rank, from dry runs.
 
         Args:
             tp: ranks that shard each layer.
@@ -234,7 +234,7 @@ class _Masks(RandomStream):
 def dry_run(
     outline: Outline, rows: int, tokens: tuple[int, int], stream: "_Masks", scores: bool = True
 ) -> list[tuple[str, Use]]:
-    """Run one training step on fake tensors with dropout; return (unit, cost) of each unit call.
+    """Run one training step on fake tensors with dropout; return (path, cost) of each call of a block, embedding, head.
 
     Args:
         outline: scheduled model on meta, of any rank.

@@ -32,7 +32,7 @@ class How:
     tp: int = 1
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of a forward or backward of a unit: the slower of device and host, plus collectives."""
+        """Return the seconds of a unit's forward or backward: the slower of device and host, plus its collectives."""
         hardware, dtype = self.hardware, self.precision.dtype
         moved, launches = work.moved, work.ops
         if self.runtime.fused:

@@ -22,7 +22,7 @@ LOOKS = {"__get__", "size", "dim", "numel", "is_floating_point", "is_complex", "
 
 @dataclass
 class Chains:
-    """Record, during one forward, of which tensors hold output columns of which linears.
+    """Record of which tensors hold output columns of which linears during one forward.
 
     Args:
         feeds: path of a linear --> the linears whose columns were its input.

@@ -104,9 +104,9 @@ def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
 
 
 def _refuse_dropout(config: Any, seam: bool) -> None:
-    """Raise ArchitectureError if the config has dropout, since a plan does not say which modules drop.
+    """Raise ArchitectureError if the config has dropout, since a tp plan does not say which modules drop.
 
-    With `seam`, dropout of attention is allowed: the rules for attention handle it.
+    With `seam` (attention goes through transformers' AttentionInterface) dropout of attention is allowed.
     """
     for name, value in vars(config).items():
         if not isinstance(value, float) or not value or (seam and name == "attention_dropout"):

@@ -139,7 +139,7 @@ class Watch(TorchFunctionMode):
 
 
 def _really(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of a function that may draw random numbers does; dropout with p = 0 or in eval mode does not."""
+    """Return whether a call of the function `name` draws random numbers; dropout with p = 0 or in eval mode does not."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
     if name != "dropout":

@@ -178,7 +178,7 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return the fields of a table that do not depend on how modules are sharded, as {field: value}."""
+    """Return the fields of a `Table` that do not depend on how modules are sharded, as {field: value}."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return {

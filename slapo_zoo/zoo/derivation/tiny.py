@@ -97,7 +97,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
 
 
 def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set the fields of a shrunken config that are not sizes, such as token ids; `own` are the fields before."""
+    """Set fields of a shrunken config that are not sizes, such as token ids; `own` are the fields of the original."""
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
     if own.get("num_kv_shared_layers"):
@@ -123,7 +123,7 @@ def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
 
 
 def _repair(config: Any, own: dict[str, Any]) -> None:
-    """Set the fields of a shrunken config that follow from several other fields; `own` are the fields before."""
+    """Set fields of a shrunken config that follow from several others; `own` are the fields of the original."""
     now = {name: value for name, value in vars(config).items() if type(value) is int}
     rope, rest = now.get("qk_rope_head_dim"), now.get("qk_nope_head_dim")
     width = now.get("mamba_expand", now.get("expand", 0)) * now.get("hidden_size", 0)
@@ -170,7 +170,7 @@ def _head_size(now: dict[str, int]) -> int:
 
 
 class _Rules:
-    """Rules that give the fields of a config their shrunken values."""
+    """Rules by which the fields of a config shrink to those of a tiny model."""
 
     def __init__(self, own: dict[str, Any], sizes: Sizes):
         self.sizes = sizes
