@@ -201,18 +201,18 @@ class Directive:
             raise ScheduleError(path or "(the model)", cls.name, problem, hint) from None
 
     def check(self, site: Site) -> None:
-        """Raise ScheduleError when the directive cannot be applied at `site`; change nothing."""
+        """Raise ScheduleError if the directive cannot be applied to the module of `site`; change nothing."""
 
     def apply(self, site: Site) -> None:
-        """Change the module at `site`; `check` has passed."""
+        """Change the module of `site`; this is called only after `check` has passed."""
         raise NotImplementedError
 
     def undo(self, site: Site) -> None:
-        """Undo `apply` at `site`. Only primitives that leave the model unchanged implement this method."""
+        """Undo `apply` at the module of `site`; only primitives that leave the model unchanged implement this method."""
         raise NotImplementedError
 
     def local(self) -> str:
-        """Return why the directive cannot be written as JSON (it holds a live callable or module), or ''."""
+        """Return the reason why the directive cannot be written as JSON (it holds a live callable or module), or ''."""
         for name, value in self.arguments().items():
             if name == "subgraph" and not isinstance(value, str):
                 live = "names nodes of a live graph; only a regex over module names can be written"

@@ -69,7 +69,7 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
 
 
 def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
-    """Count the ranks that divide the batch and hold the same elements of a parameter."""
+    """Return the number of ranks that hold the same elements of a parameter, and train on other rows or tokens."""
     if hasattr(p, "full_tensor"):  # FSDP2 divides over all of them
         return 1
     return mesh.size("loss") // (row.row_shards if row and rows_of(p) else 1)

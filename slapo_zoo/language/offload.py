@@ -90,7 +90,7 @@ class Offloaded(Kept):
 
 
 class Call:
-    """One forward of a module, and the activations that were offloaded in it.
+    """State of one forward of a module whose activations are offloaded to host memory.
 
     Args:
         path: path of the module.
@@ -136,7 +136,7 @@ class Call:
 
 
 class Offloads:
-    """The modules of one model whose activations are offloaded to the host.
+    """Modules of one model whose activations are offloaded to host memory.
 
     Attributes:
         paths: paths of these modules, in model order.

@@ -18,7 +18,7 @@ from slapo_zoo.parallel.rank_plan import (
 
 
 def plan_of(state: State) -> RankPlan:
-    """Return the rank plan of a schedule: the one that the zoo's loader set, or one derived from the whole model.
+    """Return the plan of this rank (a row per tensor): the one that the loader set, or one derived from the model.
 
     Args:
         state: state of the schedule; its model must be complete on this rank unless `state.plan` is set.

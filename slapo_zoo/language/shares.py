@@ -31,7 +31,7 @@ class Share(Kept):
         self.part[: len(mine)].copy_(mine)
 
     def again(self) -> Tensor:
-        """All-gather the activation over tp and return it in its original shape."""
+        """All-gather the saved activation over tp and return it in its original shape."""
         out = self.part.new_empty(self.size * len(self.part))
         all_gather_single(out, self.part, group=self.group)
         return out[: self.shape.numel()].view(self.shape)

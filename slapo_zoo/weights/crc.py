@@ -49,12 +49,12 @@ def zeros(count: int) -> int:
 
 
 def linear(piece: "memoryview | bytes") -> int:
-    """Return L(piece), the linear part of the CRC of one piece (see the head of this file)."""
+    """Return L(piece): the CRC-32 of a piece without the part that depends on its length alone, so that sums combine."""
     return zlib.crc32(piece) ^ zeros(len(piece))
 
 
 def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
-    """Return L, the linear part of the CRC, of rows that lie `stride` bytes apart in the file, with zeros between.
+    """Return L, the CRC-32 without its constant part, of rows that lie `stride` bytes apart in a file, zeros between.
 
     Args:
         piece: bytes of the rows, one after the other.

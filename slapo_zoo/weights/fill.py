@@ -177,7 +177,7 @@ def _draw(
     plan: RankPlan,
     seed: int,
 ) -> None:
-    """Draw unsharded weights unit by unit, and copy this rank's shard of each into the tensors of `missing`."""
+    """Draw missing weights, one unit (block, embedding, head) at a time, and copy this rank's shards into `missing`."""
     wanted: dict[str, list[str]] = {}
     for name in missing:
         wanted.setdefault(plan.saved_as(name), []).append(name)

@@ -49,7 +49,7 @@ class PickleFile:
         """Do nothing: the offset of a tensor in a pickle is unknown."""
 
     def close(self) -> None:
-        """Drop the tensors; existing views stay valid."""
+        """Drop the tensors; views made before stay valid."""
         self._tensors = {}
 
 
@@ -166,7 +166,7 @@ class CheckpointFolder:
         return name, self._file(name).entries[key].start
 
     def close(self) -> None:
-        """Close the files; existing views stay valid."""
+        """Close the files; views made before stay valid."""
         for file in self._files.values():
             file.close()
 

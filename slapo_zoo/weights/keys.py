@@ -42,7 +42,7 @@ class Piece:
     """One of the file tensors that make up a model tensor: part `part` of axis 1 at index `number` of axis 0.
 
     Args:
-        spec: spec of the piece, under a name in the style of the model.
+        spec: name, shape and placement of the piece; its name is in the style of the model.
         number: global index on axis 0 (the expert); None when the parts lie along axis 0 itself.
         part: index among the equal parts.
     """

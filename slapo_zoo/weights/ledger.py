@@ -118,7 +118,7 @@ class Ledger:
 
 
 def human(size: float) -> str:
-    """Return a size in bytes as text in decimal units: 1536 --> "1.5 KB".
+    """Format a size in bytes in decimal units: 1536 --> "1.5 KB".
 
     >>> human(999), human(1_500_000)
     ('999 B', '1.5 MB')

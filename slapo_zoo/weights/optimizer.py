@@ -52,7 +52,7 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
 
 
 def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Return the JSON part of the optimizer state `remembered` of parameter p.
+    """Return the JSON-serializable part of `remembered`, the optimizer state of parameter p.
 
     State tensors of the shape of p are not in it; they are added to `tensors` under "<name>.<key>".
     """

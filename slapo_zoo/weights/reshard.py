@@ -40,7 +40,7 @@ from slapo_zoo.weights.training_state import FILE, write_state
 
 @dataclass(frozen=True)
 class Unread:
-    """Placeholder of a tensor that is read and converted only when it is written."""
+    """Placeholder of a tensor of a checkpoint, which is read and converted only when it is written."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -151,7 +151,7 @@ def _entry(path: str, name: str, spec: Any, data: int) -> Entry:
 
 
 def _check_layout(path: str, entries: dict[str, Entry], data: int, size: int) -> None:
-    """Raise WeightsError unless the tensors cover the data exactly: no hole, no overlap, nothing beyond the end."""
+    """Raise WeightsError unless tensors cover bytes `data`..`size` of a file exactly: no hole, no overlap, none beyond."""
     end, previous = data, "the header"
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.stop > size:
@@ -245,7 +245,7 @@ class SafetensorsFile:
                 os.posix_fadvise(fileno, start, count, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
-        """Close the file; existing views stay valid."""
+        """Close the file; views made before stay valid."""
         self._file.close()
         self._pages = None
 

@@ -187,7 +187,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def _exchange(path: Path, target: Path) -> None:
-    """Swap two folders, atomically where the kernel supports it, else by three renames."""
+    """Swap two folders: atomically if the kernel can, else by three renames."""
     if _renameat2(path, target):
         return
     previous = _sibling(target, "previous")

@@ -140,7 +140,7 @@ CHECKS: dict[str, Callable[[Any], str]] = {
 
 
 def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
-    """Return the values of a field as JSON: one value if all ranks have the same, else {"$by_dp": one per dp rank}.
+    """Return a field's values as JSON: the value itself if it is equal on all ranks, else {"$by_dp": one per dp rank}.
 
     Args:
         name: name of the field.

@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Result of one rank's writes: bytes, and its part L of each tensor's CRC (see crc.py)."""
+    """Result of one rank's writes: number of bytes, and what they add to the CRC-32 of each tensor."""
 
     bytes: int
     sums: dict[str, int]
@@ -121,7 +121,7 @@ def _write(
     """Write the slices of one CPU tensor whose first byte lies at `start` of the file.
 
     Returns:
-        The number of bytes, and their part L of the tensor's CRC.
+        The number of bytes, and what they add to the tensor's CRC-32.
     """
     axis = spec.placement.axis if spec.placement else 0
     is_piece = spec.placement is None and own is None

@@ -96,7 +96,7 @@ class Matcher:
         return self.found
 
     def _anchored(self, outputs: Any, node: fx.Node) -> Subgraph | None:
-        """Return the match whose first output is `node`, or None; record why nodes that match cannot be replaced."""
+        """Return the match whose first output is `node`, or None; record why matching nodes cannot be replaced."""
         reason = ""
         for binding in self._outputs(outputs[1:], self._value(outputs[0], node, {})):
             real = {p: v for p, v in binding.items() if p.op not in ("placeholder", "get_attr")}
@@ -120,7 +120,7 @@ class Matcher:
                 yield from self._outputs(rest[1:], self._value(rest[0], node, binding))
 
     def _escapes(self, real: Binding, binding: Binding, outputs: Any) -> str:
-        """Return why the matched nodes cannot be replaced by one call (e.g. a value is used elsewhere), or ''."""
+        """Return why the matched nodes cannot become one call (e.g. another node uses an inner value), or ''."""
         inside = set(real.values())
         ends = {binding[o] for o in outputs}
         for node in inside - ends:

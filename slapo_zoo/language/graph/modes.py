@@ -78,7 +78,7 @@ def _mixable(a: Any, b: Any) -> bool:
 
 
 def _mix(mine: Any, theirs: Any, graph: Graph, asked: Node, training: bool) -> Any:
-    """Return the arguments `mine` with a `by_mode` node in place of each literal that differs from `theirs`."""
+    """Return the arguments `mine`, in which the node `asked` (the mode) selects each literal that differs from `theirs`."""
     if isinstance(mine, (tuple, list)):
         return type(mine)(
             _mix(m, t, graph, asked, training) for m, t in zip(mine, theirs, strict=True)

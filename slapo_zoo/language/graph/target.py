@@ -12,10 +12,10 @@ from slapo_zoo.language.graph.pattern import Pattern
 
 
 def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
-    """Return the subgraphs that the `subgraph` argument of a directive names at a site; none raises ScheduleError.
+    """Return the subgraphs that a directive's `subgraph` argument names in a traced module; ScheduleError for none.
 
     Args:
-        site: site of a traced module.
+        site: the traced module, with its path.
         directive: the directive, for errors.
         spec: a regex (each called module of that name is a subgraph), a pattern function or Pattern, a subgraph
             or list of subgraphs from `find`, or a list of (path, node), which is one subgraph.

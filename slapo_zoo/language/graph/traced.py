@@ -53,7 +53,7 @@ class TracedModule(GraphModule):
 
     @property
     def itself(self) -> "TracedModule":
-        """Return this module: the graph reads it where the original forward passes `self` to a child."""
+        """Return this module; the graph reads this attribute where the original forward passes `self` to a child."""
         return self
 
     def __setattr__(self, name: str, value: Any) -> None:

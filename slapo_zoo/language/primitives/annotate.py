@@ -9,7 +9,7 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 @primitive("annotate")
 @dataclass(frozen=True)
 class Annotate(Directive):
-    """Set an attribute of a parameter; it is kept when the parameter is sharded later.
+    """Set an attribute of a parameter; the attribute is kept when the parameter is sharded later.
 
     rewrite:  m.weight  -->  m.weight with m.weight.<key> == value
     errors:   no such parameter; a key that every tensor has

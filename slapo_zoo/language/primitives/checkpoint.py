@@ -46,7 +46,7 @@ class Checkpoint(Directive):
     source:   Chen et al. 2016, arXiv:1604.06174
 
     Args:
-        subgraph: nodes of a traced module to recompute: the result of `find` or a pattern (local only),
+        subgraph: nodes of a traced module to recompute: the result of `find` or a pattern (not in JSON),
             or a regex over the modules that the graph calls; None is the whole module.
         policy: "" recomputes everything; "save_matmuls" saves the results of matrix products and fused
             attention; "offload" saves everything in host memory and recomputes nothing; "sharded"
@@ -131,7 +131,7 @@ def recompute_module(
 def _in_a_graph(
     forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], kept: set[Any] | None
 ) -> Any:
-    """Recompute under torch.compile: the graph itself holds the position of the random stream."""
+    """Run `forward` in a compiled graph that recomputes it in the backward; `kept`: operators with saved results."""
     if kept is not None:
         operations = [op for op in kept if not isinstance(op, str)]
         kwargs = {
@@ -164,7 +164,7 @@ def restoring(
 def as_now(
     stream: RandomStream | None, state: State | None = None
 ) -> Callable[..., AbstractContextManager]:
-    """Return a function that makes contexts in which code runs with the random streams and ForwardContext of now.
+    """Return a function that makes contexts in which code runs with the random streams and ForwardContext as now.
 
     Args:
         stream: random stream of the model, or None; forked generators of `get_cuda_rng_tracker` are included.

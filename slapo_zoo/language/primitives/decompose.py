@@ -21,7 +21,7 @@ class DecomposedLinear(nn.Linear):
 
 @cache
 def _decomposed_conv1d() -> type:
-    """Return a subclass of transformers' Conv1D (weight [I, O]) whose product and bias are separate operations."""
+    """Return a subclass of transformers' Conv1D (weight [I, O]) in which product and bias are separate operations."""
     from transformers.pytorch_utils import Conv1D
 
     class DecomposedConv1D(Conv1D):

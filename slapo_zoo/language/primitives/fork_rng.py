@@ -137,7 +137,10 @@ class ForkRng(Directive):
 
 
 class _AfterChild:
-    """Watch the child that `after` names: its columns on this rank, their global number, and if it has just run."""
+    """Watcher of the child module that `ForkRng.after` names: `ran` says whether it has just run.
+
+    `run` is the range of its output columns on this rank, `size` the number of columns on all ranks.
+    """
 
     def __init__(self, module: nn.Module, run: Run | None, size: int):
         self.run, self.size, self.ran = run, int(size), False
@@ -148,14 +151,14 @@ class _AfterChild:
 
 
 class OwnDropout(TorchFunctionMode):
-    """Context in which the k-th F.dropout call of a forward draws its mask from the random cells of `path#k`.
+    """Context in which the k-th F.dropout call of a forward draws its mask from random numbers named `path#k`.
 
     OPT, for example, calls F.dropout without a Dropout module.
 
     Args:
-        site: site of the module.
+        site: the module whose forward runs, with its path.
         tokens: with sequence parallelism, inputs hold only the tokens of this rank.
-        name: name of the random cells, by default the path; it differs for ranks that draw differently.
+        name: name of the random numbers, by default the path; it differs for ranks that draw differently.
         child: the child named by `after`, whose output is sharded along the last axis, or None.
     """
 
@@ -173,7 +176,7 @@ class OwnDropout(TorchFunctionMode):
             child.ran = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace F.dropout, fused attention and torch.rand by versions that draw from the random stream."""
+        """Replace F.dropout, fused attention and torch.rand by versions that draw from the model's random stream."""
         kwargs = kwargs or {}
         if func is nn.functional.scaled_dot_product_attention and not torch.compiler.is_compiling():
             return self._attention(func, *args, **kwargs)
@@ -224,7 +227,7 @@ class OwnDropout(TorchFunctionMode):
         return out.squeeze(1) if query.ndim == 3 else out
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Replace the result of `torch.rand` for a batch: each row gets numbers of its index in the global batch."""
+        """Replace the result `x` of `torch.rand` for a batch: each row gets numbers of its index in the global batch."""
         stream = self.site.state.random
         num_rows = stream.position()[2]
         if not (x.ndim and num_rows and x.shape[0] % num_rows == 0):
@@ -241,7 +244,7 @@ def _dropout_arguments(
 
 
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
-    """Return the mask arguments of `dropout` for `x`, which holds all tokens or, while sharded, this rank's."""
+    """Return the mask arguments of `dropout` for `x`, which holds all tokens, or with `tokens` this rank's."""
     stream, mesh = site.state.random, site.mesh
     if tokens and site.state.forward.tokens_divided:
         return stream.drawn(x, p, name, "tokens", (mesh.tp, mesh.coord("tp")))

@@ -19,7 +19,7 @@ class Hook(Directive):
 
     rewrite:  fw_pre:   x --> func(module, (x,)) or x;   fw_post: y --> func(module, (x,), y) or y
               bw_post:  dx --> func(module, (dx,), (dy,)) or dx
-    note:     local only: a function cannot be written as JSON
+    note:     the schedule cannot be written as JSON then
     errors:   unknown mode; a `func` that cannot be called
 
     Args:

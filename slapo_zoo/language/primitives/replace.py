@@ -36,7 +36,7 @@ class Replace(Directive):
               arguments; inputs that are computed too late; hooks that would be lost
 
     Args:
-        new: a module or function (local only), or the name of a registered kernel.
+        new: a module or function (not in JSON), or the name of a registered kernel.
         subgraph: the result of `find`, or a regex over the modules that the graph calls; None replaces
             the module itself.
         name: the new child becomes `<name>_<k>`; by default the name of its class.
@@ -92,7 +92,7 @@ class Replace(Directive):
             arguments(self._function(), found[0].inputs, found[0].path, constants)
 
     def _one_node(self, found: list[Subgraph]) -> bool:
-        """Return whether `subgraph` names one node (by pair or regex): `new` then gets that node's arguments."""
+        """Return whether `subgraph` names a single node, by (path, node) or a regex; `new` gets the node's arguments."""
         named = is_node(self.subgraph) or isinstance(self.subgraph, str)
         return named and len(found) == 1
 

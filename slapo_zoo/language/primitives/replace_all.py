@@ -19,8 +19,8 @@ class ReplaceAll(Directive):
     errors:   no such module; a factory that returns no module; a kernel that refuses one
 
     Args:
-        target_mod_type: a class (local only; subclasses too), or the name of one.
-        make_mod_fn: (path, module, **options) --> module (local only), or a kernel's name.
+        target_mod_type: a class (not in JSON; subclasses too), or the name of one.
+        make_mod_fn: (path, module, **options) --> module (not in JSON), or a kernel's name.
         options: (name, value) pairs for the factory or kernel; a call may pass them as keywords.
     """
 

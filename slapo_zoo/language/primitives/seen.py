@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Seen:
-    """Proxy: in `type(module).forward(Seen(module, {"eps": x}))`, `self.eps` is x; all else is the module's."""
+    """Proxy of a module in which some attributes have other values: `Seen(module, {"eps": x}).eps` is x."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, Any]):
         self._module, self._values = module, values

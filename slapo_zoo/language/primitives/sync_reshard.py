@@ -30,7 +30,7 @@ AXIS = {"RR": None, "RS": -1, "SR": -2}  # which axis is sharded
 
 
 def reshard(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Move `x` from the layout in the first two letters of the op's name to that in the last two, e.g. "RS->RR"."""
+    """Reshard `x` as the op's name says, e.g. "RS->RR"; the letters are the last two axes, R replicated, S sharded."""
     group, is_part = site.group(sync), bool(sync.tensor_parallel_output_grad)
     source, target = (AXIS[form] for form in sync.sync_op_or_fn.split("->"))
     if x.ndim < 2:

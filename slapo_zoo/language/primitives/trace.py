@@ -27,10 +27,10 @@ class Trace(Directive):
 
     Args:
         leaves: modules that stay one node: paths below the module, or class names; predicates
-            (module, path) are local only. Those of torch.nn, Conv1D and `core_attn` always stay.
+            (module, path) cannot go to JSON. Those of torch.nn, Conv1D and `core_attn` always stay.
         flatten: record one graph for the module and all below it; otherwise every module that it calls
             gets a graph of its own.
-        example_inputs: a tuple of arguments, or a dict of them by name (local only); None captures
+        example_inputs: a tuple of arguments, or a dict of them by name (not in JSON); None captures
             the module's arguments in a call of the `transformers` model on a tiny batch.
         recursive: without `flatten`, trace the modules that it calls too.
         padded: pass a padding mask in that call on a tiny batch.
@@ -68,7 +68,7 @@ class Trace(Directive):
 
 
 def example_for(site: Site, directive: Any) -> tuple[tuple, dict[str, Any]]:
-    """Return (args, kwargs) of `example_inputs`, or captured from a call of the model on a tiny batch."""
+    """Return (args, kwargs) with which a module is traced: `example_inputs`, or those of a call on a tiny batch."""
     given = directive.example_inputs
     if given is None:
         return capture(site.state.model, site.path, directive.padded)
@@ -78,6 +78,6 @@ def example_for(site: Site, directive: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def put(site: Site, traced: dict[str, Any]) -> None:
-    """Install traced modules, given by path below the site, into the model."""
+    """Install traced modules into the model; `traced` maps paths below the module of `site` to modules."""
     site.state.model = install(site.state.model, site.path, traced)
     site.state.index()
