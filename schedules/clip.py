@@ -8,7 +8,7 @@ from slapo_zoo.zoo.table import Table, register
 
 
 def tower(name: str) -> tuple:
-    """Return the table rows for the blocks of one tower, "vision" or "text"."""
+    """Return the sharding rules, (pattern, rule) pairs, for the blocks of CLIP's tower `name`, "vision" or "text"."""
     block, heads, head_dim = f"{name}_model.encoder.layers.*", f"{name}_heads", f"{name}_head_dim"
     return (
         # module                            rule                   per rank

@@ -12,7 +12,7 @@ STAGES = range(4)  # rows of one that a model has not match nothing
 
 
 def of_stage(stage: int) -> tuple:
-    """Return the table rows for the attention of one stage, from 0."""
+    """Return the sharding rules, (pattern, rule) pairs, for the attention of Swin's stage number `stage`, from 0."""
     path, width = f"encoder.layers.{stage}.blocks.*.attention", f"head_dim{stage}"
     return (
         # module                            rule                    per rank

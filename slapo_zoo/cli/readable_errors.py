@@ -51,7 +51,7 @@ def _of_the_disk(error: OSError) -> SlapoError:
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether the error says that a disk or the user's quota is full."""
+    """Return whether a file error says that a disk or the user's quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

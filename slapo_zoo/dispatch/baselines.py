@@ -141,7 +141,7 @@ EXPERT: dict[str, Callable[..., Any]] = {"local_causal_attention": local_causal_
 
 
 def liger() -> dict[str, Callable[..., Any]]:
-    """Return {kernel name: the equivalent function of Liger, with our arguments}; {} without Liger or a GPU."""
+    """Return {kernel name: Liger's function for the same operation, with our arguments}; {} without Liger or a GPU."""
     try:
         from liger_kernel.transformers import functional as lf
     except ModuleNotFoundError:

@@ -211,7 +211,7 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
 
 
 def _of_steps(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the part of a dispatch table (as JSON data) about kernels that are not among the measured `rows`."""
+    """Return the entries of a dispatch table (JSON data) about kernels that do not occur in the measured `rows`."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 

@@ -230,9 +230,9 @@ def as_written(cls: type) -> bool:
 
 
 def _is_of(cls: type, value: Any) -> bool:
-    """Return whether `value`, an attribute of `cls`, is no function or was defined in the file of `cls`.
+    """Return whether `value`, an attribute of `cls`, is no function, or a function defined in the file of `cls`.
 
-    A decorator of another library around it does not count as a change.
+    A function that another library has wrapped by a decorator counts as defined in the file of `cls`.
     """
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):

@@ -93,11 +93,11 @@ def padded_batch(
     """Make a batch that shows mistakes: rows of unlike lengths, labels of which some are ignored.
 
     Args:
-        model: of `transformers`; only its class and config count.
-        rows: of the batch.
-        tokens: of each row, padding included; the first row has none.
-        seed: of the values.
-        tp: ranks that divide the vocabulary; the first and the last id of every shard are in the batch.
+        model: a model of `transformers`, of which only class and config are read.
+        rows: number of rows.
+        tokens: tokens of each row, padding included; the first row has no padding.
+        seed: seed of the random values.
+        tp: number of vocabulary shards; the batch has the first and the last id of each.
 
     Returns:
         name --> tensor, with labels where the model's class takes some.

@@ -279,7 +279,7 @@ def init_module(model: Any, module: nn.Module) -> None:
 
 
 def init_own(model: Any, path: str) -> None:
-    """Initialise the tensors that a module holds itself, by the innermost model around it; skip its children."""
+    """Initialise the tensors of the module at `path`, not those of its children, as the innermost model around it does."""
     parts = path.split(".") if path else []
     above = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
     model = next(m for m in reversed(above) if hasattr(m, "_init_weights"))
@@ -287,7 +287,7 @@ def init_own(model: Any, path: str) -> None:
 
 
 def initialized_as(module: Any) -> Any:
-    """Return the module to initialise: the original of a replaced unit of another pipeline stage, else the module."""
+    """Return the module to initialise: `module`, or the original that it replaces on another pipeline stage."""
     return module.__dict__.get("_original", module)
 
 

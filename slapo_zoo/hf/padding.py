@@ -10,11 +10,12 @@ SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 
 
 def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a mask function of `transformers` (sdpa, eager) to use what the step knows about padding.
+    """Wrap a mask function of `transformers` (sdpa, eager) so that the host does not wait for the device.
 
-    rewrite:  make(..., attention_mask)  -->  make(..., None) without padding; else one that skips nothing
+    rewrite:  make(..., attention_mask)  -->  make(..., None) if the step knows that no token is padding
 
-    The original waits for the device once or twice per forward to see if all tokens are real.
+    The original reads the mask once or twice per forward to see if all tokens are real. The wrapper takes this
+    from the step's counts; if they are unknown, it builds the mask without reading it.
     """
 
     @wraps(make)
@@ -30,7 +31,7 @@ def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asks_no_positions(find: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `find_packed_sequence_indices` to use what the step knows: whether a row holds several sequences."""
+    """Wrap `find_packed_sequence_indices` to take from the step's counts whether a row holds several sequences."""
 
     @wraps(find)
     def found(position_ids: Any) -> Any:

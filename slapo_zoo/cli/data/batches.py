@@ -46,7 +46,7 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def in_order(self, most: int | None = None) -> int:
-        """Return the number of batches for an evaluation of all rows, at most `most`; the last may be short."""
+        """Return the number of batches in one evaluation of all rows, at most `most`; the last batch may be short."""
         size = self.batch_size
         count = len(self.rows) // size if self.task.couples else -(-len(self.rows) // size)
         return count if most is None else min(count, most)
@@ -74,7 +74,7 @@ class Batches:
 
 
 class Stream:
-    """Batches of data that are read during training, in blocks of rows; rows are shuffled within a block.
+    """Batches of data that are read during training, one block of rows after the other; each block is shuffled.
 
     A checkpoint keeps the position at which a block begins, so a resumed run, on any mesh, reads at
     most one block again.
@@ -130,7 +130,7 @@ class Stream:
         return [row for row, _, _ in found], place
 
     def _endless(self) -> Iterator[tuple[dict[str, Any], int, Any]]:
-        """Yield (row, epoch, data set) from `start` on without end; the data set knows its position."""
+        """Yield (row, epoch, data set) without end, from the position `start` on; the data set knows its own position."""
         epoch, place = self.start["epoch"], self.start["source"]
         while True:
             data, is_empty = self.source.opened(), place is None

@@ -257,7 +257,7 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
 
 
 def _one_by_one(data: Any, key: str) -> Any:
-    """Return a lock with which one process per node tokenizes while others wait to read its cache."""
+    """Return a lock under which one process per node tokenizes, while the others wait to read its cache."""
     if not data.cache_files:
         return nullcontext()
     from filelock import FileLock

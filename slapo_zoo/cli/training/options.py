@@ -99,7 +99,7 @@ class TrainOptions:
 
 
 def described() -> dict[str, str]:
-    """Return option name --> help text."""
+    """Return {option name: help text} of all options of `slapo-zoo train`."""
     return {each.name: each.metadata["about"] for each in fields(TrainOptions)}
 
 

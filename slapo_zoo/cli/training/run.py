@@ -128,7 +128,7 @@ class Run(ScheduledTrainer):
         return self.done >= self.options.max_steps or tired
 
     def get_train_dataloader(self) -> Any:
-        """Return an iterator over the batches of this dp rank, from the next step on."""
+        """Return an iterator over this dp rank's batches, beginning with that of the next step."""
         mesh = self._mesh
 
         def rest() -> Iterator[dict[str, Tensor]]:

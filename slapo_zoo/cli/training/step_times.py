@@ -71,7 +71,7 @@ def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: 
 
 
 def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """Return (loss of the scheduled model, loss of the plain model), which rank 0 loads for this alone."""
+    """Return (loss of the scheduled model, loss of the plain model); rank 0 loads the plain model for this comparison."""
     model.eval()
     with torch.no_grad():
         ours = float(model(**batch).loss)
