@@ -17,6 +17,8 @@ from slapo_zoo.cli.training.options import (
     ELSEWHERE,
     LEAST,
     ONE_OF,
+    PASSED,
+    REFUSED,
     RENAMED,
     ConfigError,
     TrainOptions,
@@ -36,6 +38,12 @@ WRONG = {
     "warm_up_steps: 3": "no option has this name\n  hint: did you mean 'warmup_steps'?",
     "lr_scheduler: linear": "use lr_scheduler_type",
     "bf16: true": "use load: {precision: bf16}",
+    "label_smoothing_factor: 0.1": "the loss is that of the model's head",
+    "trainer: {neftune_noise_alpha: 5}": "neftune_noise_alpha: a resumed run or another layout",
+    "group_by_length: true": "a run makes its own batches",
+    "torch_compile: true": "the loader shards, casts and recomputes the model",
+    "run_nam: a": "did you mean 'run_name'",
+    "eval_delay: many": "found 'many', expected an integer",
     "max_steps: many": "found 'many', expected an integer\n  hint: correct the value; the default is 100",
     "max_steps: true": "found True, expected an integer",
     "max_steps: 0": "found 0, expected at least 1",
@@ -100,6 +108,33 @@ def test_renamed_keys_are_fields_of_training_arguments():
     from transformers import TrainingArguments
 
     assert set(RENAMED.values()) <= TrainingArguments.__dataclass_fields__.keys()
+
+
+def test_every_training_argument_is_a_key_or_passed_on_or_refused_in_words():
+    """None is ignored in silence; what another release of transformers adds is seen here."""
+    from transformers import TrainingArguments
+
+    ways = {"key": TrainOptions.__dataclass_fields__, "passed": PASSED, "elsewhere": ELSEWHERE}
+    for name in TrainingArguments.__dataclass_fields__:
+        refused = [names for names in REFUSED if name.startswith(names)]
+        found = [way for way, names in ways.items() if name in names] + ["refused"] * len(refused)
+        assert len(found) == 1, (name, found)
+        if found[0] in ("refused", "elsewhere"):
+            with pytest.raises(ConfigError) as caught:
+                checked({name: True}, "run.yaml")
+            assert "hint: use" in str(caught.value) or "docs/trainer.md" in str(caught.value), name
+    assert not PASSED.keys() - TrainingArguments.__dataclass_fields__.keys()
+
+
+def test_passed_arguments_stand_alone_or_under_trainer(tmp_path):
+    """The run.yaml of a checkpoint is read again."""
+    given = read_sets(["run_name=a", "trainer.tf32=false", "eval_delay=2e1"])
+    assert given == {"trainer": {"run_name": "a", "tf32": False, "eval_delay": 20}}
+    options = make_options({"model": "m"}, given, read_sets(["trainer={run_name: b}"]))
+    assert options.trainer == {"run_name": "b", "tf32": False, "eval_delay": 20}
+    assert make_options(checked(yaml.safe_load(as_yaml(options)), "")) == options
+    with pytest.raises(ConfigError, match="tf32: found 3, expected true or false"):
+        read_sets(["tf32=3"])
 
 
 def test_knobs_of_a_layout_are_flags_of_train(capsys, tmp_path, monkeypatch):
@@ -244,6 +279,15 @@ def test_unknown_loader_argument_names_the_nearest():
         (
             {"lr_scheduler_kwargs": {"num_cycles": 2}},
             "lr_scheduler_kwargs: a constant schedule takes none",
+        ),
+        ({"trainer": {"eval_delay": 2}}, "eval_delay: there is nothing to evaluate on"),
+        (
+            {"trainer": {"optim_args": "momentum=0.9"}},
+            "optim_args: optim=adamw_torch_fused takes none",
+        ),
+        (
+            {"optim": "sgd", "trainer": {"optim_args": "lr=0.9"}},
+            "found lr, expected momentum, dampening or nesterov",
         ),
         ({"log_file": "."}, "log_file: found a folder"),
         ({"log_file": "notes"}, "log_file: found another file"),

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from cli_runs import run, write_gpt2
 from slapo_zoo.cli.training.evaluation import Best
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
-from slapo_zoo.cli.training.schedules import make_schedule, parameter_groups
+from slapo_zoo.cli.training.trainer_arguments import make_schedule, parameter_groups
 
 SCHEDULES = {"linear": {}, "cosine": {"num_cycles": 1.5}, "constant": {}, "polynomial": {"power": 2.0},
              "cosine_with_min_lr": {"min_lr_rate": 0.1}, "inverse_sqrt": {}}  # fmt: skip
@@ -169,6 +170,24 @@ def test_optimizers_of_trainer_are_resumed_on_another_layout(more, job, tmp_path
     losses(2, "parts", "--tp", 2)
     assert losses(4, "parts", "--dp", 2) == pytest.approx(whole, rel=1e-5)
     assert len(set(whole)) == 4
+
+
+def test_arguments_of_trainer_have_their_effect_on_every_layout(job, tmp_path):
+    """Momentum changes the third loss; the first evaluation comes after `eval_delay` steps."""
+
+    def log(name, *more):
+        place = f"{tmp_path / name}.jsonl"
+        sets = ("--optim", "sgd", "--max-steps", 3, "--log-file", place, "--set", "eval_delay=2")
+        run("train", "--config", job / "run.yaml", *COMMON, *sets, *more)
+        return [json.loads(line) for line in Path(place).read_text().splitlines()]
+
+    plain = log("plain")
+    momentum = ("--set", "optim_args=momentum=0.9,nesterov=true")
+    one, two = log("one", *momentum), log("two", *momentum, "--tp", 2)
+    assert ["eval_loss" in line for line in one] == [False, True, True]
+    assert [line["loss"] for line in two] == pytest.approx([x["loss"] for x in one], rel=1e-5)
+    assert one[0]["loss"] == plain[0]["loss"]
+    assert abs(one[2]["loss"] - plain[2]["loss"]) > 1e-4
 
 
 COMMON = ("--lr-scheduler-type", "constant", "--warmup-steps", 0, "--learning-rate", 1e-2)

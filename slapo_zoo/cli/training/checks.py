@@ -19,7 +19,7 @@ from slapo_zoo.cli.data.tasks import TASKS, DataError
 from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions, read_config
 from slapo_zoo.cli.training.records import check_log, check_trackers
-from slapo_zoo.cli.training.schedules import make_schedule
+from slapo_zoo.cli.training.trainer_arguments import make_schedule
 from slapo_zoo.errors import ArchitectureError, WeightsError
 from slapo_zoo.model.integrations.dialects import HOMES
 from slapo_zoo.weights.encode import decode
@@ -35,7 +35,7 @@ OWN_KEYS = {"tp": "tp", "pp": "pp", "dp": "dp", "seed": "seed", "micro_batches":
             "auto_class": "task", "target": "engine"}  # fmt: skip
 # what decides the numbers of a step; the layout does not, and what the data are is compared itself
 DECIDE = ("document_masks", "load", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
-          "max_grad_norm", "engine", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")  # fmt: skip
+          "max_grad_norm", "engine", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "trainer")  # fmt: skip
 
 
 def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
@@ -143,13 +143,20 @@ def check_evaluation(options: TrainOptions) -> None:
     _require(not names or judged != trained, "eval_data", "found the rows that are trained on", hint)  # fmt: skip
     nothing = (options.evaluates, "there is nothing to evaluate on", hint)
     needs = {
-        "best": nothing, "patience": nothing, "eval_batches": nothing,
+        "best": nothing, "patience": nothing, "eval_batches": nothing, "eval_delay": nothing,
         "save_total_limit": (options.checkpoint, "there is no checkpoint", "add checkpoint: FOLDER"),
         "lr_scheduler_kwargs": (options.lr_scheduler_type != "constant", "a constant schedule takes none", "name another"),
+        "optim_args": (options.optim == "sgd", f"optim={options.optim} takes none", "add optim: sgd, or use adam_beta1, ..."),
     }  # fmt: skip
+    given, usual = vars(options) | options.trainer, vars(TrainOptions(""))
     for name, need in needs.items():
-        if getattr(options, name) != getattr(TrainOptions(""), name):
+        if given.get(name) != usual.get(name):
             _require(need[0], name, *need[1:])
+    named = {
+        entry.partition("=")[0].strip() for entry in given.get("optim_args", "momentum").split(",")
+    }
+    problem = f"found {', '.join(sorted(named))}, expected momentum, dampening or nesterov"
+    _require(named <= {"momentum", "dampening", "nesterov"}, "optim_args", problem, "write momentum=0.9,nesterov=true")  # fmt: skip
 
 
 def check_pairs(options: TrainOptions) -> None:

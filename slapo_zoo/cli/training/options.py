@@ -90,6 +90,7 @@ class TrainOptions:
     device: str | None = option(None, '"cpu", "cuda", or None for what is there.')
     engine: str = option("torch", "torch, deepspeed or megatron.")
     deepspeed: Mapping[str, Any] = option({}, "entries of DeepSpeed's configuration, e.g. {zero_optimization: {stage: 1}}.")
+    trainer: Mapping[str, Any] = option({}, "more arguments of `TrainingArguments`, which may stand beside the other keys too, e.g. {run_name: first}.")
     # fmt: on
 
     @property
@@ -132,6 +133,32 @@ ELSEWHERE = {
     "load_best_model_at_end": "best, the folder of the best checkpoint",
     "bf16": "load: {precision: bf16}", "fp16": "load: {precision: fp16}",
     "gradient_checkpointing": "load: {checkpoint_ratio: 1.0}",
+}  # fmt: skip
+
+# Arguments of TrainingArguments that Trainer gets as they are, with their types: entries of the key `trainer`.
+PASSED: dict[str, Any] = {
+    "optim_args": str, "tf32": bool, "full_determinism": bool, "eval_delay": int, "logging_first_step": bool, "run_name": str,
+    "project": str, "trackio_space_id": str, "trackio_bucket_id": str, "trackio_static_space_id": str,
+}  # fmt: skip
+# How other arguments of TrainingArguments begin --> why a run does not take them, what to do.
+REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
+    ("dataloader_", "remove_unused_", "label_names", "train_sampling_", "group_by_length", "length_column_", "accelerator_",
+     "auto_find_", "data_seed", "ignore_data_", "per_device_eval_", "eval_accumulation_", "eval_do_concat_", "eval_use_gather_",
+     "include_for_metrics", "batch_eval_", "prediction_loss_"): (
+        "a run makes its own batches, which are the same in every layout", "use batch_size, seq_len and seed"),
+    ("neftune_", "eval_on_start"): (
+        "a resumed run or another layout would compute other losses", "call ScheduledTrainer from a program (docs/trainer.md)"),
+    ("label_smoothing_", "average_tokens_"): (
+        "the loss is that of the model's head, a mean over all ranks", "call ScheduledTrainer from a program (docs/trainer.md)"),
+    ("torch_compile", "use_liger_", "liger_", "activation_", "gradient_checkpointing_", "fsdp", "ddp_", "parallelism_", "bf16_full_",
+     "fp16_full_", "use_cache", "torch_empty_", "local_rank", "use_cpu", "optim_target_"): (
+        "the loader shards, casts and recomputes the model", "use tp, pp, dp, device or load, e.g. load: {precision: bf16}"),
+    ("save_only_", "save_strategy", "save_on_each_", "push_to_", "hub_", "enable_jit_", "restore_callback_", "resume_from_",
+     "greater_is_"): (
+        "a run writes one kind of checkpoint, which every layout resumes", "use checkpoint, save_steps, output or best"),
+    ("logging_strategy", "log_on_each_", "log_level", "logging_nan_", "include_num_", "disable_tqdm", "skip_memory_", "debug"): (
+        "every step is logged, once for all ranks", "use log_file, logging_steps or report_to"),
+    ("eval_strategy", "do_"): ("the data decide whether a run evaluates", "use eval_data, eval_split or eval_share, and eval_steps"),
 }  # fmt: skip
 
 
@@ -188,6 +215,8 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     ConfigError reports an unknown name or an illegal value; `where` is the file or flag that it names.
     A number may be given as a text, such as "1e-4".
     """
+    if isinstance(held := given.get("trainer"), Mapping):  # its entries are keys like the others
+        given = {**held, **given, "trainer": {}}
     given = {str(key): value for key, value in given.items()}
     if stage := given.pop("zero_stage", None):  # of the layout, as in every other command
         given["load"] = {**(given.get("load") or {}), "zero_stage": stage}
@@ -196,7 +225,9 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     if twice := [(key, new) for key, new in now.items() if key != new and new in given]:
         problem = f"found {twice[0][0]} too, which is its older name"
         raise ConfigError(where, twice[0][1], problem, "leave one of them out")
-    return {now[key]: _value(now[key], value, where) for key, value in given.items()}
+    read = {new: _value(new, given[key], where) for key, new in now.items()}
+    passed = {key: read.pop(key) for key in PASSED if key in read}
+    return {**read, "trainer": passed} if passed else read
 
 
 def _warn(where: str, older: Sequence[str]) -> None:
@@ -238,12 +269,16 @@ def changes(options: TrainOptions) -> str:
 
 def _value(key: str, value: Any, where: str) -> Any:
     """Return a value converted to the type of option `key`; raise ConfigError if it is illegal."""
-    if key not in KINDS:
-        near = difflib.get_close_matches(key, [*KINDS, *ELSEWHERE], 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"
+    known = KINDS | PASSED
+    if key not in known:
+        for names, why in REFUSED.items():
+            if key.startswith(names):
+                raise ConfigError(where, key, *why)
+        near = difflib.get_close_matches(key, [*known, *ELSEWHERE], 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
         hint = f"use {ELSEWHERE[near[0]]}" if near and near[0] in ELSEWHERE else hint
         raise ConfigError(where, key, "no option has this name", hint)
-    kinds = get_args(KINDS[key]) if isinstance(KINDS[key], types.UnionType) else (KINDS[key],)
+    kinds = get_args(known[key]) if isinstance(known[key], types.UnionType) else (known[key],)
     problem = f"found {value!r:.60}, expected {' or '.join(READERS[kind][1] for kind in kinds)}"
     for kind in kinds:
         with suppress(ValueError, TypeError):
@@ -252,8 +287,8 @@ def _value(key: str, value: Any, where: str) -> Any:
             if problem is None:
                 return os.path.expanduser(read) if key in PATHS and read else read
             break
-    default = getattr(TrainOptions(""), key)
-    hint = f"correct the value; the default is {default!r}" if default not in (None, "") else described()[key]
+    default = getattr(TrainOptions(""), key, None)
+    hint = f"correct the value; the default is {default!r}" if default not in (None, "") else described().get(key, "correct it")
     raise ConfigError(where, key, str(problem), hint)
 
 

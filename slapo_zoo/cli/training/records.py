@@ -170,11 +170,3 @@ def check_trackers(options: TrainOptions) -> None:
     except (ValueError, RuntimeError) as error:
         hint = "install its package, or name another"
         raise ConfigError("train", "report_to", str(error), hint) from error
-
-
-def place_of_logs(options: TrainOptions) -> str:
-    """Return the folder for files of trackers; it is beside the output folder, which a save replaces."""
-    if not options.report_to:
-        return "."  # nothing is written there
-    run = options.output or options.checkpoint or options.best or "slapo-zoo"
-    return options.logging_dir or f"{run.rstrip('/')}-logs"

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 from torch import Tensor
-from transformers import PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback
 
 from slapo_zoo.cli.arguments import on_ranks
 from slapo_zoo.cli.data.batches import Inputs
@@ -19,9 +19,14 @@ from slapo_zoo.cli.data.tasks import Task
 from slapo_zoo.cli.training.contrastive import InBatchNegatives
 from slapo_zoo.cli.training.evaluation import Best, evaluate
 from slapo_zoo.cli.training.options import TrainOptions, as_yaml
-from slapo_zoo.cli.training.records import Meter, OnStep, Records, place_of_logs, progress
-from slapo_zoo.cli.training.schedules import base_lr, make_schedule, parameter_groups
+from slapo_zoo.cli.training.records import Meter, OnStep, Records, progress
 from slapo_zoo.cli.training.stopping import Stop, StoppedError, Stopping, listening
+from slapo_zoo.cli.training.trainer_arguments import (
+    arguments_of,
+    base_lr,
+    make_schedule,
+    parameter_groups,
+)
 from slapo_zoo.errors import SlapoError, agreed
 from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 from slapo_zoo.parallel.mesh import Mesh
@@ -29,9 +34,6 @@ from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
 from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger, as_table
-
-# keys that Trainer has too, and honours as they are
-SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")  # fmt: skip
 
 
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
@@ -215,18 +217,6 @@ class Run(ScheduledTrainer):
         self.best.restore(extra.get("best"))
         self.batches.resume(resumed.data_positions[0])
         return resumed.step
-
-
-def arguments_of(options: TrainOptions) -> TrainingArguments:
-    """Return the arguments of Trainer for these options, without those that model or engine handle."""
-    return TrainingArguments(
-        output_dir=place_of_logs(options), report_to=[*options.report_to], use_cpu=options.device == "cpu",
-        learning_rate=base_lr(options), **{name: getattr(options, name) for name in SHARED},
-        logging_strategy="steps", logging_steps=1, logging_nan_inf_filter=False,
-        eval_strategy="steps" if options.evaluates else "no",
-        save_strategy="no" if options.checkpoint is None else "steps",
-        disable_tqdm=True, log_level="error", log_level_replica="error",
-    )  # fmt: skip
 
 
 class Verdicts(TrainerCallback):

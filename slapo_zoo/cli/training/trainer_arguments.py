@@ -1,13 +1,45 @@
-"""Learning-rate schedules, and groups of parameters with and without weight decay."""
+"""What Trainer gets from the options of a run: its arguments, the learning-rate schedule, groups of parameters."""
 
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from transformers import TrainingArguments
 
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 
 DEFAULT_LR = 1e-4
+# keys that Trainer has too, and honours as they are
+SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")  # fmt: skip
+
+
+def arguments_of(options: TrainOptions) -> TrainingArguments:
+    """Return the arguments of Trainer for these options, without those that model or engine handle.
+
+    ConfigError is raised for an entry of `trainer` that TrainingArguments refuses, e.g. tf32 on a CPU.
+    """
+    try:
+        return TrainingArguments(
+            output_dir=place_of_logs(options), report_to=[*options.report_to], use_cpu=options.device == "cpu",
+            learning_rate=base_lr(options), **{name: getattr(options, name) for name in SHARED},
+            logging_strategy="steps", logging_steps=1, logging_nan_inf_filter=False,
+            eval_strategy="steps" if options.evaluates else "no",
+            save_strategy="no" if options.checkpoint is None else "steps",
+            disable_tqdm=True, log_level="error", log_level_replica="error", **options.trainer,
+        )  # fmt: skip
+    except (ValueError, TypeError) as error:
+        problem = f"TrainingArguments: {str(error).partition(chr(10))[0]}"
+        raise ConfigError(
+            "train", f"trainer={dict(options.trainer)}", problem, "correct this entry"
+        ) from error
+
+
+def place_of_logs(options: TrainOptions) -> str:
+    """Return the folder for files of trackers; it is beside the output folder, which a save replaces."""
+    if not options.report_to:
+        return "."  # nothing is written there
+    run = options.output or options.checkpoint or options.best or "slapo-zoo"
+    return options.logging_dir or f"{run.rstrip('/')}-logs"
 
 
 def base_lr(options: TrainOptions) -> float:
