@@ -83,21 +83,11 @@ def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
     MeshError is raised if tp * pp * dp differs from the number of launched processes.
     """
     from slapo_zoo.parallel.ranks.process_group import is_distributed_launch, world_size_of_launch
+    from slapo_zoo.zoo.argument_values import mesh_sizes
 
     if not is_distributed_launch():
         return dp or 1
-    world = world_size_of_launch()
-    size = dp or max(1, world // (tp * pp))
-    if tp * pp * size != world:
-        wanted = f"tp*pp*dp = {tp * pp * dp}" if dp else f"a multiple of tp*pp = {tp * pp}"
-        problem = f"found {world} processes, expected {wanted}"
-        raise MeshError(
-            "train",
-            f"tp={tp} pp={pp} dp={dp}",
-            problem,
-            f"start {wanted} processes, or change tp, pp or dp",
-        )
-    return size
+    return mesh_sizes(world_size_of_launch(), {"tp": tp, "pp": pp, "dp": dp})["dp"]
 
 
 def on_ranks(
@@ -128,13 +118,10 @@ def on_ranks(
 
 
 def device_named(name: str) -> str | None:
-    """Return the device that `--device` names, or None for "auto"; raise MeshError for any other name."""
-    import torch
+    """Return the device that `--device` names, or None for "auto"; an error for any name but auto, cpu and cuda."""
+    from slapo_zoo.zoo.argument_values import pick_device
 
     if name not in ("auto", "cpu", "cuda"):
         problem = "found no such device, expected auto, cpu or cuda"
         raise MeshError("--device", name, problem, "choose auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        problem = "found no CUDA device that this torch can use"
-        raise MeshError("--device", name, problem, "leave it out, or choose cpu")
-    return None if name == "auto" else name
+    return None if name == "auto" else str(pick_device(name))

@@ -1,6 +1,6 @@
 """Resolve arguments of the loader: mesh, checkpoint folder, dtype, device and config."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -31,6 +31,15 @@ def make_mesh(**sizes: int | None) -> Mesh:
     if not dist.is_initialized() and is_distributed_launch():
         init_distributed()
     world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return Mesh(**mesh_sizes(world, sizes), rank=rank)
+
+
+def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
+    """Return mesh dim --> size for `world` processes; None in `sizes` takes the quotient of world and the other sizes.
+
+    MeshError is raised if the product of the sizes is not `world`.
+    """
     fixed = Mesh(**{name: 1 if size is None else size for name, size in sizes.items()}).world_size
     found = {n: max(world // fixed, 1) if size is None else size for n, size in sizes.items()}
     if prod(found.values()) != world:
@@ -39,7 +48,7 @@ def make_mesh(**sizes: int | None) -> Mesh:
         problem = f"found {processes}, expected {names} = {product}"
         hint = f"torchrun --nproc-per-node {prod(found.values())} ..., or change {', '.join(found)}"
         raise MeshError("mesh", "world size", problem, hint)
-    return Mesh(**found, rank=dist.get_rank() if dist.is_initialized() else 0)
+    return found
 
 
 def local_folder(

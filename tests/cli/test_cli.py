@@ -320,7 +320,7 @@ def test_a_wrong_number_of_processes_is_refused(gpt2, text, capsys, monkeypatch)
     for name, value in names.items():
         monkeypatch.setenv(name, value)
     err = failure(capsys, "train", gpt2, "--data", text, "--tp", 2)
-    assert "found 3 processes, expected a multiple of tp*pp = 2" in err
+    assert "found 3 processes, expected tp * pp * dp = 2 * 1 * 1" in err
 
 
 def test_an_error_on_the_ranks_has_no_traceback(gpt2, text, capsys):

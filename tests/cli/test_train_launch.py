@@ -196,7 +196,7 @@ def test_srun_with_wrong_task_count_is_refused(job, capsys, monkeypatch):
     srun(monkeypatch, SLURM_STEP_NUM_TASKS="3")
     assert world_size_of_launch() == 3
     err = failure(capsys, *job[0], "--tp", 2)
-    assert "found 3 processes, expected a multiple of tp*pp = 2" in err
+    assert "found 3 processes, expected tp * pp * dp = 2 * 1 * 1" in err
 
 
 def test_slurm_variables_become_torchrun_variables(monkeypatch):

@@ -1,7 +1,6 @@
 """Checks of a training run before data are read: processes, device, engine, output paths, loader arguments."""
 
 import copy
-import difflib
 import importlib.util
 import inspect
 import itertools
@@ -27,6 +26,7 @@ from slapo_zoo.weights.history import is_history, latest
 from slapo_zoo.weights.staging import check_target
 from slapo_zoo.weights.training_state import read_state
 from slapo_zoo.zoo.argument_values import checkpoint_config
+from slapo_zoo.zoo.options import unknown_knob
 
 WRITTEN = ("output", "best", "checkpoint", "log_file")
 BEHIND_PADDING = {"roberta", "xlm-roberta", "camembert", "esm"}  # where their positions begin
@@ -173,7 +173,7 @@ def check_pairs(options: TrainOptions) -> None:
 
 
 def check_load(given: Mapping[str, Any], config: Any) -> None:
-    """Raise ConfigError for an entry of `load` that from_pretrained does not take, or another option sets."""
+    """Raise an error for an entry of `load` that from_pretrained does not take, or another option sets."""
     from slapo_zoo.load.auto import AutoScheduledModel
 
     known = inspect.signature(AutoScheduledModel.from_pretrained).parameters.keys()
@@ -182,9 +182,9 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
             hint = f"write `{OWN_KEYS[name]}:` outside of load"
             raise ConfigError("train", f"load.{name}", "it has a key of its own", hint)
         if name not in known and not hasattr(config, name):
-            near = difflib.get_close_matches(name, [*known, *vars(config)], 1, 0.5)
-            hint = f"did you mean {near[0]!r}?" if near else "see docs/guide.md"
-            raise ConfigError("train", f"load.{name}", "found no such argument", hint)
+            raise unknown_knob(
+                "train", f"load.{name}", [f"load.{n}" for n in (*known, *vars(config))]
+            )
 
 
 def check_mesh(options: TrainOptions, head: str, config: Any) -> None:

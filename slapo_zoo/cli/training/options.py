@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
+from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.errors import SlapoError
 
 
@@ -232,8 +233,7 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 def _warn(where: str, older: Sequence[str]) -> None:
     """Print a warning about old option names, once for all processes of a launcher."""
-    first = os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
-    sys.stderr.write(f"warning: {where}: {', '.join(older)}\n" if older and first else "")
+    sys.stderr.write(f"warning: {where}: {', '.join(older)}\n" if older and is_first() else "")
 
 
 def make_options(*sources: Mapping[str, Any]) -> TrainOptions:
