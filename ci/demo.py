@@ -23,13 +23,13 @@ from rich.console import Console
 from rich.syntax import Syntax
 
 from slapo_zoo.cli.arguments import AsJson
-from slapo_zoo.cli.data.batches import Batches, Inputs
-from slapo_zoo.cli.data.tasks import Causal, DataError
 from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
-from slapo_zoo.cli.training.inputs import require_rows
+from slapo_zoo.cli.training.inputs import Inputs, require_rows
 from slapo_zoo.cli.training.options import TrainOptions
 from slapo_zoo.cli.training.records import progress
 from slapo_zoo.cli.training.run import fit, ledger_table, load
+from slapo_zoo.data.batches import Batches
+from slapo_zoo.data.tasks import Causal, DataError
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.launch import run_local
 
@@ -98,7 +98,7 @@ def train_alone(options: TrainOptions, batches: Batches) -> list[float]:
     """The model in one process: the left column."""
     model = load(options)
     with progress(options.max_steps, every=max(1, options.max_steps // 2)) as on_step:
-        return fit(model, Inputs(batches), options, on_step)
+        return fit(model, Inputs(batches), options, on_step).losses
 
 
 def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) -> list[float]:
@@ -110,7 +110,7 @@ def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) ->
         console.print(ledger_table(model.mesh, ledgers), "")
         console.print(f"[bold]{'step':>5}{'one process':>14}{'tp=2 x pp=2':>14}{'difference':>13}")
         show = lambda step, record: console.print(loss_line(step, alone[step], record["loss"]))  # noqa: E731
-    losses = fit(model, Inputs(batches), options, show)
+    losses = fit(model, Inputs(batches), options, show).losses
     model.save_pretrained(options.output)
     return losses
 

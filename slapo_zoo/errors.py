@@ -1,5 +1,7 @@
 """The exceptions that slapo_zoo raises on purpose; each message has four parts, as `SlapoError` names them."""
 
+import errno
+
 
 class SlapoError(Exception):
     """Base of every error that slapo_zoo raises on purpose.
@@ -70,3 +72,8 @@ def agreed(exc: Exception) -> Exception:
 def is_agreed(exc: BaseException) -> bool:
     """Return whether `agreed` marked the error: every rank raised in the same step."""
     return _AGREED in exc.__dict__
+
+
+def is_full(error: OSError) -> bool:
+    """Return whether a file error says that a disk or the user's quota is full."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)

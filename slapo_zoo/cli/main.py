@@ -19,9 +19,10 @@ from slapo_zoo.cli.commands.show import show
 from slapo_zoo.cli.commands.train import train
 from slapo_zoo.cli.commands.tune import tune
 from slapo_zoo.cli.commands.verify import verify
-from slapo_zoo.cli.readable_errors import is_first, readable_errors
+from slapo_zoo.cli.readable_errors import readable_errors
 from slapo_zoo.cli.training import options
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.ranks.slurm import is_first
 
 KEYS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in options.RENAMED.items()}  # fmt: skip
 RENAMED = {"plan": {"--dtype": "--precision"}, "train": KEYS}  # for one release

@@ -1,6 +1,5 @@
 """Printing of expected errors on stderr: no traceback, exit code 2."""
 
-import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -8,7 +7,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
-from slapo_zoo.errors import SlapoError
+from slapo_zoo.errors import SlapoError, is_full
+from slapo_zoo.parallel.ranks.slurm import is_first
 
 
 @contextmanager
@@ -50,22 +50,12 @@ def _of_the_disk(error: OSError) -> SlapoError:
     return SlapoError(str(error.filename or "disk"), "", error.strerror or str(error), hint)
 
 
-def is_full(error: OSError) -> bool:
-    """Return whether a file error says that a disk or the user's quota is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
 NETWORK = ("httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3")
 
 
 def is_of_the_network(error: BaseException) -> bool:
     """Return whether an HTTP client raised the error, e.g. for a refused or lost connection."""
     return type(error).__module__.partition(".")[0] in NETWORK
-
-
-def is_first() -> bool:
-    """Return whether this process is rank 0 of its launcher, and so prints for all ranks."""
-    return os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
 
 
 def _say_why(stop: SystemExit) -> None:

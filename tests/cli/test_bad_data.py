@@ -8,11 +8,11 @@ from pyarrow import parquet
 from transformers import AutoTokenizer
 
 from cli_runs import failure, run, write_gpt2
-from slapo_zoo.cli.data.read import kind_of
-from slapo_zoo.cli.data.tasks import DataError
 from slapo_zoo.cli.training.checks import resolved
 from slapo_zoo.cli.training.inputs import read_inputs
 from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.data.read import kind_of
+from slapo_zoo.data.tasks import DataError
 
 
 def rows(**columns):

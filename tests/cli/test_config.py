@@ -39,7 +39,7 @@ WRONG = {
     "lr_scheduler: linear": "use lr_scheduler_type",
     "bf16: true": "use load: {precision: bf16}",
     "label_smoothing_factor: 0.1": "the loss is that of the model's head",
-    "trainer: {neftune_noise_alpha: 5}": "neftune_noise_alpha: a resumed run or another layout",
+    "trainer: {neftune_noise_alpha: 5}": "neftune_noise_alpha: the loss is that of the model's head",
     "group_by_length: true": "a run makes its own batches",
     "torch_compile: true": "the loader shards, casts and recomputes the model",
     "run_nam: a": "did you mean 'run_name'",

@@ -9,7 +9,7 @@ import demo
 import pytest
 import typer
 
-from slapo_zoo.cli.data.tasks import DataError
+from slapo_zoo.data.tasks import DataError
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,8 +5,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.cli.data.tasks import Causal
 from slapo_zoo.cli.training.inputs import TELL_APART
+from slapo_zoo.data.tasks import Causal
 from tiny_models import BASE, MODELS
 
 LENGTHS = (5, 7, 3, 9)

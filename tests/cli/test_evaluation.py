@@ -10,8 +10,8 @@ import yaml
 from safetensors.torch import load_file
 
 from cli_runs import run, write_gpt2
-from slapo_zoo.cli.training.evaluation import Best
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
+from slapo_zoo.cli.training.records import Best
 from slapo_zoo.cli.training.trainer_arguments import make_schedule, parameter_groups
 
 SCHEDULES = {"linear": {}, "cosine": {"num_cycles": 1.5}, "constant": {}, "polynomial": {"power": 2.0},

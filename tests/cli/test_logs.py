@@ -9,6 +9,7 @@ import torch
 from cli_runs import failure, run, write_gpt2
 from slapo_zoo.cli.training import records
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
+from slapo_zoo.model import step_meter
 from slapo_zoo.pipeline.busy import Busy
 
 
@@ -72,11 +73,11 @@ def test_mfu_is_flops_over_peak(monkeypatch):
 
     config = GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=64, vocab_size=99)
     model = AutoScheduledModel.from_config(config)
-    meter = records.Meter(model)
+    meter = step_meter.StepMeter(model)
     assert meter.peak == 0.0
     assert meter.parameters == model.num_parameters()
     meter.peak, meter.begin = 1e12, 0.0
-    monkeypatch.setattr(records.time, "perf_counter", lambda: 2.0)
+    monkeypatch.setattr(step_meter.time, "perf_counter", lambda: 2.0)
     found = meter.measured({"input_ids": torch.zeros(4, 16)})
     assert found["tokens_per_s"] == 32
     assert found["mfu"] == pytest.approx(6 * meter.parameters * 32 / 1e12)

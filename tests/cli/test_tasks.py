@@ -11,9 +11,9 @@ import yaml
 from safetensors.torch import load_file
 
 from cli_runs import run, tokenizer, write_gpt2
-from slapo_zoo.cli.data.batches import divided
 from slapo_zoo.cli.training.inputs import read_inputs
 from slapo_zoo.cli.training.options import make_options, read_config
+from slapo_zoo.data.batches import divided
 
 COMMON = {"batch_size": 4, "max_steps": 4, "eval_steps": 2, "save_steps": 1, "save_total_limit": 9, "learning_rate": 1e-3,
           "lr_scheduler_type": "linear", "warmup_steps": 1, "device": "cpu", "seed": 3}  # fmt: skip

@@ -14,7 +14,7 @@ LAYERS = (  # low to high; a package imports only lower ones
     "parallel.losses parallel.rng",
     "parallel.ranks",
     "hf dispatch",
-    "kernels",
+    "data kernels",
     "language",
     "pipeline weights",
     "zoo",

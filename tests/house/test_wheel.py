@@ -60,7 +60,7 @@ def test_every_import_is_a_dependency_or_in_an_extra():
 def test_training_needs_one_extra():
     """`slapo-zoo train` on tables, with trackers: docs/training.md."""
     train = DIRECT | names_of(EXTRAS["train"])
-    cli = {path.name for path in files("slapo_zoo/cli")}
+    cli = {path.name for path in files("slapo_zoo/cli", "slapo_zoo/data")}
     missing = {
         top for top, paths in imported().items()
         if paths <= cli and BROUGHT.get(top, top).replace("_", "-") not in train

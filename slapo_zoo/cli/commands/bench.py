@@ -16,8 +16,8 @@ from slapo_zoo.cli.arguments import (
     device_named,
     on_ranks,
 )
-from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.parallel.ranks.slurm import is_first
 
 Model = Annotated[str, typer.Argument(help='A checkpoint folder, a model id of the Hub, or "kernels".')]  # fmt: skip
 Trace = Annotated[Path | None, typer.Option(help="Write trace.json (Chrome) and trace.png of one step here.")]  # fmt: skip

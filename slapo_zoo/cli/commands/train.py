@@ -8,9 +8,9 @@ from typing import Annotated, Any, get_origin
 import typer
 
 from slapo_zoo.cli.arguments import LAYOUT, command
-from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.cli.training import options as config_keys
 from slapo_zoo.cli.training.options import KINDS, LEAST, TrainOptions
+from slapo_zoo.parallel.ranks.slurm import is_first
 
 Model = Annotated[str | None, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]  # fmt: skip
 Config = Annotated[Path | None, typer.Option(help="A YAML file of the keys of docs/training.md.")]

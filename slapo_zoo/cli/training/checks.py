@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from slapo_zoo.cli.arguments import data_parallel_size, device_named
-from slapo_zoo.cli.data.read import kind_of
-from slapo_zoo.cli.data.tasks import TASKS, DataError
-from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions, read_config
 from slapo_zoo.cli.training.records import check_log, check_trackers
 from slapo_zoo.cli.training.trainer_arguments import make_schedule
+from slapo_zoo.data.read import kind_of
+from slapo_zoo.data.tasks import TASKS, DataError
 from slapo_zoo.errors import ArchitectureError, WeightsError
 from slapo_zoo.model.integrations.dialects import HOMES
+from slapo_zoo.parallel.ranks.slurm import is_first
 from slapo_zoo.weights.encode import decode
 from slapo_zoo.weights.history import is_history, latest
 from slapo_zoo.weights.staging import check_target
@@ -64,9 +64,8 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     check_mesh(options, TASKS[task].head, config)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         problem = "found no decoder_start_token_id, with which decoder inputs begin"
-        raise WeightsError(
-            options.model, "config.json", problem, "add it to config.json (T5 has 0)"
-        )
+        hint = "add it to config.json (T5 has 0)"
+        raise WeightsError(options.model, "config.json", problem, hint)
     if options.target_len is not None:
         row_length(options.target_len, config, "target_len")
     return replace(options, task=task, seq_len=row_length(options.seq_len, config)), config
@@ -106,9 +105,8 @@ def check_places(options: TrainOptions) -> None:
     for name, other in itertools.permutations(places, 2):
         if name in WRITTEN and places[name].is_relative_to(places[other]):
             problem = f"found {named[name]}, which is {other} or lies in it"
-            raise ConfigError(
-                "train", name, problem, "name a place outside of it, e.g. runs/best, runs/log"
-            )
+            hint = "name a place outside of it, e.g. runs/best, runs/log"
+            raise ConfigError("train", name, problem, hint)
     for name in {"output", "best"} & places.keys():
         check_target(places[name], option=f"--{name}")
         check_parent(places[name], f"--{name}")

@@ -1,12 +1,13 @@
 """Reading of a training run's inputs: tokenizer, task, and batches of training and evaluation."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cli.data import read
-from slapo_zoo.cli.data.batches import Batches, Inputs, Stream, divided
-from slapo_zoo.cli.data.tasks import (
+from slapo_zoo.cli.training.options import ConfigError, TrainOptions
+from slapo_zoo.data import read
+from slapo_zoo.data.batches import Batches, Stream, divided
+from slapo_zoo.data.tasks import (
     TASKS,
     Causal,
     Classify,
@@ -17,7 +18,31 @@ from slapo_zoo.cli.data.tasks import (
     Translate,
     pad_id,
 )
-from slapo_zoo.cli.training.options import ConfigError, TrainOptions
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Everything that a training run reads.
+
+    Args:
+        batches: batches to train on.
+        held_out: batches to evaluate on, or None.
+        tokenizer: tokenizer to save with the weights, or None.
+    """
+
+    batches: Batches | Stream
+    held_out: Batches | None = None
+    tokenizer: Any = None
+
+    def summary(self) -> str:
+        """Return one line that describes the task, the rows, and whether documents are masked."""
+        task, held = self.batches.task, self.held_out
+        what = f"{len(self.batches.rows)} rows" if isinstance(self.batches, Batches) else "a stream of rows"  # fmt: skip
+        what += f" of up to {task.seq_len} tokens"
+        what += f", {len(held.rows)} to evaluate on" if held else ""
+        if isinstance(task, Causal):
+            what += f", documents{' ' if task.document_masks else ' not '}masked from each other"
+        return f"task {type(task).__name__.lower()}: {what}"
 
 
 def load_tokenizer(name: str) -> Any:
@@ -30,12 +55,8 @@ def load_tokenizer(name: str) -> Any:
     except (OSError, ValueError, ImportError) as exc:
         raise DataError(name, "tokenizer", str(exc).strip().partition("\n")[0], hint) from exc
     if len(found) <= len(found.all_special_ids):  # what transformers makes where there are no files
-        raise DataError(
-            name,
-            "tokenizer",
-            f"found a tokenizer of {len(found)} tokens, all of them special",
-            hint,
-        )
+        problem = f"found a tokenizer of {len(found)} tokens, all of them special"
+        raise DataError(name, "tokenizer", problem, hint)
     return found
 
 
@@ -62,7 +83,8 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
             raise DataError("eval_data", error.what, error.problem, error.hint) from error
     if held is None:
         return Inputs(batches, None, tokenizer)
-    require_held_out(held, batches.task, options)
+    option = "eval_share" if options.eval_share else "eval_data"
+    require_rows(held, options.batch_size if batches.task.couples else 1, options, option)
     held_out = Batches(held, batches.task, options.batch_size, options.seed)
     return Inputs(batches, held_out, tokenizer)
 
@@ -125,21 +147,12 @@ def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
     return read.rows_of_table(data, task, read.columns_of(type(task), given, data.column_names))
 
 
-def require_rows(rows: Any, least: int, options: TrainOptions) -> None:
-    """Raise DataError if there are fewer than `least` rows, the rows of one step."""
+def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "--data") -> None:
+    """Raise DataError if there are fewer than `least` rows; `option` names those that lack rows."""
     if len(rows) < least:
         problem = f"found {len(rows)} rows of up to {options.seq_len} tokens; expected at least {least} rows"
         hint = "give more data, or a smaller --seq-len or --batch-size"
-        raise DataError("--data", "", problem, hint)
-
-
-def require_held_out(rows: Any, task: Task, options: TrainOptions) -> None:
-    """Raise DataError if the held-out rows are too few: a batch for pairs, one row for other tasks."""
-    least = options.batch_size if task.couples else 1
-    if len(rows) < least:
-        problem = f"found {len(rows)} rows to evaluate on, expected at least {least}"
-        hint = "take a larger eval_share, or other eval_data"
-        raise DataError("train", "eval_share" if options.eval_share else "eval_data", problem, hint)
+        raise DataError(option, "", problem, hint)
 
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:

@@ -13,8 +13,8 @@ from typing import Any, get_args, get_type_hints
 
 import yaml
 
-from slapo_zoo.cli.readable_errors import is_first
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.ranks.slurm import is_first
 
 
 class ConfigError(SlapoError, ValueError):
@@ -147,10 +147,9 @@ REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
      "auto_find_", "data_seed", "ignore_data_", "per_device_eval_", "eval_accumulation_", "eval_do_concat_", "eval_use_gather_",
      "include_for_metrics", "batch_eval_", "prediction_loss_"): (
         "a run makes its own batches, which are the same in every layout", "use batch_size, seq_len and seed"),
-    ("neftune_", "eval_on_start"): (
-        "a resumed run or another layout would compute other losses", "call ScheduledTrainer from a program (docs/trainer.md)"),
-    ("label_smoothing_", "average_tokens_"): (
-        "the loss is that of the model's head, a mean over all ranks", "call ScheduledTrainer from a program (docs/trainer.md)"),
+    ("neftune_", "eval_on_start", "label_smoothing_", "average_tokens_"): (
+        "the loss is that of the model's head, the same in every layout and after a resume",
+        "call ScheduledTrainer from a program (docs/trainer.md)"),
     ("torch_compile", "use_liger_", "liger_", "activation_", "gradient_checkpointing_", "fsdp", "ddp_", "parallelism_", "bf16_full_",
      "fp16_full_", "use_cache", "torch_empty_", "local_rank", "use_cpu", "optim_target_"): (
         "the loader shards, casts and recomputes the model", "use tp, pp, dp, device or load, e.g. load: {precision: bf16}"),

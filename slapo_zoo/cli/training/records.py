@@ -1,4 +1,4 @@
-"""Records of training steps: measurements, log file of JSON lines, progress bar, trackers."""
+"""Records of training steps: log file of JSON lines, progress bar, trackers, the best evaluation so far."""
 
 import json
 import math
@@ -6,68 +6,17 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub.utils import enable_progress_bars, tqdm
-from torch import Tensor
 from transformers import TrainerCallback
 
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
-from slapo_zoo.pipeline.busy import Busy
-from slapo_zoo.weights.ledger import anonymous_bytes
 
 PAUSE_S = 30.0  # a person who reads a log sees that it goes on
 OnStep = Callable[[int, Mapping[str, Any]], None]  # step, and what was measured of it
-
-
-class Meter:
-    """Measurement of time, tokens, memory, MFU and bubble of each step of a `model` that AutoScheduledModel loaded."""
-
-    def __init__(self, model: Any):
-        self.mesh, self.device = model.mesh, next(iter(model.parameters())).device
-        per_token = sum(math.prod(spec.shape) for spec in model._slapo.specs)
-        self.parameters = None if model.config.is_encoder_decoder else per_token
-        self.peak = peak_of(self.device)
-        self.begin = time.perf_counter()
-        self.busy = None
-        if model._slapo.pipeline is not None:
-            self.busy = model._slapo.pipeline.busy = Busy(self.device)
-
-    def start(self) -> None:
-        """Start the clock of a step, and reset the peak of GPU memory."""
-        if self.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.device)
-        self.begin = time.perf_counter()
-
-    def measured(self, batch: Mapping[str, Tensor]) -> dict[str, float | None]:
-        """Return the measurements of the step that just ended; call it after the step's loss was read.
-
-        `memory` is in bytes. `mfu` counts 6 operations per parameter and token (arXiv:2204.02311), without
-        attention. With a pipeline `bubble` is averaged over pp ranks, so all ranks must call this function.
-        """
-        seconds = time.perf_counter() - self.begin
-        names = ("input_ids", "labels") if self.parameters is None else ("input_ids",)
-        tokens = sum(batch[name].numel() for name in names if name in batch) * self.mesh.dp
-        used = 6 * (self.parameters or 0) * tokens / seconds
-        return {"seconds": seconds, "tokens": tokens, "tokens_per_s": tokens / seconds, "memory": peak_memory(self.device),
-                "mfu": used / (self.peak * self.mesh.world_size) if self.peak and used else None,
-                "bubble": None if self.busy is None else self.busy.bubble(self.mesh.group("pp"))}  # fmt: skip
-
-
-def peak_of(device: torch.device) -> float:
-    """Return the peak 16-bit operations per second on the device's data sheet; 0 if unknown."""
-    from slapo_zoo.tune.planner.hardware import HARDWARE
-
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = (HARDWARE[kind].peak for kind in ("h200", "h100", "a100", "v100") if kind.upper() in name)  # fmt: skip
-    return 0.0 if "PCIe" in name else next(known, 0.0)
-
-
-def peak_memory(device: torch.device) -> int | None:
-    """Return the step's peak bytes on a GPU; on a CPU the bytes of the process without mapped files."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else anonymous_bytes() or None  # fmt: skip
 
 
 class Records(TrainerCallback):
@@ -105,6 +54,49 @@ class Records(TrainerCallback):
             finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
             with Path(self.path).open("a", encoding="utf-8") as file:  # it is there at once
                 file.write(json.dumps({"step": self.run.done, **finite}) + "\n")
+
+
+@dataclass
+class Best:
+    """Record of the best evaluation so far, and of the number of evaluations since.
+
+    Args:
+        metric: "loss", where less is better, or "accuracy"; between equal values the smaller loss wins.
+        value: best value of the metric; None before the first finite one.
+        loss: mean loss of that evaluation.
+        step: number of steps before it.
+        since: evaluations after it.
+    """
+
+    metric: str
+    value: float | None = None
+    loss: float = math.inf
+    step: int = 0
+    since: int = 0
+
+    def judge(self, step: int, found: Mapping[str, float]) -> bool:
+        """Return whether the evaluation `found` after `step` is the best so far, and record it if so."""
+        value, loss = found[self.metric], found.get("loss", math.inf)
+        sign = -1 if self.metric == "loss" else 1
+        before = (-math.inf, 0.0) if self.value is None else (sign * self.value, -self.loss)
+        if math.isfinite(value) and (sign * value, -loss) > before:
+            self.value, self.loss, self.step, self.since = value, loss, step, 0
+            return True
+        self.since += 1
+        return False
+
+    def __str__(self) -> str:
+        return f"step {self.step}, {self.metric} {self.value:.4g}, loss {self.loss:.4g}"
+
+    def state(self) -> dict[str, Any]:
+        """Return the record as data for a checkpoint."""
+        loss = self.loss if math.isfinite(self.loss) else None  # as JSON
+        return {"value": self.value, "loss": loss, "step": self.step, "since": self.since}
+
+    def restore(self, state: Mapping[str, Any] | None) -> None:
+        """Take over the record that `state()` returned, if it is not None."""
+        for name, value in (state or {}).items():
+            setattr(self, name, math.inf if name == "loss" and value is None else value)
 
 
 def begin_log(path: Path, done: int) -> None:

@@ -14,61 +14,60 @@ from torch import Tensor
 from transformers import PrinterCallback, TrainerCallback
 
 from slapo_zoo.cli.arguments import on_ranks
-from slapo_zoo.cli.data.batches import Inputs
-from slapo_zoo.cli.data.tasks import Task
-from slapo_zoo.cli.training.contrastive import InBatchNegatives
-from slapo_zoo.cli.training.evaluation import Best, evaluate
+from slapo_zoo.cli.training.inputs import Inputs
 from slapo_zoo.cli.training.options import TrainOptions, as_yaml
-from slapo_zoo.cli.training.records import Meter, OnStep, Records, progress
-from slapo_zoo.cli.training.stopping import Stop, StoppedError, Stopping, listening
+from slapo_zoo.cli.training.records import Best, OnStep, Records, progress
+from slapo_zoo.cli.training.stopping import StoppedError
 from slapo_zoo.cli.training.trainer_arguments import (
     arguments_of,
     base_lr,
     make_schedule,
     parameter_groups,
 )
+from slapo_zoo.data.tasks import Task
 from slapo_zoo.errors import SlapoError, agreed
+from slapo_zoo.model.evaluation import evaluate
 from slapo_zoo.model.integrations.trainer import ScheduledTrainer
+from slapo_zoo.model.step_meter import StepMeter
+from slapo_zoo.parallel.losses.in_batch_negatives import InBatchNegatives
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
+from slapo_zoo.parallel.ranks.stop_signals import Stop, listening
 from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger, as_table
 
 
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
-    """Train on the ranks of a launcher, or on local ranks started here; return the losses of the steps."""
+    """Train on the ranks of a launcher, or on local ranks started here; return the losses of the steps.
+
+    StoppedError is raised if a signal stopped the run.
+    """
     world = options.tp * options.pp * (options.dp or 1)
-    starts = (
-        world > 1 and not is_distributed_launch()
-    )  # local ranks, to which requests are passed on
+    starts = world > 1 and not is_distributed_launch()  # ranks that are passed the signals
     with listening() if starts else nullcontext() as stop:
-        outcome = on_ranks(training_of, world, (options, inputs), options.device, "train")
-    if isinstance(outcome, StoppedError):
-        raise StoppedError(stop.number if stop else outcome.number, outcome.step, options)
-    return outcome
+        found = on_ranks(train, world, (options, inputs), options.device, "train")
+    losses, number, step = found
+    if number:
+        raise StoppedError(stop.number if stop else number, step, options)
+    return losses
 
 
-def training_of(options: TrainOptions, inputs: Inputs) -> Any:
-    """Return the losses of `train`, or its StoppedError, which local ranks return instead of raising."""
-    try:
-        return train(options, inputs)
-    except StoppedError as stopped:
-        return stopped
+def train(options: TrainOptions, inputs: Inputs) -> tuple[list[float], int, int]:
+    """Load the model, print what each rank read, train and save; every rank calls this.
 
-
-def train(options: TrainOptions, inputs: Inputs) -> list[float]:
-    """Load the model, print what each rank read, train and save; every rank calls this. Return the losses."""
+    Returns (losses of the steps, number of the signal that stopped the run or 0, steps done in all).
+    """
     model = load(options, inputs.batches.task)
     ledgers, first = together(model.mesh, "load", lambda: model.ledger), model.mesh.rank == 0
     if first:
         Console(highlight=False, soft_wrap=True).print(ledger_table(model.mesh, ledgers))
     shown = progress(options.max_steps, options.logging_steps) if first else nullcontext()
     with listening() as stop, shown as show:
-        losses = fit(model, inputs, options, show, stop)
-    if options.output is not None:
+        done = fit(model, inputs, options, show, stop)
+    if options.output is not None and not done.stopped:
         save_model(model, options.output, inputs.tokenizer, options)
-    return losses
+    return done.losses, done.stopped, done.done
 
 
 def load(options: TrainOptions, task: Task | None = None) -> Any:
@@ -108,18 +107,20 @@ class Run(ScheduledTrainer):
         self.of_task: dict[str, Any] = {}
         if self.batches.task.couples:
             self.of_task = {"micro_batches": 1, "loss_fn": InBatchNegatives(model.mesh)}
-        self.meter, self.best = Meter(model), Best(options.metric_for_best_model)
+        self.meter, self.best = StepMeter(model), Best(options.metric_for_best_model)
         self.record: dict[str, Any] = {}
         self.losses: list[float] = []
+        self.stopped = 0  # number of the signal that ended the run
         self.done = self.begin()
         schedule = make_schedule(self.options, self.done)
-        use_cache = model.config.use_cache if hasattr(model.config, "use_cache") else None
+        arguments = arguments_of(self.options)
+        arguments.use_cache = getattr(
+            model.config, "use_cache", False
+        )  # it is saved with the model
         super().__init__(
-            model, arguments_of(self.options), eval_dataset=inputs.held_out,
+            model, arguments, eval_dataset=inputs.held_out,
             optimizers=(schedule.optimizer, schedule),
         )  # fmt: skip
-        if use_cache is not None:  # Trainer switches it off, and what is saved would say so
-            model.config.use_cache = use_cache
         self.remove_callback(PrinterCallback)
 
     @property
@@ -166,7 +167,7 @@ class Run(ScheduledTrainer):
         return self.engine.grad_norm
 
     def floating_point_ops(self, inputs: Any) -> int:
-        """Return 0: Trainer's count would cost a collective per step, and `Meter` computes MFU without it."""
+        """Return 0: Trainer's count would cost a collective per step, and `StepMeter` computes MFU without it."""
         return 0
 
     def store_flos(self) -> None:
@@ -179,7 +180,7 @@ class Run(ScheduledTrainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Return mean loss and accuracy over all held-out rows, as "eval_loss" and "eval_accuracy"."""
-        means = evaluate(self.model, self.inputs.held_out, self.options)
+        means = evaluate(self.model, self.inputs.held_out, self.options.eval_batches)
         found = {f"eval_{name}": value for name, value in means.items()}
         self.log(found)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
@@ -219,11 +220,16 @@ class Run(ScheduledTrainer):
         return resumed.step
 
 
-class Verdicts(TrainerCallback):
-    """Trainer callback that saves the best model so far, and ends a `run` (a Trainer) that stops improving."""
+class Ending(TrainerCallback):
+    """Trainer callback that saves the best model so far, and ends a run that a signal stops or that improves no more.
 
-    def __init__(self, run: Run):
-        self.run = run
+    Args:
+        run: Trainer that the callback belongs to.
+        stop: record of signals; None if signals are not handled.
+    """
+
+    def __init__(self, run: Run, stop: Stop | None):
+        self.run, self.stop = run, stop
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
         """Save the model if this evaluation is the best; all ranks decide alike, on equal figures."""
@@ -233,15 +239,22 @@ class Verdicts(TrainerCallback):
             save_model(run.engine.model, options.best, run.inputs.tokenizer, options)
             if state.is_world_process_zero:
                 Console(highlight=False, soft_wrap=True).print(f"best: {run.best}")
-        if run.is_over:
+        self.on_step_end(args, state, control)  # a signal may have come in the meantime
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """End the run, with a checkpoint, if it is over or a signal reached any rank. A collective call."""
+        run = self.run
+        if self.stop is not None and not run.stopped:
+            run.stopped = self.stop.agreed(run.meter.device)
+        if run.stopped or run.is_over:
             control.should_training_stop = True
-            control.should_save = options.checkpoint is not None
+            control.should_save = run.options.checkpoint is not None
 
 
 def fit(
     model: Any, inputs: Inputs, options: TrainOptions, tell: OnStep | None, stop: Stop | None = None
-) -> list[float]:
-    """Train until done or stopped; return the global mean loss of each step of this run.
+) -> Run:
+    """Train until done or stopped; return the Trainer, which has the losses of the steps of this run.
 
     Args:
         model: model that AutoScheduledModel loaded.
@@ -254,14 +267,11 @@ def fit(
 
     AcceleratorState._reset_state(True)  # ranks that are forked would take it for theirs
     run = Run(model, inputs, options)
-    stopping = Stopping(run, stop)
-    for callback in (Verdicts(run), Records(run, tell), stopping):
+    for callback in (Ending(run, stop), Records(run, tell)):
         run.add_callback(callback)
     if not run.is_over:
         run.train()
-    if stopping.number:
-        raise StoppedError(stopping.number, run.done, options)
-    return run.losses
+    return run
 
 
 def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> None:

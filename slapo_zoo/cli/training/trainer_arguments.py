@@ -59,7 +59,9 @@ def make_schedule(options: TrainOptions, done: int = 0) -> Any:
     """
     from transformers import get_scheduler
 
-    name = _with_warm_up(options.lr_scheduler_type, options.warmup_steps)
+    name = options.lr_scheduler_type
+    if name == "constant" and options.warmup_steps:  # "constant" of transformers ignores a warm-up
+        name = "constant_with_warmup"
     alone = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=base_lr(options))
     arguments: dict[str, Any] = {"scheduler_specific_kwargs": dict(options.lr_scheduler_kwargs)}
     try:
@@ -76,11 +78,6 @@ def make_schedule(options: TrainOptions, done: int = 0) -> Any:
     alone.step()
     made.step()
     return made
-
-
-def _with_warm_up(name: str, warmup_steps: int) -> str:
-    """Return the scheduler name that applies a warm-up: "constant" of transformers ignores one."""
-    return "constant_with_warmup" if name == "constant" and warmup_steps else name
 
 
 def parameter_groups(parameters: Iterable[Any], weight_decay: float) -> list[dict[str, Any]]:

@@ -34,6 +34,11 @@ def slurm_environment(env: Mapping[str, str] = os.environ) -> dict[str, str]:
     return found
 
 
+def is_first() -> bool:
+    """Return whether this process is rank 0 of its launcher, and so prints for all ranks."""
+    return os.environ.get("RANK", "0") == os.environ.get("SLURM_PROCID", "0") == "0"
+
+
 def first_host(hosts: str) -> str:
     """Return the first host of SLURM's host list.
 

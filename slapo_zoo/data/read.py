@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cli.data.tasks import Columns, DataError, Task
-from slapo_zoo.cli.readable_errors import is_first, is_full
+from slapo_zoo.data.tasks import Columns, DataError, Task
+from slapo_zoo.errors import is_full
 from slapo_zoo.parallel.digests import digest
+from slapo_zoo.parallel.ranks.slurm import is_first
 
 KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
          ".parquet": "parquet"}  # fmt: skip

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional
 
 from slapo_zoo import AutoScheduledModel
-from slapo_zoo.cli.training.contrastive import InBatchNegatives
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
+from slapo_zoo.parallel.losses.in_batch_negatives import InBatchNegatives
 from tiny_models import BASE
 
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slapo_zoo.cli.data.tasks import IGNORED, Causal, DataError, Task
+from slapo_zoo.data.tasks import IGNORED, DataError, Task
 from slapo_zoo.parallel.ranks.agreement import once_for_all
 
 ORDER, CHANCE, EVALUATION = 0, 1, 2  # what a number is drawn for
@@ -140,38 +140,9 @@ class Stream:
                 is_empty = False
                 yield dict(row), epoch, data
             if is_empty:
-                raise DataError(
-                    "--data",
-                    "",
-                    "found no row in it",
-                    "give data with more text: it is empty or too short",
-                )
+                hint = "give data with more text: it is empty or too short"
+                raise DataError("--data", "", "found no row in it", hint)
             epoch, place = epoch + 1, None
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """Everything that a training run reads.
-
-    Args:
-        batches: batches to train on.
-        held_out: batches to evaluate on, or None.
-        tokenizer: tokenizer to save with the weights, or None.
-    """
-
-    batches: Batches | Stream
-    held_out: Batches | None = None
-    tokenizer: Any = None
-
-    def summary(self) -> str:
-        """Return one line that describes the task, the rows, and whether documents are masked."""
-        task, held = self.batches.task, self.held_out
-        what = f"{len(self.batches.rows)} rows" if isinstance(self.batches, Batches) else "a stream of rows"  # fmt: skip
-        what += f" of up to {task.seq_len} tokens"
-        what += f", {len(held.rows)} to evaluate on" if held else ""
-        if isinstance(task, Causal):
-            what += f", documents{' ' if task.document_masks else ' not '}masked from each other"
-        return f"task {type(task).__name__.lower()}: {what}"
 
 
 def _settings(batches: Batches | Stream) -> dict[str, Any]:

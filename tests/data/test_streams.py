@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cli_runs import END, tokenizer
-from slapo_zoo.cli.data import read
-from slapo_zoo.cli.data.batches import Stream
-from slapo_zoo.cli.data.tasks import Causal
+from slapo_zoo.data import read
+from slapo_zoo.data.batches import Stream
+from slapo_zoo.data.tasks import Causal
 from slapo_zoo.errors import SlapoError
 
 

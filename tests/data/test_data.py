@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from cli_runs import END, Letters, tokenizer
-from slapo_zoo.cli.data import read
-from slapo_zoo.cli.data.batches import Batches, Stream, checksum, divided
-from slapo_zoo.cli.data.tasks import (
+from slapo_zoo.cli.training.inputs import other_rows, require_rows
+from slapo_zoo.cli.training.options import TrainOptions
+from slapo_zoo.data import read
+from slapo_zoo.data.batches import Batches, Stream, checksum, divided
+from slapo_zoo.data.tasks import (
     IGNORED,
     Causal,
     Classify,
@@ -24,8 +26,6 @@ from slapo_zoo.cli.data.tasks import (
     Tag,
     Translate,
 )
-from slapo_zoo.cli.training.inputs import other_rows, require_rows
-from slapo_zoo.cli.training.options import TrainOptions
 
 GENERATOR = torch.Generator
 

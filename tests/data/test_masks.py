@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cli_runs import Letters, tokenizer
-from slapo_zoo.cli.data.tasks import IGNORED, DataError, Masked, Spans
+from slapo_zoo.data.tasks import IGNORED, DataError, Masked, Spans
 
 GENERATOR = torch.Generator
 

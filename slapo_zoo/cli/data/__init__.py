@@ -1,1 +1,0 @@
-"""Data of a training run: reading of files and data sets, tokenization, packing, batches, masks."""

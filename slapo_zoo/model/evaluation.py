@@ -1,0 +1,68 @@
+"""Evaluation on held-out rows, with the same result on every mesh."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slapo_zoo.data.batches import Batches
+from slapo_zoo.model.step.runtime import takes_cache
+from slapo_zoo.parallel.losses.heads import head_of
+from slapo_zoo.parallel.losses.in_batch_negatives import InBatchNegatives
+from slapo_zoo.parallel.losses.loss_means import count_targets
+
+
+def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str, float]:
+    """Return mean "loss" and "accuracy" over all labels of the held-out rows.
+
+    A collective call. The result is the same on every mesh, and random states of training do not change.
+    The model is in training mode afterwards.
+
+    Args:
+        model: model that AutoScheduledModel loaded.
+        batches: batches of the held-out rows.
+        most: maximum number of batches; None evaluates all rows.
+    """
+    mesh, device = model.mesh, next(iter(model.parameters())).device
+    sums = torch.zeros(3, dtype=torch.float64)  # of losses, targets, hits
+    model.eval()
+    try:
+        for number in range(batches.in_order(most)):
+            part = batches.part_in_order(number, mesh.coord("batch"), mesh.size("batch"))
+            batch = {name: t.to(device) for name, t in part.items()}
+            sums += _pairs(model, batch) if batches.task.couples else _judge(model, batch)
+    finally:
+        model.train()
+    if (group := mesh.group("batch")) is not None:
+        shared = sums.to(device)
+        dist.all_reduce(shared, group=group)
+        sums = shared.cpu()
+    loss, targets, hits = sums.tolist()
+    return {"loss": loss / targets, "accuracy": hits / targets}
+
+
+@torch.no_grad()
+def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return [sum of losses, number of labels, number of right predictions] over this dp rank's rows."""
+    cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # masks of documents need it
+    output = model(**batch, **cache)
+    targets = float(count_targets(model._slapo.head_name(model), batch)[0])
+    if not targets:
+        return torch.zeros(3, dtype=torch.float64)
+    hits = _hits(output.logits, batch["labels"], model)
+    return torch.tensor([float(output.loss) * targets, targets, hits], dtype=torch.float64)
+
+
+@torch.no_grad()
+def _pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
+    """Return [sum of losses, number of pairs, anchors nearest to their own positive] on this dp rank."""
+    loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
+    count = len(batch["input_ids"]) // 2
+    return torch.tensor([float(loss) * count, count, hits], dtype=torch.float64)
+
+
+def _hits(logits: Tensor, labels: Tensor, model: Any) -> float:
+    if head_of(model._slapo.head_name(model)).shifts:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return float(((logits.argmax(-1) == labels) & (labels != -100)).sum())
