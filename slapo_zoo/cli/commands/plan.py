@@ -46,32 +46,28 @@ def plan(
     tp, pp, dp = (layout.pop(name) for name in ("tp", "pp", "dp"))
     if gpus is None and (write or explain):
         what = "--write" if write else "--explain"
-        raise MeshError(
-            "plan",
-            what,
-            "only a search over layouts takes it, and none was asked for",
-            "add --gpus N",
-        )
+        problem = "only a search over layouts takes it, and none was asked for"
+        raise MeshError("plan", what, problem, "add --gpus N")
     if gpus is not None:
         if (tp, pp, dp) != (1, 1, 1):
             problem = f"found tp={tp} pp={pp} dp={dp}, but a search tries every layout"
-            raise MeshError(
-                "plan", f"--gpus {gpus}", problem, "leave out --gpus, or leave out tp, pp and dp"
-            )
+            hint = "leave out --gpus, or leave out tp, pp and dp"
+            raise MeshError("plan", f"--gpus {gpus}", problem, hint)
         return search(make_planner(model, seq_len, device), gpus, batch, explain, write, most)
     from slapo_zoo.zoo.load_forecast import plan_weights
 
+    data, texts = {"weights": None, "training": None}, []
     both = not weights and not training  # neither is asked for by name
-    read = plan_weights(model, tp, pp, dp) if weights or (both and weights is None) else None
-    step = None
+    if weights or (both and weights is None):
+        read = plan_weights(model, tp, pp, dp)
+        data["weights"] = _weights_data(read)
+        texts.append(_weights_text(read, f"{model}: tp={tp} pp={pp} dp={dp}", 1 if every_rank else tp))  # fmt: skip
     if training or (both and training is None):
         planner = make_planner(model, seq_len, device)
         step = _forecast(planner, (tp, pp, dp), layout, micro_batches, micro_batch_size)
-    texts = [_weights_text(read, f"{model}: tp={tp} pp={pp} dp={dp}", 1 if every_rank else tp),
-             _forecast_text(step, layout["pipeline_order"])]  # fmt: skip
-    return {"weights": _weights_data(read), "training": _step_data(step)}, "\n".join(
-        filter(None, texts)
-    )
+        data["training"] = _step_data(step)
+        texts.append(_forecast_text(step, layout["pipeline_order"]))
+    return data, "\n".join(texts)
 
 
 def _forecast(
@@ -106,10 +102,8 @@ def _forecast(
     return found, stages, worth(planner, found), planner.hardware.name
 
 
-def _weights_data(found: Any) -> dict[str, Any] | None:
-    """Return the forecast of `plan_weights` as data for `--json`, sizes in bytes; None for None."""
-    if found is None:
-        return None
+def _weights_data(found: Any) -> dict[str, Any]:
+    """Return the forecast of `plan_weights` as data for `--json`, sizes in bytes."""
     ranks = [{**vars(rank), "files": sorted(rank.files)} for rank in found.ranks]
     return {
         "ranks": ranks, "model_bytes": found.model_bytes, "assigned_bytes": found.assigned_bytes,
@@ -117,10 +111,8 @@ def _weights_data(found: Any) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def _step_data(found: Any) -> dict[str, Any] | None:
-    """Return the result of `_forecast` as data for `--json`, in bytes and seconds; None for None."""
-    if found is None:
-        return None
+def _step_data(found: Any) -> dict[str, Any]:
+    """Return the result of `_forecast` as data for `--json`, in bytes and seconds."""
     step, stages, best, hardware = found
     ranks = [{"rank": i, **vars(rank)} for i, rank in enumerate(step.ranks)]
     return {
@@ -131,9 +123,7 @@ def _step_data(found: Any) -> dict[str, Any] | None:
 
 
 def _forecast_text(found: Any, order: str) -> str:
-    """Return the result of `_forecast` as two tables, of stages and of bytes per rank; "" for None."""
-    if found is None:
-        return ""
+    """Return the result of `_forecast` as two tables, of stages and of bytes per rank."""
     from slapo_zoo.weights.ledger import as_table, filled, human
 
     step, parts, best, hardware = found
@@ -150,12 +140,10 @@ def _forecast_text(found: Any, order: str) -> str:
 
 
 def _weights_text(found: Any, what: str, step: int) -> str:
-    """Return the forecast of `plan_weights` as a table titled `what`; "" for None.
+    """Return the forecast of `plan_weights` as a table titled `what`.
 
     Each row stands for `step` consecutive ranks: all ranks of a stage, or one rank.
     """
-    if found is None:
-        return ""
     from slapo_zoo.weights.ledger import as_table, filled, human
 
     rows = []

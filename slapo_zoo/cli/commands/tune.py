@@ -1,5 +1,6 @@
 """Command `slapo-zoo tune`: measures configurations to find the fastest, and keeps every result."""
 
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,21 +103,18 @@ def _of_model(
 
 def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
     """Parse texts NAME=V,V into name --> values; numbers, true, false and none get their Python types."""
-    words = {"true": True, "false": False, "none": None}
     found: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")
         if not equals or not values:
             raise SlapoError("tune", f"{what} {text}", "found no NAME=VALUE", "write NAME=VALUE, e.g. batch_size=1,2,4")  # fmt: skip
-        found[name] = [words.get(v.lower(), typed(v)) if v else "" for v in values.split(",")]
+        found[name] = [_typed(value) for value in values.split(",")]
     return found
 
 
-def typed(word: str) -> Any:
-    """Return a word as int or float if it is a number, else the word."""
-    for kind in (int, float):
-        try:
-            return kind(word)
-        except ValueError:
-            continue
-    return word
+def _typed(word: str) -> Any:
+    """Return the JSON value that a word spells (a number, true or false), None for "none", else the word."""
+    try:
+        return json.loads(word.lower().replace("none", "null"))
+    except ValueError:
+        return word
