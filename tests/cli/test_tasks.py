@@ -10,65 +10,14 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from cli_runs import run, tokenizer, write_gpt2
+from cli_runs import run, sentences, write_bert, write_gpt2, write_t5
 from slapo_zoo.cli.training.inputs import read_inputs
 from slapo_zoo.cli.training.options import make_options, read_config
 from slapo_zoo.data.batches import divided
 
 COMMON = {"batch_size": 4, "max_steps": 4, "eval_steps": 2, "save_steps": 1, "save_total_limit": 9, "learning_rate": 1e-3,
           "lr_scheduler_type": "linear", "warmup_steps": 1, "device": "cpu", "seed": 3}  # fmt: skip
-WORDS = [
-    "to",
-    "be",
-    "or",
-    "not",
-    "that",
-    "is",
-    "the",
-    "question",
-    "whether",
-    "nobler",
-    "in",
-    "mind",
-    "suffer",
-    "slings",
-    "arrows",
-]
 LAYOUTS = {"tp2_pp2": {"tp": 2, "pp": 2}, "dp2": {"dp": 2}}
-
-
-def sentences(count):
-    return [" ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(3 + i % 9)) for i in range(count)]  # fmt: skip
-
-
-def write_bert(folder):
-    from transformers import BertConfig, BertModel, set_seed
-
-    set_seed(0)
-    words = tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
-    config = BertConfig(
-        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48,
-        max_position_embeddings=64, vocab_size=len(words), pad_token_id=words.pad_token_id,
-    )  # fmt: skip
-    for part in (BertModel(config), words):
-        part.save_pretrained(folder)
-    return str(folder)
-
-
-def write_t5(folder):
-    from transformers import T5Config, T5ForConditionalGeneration, set_seed
-
-    set_seed(0)
-    marks = [f"<extra_id_{i}>" for i in range(10)]
-    words = tokenizer(marks, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
-    config = T5Config(
-        d_model=32, num_heads=4, d_kv=8, d_ff=48, num_layers=2, vocab_size=len(words),
-        decoder_start_token_id=words.pad_token_id, pad_token_id=words.pad_token_id,
-        eos_token_id=words.eos_token_id,
-    )  # fmt: skip
-    for part in (T5ForConditionalGeneration(config), words):
-        part.save_pretrained(folder)
-    return str(folder)
 
 
 def classification(folder):

@@ -5,6 +5,23 @@ import pytest
 from slapo_zoo.cli.main import main
 
 END = "<|endoftext|>"
+WORDS = [
+    "to",
+    "be",
+    "or",
+    "not",
+    "that",
+    "is",
+    "the",
+    "question",
+    "whether",
+    "nobler",
+    "in",
+    "mind",
+    "suffer",
+    "slings",
+    "arrows",
+]
 
 
 def tokenizer(more=(), **special):
@@ -72,3 +89,40 @@ def write_gpt2(folder, **changes):
     for part in (GPT2LMHeadModel(GPT2Config(**sizes | changes)), words):
         part.save_pretrained(folder)
     return folder
+
+
+def sentences(count):
+    """Sentences of 3 to 11 words, which differ from row to row."""
+    return [" ".join(WORDS[(i * 7 + j * j) % len(WORDS)] for j in range(3 + i % 9)) for i in range(count)]  # fmt: skip
+
+
+def write_bert(folder):
+    """A small BERT with a tokenizer of bytes; returns the folder."""
+    from transformers import BertConfig, BertModel, set_seed
+
+    set_seed(0)
+    words = tokenizer(cls_token="[CLS]", sep_token="[SEP]", mask_token="[MASK]", pad_token="[PAD]")
+    config = BertConfig(
+        hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=48,
+        max_position_embeddings=64, vocab_size=len(words), pad_token_id=words.pad_token_id,
+    )  # fmt: skip
+    for part in (BertModel(config), words):
+        part.save_pretrained(folder)
+    return str(folder)
+
+
+def write_t5(folder):
+    """A small T5 with sentinels and a tokenizer of bytes; returns the folder."""
+    from transformers import T5Config, T5ForConditionalGeneration, set_seed
+
+    set_seed(0)
+    marks = [f"<extra_id_{i}>" for i in range(10)]
+    words = tokenizer(marks, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
+    config = T5Config(
+        d_model=32, num_heads=4, d_kv=8, d_ff=48, num_layers=2, vocab_size=len(words),
+        decoder_start_token_id=words.pad_token_id, pad_token_id=words.pad_token_id,
+        eos_token_id=words.eos_token_id,
+    )  # fmt: skip
+    for part in (T5ForConditionalGeneration(config), words):
+        part.save_pretrained(folder)
+    return str(folder)
