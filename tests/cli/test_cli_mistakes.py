@@ -60,7 +60,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_user_mistake_prints_an_error_without_traceback(line, gpt2, tmp_path, capfd, monkeypatch):
+def test_command_line_mistake_prints_error_without_traceback(
+    line, gpt2, tmp_path, capfd, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         huggingface_hub.constants, "HF_HUB_OFFLINE", True
@@ -137,7 +139,9 @@ SCREENS = [
 
 
 @pytest.mark.parametrize("line", SCREENS)
-def test_output_fits_the_terminal_and_breaks_no_word(line, gpt2, capfd, monkeypatch, tmp_path):
+def test_command_output_fits_terminal_width_without_broken_words(
+    line, gpt2, capfd, monkeypatch, tmp_path
+):
     places = {"MODEL": gpt2, "CARD": tmp_path / "card"}
     words = [places.get(word, word) for word in line.split()]
     shown = {}
@@ -176,7 +180,7 @@ def test_older_option_name_works_with_a_warning(gpt2, capfd):
 
 
 @pytest.mark.parametrize("line", ["plan gpt3", "show nosuch", "card push CARD me/x"])
-def test_without_a_network_one_answer_and_no_traceback(line):
+def test_unreachable_hub_prints_one_error_without_traceback(line):
     """A port that nobody listens on: one request, four parts."""
     words = [CARD if word == "CARD" else word for word in line.split()]
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -192,13 +196,13 @@ def test_without_a_network_one_answer_and_no_traceback(line):
 
 
 @pytest.mark.parametrize("word", ["--version", "-h"])
-def test_help_and_version_words_exit_with_0(word, capfd):
+def test_help_and_version_options_exit_with_0(word, capfd):
     code, out, _ = run(capfd, word)
     assert code == 0
     assert ("slapo-zoo 0." if word == "--version" else "Usage") in out
 
 
-def test_show_limits_default_rows_to_the_positions_of_the_model(gpt2, capfd):
+def test_show_limits_default_sequence_length_to_model_positions(gpt2, capfd):
     code, out, err = run(capfd, "show", gpt2)
     assert code == 0, err
     assert "1 x 64" in out
