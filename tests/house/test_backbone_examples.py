@@ -62,7 +62,7 @@ def among(found, samples, times=2.0):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["ema", "embeddings"])
-def test_example_figures_equal_plain_without_dropout(name, mesh, folder):
+def test_example_metrics_equal_plain_model_when_dropout_is_off(name, mesh, folder):
     found, want = (
         torch.tensor(flat(x)) for x in (ours(name, folder(0.0), mesh), plain(name, folder(0.0)))
     )
@@ -77,7 +77,7 @@ def test_grad_cache_gradients_equal_whole_batch(mesh, folder):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_simcse_views_differ_as_in_plain(mesh, folder):
+def test_simcse_dropout_views_differ_as_in_plain_model(mesh, folder):
     losses, alike = ours("simcse", folder(0.1), mesh)
     runs = [plain("simcse", folder(0.1), seed) for seed in SEEDS]
     assert alike[0] < 0.9999
@@ -87,7 +87,7 @@ def test_simcse_views_differ_as_in_plain(mesh, folder):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_mc_dropout_spread_equals_plain(mesh, folder):
+def test_monte_carlo_dropout_spread_equals_plain_model(mesh, folder):
     mean, spread = ours("mc_dropout", folder(0.1), mesh)
     runs = [plain("mc_dropout", folder(0.1), seed) for seed in SEEDS]
     among(mean, [run[0] for run in runs])

@@ -16,7 +16,7 @@ OTHER_WORDS = {
 }
 
 
-def test_pages_and_sources_use_the_words_of_the_field():
+def test_pages_and_sources_use_standard_terms():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     code = files("slapo_zoo", "kernels", "schedules", "ci")
     found = [
