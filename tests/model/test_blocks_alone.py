@@ -55,7 +55,7 @@ def called_alone(folder, stage, path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("path", "words"), ALONE)
-def test_module_called_alone_under_zero_is_refused(path, words, stage, folder, ranks):
+def test_unsupported_submodule_call_under_zero_is_refused(path, words, stage, folder, ranks):
     for said in ranks.run(called_alone, 2, folder, stage, path):
         assert words in said
         assert "hint" in said
@@ -85,7 +85,7 @@ def layer_alone(folder, options):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_zero_block_called_alone_trains(stage, folder, ranks):
+def test_block_called_outside_the_model_under_zero_trains(stage, folder, ranks):
     """What was gathered ahead for a block alone is not read after the optimizer has stepped."""
     want = layer_alone(folder, None)
     for found in ranks.run(layer_alone, 2, folder, {"dp": 2, "dp_shard": 2, "zero_stage": stage}):

@@ -200,7 +200,9 @@ def cells(*columns):
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize(("case", "layout", "change"), cells(*CHANGES))
-def test_changed_model_keeps_padding_and_equals_plain(case, layout, change, root, packed):
+def test_model_changed_by_the_user_keeps_padding_and_equals_plain(
+    case, layout, change, root, packed
+):
     compare(case, layout, change, root)
     assert not packed
 
