@@ -126,7 +126,7 @@ def test_plan_for_13b_model_on_32_gpus_prints_a_valid_python_call(desk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["biogpt", "convbert"])
-def test_derive_writes_an_importable_python_file(family, desk):
+def test_derive_command_writes_an_importable_python_file(family, desk):
     """The page's own line, with another family: what it writes is imported, and says what it divides."""
     line = "slapo-zoo derive convbert --tp 2 --pp 2 > convbert.py"
     assert line in page("docs/adding_an_architecture.md")

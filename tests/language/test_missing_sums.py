@@ -75,7 +75,7 @@ def test_missing_all_reduce_is_reported_with_its_directive(write, said):
     assert not missing_sums(alone)
 
 
-def test_no_zoo_table_misses_an_all_reduce():
+def test_no_zoo_schedule_misses_an_all_reduce():
     for family, cases in HEADS.items():
         config, cls = tiny_config(cases[0])
         found = missing_sums(Outline(config, cls, Mesh(tp=2), torch.float32).schedule)

@@ -198,7 +198,7 @@ def logged(folder, file, layout=(1, 1, 1)):
     return get_dialect_cls("log_parser", "deepspeed")(file)
 
 
-def test_the_log_parser_reads_throughput_and_memory(root, ranks, tmp_path):
+def test_deepspeed_log_parser_reads_throughput_and_memory(root, ranks, tmp_path):
     folder = checkpoint(CASES["gpt2"], root)
     _, rate, _, code = ranks.run(logged, 1, folder, tmp_path / "log")[0]
     assert code == 0

@@ -147,6 +147,6 @@ learning rate: 1.500E-04 | global batch size:    16 | lm loss: 9.0E+00 |
     [(LOG, (178100224.0, 20.0, 4.0, 0)), ("CUDA out of memory", (0.0, 0.0, 0.0, 1)), ("", (0.0, 0.0, 0.0, 2))],
     ids=["whole", "memory", "empty"],
 )  # fmt: skip
-def test_the_log_parser_reads_throughput_and_memory(text, expected, tmp_path):
+def test_megatron_log_parser_reads_throughput_and_memory(text, expected, tmp_path):
     (tmp_path / "log").write_text(text)
     assert get_dialect_cls("log_parser", "megatron")(tmp_path / "log") == expected

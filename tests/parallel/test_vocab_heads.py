@@ -28,7 +28,7 @@ def losses_of_heads(full, targets):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_scales_caps_and_constant_biases_keep_the_columns_apart(n, ranks):
+def test_scaled_or_capped_logits_stay_sharded_and_other_logits_are_gathered(n, ranks):
     """What has a gradient of its own needs the gradient of every column: the logits are gathered."""
     full, targets = torch.randn(6, 11), torch.arange(6)
     for r, found in enumerate(ranks.run(losses_of_heads, n, full, targets)):

@@ -53,7 +53,7 @@ def write_order(folder, name, pp, micro_batches):
         ("(0F0;0F1)OVERLAP_F_B,\n1F0,1B0\n", "stage 0: found no cell 0B0"),
     ],
 )  # fmt: skip
-def test_csv_order_mistake_names_its_cell(text, problem, tmp_path):
+def test_csv_order_mistake_raises_and_names_its_cell(text, problem, tmp_path):
     with pytest.raises(MeshError, match=problem):
         read_order(write(tmp_path, text), pp=2)
 
@@ -78,7 +78,7 @@ def test_built_in_orders_are_valid_csv_orders(name, tmp_path):
 
 
 @pytest.mark.parametrize("text", [GOOD, BLOCKED])
-def test_torch_reads_csv_orders_alike(text, tmp_path):
+def test_csv_order_is_read_as_torch_reads_it(text, tmp_path):
     """`_load_csv` of torch is semi-private: this tells when it moves."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -127,7 +127,7 @@ def train_on_own_file(folder, root):
         train(folder, write(mine, text))
 
 
-def test_ranks_compare_the_content_of_csv_orders(tmp_path):
+def test_csv_orders_are_compared_between_ranks_by_content(tmp_path):
     found = []
     for text in (GOOD, GOOD.replace("0F1,,0B0", "0F1,0B0")):
         options = LoaderOptions(pipeline_order=str(write(tmp_path, text)))
@@ -135,5 +135,5 @@ def test_ranks_compare_the_content_of_csv_orders(tmp_path):
     assert found[0] != found[1]
 
 
-def test_ranks_with_different_files_stop(tmp_path, ranks):
+def test_ranks_with_different_csv_orders_are_refused(tmp_path, ranks):
     ranks.run(train_on_own_file, 2, checkpoint(GPT2, tmp_path), tmp_path)
