@@ -78,7 +78,7 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
 
 
 def module_program(schedule: Schedule) -> Program:
-    """Return the directives of a schedule as a program for modules with the same tree and tensor shapes.
+    """Return the directives of a schedule as data for a card, for modules with the same tree and tensor shapes.
 
     The module need not come from `transformers`.
 

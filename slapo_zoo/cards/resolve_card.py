@@ -99,7 +99,7 @@ def _check_digest(program: Program, found: str, hint: str) -> None:
 
 
 def program_for_all(name: str, mesh: Mesh) -> Program:
-    """Return the program of a card on every rank; rank 0 reads the card and sends it to the others."""
+    """Return the schedule of a card, as data, on every rank; rank 0 reads the card and sends the schedule to the others."""
 
     def first() -> bytes:
         return load_card(name).program.to_bytes() if mesh.rank == 0 else b""

@@ -279,7 +279,7 @@ def init_module(model: Any, module: nn.Module) -> None:
 
 
 def init_own(model: Any, path: str) -> None:
-    """Initialise the tensors of the module at `path`, not those of its children, as the innermost model around it does."""
+    """Initialise a module's own tensors, not its children's, by `_init_weights` of the innermost model around it."""
     parts = path.split(".") if path else []
     above = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
     model = next(m for m in reversed(above) if hasattr(m, "_init_weights"))

@@ -105,7 +105,7 @@ class Call:
         self.is_back = False
 
     def take(self, tensor: Tensor) -> Offloaded:
-        """Copy the memory of a tensor to the host, once for all views of it, and return the handle."""
+        """Copy the memory of a tensor to the host, once for all views of the memory, and return the handle."""
         storage = tensor.untyped_storage()
         key, found = storage._cdata, self._of_storage
         if not self.copies:

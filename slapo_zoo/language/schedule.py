@@ -187,7 +187,7 @@ class Schedule(Selection):
         return found
 
     def do(self, pattern: str, directive: Directive) -> "Schedule":
-        """Check a directive at every module that `pattern` matches, then apply it to each, then record it."""
+        """Check a directive at every module that `pattern` matches, then apply it to each module and record it."""
         modules, state = self.state.modules, self.state
         sites = [Site(path, modules[path], state) for path in self.matching(pattern, directive)]
         for site in sites:

@@ -16,7 +16,7 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """Return {name: this rank's tensor, or its gradient} for the specs whose tensors this rank's stage owns.
+    """Return {name: this rank's tensor, or its gradient} for the `specs` that belong to this rank's stage.
 
     The tensors are unsharded over dp. With `rows` they are only the rows that this dp rank keeps, marked so
     that `rows_of` finds them.

@@ -32,7 +32,7 @@ class Sum:
     if_tokens_sharded: bool = False
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the global ranks with which `mesh.rank` sums, itself included; if it takes no part, only itself."""
+        """Return the global ranks over which `mesh.rank` sums the gradient, itself included; itself alone if none."""
         here = mesh.coord(self.mesh_dim)
         all_of_dim = tuple(range(mesh.size(self.mesh_dim)))
         part = next((p for p in self.parts or (all_of_dim,) if here in p), (here,))
@@ -160,7 +160,7 @@ class RankPlan:
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """Return a copy of this plan to which tensors were added; a tensor replaces the one of the same name."""
+        """Return a copy of this plan with the tensors `rows` added; a tensor replaces another of the same name."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:

@@ -94,7 +94,7 @@ def _read(path: str, pp: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _parse(places: _Places, row: int, column: int, cell: str) -> Iterator[Action]:
-    """Yield the actions of one cell: none, one, or two that overlap; other text raises MeshError."""
+    """Yield the actions in the text of one CSV cell: none, one, or two that overlap; MeshError for other text."""
     two = _TWO.fullmatch(cell)
     parts = [part.strip() for part in two[1].split(";")] if two else [cell] if cell else []
     for part in parts:

@@ -167,7 +167,7 @@ class StageMap:
         return cls(given, micro_batches, **options)
 
     def actions(self, micro_batches: int) -> list[list[Action]]:
-        """Return the actions of each rank in order, without running them."""
+        """Return the actions (forwards and backwards) of each rank in the order in which the rank would run them."""
         self.check_micro_batches(micro_batches)
         if self.custom is not None:
             return [list(actions) for actions in self.custom.actions]

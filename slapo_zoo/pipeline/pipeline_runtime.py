@@ -245,7 +245,7 @@ def _stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device,
     before_last: Callable[[Any], None] | None,
 ) -> Any:  # fmt: skip
-    """Return the torch.distributed.pipelining stage object of one stage, with its shapes fixed."""
+    """Return the torch.distributed.pipelining stage object for the stage of `plan`, with fixed shapes."""
     from slapo_zoo.pipeline.stage import Stage
 
     places, index = pipeline.places, plan.stage

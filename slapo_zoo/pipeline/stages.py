@@ -173,7 +173,7 @@ class Cursor:
         self.plan: StagePlan | None = None
 
     def begin(self, plan: StagePlan, received: Sequence[Tensor], device: torch.device) -> None:
-        """Start the forward of a stage with the tensors that the previous stage sent."""
+        """Start the forward of a stage with the tensors that the stage before has sent."""
         self.plan, self.index, self.device = plan, -1, device
         incoming = plan.crossing(plan.stage)
         # A view: a value that is only passed on must not be the received leaf itself.
@@ -249,7 +249,7 @@ class Foreign(nn.Module):
                 self._modules[name] = ForeignPart(f"{unit}.{name}", child, cursor, held)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the unit, such as a size; its parameters have shape and dtype but no data."""
+        """Return an attribute of the replaced unit, such as a size; its parameters have shape and dtype but no data."""
         for own in (self.__dict__.get("_parameters", {}), self.__dict__.get("_modules", {})):
             if name in own:
                 return own[name]

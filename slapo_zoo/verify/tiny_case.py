@@ -62,7 +62,7 @@ def tiny_case(
 def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
     """Make the test case of a small config: write its weights to `folder`, and run it without and with dropout.
 
-    The forward with the dropout of `given` is observed; a run without dropout is the truth of the test case.
+    The forward with the dropout of `given` is observed. The run without dropout is what sharded runs are compared with.
     """
     small = copy.deepcopy(given)
     zeroed = (name for name in without_dropout(small) if hasattr(small, name))

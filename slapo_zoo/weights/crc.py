@@ -49,7 +49,7 @@ def zeros(count: int) -> int:
 
 
 def linear(piece: "memoryview | bytes") -> int:
-    """Return L(piece): the CRC-32 of a piece without the part that depends on its length alone, so that sums combine."""
+    """Return the CRC-32 of a piece without its part that depends on the length alone; these values can be added up."""
     return zlib.crc32(piece) ^ zeros(len(piece))
 
 

@@ -229,7 +229,7 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
 
 
 def _kinds(value: Any) -> Any:
-    """Return the kind of an option for comparison; floats, integers and tensors are all "number"."""
+    """Return the kind of an option's value, to compare options; floats, integers and tensors are all "number"."""
     if isinstance(value, tuple | list):
         return [_kinds(one) for one in value]
     return bool if isinstance(value, bool) else "number" if isinstance(value, int | float | Tensor) else type(value)  # fmt: skip

@@ -45,7 +45,7 @@ def make_mesh(**sizes: int | None) -> Mesh:
 def local_folder(
     name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Path:  # fmt: skip
-    """Return a local folder, or download a Hub model and return its folder; SlapoError if neither exists."""
+    """Return a local folder, or download a model of the Hub and return its folder; SlapoError if there is neither."""
     if Path(name_or_path).exists():
         return Path(name_or_path) / hub.subfolder
     from huggingface_hub import snapshot_download

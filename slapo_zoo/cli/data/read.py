@@ -39,7 +39,7 @@ def kind_of(name: str) -> str:
 
 
 def _kind_of_folder(path: Path) -> str:
-    """Return "table" or "text" for a folder; refuse several kinds, of which `datasets` would read only one."""
+    """Return "table" or "text" for a folder; DataError for files of several kinds, as `datasets` would read only one."""
     files = [f for f in _visible_files(path) if f.suffix and not f.name.startswith("dataset_")]
     kinds = Counter((format_of(f), f.suffix.lower() == ".tsv") for f in files if format_of(f))
     others = Counter(f.suffix.lower() for f in files if not format_of(f))

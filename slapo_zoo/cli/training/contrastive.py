@@ -26,7 +26,7 @@ class InBatchNegatives:
         self.group = mesh.group("batch")
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> Tensor:
-        """Return the mean loss over this dp rank's anchors."""
+        """Return the mean loss over this dp rank's anchors, each of which has to find its positive."""
         return self.judged(output, batch)[0]
 
     def judged(self, output: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:

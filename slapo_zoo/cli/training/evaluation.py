@@ -84,7 +84,7 @@ def evaluate(model: Any, batches: Any, options: TrainOptions) -> dict[str, float
 
 @torch.no_grad()
 def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return [sum of losses, number of labels, number of right predictions] over this dp rank's rows."""
+    """Return [sum of losses, number of labels, number of right predictions] for this dp rank's rows of a batch."""
     from slapo_zoo.model.step.runtime import takes_cache
 
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # masks of documents need it

@@ -81,7 +81,7 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
 
 
 def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: Any) -> Stream:
-    """Return the batches of a data set that is read during training; its name and columns are checked now."""
+    """Return the batches of a data set that is read during training; raise DataError for a wrong name or column."""
     if options.eval_share:
         problem = "a stream has no known end to hold rows out of"
         raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
@@ -134,7 +134,7 @@ def require_rows(rows: Any, least: int, options: TrainOptions) -> None:
 
 
 def require_held_out(rows: Any, task: Task, options: TrainOptions) -> None:
-    """Raise DataError if the held-out rows are too few: a batch for pairs, one row for other tasks."""
+    """Raise DataError if the held-out rows are too few: less than a batch for the task of pairs, or none."""
     least = options.batch_size if task.couples else 1
     if len(rows) < least:
         problem = f"found {len(rows)} rows to evaluate on, expected at least {least}"

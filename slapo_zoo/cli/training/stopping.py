@@ -26,7 +26,7 @@ class Stop:
     number = 0
 
     def note(self, number: int, frame: Any) -> None:
-        """Record a signal; called as a signal handler. The second Ctrl-C raises KeyboardInterrupt."""
+        """Record a signal, as a signal handler; the second Ctrl-C raises KeyboardInterrupt."""
         if self.number == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.number = number
@@ -87,7 +87,7 @@ class Stopping(TrainerCallback):
             control.should_save = self.run.options.checkpoint is not None
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Ask the ranks again, because a signal may have come during a long evaluation."""
+        """Ask all ranks whether a signal came, as `on_step_end` does, since an evaluation may take long."""
         self.on_step_end(args, state, control)
 
 

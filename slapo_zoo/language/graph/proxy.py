@@ -181,7 +181,7 @@ def _unpacked_into(frame: FrameType) -> int:
 
 
 def _decided_for_any_draw(node: Any) -> bool | None:
-    """Return the result of comparing `torch.rand` with a constant if it is the same for every draw, else None.
+    """Return the result of comparing `torch.rand` with a constant, if every possible draw gives the same; else None.
 
     `rand < 0.0`, as in a layer drop of rate 0, is False for each number in [0, 1).
     """

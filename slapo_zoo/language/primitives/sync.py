@@ -227,7 +227,7 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Insert the collective between product and bias of a row-parallel module; False if it has no bias."""
+        """Insert the collective between product and bias of a row-parallel module; False if there is no bias."""
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False

@@ -145,7 +145,7 @@ def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
 def _send(
     run: _Run, mine: Tensor | None, full: Tensor | None, dtype: torch.dtype, rank: int, to: int
 ) -> None:
-    """Send one run of indices from its rank to rank `to`, in messages of at most PIECE bytes."""
+    """Send one run of indices of a tensor from the rank that holds it to rank `to`, in messages of at most PIECE bytes."""
     source = None if mine is None or rank != run.rank else _cut(mine, run.axis, run.offset, run.length)  # fmt: skip
     target = None if full is None or rank != to else _cut(full, run.axis, run.start, run.length)
     shaped = source if target is None else target

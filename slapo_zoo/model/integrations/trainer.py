@@ -104,7 +104,7 @@ class ScheduledTrainer(Trainer):
         return batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward of a batch; return its share of the loss of the step."""
+        """Run forward and backward of a batch; return the batch's share of the step's loss."""
         if self._own_loss:
             return super().training_step(model, inputs, num_items_in_batch)
         self._scheduled.train()
@@ -115,7 +115,7 @@ class ScheduledTrainer(Trainer):
             return self._scheduled.train_step(batch, targets=self._targets)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return the autocast context of `bf16=True`, which Accelerate sets only in models that it wraps."""
+        """Return the autocast context of `bf16=True`; Accelerate enters it only in models that it wraps."""
         if not self.args.bf16:
             return nullcontext()
         kind, dtype = self.args.device.type, torch.bfloat16
@@ -250,7 +250,7 @@ def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
-    """Return a `gather_for_metrics` that returns each row once, though all ranks of a dp replica hold it."""
+    """Return a `gather_for_metrics` that returns each row once, though several ranks (tp, pp) hold the same rows."""
     from accelerate.utils import recursively_apply
 
     firsts = mesh.peers("batch")

@@ -49,7 +49,7 @@ class MixedPrecision:
 
     @contextmanager
     def computing(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the modules of a model read casts of its parameters; the outermost context makes them."""
+        """Context in which a model's modules read casts of its parameters; the outermost context makes the casts."""
         if self.dtype is None and self.reads is None:
             yield
             return

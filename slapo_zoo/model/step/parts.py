@@ -70,7 +70,7 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return {name: wrapper} for methods of `cls` like `get_image_features`, so that they run as calls of a part."""
+    """Return {name: wrapper} for methods of `cls` like `get_image_features`, so that users may call them alone."""
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(method)(

@@ -119,7 +119,7 @@ def _number(n: float | Tensor, device: torch.device) -> Tensor:
 def _of_rows(
     model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor], whole: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return {kind of count ("targets", "hidden", ...): tensor of this rank's counts, one per row or a single one}."""
+    """Return {kind of count ("targets", "hidden", ...): this rank's counts}, each a tensor [rows], or a single count."""
     found, positions = {}, tensors.get("position_ids")
     if positions is not None and positions.ndim == 2:
         found["packed"] = (positions.diff(dim=1) != 1).any()[None]

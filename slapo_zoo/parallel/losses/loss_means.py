@@ -131,7 +131,7 @@ class GlobalMeans(TorchFunctionMode):
         return loss
 
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
-        """Return the number by which a mean loss over the whole, unsplit batch would divide."""
+        """Return the number by which the k-th mean loss divides: targets (or class weights) in the whole batch."""
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
             raise _refusal(f"found more means than labels ({len(self.counts)})")

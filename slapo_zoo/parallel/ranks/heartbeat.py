@@ -72,7 +72,7 @@ class Heart:
             self.store.set(_beat(self.rank), ENDED)
 
     def leave(self) -> None:
-        """Ask the thread to end; it then tells the other ranks that this rank has ended without an error."""
+        """Ask the heartbeat thread to end; the thread then tells the other ranks that this rank ended without an error."""
         self._stopped.set()
 
     def stop(self) -> None:

@@ -72,7 +72,7 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
 def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
-    """Custom op: `later(split_cells(seeds, parts, size), first)`."""
+    """Custom op that computes `later(split_cells(seeds, parts, size), first)`, the seeds of a slice of blocks."""
     return later(split_cells(seeds, parts, size), first)
 
 
@@ -137,7 +137,7 @@ def _(seeds, p, shape, dtype):
 
 @dataclass
 class _Plan:
-    """Dropout seeds for micro-batches of one number of rows: which (module, row, head) has each seed, and the seeds."""
+    """Dropout seeds of a micro-batch with a fixed number of rows, and the (module, row, head) that each seed is for."""
 
     places: dict[tuple, slice] = field(default_factory=dict)
     words: list[Tensor] = field(default_factory=list)  # 4 x [n]: site, row, rows per row, head

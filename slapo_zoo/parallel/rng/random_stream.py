@@ -100,7 +100,7 @@ class RandomStream(StreamPosition):
         return not self.draws_in_blocks(device)
 
     def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
-        """Return the seeds, on the device of x, from which operators hash the mask of `keep_mask` with these arguments.
+        """Return the seeds, on the device of x, from which operators hash the mask that `keep_mask` would return.
 
         x is cut into as many equal blocks as there are seeds.
         """
@@ -129,7 +129,7 @@ class RandomStream(StreamPosition):
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds from which operators hash the mask of `keep_tokens` with these arguments."""
+        """Return the seeds from which operators hash the mask of `keep_tokens` (same arguments, without `p`)."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
         tokens = x.shape[0] // max(self.position()[2], 1)

@@ -283,7 +283,7 @@ class Planner:
         return How(self.hardware, self.runtime, self.precision, layout.tp)
 
     def why(self, found: Forecasted) -> str:
-        """Return one line that says why a forecast does not fit: the bytes of each kind against the device's."""
+        """Return one line that says why a layout does not fit: its bytes of each kind, and the bytes of the device."""
         total = (found.memory + self.hardware.reserved) / GIB
         rank = found.ranks[found.fullest]
         sizes = {name: getattr(rank, name) for name in PARTS} | {

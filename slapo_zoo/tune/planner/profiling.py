@@ -63,7 +63,7 @@ class Family:
         self.is_small = small is not None
 
     def lengths(self, seq_len: int) -> list[int]:
-        """Return the tokens per row that each stack of blocks sees."""
+        """Return the numbers of tokens per row in the model's stacks of blocks (encoder, decoder, or a single one)."""
         other = self.table.num_tokens
         return [seq_len, *([other(self.config)] if other else [])]
 

@@ -173,7 +173,7 @@ def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
 
 
 def _below(pattern: str, others: Iterable[str]) -> bool:
-    """Return whether a pattern equals one of `others`, or names a module below one of them."""
+    """Return whether a pattern equals one of `others`, or matches modules inside one of them."""
     return any(f"{pattern}.".startswith(f"{other}.") for other in others)
 
 

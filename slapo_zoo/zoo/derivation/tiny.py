@@ -110,7 +110,7 @@ def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
-    """Return {layer type: its fields, shrunken} for a config with fields per layer (Gemma 4), and clear them in the config."""
+    """Return {layer type: its shrunken fields} for a config with fields per layer (Gemma 4), and clear them there."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
     given = config.to_dict()["per_layer_config"]

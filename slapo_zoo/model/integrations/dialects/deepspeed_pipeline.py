@@ -102,7 +102,7 @@ def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
 
 
 class TiedWeight(nn.Module):
-    """Holder of a parameter that stages share, by which DeepSpeed ties it; the stage itself uses it."""
+    """Module that holds a parameter shared by several stages, so that DeepSpeed ties it; the stage computes with it."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
@@ -161,7 +161,7 @@ class _ZeroPipeline(Zero):
         self.step = step
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run this rank's stage of the model: DeepSpeed's engine takes whole steps, and calls this within one."""
+        """Run this rank's stage of the model; DeepSpeed's engine calls this method within one of its steps."""
         return model._slapo.own_forward(model, **batch)
 
     def pipeline_step(

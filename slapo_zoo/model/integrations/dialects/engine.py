@@ -86,7 +86,7 @@ def is_scheduled(sch: Any) -> bool:
 
 
 def require_scheduled(sch: Any, target: str) -> Any:
-    """Return the model if it is one of AutoScheduledModel; SlapoError for anything else."""
+    """Return `sch` if it is a model of AutoScheduledModel; raise SlapoError for anything else."""
     if not is_scheduled(sch):
         problem = f"found {type(sch).__name__}, expected a model of AutoScheduledModel"
         raise SlapoError(f"target={target!r}", "sch", problem, "load it by AutoScheduledModel")

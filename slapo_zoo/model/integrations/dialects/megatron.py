@@ -144,7 +144,7 @@ class _Parallel(nn.Module):
                 layer.bias.copy_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output without the bias that Megatron's layers return beside it."""
+        """Return the layer's output alone; Megatron's layers return (output, bias)."""
         return self.layer(x)[0]
 
 

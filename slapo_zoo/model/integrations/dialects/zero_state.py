@@ -101,7 +101,7 @@ class WholeZero(Whole):
         self._put_state_back(base)
 
     def _put_state_back(self, base: Any) -> None:
-        """Allocate the flat optimizer state as the first step would, then fill it."""
+        """Allocate the flat optimizer state as the first optimizer step would, then fill it with the loaded values."""
         first = next(iter(self.optimizer.state.values()), None)
         if first is None:
             base.state.clear()
