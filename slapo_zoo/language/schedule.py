@@ -250,9 +250,8 @@ class Schedule(Selection):
             ScheduleError: the history is empty, or the directive cannot be undone; the hint gives a way around.
         """
         if not self.history:
-            raise ScheduleError(
-                "schedule", "undo", "its history is empty", "apply a directive before undo()"
-            )
+            hint = "apply a directive before undo()"
+            raise ScheduleError("schedule", "undo", "its history is empty", hint)
         pattern, directive = self.history[-1]
         if type(directive).undo is Directive.undo:
             hint = "start from a fresh model: Schedule(model, mesh).replay(sch.history[:-1])"

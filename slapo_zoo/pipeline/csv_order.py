@@ -135,9 +135,8 @@ def _check_complete(places: _Places, num_stages: int) -> int:
             f, b, i, w = (Action(stage, kind, micro_batch) in places.of for kind in NAMES)
             if not f:
                 problem = f"found no cell {Action(stage, FORWARD, micro_batch)}"
-                raise MeshError(
-                    places.path, f"stage {stage}", problem, "add a cell with this forward"
-                )
+                hint = "add a cell with this forward"
+                raise MeshError(places.path, f"stage {stage}", problem, hint)
             if b and (i or w):
                 part = BACKWARD_INPUT if i else BACKWARD_WEIGHT
                 problem = f"there is a whole backward {stage}B{micro_batch} as well"
@@ -146,9 +145,8 @@ def _check_complete(places: _Places, num_stages: int) -> int:
             if not b and not (i and w):
                 lost = BACKWARD_WEIGHT if i else BACKWARD_INPUT if w else BACKWARD
                 problem = f"found no cell {Action(stage, lost, micro_batch)}"
-                raise MeshError(
-                    places.path, f"stage {stage}", problem, f"add a cell with this {NAMES[lost]}"
-                )
+                hint = f"add a cell with this {NAMES[lost]}"
+                raise MeshError(places.path, f"stage {stage}", problem, hint)
     return count
 
 

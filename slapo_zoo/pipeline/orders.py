@@ -129,9 +129,8 @@ class StageMap:
             return  # with fewer, GPipe runs instead
         if count < need:
             problem = f"found {count} micro-batches, {self.order.name} needs at least {need}"
-            raise MeshError(
-                "pipeline", "micro_batches", problem, "pass more micro-batches, or more rows"
-            )
+            hint = "pass more micro-batches, or more rows"
+            raise MeshError("pipeline", "micro_batches", problem, hint)
         rounds = max(1, count // self.pp)
         if self.order.many and self.order.name != "LoopedBFS" and count % rounds:
             problem = (

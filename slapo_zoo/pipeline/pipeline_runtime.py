@@ -79,9 +79,8 @@ class Pipeline:
         plans = self.plans(parts[0])
         if self.depends_on_data and any(self.plans(part) != plans for part in parts[1:]):
             problem = "what crosses a cut depends on the data, and differs between micro-batches"
-            raise ScheduleError(
-                "pipeline", "micro_batches", problem, "use pp=1, or one micro-batch"
-            )
+            hint = "use pp=1, or one micro-batch"
+            raise ScheduleError("pipeline", "micro_batches", problem, hint)
         return plans
 
     def sends(self, micro_batches: int) -> Any:
@@ -285,12 +284,8 @@ def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping
     mesh, places = pipeline.schedule.mesh, pipeline.places
     tensors, _ = split_batch(batch)
     if not tensors:
-        raise SlapoError(
-            "forward",
-            "batch",
-            "found no tensors",
-            "pass the model's inputs as tensors, e.g. input_ids",
-        )
+        hint = "pass the model's inputs as tensors, e.g. input_ids"
+        raise SlapoError("forward", "batch", "found no tensors", hint)
     device = next(iter(tensors.values())).device
     output, sent = None, ()
     with torch.no_grad():

@@ -211,21 +211,13 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
         ours = group.get(name)
         if None not in (value, ours) and _kinds(value) != _kinds(ours):
             problem = f"found {value!r:.60}, expected a value like {ours!r:.60}"
-            raise WeightsError(
-                LOAD,
-                f"optimizer option {name}",
-                problem,
-                "copy the checkpoint again: its file may be damaged",
-            )
+            hint = "copy the checkpoint again: its file may be damaged"
+            raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
         numbers = value if isinstance(value, tuple | list) else [value]
         if not all(math.isfinite(one) for one in numbers if isinstance(one, int | float)):
             problem = f"found {value!r:.60}, expected finite numbers"
-            raise WeightsError(
-                LOAD,
-                f"optimizer option {name}",
-                problem,
-                "copy the checkpoint again: its file may be damaged",
-            )
+            hint = "copy the checkpoint again: its file may be damaged"
+            raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
 
 
 def _kinds(value: Any) -> Any:
@@ -242,9 +234,8 @@ def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
     for name, keys in found.items():
         if keys != most:
             problem = f"found the state {sorted(keys)}, expected {sorted(most)} as for the others"
-            raise WeightsError(
-                LOAD, name, problem, "copy the checkpoint again: training_state.json may be damaged"
-            )
+            hint = "copy the checkpoint again: training_state.json may be damaged"
+            raise WeightsError(LOAD, name, problem, hint)
 
 
 def _check_kind(optimizer: Any, record: Record) -> None:

@@ -85,9 +85,8 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise WeightsError(
-            str(folder), "", f"is no folder: {error}", "pass another path"
-        ) from error
+        hint = "pass another path"
+        raise WeightsError(str(folder), "", f"is no folder: {error}", hint) from error
 
 
 class _Save:
@@ -161,12 +160,8 @@ class _Save:
         found, expected = sum(one.bytes for one in written), sum(map(tensor_bytes, self.specs))
         if found != expected:
             problem = f"found {found} bytes written by all ranks, expected {expected}"
-            raise WeightsError(
-                STEP,
-                self.target,
-                problem,
-                "check that the placements cover every element of each tensor",
-            )
+            hint = "check that the placements cover every element of each tensor"
+            raise WeightsError(STEP, self.target, problem, hint)
         path = self.staging.path
         with self._io_errors():
             kept = self._stamp(written, stamp)

@@ -69,9 +69,8 @@ class ForkRng(Directive):
             problem = (
                 "rows=False: found another module than nn.Dropout, or axis or tokens beside it"
             )
-            raise self.fail(
-                site, problem, "name a Dropout whose input is the same on all ranks, and rows alone"
-            )
+            hint = "name a Dropout whose input is the same on all ranks, and rows alone"
+            raise self.fail(site, problem, hint)
 
     def apply(self, site: Site) -> None:
         applied = site.state.applied.setdefault(site.path, set())

@@ -33,12 +33,8 @@ def register_primitive() -> Callable[[type], type]:
             return primitive(name)(cls)
         if not callable(name) or not callable(apply):
             problem = "found no static methods name() and apply(sch, ...)"
-            raise ScheduleError(
-                "register_primitive",
-                cls.__name__,
-                problem,
-                "define both (help(slapo_zoo.register_primitive) shows them)",
-            )
+            hint = "define both (help(slapo_zoo.register_primitive) shows them)"
+            raise ScheduleError("register_primitive", cls.__name__, problem, hint)
         primitive(str(name()))(_adapt(cls))
         return cls
 

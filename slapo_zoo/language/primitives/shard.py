@@ -121,9 +121,8 @@ class Shard(Directive):
         tensor = site.tensor(self.param_name)
         if tensor is None:
             has = ", ".join(site.tensor_names()) or "none"
-            raise self.fail(
-                site, f"no parameter or buffer {self.param_name!r}", f"choose one of: {has}"
-            )
+            hint = f"choose one of: {has}"
+            raise self.fail(site, f"no parameter or buffer {self.param_name!r}", hint)
         if earlier := site.placed(self.param_name):
             if self._same_through_a_tie(site, earlier):
                 return
@@ -135,11 +134,8 @@ class Shard(Directive):
         self._check_size(site, tensor.shape[self.axis])
         if self.shared and (self.axis != 0 or not isinstance(site.module, nn.Linear)):
             problem = f"shared={self.shared} on axis {self.axis} of a {type(site.module).__name__}"
-            raise self.fail(
-                site,
-                problem,
-                "leave shared= out, or shard axis 0 of a Linear: it counts outputs at the end",
-            )
+            hint = "leave shared= out, or shard axis 0 of a Linear: it counts outputs at the end"
+            raise self.fail(site, problem, hint)
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
         """Return whether the tensor was already sharded through a tied module, with the placement of this directive."""

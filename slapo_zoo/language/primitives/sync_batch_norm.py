@@ -31,9 +31,8 @@ class SyncBatchNorm(Directive):
     def check(self, site: Site) -> None:
         found = type(site.module).__name__
         if not isinstance(site.module, nn.BatchNorm2d):
-            raise self.fail(
-                site, f"found {found}, expected BatchNorm2d", "select only modules of this class"
-            )
+            hint = "select only modules of this class"
+            raise self.fail(site, f"found {found}, expected BatchNorm2d", hint)
         if site.module.momentum is None:
             raise self.fail(site, "its momentum is None", "give it a momentum, e.g. 0.1")
 

@@ -145,12 +145,8 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     """Return {key in peft's files: unsharded matrix or gradient} of an adapter on rank 0, {} elsewhere."""
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
-        raise SlapoError(
-            "adapter",
-            repr(name),
-            f"no such adapter; found {known}",
-            "name one of these, or call model.add_adapter(config) first",
-        )
+        hint = "name one of these, or call model.add_adapter(config) first"
+        raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", hint)
     if not grads and (whole := _beside(model, name)):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
@@ -300,9 +296,8 @@ def _rule(
         sums = tuple(SumGradient("weight", sequence=tokens) for tokens in kinds)
         return sums, sums
     if placed.placement.pad or any(s.sync_op_or_fn != "all_reduce" for s in syncs):
-        raise _refusal(
-            path, "an adapter beside a sharded vocabulary, or such a sum, is not supported"
-        )
+        problem = "an adapter beside a sharded vocabulary, or such a sum, is not supported"
+        raise _refusal(path, problem)
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - only shard places tensors
     mode = "bwd_post" if placed.placement.axis != input_axis else "fwd_post"

@@ -48,9 +48,8 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
     wrong = [rank for rank in ranks if not 0 <= rank < mesh.world_size]
     if wrong or not ranks:
         problem = f"found ranks {list(ranks)}, expected some of 0..{mesh.world_size - 1}"
-        raise SlapoError(
-            "stream_weights", "ranks", problem, "pass ranks of this mesh, e.g. ranks=(0,)"
-        )
+        hint = "pass ranks of this mesh, e.g. ranks=(0,)"
+        raise SlapoError("stream_weights", "ranks", problem, hint)
     cast = None if dtype is None else to_dtype(dtype)
     with rank_guard("stream_weights"):
         refresh_specs(model, "stream_weights")
@@ -191,20 +190,15 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
             if shapes.get(key) != shape:
                 expected = list(shapes[key]) if key in shapes else "no tensor of this name"
                 problem = f"found shape {list(shape)}, expected {expected}"
-                raise SlapoError(
-                    "load_stream",
-                    key,
-                    problem,
-                    "pass the pairs that stream_weights of such a model gave",
-                )
+                hint = "pass the pairs that stream_weights of such a model gave"
+                raise SlapoError("load_stream", key, problem, hint)
             left.pop(key, None)
             _spread(by_key.get(key), tensor, shape, dtype, model, rank)
         whole.put_back()
         if left:
             problem = f"{len(left)} tensors are missing from the stream; the others were loaded"
-            raise SlapoError(
-                "load_stream", next(iter(left)), problem, "pass every tensor of the model"
-            )
+            hint = "pass every tensor of the model"
+            raise SlapoError("load_stream", next(iter(left)), problem, hint)
 
 
 def _next(pairs: Any, model: Any, rank: int) -> Any:

@@ -49,12 +49,8 @@ class ScheduledTrainer(Trainer):
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
         if not hasattr(model, "_slapo"):
             problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
-            raise SlapoError(
-                "ScheduledTrainer",
-                "model",
-                problem,
-                "load it by AutoScheduledModel, or use transformers.Trainer",
-            )
+            hint = "load it by AutoScheduledModel, or use transformers.Trainer"
+            raise SlapoError("ScheduledTrainer", "model", problem, hint)
         self._own_loss = _own_loss(type(self), args, kwargs)
         _add_adapter(type(self), model, kwargs)
         refuse_options(model, args, self._own_loss)
@@ -267,12 +263,8 @@ def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
     def gather(data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
             problem = "objects of ranks that read the same samples cannot be distinguished"
-            raise SlapoError(
-                "gather_for_metrics",
-                "use_gather_object",
-                problem,
-                "gather tensors instead of objects",
-            )
+            hint = "gather tensors instead of objects"
+            raise SlapoError("gather_for_metrics", "use_gather_object", problem, hint)
         return recursively_apply(pick, accelerator.gather(data))
 
     return gather

@@ -73,9 +73,8 @@ def timeout_of(timeout_s: float | None) -> float:
             timeout_s = float(text)
         except ValueError:
             problem = f"found {text!r:.40}, expected seconds"
-            raise MeshError(
-                "init_distributed", VARIABLE, problem, "set a number of seconds, e.g. 300"
-            ) from None
+            hint = "set a number of seconds, e.g. 300"
+            raise MeshError("init_distributed", VARIABLE, problem, hint) from None
     if not 0 < timeout_s < 1e8:
         problem = f"found {timeout_s}, expected seconds above 0"
         raise MeshError("init_distributed", "timeout_s", problem, f"pass one, or set {VARIABLE}")
@@ -100,12 +99,8 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
         torch.cuda.set_device(cuda)
     elif device == "cuda":
         problem = f"found {torch.cuda.device_count()} CUDA devices, expected one per local rank"
-        raise MeshError(
-            f"rank {os.environ['RANK']}",
-            "device='cuda'",
-            problem,
-            "start fewer ranks here, or pass device='cpu'",
-        )
+        hint = "start fewer ranks here, or pass device='cpu'"
+        raise MeshError(f"rank {os.environ['RANK']}", "device='cuda'", problem, hint)
     backend = "gloo" if cuda is None else "nccl"
     start_s = START_S if timeout_s is None else timeout_s
     timeout = timedelta(seconds=timeout_of(timeout_s))
@@ -117,9 +112,8 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
     except dist.DistError as exc:
         where = f"rank {os.environ['RANK']}"
         address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-        raise MeshError(
-            where, address, str(exc), "check that rank 0 runs and can be reached at this address"
-        ) from exc
+        hint = "check that rank 0 runs and can be reached at this address"
+        raise MeshError(where, address, str(exc), hint) from exc
     heartbeat.current()
     atexit.register(lambda: shutdown_distributed(failed=hasattr(sys, "last_value")))
     return True

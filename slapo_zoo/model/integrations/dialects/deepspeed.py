@@ -139,9 +139,8 @@ def _check(model: Any, settings: Mapping[str, Any]) -> None:
     stage = settings.get("zero_optimization", {}).get("stage", 0)
     if model.mesh.pp > 1 and stage > 1:
         problem = f"found stage {stage} with pp={model.mesh.pp}; DeepSpeed's pipeline takes 0 and 1"
-        raise MeshError(
-            "target='deepspeed'", "zero_optimization", problem, "choose stage 1, or pp=1"
-        )
+        hint = "choose stage 1, or pp=1"
+        raise MeshError("target='deepspeed'", "zero_optimization", problem, hint)
 
 
 def mark_counted(model: Any) -> None:

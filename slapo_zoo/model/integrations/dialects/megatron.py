@@ -43,9 +43,8 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
         problem = (
             "target='megatron' runs no pipeline: Megatron's own cannot run the stages of this model"
         )
-        raise MeshError(
-            "target='megatron'", f"pp={model.mesh.pp}", problem, "use pp=1, or target='torch'"
-        )
+        hint = "use pp=1, or target='torch'"
+        raise MeshError("target='megatron'", f"pp={model.mesh.pp}", problem, hint)
     if hasattr(optimizer, "use_distributed_optimizer"):
         problem = (
             "found an OptimizerConfig, expected an optimizer of torch or a function that makes one"
