@@ -133,7 +133,7 @@ def _beside(x: VocabLogits, other: Any) -> Any:
 
 
 def keeps_last_axis(index: Any, ndim: int) -> bool:
-    """Return whether an index leaves the last axis complete and in place."""
+    """Return whether indexing a tensor of `ndim` axes by `index` keeps the last axis, complete and in last place."""
     index = index if isinstance(index, tuple) else (index,)
     if not index or index[-1] is Ellipsis or index[-1] == slice(None):
         return True

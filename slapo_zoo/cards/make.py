@@ -47,7 +47,7 @@ def structure_of(config: Any, cls: type) -> str:
 
 
 def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = False) -> Program:
-    """Return the directives of a schedule as a program that can be applied to other models.
+    """Return the directives of a schedule as data for a card, which can be applied to other models.
 
     A size such as the number of heads stays a formula over the config where the zoo knows one. Kernels
     chosen by kernels="auto" are left out, because another device would choose others.

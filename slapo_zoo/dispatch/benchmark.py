@@ -185,11 +185,11 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
 
 
 def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
-    """Write measured rows and the dispatch table that follows from them to a device's file; return its path.
+    """Write measurements, and the dispatch table that follows from them, to a device's file; return its path.
 
     Args:
         device: "cpu", or the name of the GPU.
-        rows: rows of `measure`; rows of other shapes in the file are kept.
+        rows: results of `measure`; results for other shapes in the file are kept.
         folder: folder of the file; None takes the user's cache folder, never the installed package.
     """
     file = (folder or user_folder()) / f"{slug(device)}.json"

@@ -75,7 +75,7 @@ _BUILDING = threading.RLock()  # default dtype and transformers' patches are glo
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which new modules have floating parameters of `dtype`; only one thread at a time is in it."""
+    """Context in which new modules have floating parameters of `dtype`; other threads wait until it ends."""
     with _BUILDING:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)

@@ -255,5 +255,5 @@ def primitive(name: str) -> Callable[[type[D]], type[D]]:
 
 
 def subtree(path: str, paths: Iterator[str] | list[str]) -> list[str]:
-    """Return the paths at or below `path`."""
+    """Return those of `paths` that are `path` or lie below it."""
     return [p for p in paths if not path or p == path or p.startswith(path + ".")]

@@ -173,7 +173,7 @@ class Offloads:
 
 
 def unpack(kept: Any) -> Tensor:
-    """Return the activation that autograd saved as `kept`: a tensor, or a handle (Kept) of one."""
+    """Return the activation that autograd saved as `kept`, which is the tensor itself or a handle (Kept)."""
     return kept.again() if isinstance(kept, Kept) else kept
 
 

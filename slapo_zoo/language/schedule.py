@@ -62,7 +62,7 @@ else:
 
 
 class Selection(_Methods):
-    """The modules that `sch[pattern]` matches: primitives are its methods, and its children can be indexed."""
+    """Modules that `sch[pattern]` matches; it has the primitives as methods, and can be indexed by names of children."""
 
     def __init__(self, schedule: "Schedule", pattern: str):
         self.schedule, self.path = schedule, pattern

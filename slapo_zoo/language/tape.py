@@ -195,7 +195,7 @@ class Tape(TorchDispatchMode):
 
     @property
     def transfers(self) -> list[Transfer]:
-        """Return the collectives of the step, in order."""
+        """Return the recorded collectives of the step, in order."""
         return [row.transfer for row in self.rows if row.transfer is not None]
 
     def note(self, op: Any, **fields: Any) -> None:

@@ -23,7 +23,7 @@ AFTER_KERNELS = ("checkpoint", "cut_pipeline_stage")
 
 
 class Trust(NamedTuple):
-    """Trust in a schedule card: whether its `schedule.py` may run, and its verification, "quick" or "off"."""
+    """Trust in a schedule card: whether its `schedule.py` may run, and whether it is verified ("quick" or "off")."""
 
     remote_code: bool = False
     verify: str = "quick"

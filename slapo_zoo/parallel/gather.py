@@ -35,7 +35,7 @@ def local_tensors(
 def gather(
     local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Gather the ranks' `local` tensors; return the unsharded ones by name on rank 0, {} on others. A collective call."""
+    """Gather `local` (name --> this rank's tensor); return {name: unsharded tensor} on rank 0, else {}. A collective call."""
     mine = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
     if mesh.world_size == 1:
         everyone = [mine]

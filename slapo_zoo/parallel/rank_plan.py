@@ -101,7 +101,7 @@ class TensorPlan(TensorSpec):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Plan of one rank: a row per tensor; prints as a table.
+    """Plan of one rank: a row per tensor; it prints as a table.
 
     Args:
         mesh: sizes of the mesh dims, and the rank.
@@ -213,7 +213,7 @@ def without_peft(name: str) -> str:
 
 
 def partition(coords: Sequence[int], same: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
-    """Group the coordinates that hold the same elements; `same` maps a coordinate to a key of its elements.
+    """Group `coords` (mesh coordinates) that hold the same elements; `same` maps a coordinate to a key of them.
 
     >>> partition(range(4), {0: "a", 1: "a", 2: "b", 3: "b"})
     ((0, 1), (2, 3))

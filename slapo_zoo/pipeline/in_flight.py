@@ -61,7 +61,7 @@ def _whole(action: Action, step: int = 0) -> Action:
 
 
 class Sends:
-    """Sends of one rank in one step that may not have arrived yet.
+    """Sends of one rank in one pipeline step that may not have arrived yet.
 
     `arrived` maps an action to the sends that have arrived when its input has (result of `arrivals`).
     """

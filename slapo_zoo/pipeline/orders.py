@@ -139,7 +139,7 @@ class StageMap:
             raise MeshError("pipeline", "micro_batches", problem, f"pass {self.pp * rounds}")
 
     def admits(self, count: int) -> bool:
-        """Return whether the order can run with `count` micro-batches."""
+        """Return whether the pipeline order can run with `count` micro-batches."""
         try:
             self.check_micro_batches(count)
         except MeshError:

@@ -331,7 +331,7 @@ def _run_stage(
 
 
 def broadcast_output(output: Any, source: int, group: Any, device: torch.device) -> Any:
-    """Broadcast a HuggingFace output object, structure first, from rank `source` to its group, and return it."""
+    """Broadcast a HuggingFace output object from rank `source` to its group, first its structure; return the object."""
     here = dist.get_rank() == source
     described: list[Any] = [_describe(output) if here else None]
     dist.broadcast_object_list(described, source, group=group, device=device)

@@ -77,7 +77,7 @@ def _rank(path: str, ranks: Sequence[re.Pattern[str]]) -> int:
 def assign_stages(
     units: Sequence[str], cuts: Sequence[Cut], repeated: Sequence[str] = (), everywhere: Sequence[str] = ()
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """Return the stages that hold each unit: one, or several for a shared block with cuts between its calls.
+    """Return the stages that hold each unit (block, embedding, head): several if calls of a shared block are cut.
 
     Args:
         units: paths of the units, in the order they run.
@@ -145,7 +145,7 @@ class StagePlan:
         return sorted(v for v in used if self.stage_of_call[v.call] < stage)
 
     def shape(self, value: Value) -> Shape:
-        """Return shape and dtype of a value."""
+        """Return the shape and dtype of a tensor that a unit returns, given its identity."""
         return self.calls[value.call].leaves[value.leaf]
 
     @property
@@ -232,7 +232,7 @@ class Cursor:
 
 
 class Foreign(nn.Module):
-    """Replacement of a unit of another stage; it holds only parameters that are tied to one of this stage.
+    """Replacement of a unit (block, embedding, head) of another stage; it has only parameters tied to this stage's.
 
     rewrite:  h.3(x, ...)  -->  the received output, or zeros that nothing on this stage uses
     """

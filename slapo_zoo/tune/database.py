@@ -68,7 +68,7 @@ class Database:
         return self.db[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the result stored under `key`, or `default`."""
+        """Return the result stored under `key`, or `default` if there is none."""
         return self.db.get(key, default)
 
     def __iter__(self) -> Iterator[str]:

@@ -151,10 +151,10 @@ MORE_MEMORY = (
 
 
 class Strategy(Protocol):
-    """Search strategy, which names the next configuration to measure."""
+    """Protocol of search strategies, which choose the next configuration to measure."""
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the number of the next configuration to measure, or None when no other is worth it.
+        """Return the number of the next configuration to measure, or None if no other is worth measuring.
 
         Args:
             known: number of a configuration --> its outcome, in the order of measurement.
@@ -187,7 +187,7 @@ class Random:
 
 
 class Coordinate:
-    """Coordinate descent: tries the neighbours of the best configuration along one symbol after the other."""
+    """Strategy of coordinate descent: it tries the neighbours of the best configuration along one symbol at a time."""
 
     def __init__(self, grid: Grid, start: int = 0, **options: Any):
         self.grid, self.start = grid, start

@@ -95,7 +95,7 @@ def check_changes(model: str, changes: Mapping[str, Any]) -> None:
 
 
 def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point]:
-    """Return the valid configurations: micro-batches divide the rows, and a recompute policy needs a ratio."""
+    """Return the valid configurations: rows are a multiple of micro-batches, and a recompute policy comes with a ratio."""
 
     def legal(point: Point) -> bool:
         rows, count = point.get("batch_size", 8), point.get("micro_batches") or 1

@@ -34,7 +34,7 @@ def line_of(trial: Trial) -> str:
 
 
 def as_text(result: Result, most: int = 10) -> str:
-    """Format the `most` fastest configurations, the failures by kind, and what was never measured."""
+    """Format the `most` fastest configurations, the failures by kind, and the configurations that were not measured."""
     names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
     ran = (t for t in result.trials if t.outcome.kind == "ok")
     ran = sorted(ran, key=lambda t: -t.outcome.throughput)[:most]

@@ -200,7 +200,7 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _odd_one(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """Return the tp coordinate whose tensor is missing, or else far from `want`; 0 if that cannot be told."""
+    """Return the tp coordinate whose tensor is missing, else whose tensor is far from `want`; 0 if neither is found."""
     for i, part in enumerate(parts):
         if part is None:
             return i

@@ -93,7 +93,7 @@ class _Outcome:
 
 
 class _Verification:
-    """Runner of all checks of one trial; temporary files are written below the folder `scratch`."""
+    """Runner of all checks of one trial (a schedule on a mesh); temporary files are written below `scratch`."""
 
     def __init__(self, trial: Trial, scratch: Path):
         self.trial, self.scratch = trial, scratch

@@ -93,7 +93,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
 
 
 class Search:
-    """Search for a table that is right, from the candidate that shards most to the one that shards least."""
+    """Search for a table of sharding rules that is right, from the one that shards most to the one that shards least."""
 
     def __init__(self, config: Any, case: Case, sizes: tuple[int, int, int], knobs: Any):
         self.config, self.case, self.sizes, self.knobs = config, case, sizes, knobs
@@ -233,7 +233,7 @@ def problem_of(trial: Trial) -> str:
 
 
 def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[str, str]:
-    """Return pattern, as written in `table` --> shape of its weight on tp rank 0.
+    """Return {pattern, as written in `table`: shape of its weight on tp rank 0}.
 
     `frozen` is the same table with full patterns for `model`, which is on the meta device.
     """

@@ -100,8 +100,8 @@ def _with_dropout(into: Comparison, trial: Trial) -> None:
 def tolerance_of(case: Case) -> Tolerance:
     """Run the plain model; return its result together with the error that a right schedule may have.
 
-    If the scheduled model runs in another dtype than the truth, that error is measured on plain runs in
-    this dtype that add in different orders.
+    If the scheduled model runs in another dtype than the plain fp64 run, this error is measured on plain runs in
+    its dtype that add in different orders.
     """
     if case.dtype == case.truth_dtype:
         return FixedTolerance(case.truth or plain(case, case.dtype), RELATIVE[case.dtype])

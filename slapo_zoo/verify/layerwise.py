@@ -118,7 +118,7 @@ def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]
 
 
 class _Numbers:
-    """Conversion of the block numbers in paths and patterns between the full model and one with few layers."""
+    """Conversion of the block numbers in paths and patterns between the full model and a model with few of its layers."""
 
     def __init__(self, outline: Outline):
         prefix = base_prefix(outline.model)

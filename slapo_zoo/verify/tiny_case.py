@@ -91,7 +91,7 @@ def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
 
 
 def _watch(config: Any, case: Case) -> Observation:
-    """Observe one training-mode forward of a new model with the dropouts of `config`."""
+    """Run one training-mode forward of a new model with the dropouts of `config`, and return what was observed."""
     with drawn_from(0):
         config = copy.deepcopy(config)
         if "experts_implementation" in changes_for_comparison(config):

@@ -17,7 +17,7 @@ MOST_ELEMENTS = 4096  # larger tensors go to a safetensors file
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return the JSON form of a value; an unsupported type raises WeightsError, with `where` as its location.
+    """Return the JSON form of a value; WeightsError, which names `where`, for an unsupported type.
 
     >>> encode({"betas": (0.9, 0.99), 3: None}, "lr")
     {'$items': [['betas', {'$tuple': [0.9, 0.99]}], [3, None]]}

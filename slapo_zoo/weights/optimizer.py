@@ -90,7 +90,7 @@ def merge(records: Sequence[Record]) -> Record:
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return specs of the state tensors of a merged record, each with its parameter's shape and placement."""
+    """Return specs of the optimizer's state tensors in a merged record, with shape and placement of their parameters."""
     return [
         TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
         for spec in specs
@@ -228,7 +228,7 @@ def _kinds(value: Any) -> Any:
 
 
 def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
-    """Raise WeightsError unless all parameters of a group that have a state have the same entries."""
+    """Raise WeightsError if parameters of one group have optimizer states with different entries."""
     found = {name: state[name].keys() for name in names if state.get(name)}
     most = max(found.values(), key=len, default=())
     for name, keys in found.items():

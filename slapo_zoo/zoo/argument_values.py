@@ -205,7 +205,7 @@ def _read_config(name: str, hint: str) -> Any:
 
 
 def _ask_the_hub(name: str) -> None:
-    """Send one request for config.json, so that a network error is raised at once; `transformers` would try five times."""
+    """Send one request for config.json, so that a network error is raised at once; `transformers` would retry five times."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError

@@ -21,7 +21,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class Source:
-    """Place of a checkpoint tensor: its file, and its dtype and shape from the file's header."""
+    """Location of a checkpoint tensor: the file, and the dtype and shape in the file's header."""
 
     file: str
     dtype: torch.dtype

@@ -155,7 +155,7 @@ dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it s
 
 
 def dropout_on(axis: int, size: str) -> Rule:
-    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` is the dim of its full length."""
+    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` names the axis's full length."""
     return (ForkRng(axis=axis, size=_dim(size)),)
 
 

@@ -111,7 +111,7 @@ def _number(of: str | Callable[[Any], int], config: Any, before: Mapping[str, in
 
 
 class ConfigNumbers(Mapping[str, int]):
-    """Mapping from names to integers: attributes of a config, and the numbers that a table has derived from them."""
+    """Mapping from names to integers: attributes of a config, and the numbers that a table has computed from them."""
 
     def __init__(self, config: Any, made: Mapping[str, int] = MappingProxyType({})):
         self.config, self.made = config, made
@@ -197,7 +197,7 @@ def extend(
 
 @cache
 def load_tables() -> None:
-    """Import every file of `schedules/`, each of which registers its table."""
+    """Import every file of `schedules/`; each registers its family's table."""
     package = importlib.import_module("slapo_zoo.schedules")
     for found in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"slapo_zoo.schedules.{found.name}")

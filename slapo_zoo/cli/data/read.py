@@ -237,7 +237,7 @@ def has_all(row: Columns, names: Sequence[str]) -> bool:
 
 
 def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
-    """Return the tokenized rows of a data set, which `datasets` caches on disk and maps into memory."""
+    """Return the tokenized rows of a data set; `datasets` caches them on disk and maps them into memory."""
     whole, names, count = data, sorted(set(columns.values())), len(data)
     if any(data.data.column(name).null_count for name in names):
         data = data.filter(has_all, fn_kwargs={"names": names})

@@ -98,7 +98,7 @@ def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return [sum of losses, number of pairs, anchors nearest to their own positive] on this dp rank."""
+    """Return [sum of losses, number of pairs, number of anchors nearest to their own positive] on this dp rank."""
     loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
     count = len(batch["input_ids"]) // 2
     return torch.tensor([float(loss) * count, count, hits], dtype=torch.float64)

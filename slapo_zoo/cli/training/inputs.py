@@ -143,7 +143,7 @@ def require_held_out(rows: Any, task: Task, options: TrainOptions) -> None:
 
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
-    """Return the task with attention masks between documents, if the options want them and the model can."""
+    """Return the task with attention masks between documents, if the options ask for masks and the model supports them."""
     if not isinstance(task, Causal):
         if options.document_masks:
             problem = f"found task {options.task}, which packs no documents into one row"

@@ -237,7 +237,7 @@ def changes(options: TrainOptions) -> str:
 
 
 def _value(key: str, value: Any, where: str) -> Any:
-    """Return a value converted to the type of option `key`; raise ConfigError if it is illegal."""
+    """Return `value` converted to the type of option `key`; raise ConfigError if the value is illegal."""
     if key not in KINDS:
         near = difflib.get_close_matches(key, [*KINDS, *ELSEWHERE], 1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(KINDS)}"

@@ -47,7 +47,7 @@ def make_schedule(options: TrainOptions, done: int = 0) -> Any:
 
 
 def _with_warm_up(name: str, warmup_steps: int) -> str:
-    """Return the scheduler name that applies a warm-up: "constant" of transformers ignores one."""
+    """Return the name of the scheduler that applies a warm-up, since "constant" of transformers ignores it."""
     return "constant_with_warmup" if name == "constant" and warmup_steps else name
 
 

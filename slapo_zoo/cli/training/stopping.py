@@ -32,7 +32,7 @@ class Stop:
         self.number = number
 
     def agreed(self, device: torch.device) -> int:
-        """Return the number of a signal that reached any rank, the same on all ranks; a collective call."""
+        """Return the number of a signal that reached any rank (0: none), the same on all ranks; a collective call."""
         if not dist.is_initialized():
             return self.number
         found = torch.tensor(self.number, device=device)
@@ -42,9 +42,9 @@ class Stop:
 
 @contextmanager
 def listening() -> Iterator[Stop]:
-    """Context in which signals request a stop of the run; it yields the Stop that records them.
+    """Context in which signals ask the run to stop; it yields the Stop that records the signals.
 
-    A process that started local ranks passes a request on to them as SIGUSR1.
+    A process that started local ranks passes a signal on to them as SIGUSR1.
     """
     stop = Stop()
     is_local_rank = is_distributed_launch() and multiprocessing.parent_process() is not None

@@ -139,7 +139,7 @@ def _in_a_graph(
 def restoring(
     state: State, kept: set[Any] | None = None
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of the first forward and of its recomputation, which draws the same random numbers.
+    """Return (context of a forward, context of its recomputation); the recomputation draws the same random numbers.
 
     Args:
         state: state of the schedule.

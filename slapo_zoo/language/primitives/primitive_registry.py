@@ -54,7 +54,7 @@ class SiteView:
 
     @property
     def path(self) -> str:
-        """Return the path of the module."""
+        """Return the path of the module in the model."""
         return self.site.path
 
     @property

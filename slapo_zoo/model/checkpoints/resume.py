@@ -61,7 +61,7 @@ def load_checkpoint(
 
 
 class _Load:
-    """Steps of one load on one rank; only the last step, `finish`, changes the model."""
+    """State and steps of one load on one rank; only the last step, `finish`, changes the model."""
 
     opened: TrainingFolder
 

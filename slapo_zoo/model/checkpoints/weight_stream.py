@@ -88,7 +88,7 @@ class _Held:
 def _buckets(
     specs: Sequence[TensorSpec], cast: torch.dtype | None, most: int
 ) -> Iterator[list[TensorSpec]]:
-    """Yield lists of consecutive tensors that take at most `most` bytes together; a larger tensor is alone.
+    """Yield lists of consecutive tensors that take at most `most` bytes together; a larger tensor has its own list.
 
     The last tensor of a list counts in the next list too, because the caller still holds it.
     """
@@ -220,7 +220,7 @@ def _spread(
     target: Target | None, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     model: Any, rank: int,
 ) -> None:  # fmt: skip
-    """Broadcast an unsharded tensor from `rank`, some rows at a time; every rank copies its shard into `target`."""
+    """Broadcast an unsharded tensor from `rank`, some rows at a time, and copy this rank's shard into `target`."""
     device = next(model.parameters()).device
     rows = torch.empty(shape or (1,), dtype=dtype, device="meta")
     source = None if tensor is None else tensor.detach().reshape(rows.shape)

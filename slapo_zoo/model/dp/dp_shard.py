@@ -81,7 +81,7 @@ class Sharded(DataParallel):
             group.sum_waiting()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Average the gradients that are not sharded (adapters) over dp, and drop the gathered blocks."""
+        """Average unsharded gradients (of adapters) over dp, and release the gathered blocks."""
         self.blocks.forget()
         rest = [] if paused else [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(

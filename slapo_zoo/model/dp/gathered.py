@@ -193,7 +193,7 @@ class Group:
 
 
 class _Gathered(torch.autograd.Function):
-    """All-gather of several parameters; its backward is one reduce-scatter over dp."""
+    """Autograd function that all-gathers several parameters; its backward is one reduce-scatter over dp."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, dtype: Any, *parts: Tensor) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ BLOCK = "_slapo_block"  # of a module: its Block
 
 @dataclass(eq=False)
 class Saved(Kept):
-    """Handle that autograd keeps in place of a gathered parameter of a block, or of a view of one."""
+    """Handle that autograd saves instead of a gathered parameter of a block, or instead of a view of it."""
 
     block: "Block"
     place: tuple[int, int]

@@ -147,7 +147,7 @@ class Calls:
             self.guard.complete(named, self.runtime.plan, averaged)
 
     def _leave(self) -> None:
-        """Restore the forward context from before the backward."""
+        """Restore the forward context that was active before the backward."""
         state = self.runtime.schedule.state
         state.forward, state.random.again = self.outside or state.forward, None
         self.outside = None

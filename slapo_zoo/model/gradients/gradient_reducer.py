@@ -58,7 +58,7 @@ class GradientReducer:
         return new
 
     def forget(self) -> None:
-        """Reset the state to that outside a backward."""
+        """Reset the state to that before a backward."""
         self.buckets: list[Bucket] = []
         self.waiting: list[Bucket] = []  # those whose sum has not begun
         self.bucket_of: dict[int, Bucket] = {}

@@ -82,7 +82,7 @@ def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def run_later(reducer: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
-    """Run the user's hooks on the complete gradients of a step, unless they ran in the backward.
+    """Run the user's gradient hooks on the complete gradients of a step, unless they ran in the backward.
 
     `scale` is the loss scale of fp16: gradients are divided by it for the hooks. An infinite result of a hook
     counts as an overflow.

@@ -16,7 +16,7 @@ CACHES = ("past_key_values", "cache_params")
 
 
 class SourceTokens(dict):
-    """Dict of encoder inputs, passed in place of encoder outputs; `generate` repeats its rows for beams."""
+    """Encoder inputs as a dict, passed in place of encoder outputs; `generate` repeats its rows for beams."""
 
 
 class LateEncoder(nn.Module):

@@ -70,11 +70,11 @@ def ask(
     model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
     whole: Mapping[str, Any],
 ) -> StepCounts:  # fmt: skip
-    """Return the counts of a step, for which the host waits once: one tensor, one collective over dp.
+    """Return the counts of a step over all dp ranks, by one collective for which the host waits once.
 
     `tensors` are the entries of the batch that are split by rows, `whole` those that all rows share. `counts`
-    are this rank's targets of each loss term; dp ranks may hold different numbers of `rows`. The tensor is on
-    the batch's device, since nccl needs it there.
+    are this rank's targets of each loss term; dp ranks may hold different numbers of `rows`. The counts are sent from
+    the batch's device, since nccl needs them there.
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device

@@ -49,7 +49,7 @@ def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def shifted(class_name: str, labels: Tensor) -> Tensor:
-    """Return the labels that a head's loss compares with: without the first of each row if the head shifts."""
+    """Return the labels that a head's loss compares with; without the first label of each row if the head shifts."""
     return labels[..., 1:] if head_of(class_name).shifts else labels
 
 

@@ -218,7 +218,7 @@ def stop() -> None:
 
 
 def silent_ranks(seconds: float) -> list[int]:
-    """Watch the other ranks for at most `seconds` and return those without a heartbeat in that time."""
+    """Watch the other ranks for at most `seconds`; return the ranks that sent no heartbeat in that time."""
     heart = current()
     if heart is None:
         return []

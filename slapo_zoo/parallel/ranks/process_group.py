@@ -122,7 +122,7 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
 def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
     """Create the default process group, and return when every rank has joined; try twice if a peer was lost.
 
-    If it returned earlier, an error in one rank's code could close connections that others still make.
+    A rank that returned earlier could fail and close connections that other ranks still open.
     """
     for attempt in (1, 2):
         tried, error = PrefixStore(f"slapo_zoo/start/{attempt}", store), None
@@ -143,7 +143,7 @@ def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
 
 
 def _all_joined(store: Any, size: int, is_one: bool) -> bool:
-    """Report whether this rank has joined (`is_one`); return False if a rank reports a failure within JOIN_S seconds."""
+    """Report that this rank has joined (`is_one`) or failed; return False if any rank reports a failure within JOIN_S."""
     store.add("joined" if is_one else "failed", 1)
     deadline, pause = time.monotonic() + JOIN_S, 1e-4
     while time.monotonic() < deadline:

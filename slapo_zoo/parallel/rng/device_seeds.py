@@ -94,9 +94,9 @@ def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
 
 
 def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
-    """Return a dropout mask like `hashed_cells`, drawn on the CPU by a generator that each block seeds anew.
+    """Return a dropout mask like `hashed_cells`, drawn on the CPU by a generator that is seeded anew for each block.
 
-    It is eight times as fast as `bernoulli_` and three times as fast as a hash of each element on a CPU; the
+    This is eight times as fast as `bernoulli_` and three times as fast as a hash of each element on a CPU; the
     probability is rounded to a multiple of 2**-16.
     """
     import numpy as np  # not at the top: exported kernels import torch alone
@@ -111,7 +111,7 @@ def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
 
 
 def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
-    """Return whether dropout keeps element number `counter` of a block of elements with seed `key`; the two broadcast."""
+    """Return whether dropout keeps element number `counter` of a block with seed `key`; the two tensors broadcast."""
     return hashed_bits(counter, key) >= int(p * 0x1000000)
 
 

@@ -41,7 +41,7 @@ UNSAFE = [t for n in ("cudagraph_unsafe",) if (t := getattr(torch.Tag, n, None))
 
 
 class _SeedsOfGraphs(threading.local):
-    """Holder of the seeds that compiled code has made, one per thread: ranks may be threads at different steps."""
+    """Seeds that compiled code has computed, one holder per thread, since ranks may be threads at different steps."""
 
     def __init__(self) -> None:
         self.held = DeviceSeeds()
@@ -199,7 +199,7 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """Return a module path as custom operators take it: (hash of its beginning as a tensor or None, the rest as text)."""
+    """Return a module path in the form that custom operators take: (hash of its beginning or None, the rest as text)."""
     return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
 
 

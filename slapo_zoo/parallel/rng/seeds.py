@@ -35,7 +35,7 @@ class RngTracker:
     always: bool = False
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Forget all named states."""
         self.states.clear()
 
     def add(self, name: str, seed: int) -> None:

@@ -373,7 +373,7 @@ class Planner:
 def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
     """Return the error of a search without candidates; it names the first refused tp size, if any, with the reason.
 
-    `refused` are (tp size, reason) pairs. If there are none, the sizes do not divide each other.
+    `refused` are (tp size, reason) pairs. If there are none, devices and rows cannot be divided evenly.
     """
     near = -(-batch // gpus) * gpus
     problem = f"no layout of {gpus} devices divides {batch} rows"

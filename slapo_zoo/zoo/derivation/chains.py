@@ -38,7 +38,7 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """Record, when a module is called, the linears whose output columns are in its arguments."""
+        """Record, when a module is called, which linears' output columns are in its arguments."""
         held = self._columns(args)
         if linear:
             self.feeds.setdefault(path, set()).update(held)

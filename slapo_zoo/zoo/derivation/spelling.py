@@ -120,7 +120,7 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     """Return the `Pieces` of a split tensor: the endings of its name and of its keys, from their last common word on.
 
-    With `numbered` the first number of a key counts the experts.
+    With `numbered` the first number in a key is the index of an expert.
     """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0

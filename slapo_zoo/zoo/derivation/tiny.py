@@ -189,7 +189,7 @@ class _Rules:
             self.scale = 2.0 ** math.ceil(math.log2(self.scale)) if sizes.widths == HALVED else 1.0
 
     def of(self, name: str, value: Any) -> Any:
-        """Return the shrunken value of the config field `name`."""
+        """Return the value that the config field `name` has in the shrunken config."""
         if type(value) is int and value > 0:
             return self._number(name, value)
         per_layer = isinstance(value, list) and len(value) in self.layers

@@ -100,7 +100,7 @@ class DeepSpeedTarget(TargetEngine):
 
 
 def import_deepspeed() -> Any:
-    """Import and initialise DeepSpeed, on a CPU without its C++ builds; SlapoError when it is not installed."""
+    """Import and initialise DeepSpeed, on a CPU without its C++ extensions; SlapoError if it is not installed."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -193,7 +193,7 @@ UNIT_NAMES = {
 
 
 def _group(mesh: Mesh, mesh_dim: str) -> Any:
-    """Return the group of a mesh dim; where its size is 1, a group of this rank alone. A collective call."""
+    """Return the process group of a mesh dim, also for size 1, which has a group of this rank alone. A collective call."""
     if (group := mesh.group(mesh_dim)) is not None:
         return group
     alone = [new_group([rank]) for rank in range(mesh.world_size)]

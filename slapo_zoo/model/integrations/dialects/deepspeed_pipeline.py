@@ -22,7 +22,7 @@ from slapo_zoo.pipeline.stages import StageDone
 def pipeline_engine(
     deepspeed: Any, model: Any, settings: dict[str, Any], optimizer: Any, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Return (engine, optimizer) of a model whose stages are DeepSpeed's; arguments as in `deepspeed_engine`."""
+    """Return (engine, optimizer) for a model that DeepSpeed runs in pipeline stages; arguments as in `deepspeed_engine`."""
     pipeline: Pipeline = model._slapo.pipeline
     if pipeline.places.num_stages != model.mesh.pp:
         problem = f"found {pipeline.places.num_stages} stages on pp={model.mesh.pp} ranks"
@@ -62,7 +62,7 @@ class PipelineTarget(TargetEngine):
 
 
 class Step:
-    """State of the running training step, which `StageLayer` reads."""
+    """State of the running training step, shared by the layers of DeepSpeed's pipeline."""
 
     run: Callable[..., Any]
     parts: list[dict[str, Tensor]]

@@ -94,6 +94,6 @@ def require_scheduled(sch: Any, target: str) -> Any:
 
 
 def made_optimizer(optimizer: Any, parameters: Iterable[Any]) -> Any:
-    """Return `optimizer`, or its result on the engine's parameters if it is a function that makes an optimizer."""
+    """Return `optimizer`; if it is a function parameters --> optimizer, return its result for the engine's parameters."""
     is_maker = callable(optimizer) and not hasattr(optimizer, "param_groups")
     return optimizer(parameters) if is_maker else optimizer

@@ -122,7 +122,7 @@ def _check(path: str, linear: Any, mesh: Mesh, axis: int) -> None:
 
 
 class _Parallel(nn.Module):
-    """Wrapper of a Megatron layer that returns one output, like the Linear it replaces."""
+    """Wrapper of a Megatron layer that returns only its output, as the Linear that it replaces does."""
 
     axis: int
 
