@@ -59,7 +59,7 @@ def loaded(hub, folder, published):
     return run(hub, folder, "load", "reader")
 
 
-def test_push_is_one_commit_and_refuses_concurrent_changes(hub, published):
+def test_push_schedule_to_hub_makes_one_commit_and_refuses_concurrent_changes(hub, published):
     repository = hub.repositories[REPO]
     first = repository.commits[published["first"].partition("@")[2]]
     assert set(first) == {"README.md", "schedule.json", "verify.json", "bench.json", "tuning.json"}
@@ -87,7 +87,7 @@ def test_new_process_loads_card_by_commit_sha_and_by_tag(loaded, published):
     assert "plot.png" not in found["pictures"], "only the files that a card needs are fetched"
 
 
-def test_weights_are_published_with_their_schedule(loaded, hub):
+def test_weights_are_pushed_to_the_hub_together_with_their_schedule(loaded, hub):
     stored = hub.repositories["me/model"]
     files = stored.commits[stored.branches["main"]]
     assert {"model.safetensors", "config.json", "schedule.json", "README.md"} <= set(files)

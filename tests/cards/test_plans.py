@@ -65,7 +65,7 @@ def test_card_plan_fills_arguments_that_were_not_passed(tmp_path, said):
     assert built(card, micro_batches=2, checkpoint_ratio=0.0) == (2, 0, (1, 1, 1))
 
 
-def test_measured_plan_takes_precedence_over_simulated_plan(tmp_path, said):
+def test_measured_card_plan_takes_precedence_over_simulated_card_plan(tmp_path, said):
     entry = {"point": {"micro_batches": 8, "batch_size": 16}, "rows_per_s": 3.0, "model": model_name(tiny()), "setting": {}}  # fmt: skip
     card = card_with(tmp_path / "card", plan_of(), **{machine_name("cpu"): {"-": entry}})
     assert built(card) == (8, 0, (1, 1, 1))
@@ -113,7 +113,7 @@ def test_card_program_keeps_its_recomputation_when_a_plan_is_applied(tmp_path, s
     [{"trust_remote_code": True}, {"pipeline_order": "mine.csv"}, {"tp": 0}, {"kernels": "own"}, {"tp": True}],
     ids=str,
 )  # fmt: skip
-def test_card_plan_with_invalid_knob_is_refused(knobs, tmp_path):
+def test_card_plan_with_invalid_loader_option_is_refused(knobs, tmp_path):
     with pytest.raises(CardError, match="simulated"):
         card_with(tmp_path / "card", plan_of(knobs={"tp": 1, "pp": 1, "dp": 1} | knobs))
 

@@ -131,7 +131,7 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("key", EVALUATED)
-def test_error_names_the_bad_evaluation_data(key, place, capsys, monkeypatch):
+def test_bad_evaluation_data_raises_and_is_named(key, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     (place / "notes.txt").write_text("to be")
     sets = ("--set", "task=classify", "--set", key)

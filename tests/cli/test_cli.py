@@ -181,7 +181,7 @@ def test_removed_command_names_its_replacement(old, new, capsys):
     assert new in capsys.readouterr().err
 
 
-def test_list_and_version_print_names_and_numbers(capsys):
+def test_list_and_version_commands_print_families_and_package_versions(capsys):
     for arguments, words in ((["list"], ("gpt2", "bert")), (["version"], ("torch 2.", "python"))):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -310,7 +310,7 @@ def test_train_refuses_bad_arguments_before_loading(gpt2, text, tmp_path, capsys
     assert "found no config.json" in failure(capsys, "train", tmp_path, "--data", text)
 
 
-def test_error_names_the_unknown_family(text, tmp_path, capsys):
+def test_command_with_unknown_family_prints_an_error_that_names_it(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet"}))
     assert "the zoo has no table for it" in failure(capsys, "train", tmp_path, "--data", text)
 

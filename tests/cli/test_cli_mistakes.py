@@ -76,7 +76,7 @@ def test_command_line_mistake_prints_error_without_traceback(
     assert out == "" or line.startswith("train")  # it says what it will do first
 
 
-def test_plan_as_json_has_sizes_and_times(gpt2, capfd):
+def test_plan_command_as_json_contains_sizes_and_times(gpt2, capfd):
     code, out, _ = run(capfd, "plan", gpt2, "--tp", 2, "--pp", 2, "--json")
     found = json.loads(out)
     assert code == 0
@@ -90,7 +90,7 @@ def test_plan_as_json_has_sizes_and_times(gpt2, capfd):
     assert json.loads(out)["training"]["ranks"][0]["optimizer"] < states
 
 
-def test_card_and_calibrate_print_json(gpt2, tmp_path, capfd, monkeypatch):
+def test_card_and_calibrate_commands_print_json(gpt2, tmp_path, capfd, monkeypatch):
     def data(*words):
         code, out, _ = run(capfd, *words, "--json")
         assert code == 0
@@ -208,7 +208,7 @@ def test_show_limits_default_sequence_length_to_model_positions(gpt2, capfd):
     assert "1 x 64" in out
 
 
-def test_library_logs_do_not_reach_stdout_of_derive(tmp_path):
+def test_library_logs_do_not_reach_stdout_of_the_derive_command(tmp_path):
     """`slapo-zoo derive X > x.py` began with a warning of DeepSpeed, which transformers imports."""
     (tmp_path / "deepspeed.py").write_text(
         "import logging, sys\n"

@@ -180,7 +180,7 @@ def test_training_page_lists_every_config_key():
         )
 
 
-def test_init_writes_a_config_from_four_answers(tmp_path, monkeypatch, capsys):
+def test_init_command_writes_a_config_from_four_answers(tmp_path, monkeypatch, capsys):
     from typer.testing import CliRunner
 
     from slapo_zoo.cli.main import app
@@ -205,7 +205,7 @@ def test_init_writes_a_config_from_four_answers(tmp_path, monkeypatch, capsys):
     assert "it is there already" in failure(capsys, "init", file)
 
 
-def test_init_writes_a_batch_size_divisible_by_ranks(tmp_path):
+def test_init_command_writes_a_batch_size_divisible_by_ranks(tmp_path):
     run("init", tmp_path / "a", "--model", "m", "--data", "d", "--task", "auto", "--ranks", 3)
     check_batch(read_config(tmp_path / "a")["batch_size"], 3, None)
 

@@ -224,7 +224,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_error_names_the_wrong_columns(name, tmp_path):
+def test_wrong_data_columns_raise_and_are_named(name, tmp_path):
     data = read.open_table(write_rows(tmp_path, "jsonl", ROWS), "train")
     work, said = MISTAKES[name]
     with pytest.raises(DataError, match=said):

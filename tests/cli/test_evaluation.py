@@ -54,7 +54,7 @@ def test_weight_decay_applies_to_matrices_only():
     assert [p.ndim for p in others["params"]] == [1, 1, 1]
 
 
-def test_best_tracks_the_best_metric_and_breaks_ties_by_loss():
+def test_best_checkpoint_tracker_keeps_the_best_metric_and_breaks_ties_by_loss():
     best = Best("loss")
     found = [best.judge(step, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.0, 2.5])]
     assert found == [True, True, False, False]

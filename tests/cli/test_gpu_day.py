@@ -25,7 +25,7 @@ def day(out, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_gpu_day_help_is_passed_to_the_script():
+def test_ci_run_passes_the_help_option_to_the_gpu_day_script():
     """`ci/run.py gpu-day -h` named no option."""
     code = "import sys; sys.path.insert(0, 'ci'); import run; print(run.parse(['gpu-day', '-h']))"
     done = subprocess.run(

@@ -149,7 +149,7 @@ def make(folder, step):
     (folder / "config.json").write_text("{}")
 
 
-def test_latest_step_is_found_without_the_link(tmp_path):
+def test_newest_step_folder_is_found_without_the_link_last(tmp_path):
     for step in (9, 10, 100):
         make(place_of(tmp_path, step, 3), step)
         keep_newest(tmp_path, place_of(tmp_path, step, 3), 3)

@@ -173,7 +173,7 @@ def assert_same(found, expected, rel=2e-5):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("task", "layout"), GRID)
-def test_task_on_every_layout_equals_one_process_and_resumes_its_checkpoint(
+def test_training_task_on_every_layout_equals_one_process_and_resumes_its_checkpoint(
     task, layout, whole, tmp_path
 ):
     folder, expected = whole(task)

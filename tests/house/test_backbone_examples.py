@@ -70,7 +70,7 @@ def test_example_metrics_equal_plain_model_when_dropout_is_off(name, mesh, folde
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_grad_cache_gradients_equal_whole_batch(mesh, folder):
+def test_grad_cache_gradients_equal_full_batch(mesh, folder):
     apart, losses = ours("grad_cache", folder(0.1), mesh)
     assert apart < 1e-5
     assert losses[0] == pytest.approx(losses[1])

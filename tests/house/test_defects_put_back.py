@@ -93,7 +93,7 @@ def test_source_line_of_each_known_defect_occurs_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", ALL, ids=lambda d: d.name.replace(" ", "-"))
-def test_a_reintroduced_defect_fails_its_test(defect, sources):
+def test_reintroduced_defect_fails_its_test(defect, sources):
     file = sources / defect.file
     right = file.read_text()
     file.write_text(right.replace(defect.right, defect.wrong))

@@ -83,7 +83,7 @@ def test_api_reference_lists_every_primitive():
     assert [c.name for c in ours if id(c) not in found] == []
 
 
-def test_architecture_page_lists_every_table_rule():
+def test_architecture_page_lists_every_sharding_rule():
     rules = importlib.import_module("slapo_zoo.zoo.rules")
     ours = {
         name

@@ -110,7 +110,7 @@ def test_set_random_seed_differs_per_rank():
         pass
 
 
-def test_get_dialect_cls_and_get_logger_work_as_documented():
+def test_get_dialect_cls_refuses_unknown_engines_and_get_logger_sets_the_level():
     sch = slapo_zoo.create_schedule(Net())
     engine, optimizer = slapo_zoo.init_target_engine(sch, "torch", optimizer="mine")
     assert engine is sch.model

@@ -67,7 +67,7 @@ def test_dp_shard_on_all_layouts_equals_plain_transformers(
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("order", "precision"), [("1f1b", "bf16"), ("interleaved_1f1b", "fp32"), ("zbv", "bf16")])  # fmt: skip
 @pytest.mark.parametrize("case", [GPT2, BERT, T5, LLAMA], ids=ids)
-def test_dp_shard_beside_tp_and_pp_equals_plain(case, order, precision, stage, root):
+def test_dp_shard_with_tp_and_pp_equals_plain(case, order, precision, stage, root):
     folder, mesh = checkpoint(case, root), (2, 2, 2)
     found = emulate(train, case, folder, mesh, order, stage, precision, mesh=mesh, timeout_s=120)
     if precision == "fp32":

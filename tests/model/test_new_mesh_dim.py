@@ -85,7 +85,7 @@ def require_equal(found, expected):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_new_mesh_dim_trains_as_one_process(case, use, tmp_path):
+def test_mesh_with_a_new_dim_trains_as_one_process(case, use, tmp_path):
     """Dropout, means over all targets, sums, the norm and what is saved: with ZeRO, and over tp."""
     use(1)
     alone = trained(case, folder=tmp_path / "alone")

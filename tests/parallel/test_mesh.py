@@ -59,7 +59,7 @@ def groups_of(tp, pp, dp):
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)])
-def test_mesh_process_groups_hold_the_peers(tp, pp, dp, ranks):
+def test_mesh_process_groups_contain_the_peer_ranks(tp, pp, dp, ranks):
     for rank, found in enumerate(ranks.run(groups_of, 4, tp, pp, dp)):
         mesh = Mesh(tp, pp, dp, rank)
         for mesh_dim in MESH_DIMS:

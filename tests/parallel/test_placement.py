@@ -40,7 +40,7 @@ def test_placement_shards_partition_the_axis(case):
 
 @settings(max_examples=200, deadline=None)
 @given(divided())
-def test_placement_keeps_units_and_shards_groups_alike(case):
+def test_placement_never_splits_a_head_and_shards_q_k_v_alike(case):
     placement, size, n = case
     start = 0
     for group in placement.groups or (size,):

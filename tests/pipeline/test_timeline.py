@@ -98,7 +98,7 @@ def test_each_pipeline_order_holds_the_expected_micro_batches_in_flight():
     assert most_in_flight(forward_and_back, lambda stage: [3.0, 5.0][stage]) == 8.0
 
 
-def test_simulated_deadlock_raises_stuck():
+def test_simulated_pipeline_deadlock_raises_stuck_error():
     order = [[Action(0, "F", 0), Action(0, "B", 0)], [Action(1, "B", 0), Action(1, "F", 0)]]
     with pytest.raises(Stuck) as caught:
         simulate(order, cost)

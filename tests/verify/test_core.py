@@ -55,7 +55,7 @@ def test_correct_schedules_pass_verification(family, layout):
 
 
 @pytest.mark.parametrize(("family", "seed"), [("mt5", 1), ("wideresnet", 3)])
-def test_verify_accepts_differences_of_lucky_rounding(family, seed):
+def test_verify_accepts_differences_within_rounding(family, seed):
     """One rank's rounding is lucky in one gradient; one rank's ReLU gets 1e-7, the other's -1e-7."""
     config, head = config_of(family)
     report = verify(
@@ -134,7 +134,7 @@ def test_collectives_are_predicted_for_any_kind_of_model_input(family):
     assert counts["reduce_scatter"] > 0
 
 
-def test_verify_of_schedule_auto_uses_the_zoo_table_or_is_refused():
+def test_verify_of_schedule_auto_uses_the_zoo_schedule_or_is_refused():
     small = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
     assert known_schedule(small, "auto") == known_schedule(small, "zoo") == "zoo"
     with pytest.raises(ArchitectureError, match="slapo-zoo derive MODEL"):

@@ -96,7 +96,7 @@ def test_layerwise_config_keeps_all_widths():
     assert (few.num_layers, few.num_decoder_layers, few.d_model) == (2, 2, config.d_model)
 
 
-def test_layerwise_verify_beyond_memory_is_refused():
+def test_layerwise_verify_of_layers_larger_than_memory_is_refused():
     """Refused before anything is made, not killed half way."""
     with pytest.raises(SlapoError, match=r"needs about \d+ GB, \d+ GB are free"):
         verify_layers(transformers.LlamaConfig(hidden_size=16384, intermediate_size=65536))

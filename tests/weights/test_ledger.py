@@ -23,7 +23,7 @@ def growth_of_a_block():
     return peak.growth
 
 
-def test_load_ledger_peak_includes_memory_released_since(ranks):
+def test_load_ledger_peak_includes_memory_released_later(ranks):
     """In a worker: what else the test process gives back meanwhile would count against it."""
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")

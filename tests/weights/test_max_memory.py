@@ -28,7 +28,7 @@ def load(folder, limit):
         AutoScheduledModel.from_pretrained(folder, pp=2, max_load_memory=limit)
 
 
-def test_max_load_memory_exceeded_on_one_rank_stops_all(ranks, folder):
+def test_max_load_memory_exceeded_on_one_rank_stops_all_ranks(ranks, folder):
     """The first stage holds the embeddings, the second nothing but a head tied to them."""
     plain = AutoScheduledModel.from_pretrained(folder)
     sizes = {name: p.nbytes for name, p in plain.named_parameters()}

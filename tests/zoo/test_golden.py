@@ -157,7 +157,7 @@ def _ties(model):
 
 
 @pytest.mark.parametrize("family", families())
-def test_zoo_table_covers_every_parameter_and_no_other(family):
+def test_schedule_table_covers_every_parameter_and_no_other(family):
     """Over all head classes and variants: each base parameter has a row, each row a module."""
     table, unused = table_for(family), None
     for changes in [{}, *VARIANTS.get(family, [])]:
@@ -185,7 +185,7 @@ def _every_parameter_has_a_row(model, found, cls):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", families())
-def test_zoo_table_shards_every_head_class_and_variant(family):
+def test_schedule_table_shards_every_head_class_and_variant(family):
     """Every head class, variant and mesh: nothing raises, and what is sharded is a whole model."""
     for changes in [{}, *VARIANTS.get(family, [])]:
         for cls in classes_of(family):
@@ -198,7 +198,7 @@ def test_zoo_table_shards_every_head_class_and_variant(family):
             assert sum(local.values()) < sum(before.values())
 
 
-def test_zoo_tables_are_short():
+def test_schedule_tables_of_the_zoo_are_short():
     """Peers take 61 to 2,900 lines; the whole entry of a family is its file here."""
     files = (Path(__file__).parents[2] / "schedules").glob("*.py")
     lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
@@ -206,7 +206,7 @@ def test_zoo_tables_are_short():
     assert max(lines.values()) <= 100, lines
 
 
-def test_zoo_table_extended_from_another_replaces_only_given_entries():
+def test_extended_schedule_table_replaces_only_given_entries():
     """Rows that differ are data; all else is the base's."""
     llama, mixtral = table_for("llama"), table_for("mixtral")
     assert set(llama.body) - set(mixtral.body) == {r for r in llama.body if ".mlp" in r[0]}
@@ -215,7 +215,7 @@ def test_zoo_table_extended_from_another_replaces_only_given_entries():
         extend("llama", "other", "nowhere", without=("layers.*.ffn",))
 
 
-def test_config_options_unsupported_by_the_zoo_table_are_refused_with_tp():
+def test_config_options_unsupported_with_tp_are_refused_only_with_tp():
     """BLOOM's exact path reads the weights of its rows past their sums."""
     model = on_meta("bloom", slow_but_exact=True, pretraining_tp=2)
     assert scheduled(model, "bloom", Mesh(pp=2)).history

@@ -87,7 +87,7 @@ def test_dtype_argument_applies_to_a_base_model(root):
 
 
 @pytest.mark.parametrize("family", families())
-def test_zoo_table_declares_its_tuning_space(family):
+def test_schedule_table_declares_its_tuning_space(family):
     space = table_for(family).tunable
     assert {"tp", "pp", "micro_batches", "checkpoint_ratio"} <= space.keys() <= KNOBS.keys()
     assert all(KNOBS[name].fits(value) for name, values in space.items() for value in values)

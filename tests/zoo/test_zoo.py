@@ -154,7 +154,7 @@ def as_saved(config):
 @pytest.mark.one_in(2)
 @pytest.mark.grid
 @pytest.mark.parametrize(("case", "layout"), UNEVEN, ids=lambda x: getattr(x, "cls", str(x)))
-def test_uneven_heads_equal_plain_transformers(case, layout, root, ranks, tmp_path):
+def test_uneven_heads_over_tp_equal_plain_transformers(case, layout, root, ranks, tmp_path):
     folder, out = checkpoint(case, root), tmp_path / "saved"
     truth, plains = references(case, folder)
     results = ranks.run(scheduled, size(layout), case, folder, layout, None, 0, out)
@@ -173,7 +173,9 @@ def headless_cells():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "case", "layout"), [*headless_cells()])
-def test_base_models_equal_plain_transformers(family, case, layout, root, ranks, tmp_path):
+def test_base_models_without_head_equal_plain_transformers(
+    family, case, layout, root, ranks, tmp_path
+):
     """Outputs on every rank, and the saved file: nothing to train without a loss."""
     sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
     arguments = (case, folder, sizes, None, 0, out)
