@@ -156,7 +156,7 @@ def test_command_output_fits_terminal_width_without_broken_words(
         assert [w for w in wide if w not in seen and w not in COLUMNS and w not in HEADS] == []
 
 
-def test_plan_prints_count_of_configurations_and_hardware(gpt2, capfd):
+def test_plan_command_prints_count_of_configurations_and_hardware(gpt2, capfd):
     """More configurations fitted than were looked at; two bubbles; only meshes without any fit were explained."""
     tight = ("--batch", 64, "--memory", "1537MiB", "--explain", "--hardware", "h100")
     _, out, _ = run(capfd, "plan", gpt2, "--gpus", 1, *tight)
@@ -202,7 +202,7 @@ def test_help_and_version_options_exit_with_0(word, capfd):
     assert ("slapo-zoo 0." if word == "--version" else "Usage") in out
 
 
-def test_show_limits_default_sequence_length_to_model_positions(gpt2, capfd):
+def test_show_command_limits_default_sequence_length_to_model_positions(gpt2, capfd):
     code, out, err = run(capfd, "show", gpt2)
     assert code == 0, err
     assert "1 x 64" in out

@@ -74,7 +74,7 @@ def until(condition, seconds=60.0):
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are read from /proc")
-def test_killed_gpu_day_driver_leaves_no_process_and_resumes(tmp_path):
+def test_killed_gpu_day_script_leaves_no_process_and_resumes(tmp_path):
     """And a torn last line is no line: the next call, into another folder, does its case."""
     command = [sys.executable, str(ROOT / "ci" / "gpu_day.py"), "--fake", "--out", str(tmp_path)]
     driver = subprocess.Popen([*command, "--stage", "masks"], stdout=subprocess.DEVNULL)

@@ -29,7 +29,7 @@ def test_layout_flags_equal_loader_options(command):
     assert {name: flags[name].default for name in LAYOUT} == {name: usual[name] for name in LAYOUT}
 
 
-def test_plan_accepts_the_layout_flags_it_prints(capsys):
+def test_plan_command_accepts_the_layout_flags_it_prints(capsys):
     """Virtual stages, a policy and tokens in shares, as `plan --gpus` prints them."""
     words = ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2, "--checkpoint-ratio", 1,
              "--checkpoint-policy", "save_matmuls")  # fmt: skip

@@ -147,7 +147,7 @@ def test_mesh_roles_map_to_dims_sizes_and_coordinates():
         mesh.size("cp")
 
 
-def test_mesh_dim_that_shards_tokens_reads_the_same_rows():
+def test_ranks_of_a_mesh_dim_that_shards_tokens_read_the_same_rows():
     """A dim that divides tokens adds up the loss, and reads the same rows."""
 
     @dataclass(frozen=True)

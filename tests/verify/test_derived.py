@@ -246,7 +246,7 @@ def test_derivation_handles_unusual_model_classes(name):
         assert problem_of(Trial(case, (1, 2, 1), found._gathered(case.config, found.small))) == ""
 
 
-def test_derivation_drops_a_plan_that_does_not_fit_the_real_config():
+def test_derivation_ignores_a_tp_plan_that_does_not_fit_the_real_config():
     """Its tiny model has no dropout, for which a plan has no place."""
     config = tiny(transformers.SeedOssConfig(residual_dropout=0.1))
     proof = derive(config, transformers.SeedOssForCausalLM, (2, 1, 1))
