@@ -1,4 +1,4 @@
-"""What a stranger's file costs grows with its size alone, and what it says has types and bounds."""
+"""Files of strangers: the time to parse them grows linearly with their size, and their values have types and bounds."""
 
 import contextlib
 import json

@@ -150,7 +150,7 @@ def test_json_option_prints_nothing_but_json(command, gpt2, tmp_path, capfd, mon
 
 
 def test_every_command_with_json_option_has_a_test():
-    """Of each command that has --json, so that none is forgotten."""
+    """Fail where a command with --json is in no list of tests."""
     from typer.main import get_command
 
     from slapo_zoo.cli.main import app

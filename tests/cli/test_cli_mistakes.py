@@ -1,4 +1,4 @@
-"""What a person types wrong: exit status 2 and four parts, never a traceback, before any work."""
+"""Mistakes on the command line: exit status 2 and an error in four parts, never a traceback, before any work."""
 
 import json
 import os

@@ -32,7 +32,7 @@ GENERATOR = torch.Generator
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """What `datasets` keeps goes away with the test."""
+    """Keep the cache of `datasets` in the folder of the test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 

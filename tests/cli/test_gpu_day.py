@@ -94,7 +94,7 @@ def test_killed_gpu_day_script_leaves_no_process_and_resumes(tmp_path):
 
 
 def test_gpu_day_retries_a_failed_benchmark_once(tmp_path, monkeypatch):
-    """What failed once, from a full device for example, may pass later; what fails twice is left."""
+    """A case that failed once, for example on a full device, may pass later; one that failed twice is skipped."""
     ends = iter(["timeout", "failed", "never asked"])
     monkeypatch.setattr(gpu_day.Day, "one", lambda *_: (next(ends), {"seconds": 0.0}))
     for tries, status in ((1, "timeout"), (2, "failed"), (2, "failed")):

@@ -209,7 +209,7 @@ def weights_of(place):
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["packed", "pairs", "stream"])
 def test_spawned_ranks_have_the_losses_of_one_process(task, whole, tmp_path, monkeypatch):
-    """As where a rank has several threads, or a GPU: all that a rank reads is sent to it."""
+    """Ranks are spawned where each has several threads or a GPU: all that a rank reads is pickled for it."""
     folder, expected = whole(task)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert_same(trained(folder, tmp_path / "mesh", dp=2), expected)

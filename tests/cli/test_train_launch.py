@@ -75,7 +75,7 @@ def losses(text):
 
 
 def forked(processes, folder):
-    """What each (variables, arguments) prints, in processes that a launcher would have started."""
+    """Return what each (variables, arguments) prints, in processes as a launcher starts them."""
     context, started = multiprocessing.get_context("fork"), []
     for number, process in enumerate(processes):
         started.append(context.Process(target=run_cli, args=(*process, folder / str(number))))
@@ -147,7 +147,7 @@ def test_train_under_deepspeed_launcher_equals_local_ranks(engine, job):
 
 
 def test_local_rank_option_of_deepspeed_launcher_is_accepted(job, capsys):
-    """What the launcher adds is taken, also where the rest is wrong."""
+    """The option that the launcher adds is accepted, also where another argument is wrong."""
     err = failure(capsys, "--local_rank=1", *job[0], "--engine", "horovod")
     assert "found 'horovod'" in err
 

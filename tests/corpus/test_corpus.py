@@ -32,7 +32,7 @@ def right_of(bugs):
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory):
-    """Where tiny checkpoints are kept for all bugs."""
+    """Return the folder of the tiny checkpoints of all bugs."""
     return tmp_path_factory.mktemp("corpus")
 
 

@@ -1,4 +1,4 @@
-"""What a table says of sizes and devices that were not measured."""
+"""Tables of kernel timings, asked about sizes and devices that were not measured."""
 
 import json
 

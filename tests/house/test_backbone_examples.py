@@ -18,7 +18,7 @@ SEEDS = range(4)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a BERT, by its dropout."""
+    """Return a function: dropout rate --> folder of a tiny BERT."""
     root = tmp_path_factory.mktemp("bert")
     return lambda dropout: checkpoint(Case("BertForMaskedLM", (), dropout=dropout), root)
 
@@ -35,7 +35,7 @@ def plain(name, folder, seed=0):
 
 
 def ours(name, folder, mesh):
-    """What every rank shows, which is the same."""
+    """Return the numbers that an example prints, equal on every rank."""
     main = main_of(name)
 
     def run():
@@ -54,7 +54,7 @@ def flat(figures):
 
 
 def among(found, samples, times=2.0):
-    """Whether a figure lies where those of seeds of the plain model lie."""
+    """Fail unless a number lies in the range of those of the plain model over several seeds."""
     low, high = min(samples), max(samples)
     room = times * (high - low) + 1e-6
     assert low - room <= found <= high + room, f"{found}, the plain model {samples}"

@@ -31,7 +31,7 @@ def anchors(page):
 
 
 def documented():
-    """What the directives of the reference name --> the object."""
+    """Map the names in the directives of the API reference to their objects."""
     found = {}
     for page in (DOCS / "reference").glob("*.md"):
         for path in DIRECTIVE.findall(page.read_text(encoding="utf-8")):

@@ -70,7 +70,7 @@ def test_dpo_example_has_equal_losses_on_all_ranks(tmp_path, ranks):
 
 @pytest.mark.slow
 def test_sampled_reward_example_trains_under_torchrun(tmp_path):
-    """As torchrun starts it: the sampler is a process of its own, which finds its function by name."""
+    """Start the example by torchrun: its sampler is a process of its own, which imports its function by name."""
     folder = checkpoint(CASES["gpt2"], tmp_path)
     script = ROOT / "post_training" / "sampled_reward.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -92,7 +92,7 @@ def run_task(name, steps, out):
 
 
 def learnt(name, found):
-    """Whether the whole task, at its own length, has reached what it shows."""
+    """Return True where the task, run at full length, has reached the result that it shows."""
     return {"classify_bert.py": lambda accuracy: accuracy > 0.85,
             "pretrain_gpt2.py": lambda losses: losses[-1] < 3.6,
             "translate_t5.py": lambda said: said[1] > 0.7}[name](found)  # fmt: skip

@@ -121,7 +121,7 @@ def test_schedule_tables_are_imported_by_name_at_run_time():
 
 
 def without_ends(below):
-    """What is left when files that import none of the others are taken away, again and again."""
+    """Return the import graph without files that import none of the others, removed until none is left: its circles."""
     while free := [name for name, needs in below.items() if not needs & below.keys()]:
         for name in free:
             del below[name]

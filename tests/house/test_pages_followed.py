@@ -1,4 +1,4 @@
-"""What a newcomer does by the pages alone: eight journeys, each program and line taken from the page that shows it.
+"""Journeys of a newcomer by the pages alone: eight of them, each program and line taken from the page that shows it.
 
 The README and docs/index.md (journey 1), the page of a linear (8) and every other page with Python are run by test_readme.py too;
 tests/cli/test_journeys.py goes on from them.

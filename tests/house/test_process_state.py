@@ -1,4 +1,4 @@
-"""What a process shares stands on one page with its reason: docs/decisions/0019-what-a-process-shares.md."""
+"""Process-wide state: all of it is listed, with its reason, in docs/decisions/0019-what-a-process-shares.md."""
 
 import ast
 import re

@@ -191,7 +191,7 @@ def test_internal_links_of_the_pages_resolve():
 
 
 def test_messages_on_the_troubleshooting_page_occur_in_the_code():
-    """What people search for is what the code says."""
+    """Each message that the page quotes, and that people search for, occurs in the code."""
     messages = re.findall(r"^\| `([^`]+)` \|", page("docs/troubleshooting.md"), re.MULTILINE)
     assert len(messages) > 10
     files = (ROOT / "slapo_zoo").rglob("*.py")

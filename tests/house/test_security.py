@@ -1,4 +1,4 @@
-"""What docs/security.md promises about the sources: nothing on a load path executes what it reads."""
+"""Promises of docs/security.md about the sources: nothing on a load path executes what it reads."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""What `pip install slapo-zoo` brings: few packages, all that the sources import, and the files that they read."""
+"""Contents of the wheel and its dependencies: few packages, all that the sources import, and the files that they read."""
 
 import ast
 import re

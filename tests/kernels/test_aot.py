@@ -24,7 +24,7 @@ def bench():
 
 
 def kind_of(launch):
-    """What tells one piece of code from another: the kernel and its branches, not its sizes."""
+    """Return what identifies one compiled variant: the kernel and its branches, not its sizes."""
     flags = dict(launch.constants)
     names = ("MASK", "TABLE", "KEYS", "KIND", "RMS", "X_BIAS")
     return launch.module, launch.kernel, *(flags.get(name) for name in names)

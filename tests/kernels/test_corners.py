@@ -84,7 +84,7 @@ def attention_inputs(S, T, D, **more):
 
 
 def check_attention(name, given):
-    """As near to fp64 as the reference is."""
+    """Fail unless attention is as near to fp64 as the reference is."""
     kernel = KERNELS[name]
     truth = outputs_and_gradients(kernel.reference, given, torch.float64)
     found = outputs_and_gradients(kernel.entry, given, torch.float32)

@@ -150,7 +150,7 @@ def test_unsupported_linears_run_the_plain_torch_forward(case, monkeypatch):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_compiled_linear_kernel_is_one_graph(bias, monkeypatch):
-    """As it runs: only the answer about the CPU is put in place, not the function that gives it."""
+    """Compile the code as it runs: only the CPU's description is replaced, not the function that reads it."""
     monkeypatch.undo()
     monkeypatch.setattr(products, "CPU", {"mkl": True, "avx512_f": True, "cpu_name": "AMD"})
     module, x = served(nn.Linear(256, 256, bias=bias)), torch.randn(256, 256, requires_grad=True)

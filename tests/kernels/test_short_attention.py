@@ -85,7 +85,7 @@ def test_short_attention_kernel_falls_back_to_sdpa_for_unsupported_calls(change,
 
 
 def test_compiled_attention_core_is_one_graph(monkeypatch):
-    """As it runs: only the answer about the CPU is put in place, not the function that gives it."""
+    """Compile the code as it runs: only the CPU's description is replaced, not the function that reads it."""
     monkeypatch.undo()
     monkeypatch.setattr(products, "CPU", {"mkl": True, "avx512_bf16": True})
     core, given = make_core(2, True), tensors(9, 2, torch.bfloat16)

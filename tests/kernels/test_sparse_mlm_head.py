@@ -130,7 +130,7 @@ def test_sparse_mlm_head_refuses_other_modules():
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_sparse_mlm_head_calls_user_hooks_on_the_decoder(kind):
-    """What someone hooks to it acts on every row, so the logits are made as the model makes them."""
+    """A hook acts on every row, so all logits are computed as the model computes them."""
     model, fast = pair(kind)
     for each in (model, fast):
         decoder = each.get_submodule(f"{HEADS[kind]}.decoder")

@@ -1,4 +1,4 @@
-"""What happens to gradients between the backward and the optimizer."""
+"""Gradients between the backward and the optimizer step."""
 
 import pytest
 import torch

@@ -30,7 +30,7 @@ def recorded(folder, order):
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "interleaved_1f1b", "zbv", "dualpipev"])
 def test_recorded_step_runs_the_actions_of_its_pipeline_order(order, folder, ranks):
-    """What `actions` says by simulation is what the runtime of torch does, rank by rank."""
+    """The simulated list of `actions` equals what torch's pipeline runtime executes, rank by rank."""
     spans, same = ranks.run(recorded, 2, folder, order)
     assert spans == same
     for rank, actions in enumerate(StageMap.make(order, 2, None).actions(4)):

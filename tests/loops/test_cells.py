@@ -65,7 +65,7 @@ def columns():
 
 @pytest.fixture(scope="module")
 def outcome(request, tmp_path_factory, columns):
-    """How a cell ended; the first of a column that is asked for runs all that were selected."""
+    """Return how a (loop, family, layout) ended; the first of a column runs all that were selected."""
     root, found, chosen = tmp_path_factory.mktemp("cells"), {}, defaultdict(list)
     for item in request.session.items:
         if (

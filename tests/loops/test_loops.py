@@ -38,7 +38,7 @@ def diagonal():
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory):
-    """Where the tiny checkpoints lie."""
+    """Return the folder of the tiny checkpoints."""
     return tmp_path_factory.mktemp("loops")
 
 

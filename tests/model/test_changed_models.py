@@ -1,4 +1,4 @@
-"""What users do to the modules of a loaded model: gradients and files stay those of the plain one, or it is refused."""
+"""Changes that users make to the modules of a loaded model: gradients and files equal the plain model's, or an error."""
 
 import copy
 import warnings
@@ -236,7 +236,7 @@ def head_alone(folder):
 
 
 def test_lm_head_called_alone_returns_unsharded_logits(folder):
-    """What docs/your_own_loop.md names instead of reading the head's weight, which is a shard."""
+    """docs/your_own_loop.md recommends this call instead of reading the head's weight, which is a shard."""
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder)
     for found in emulate(head_alone, folder, mesh=(2, 1, 1)):
         torch.testing.assert_close(torch.tensor(found), plain(IDS).logits)

@@ -1,4 +1,4 @@
-"""What completes gradients: sums that begin early, gradients that come twice, forwards that divide unlike."""
+"""Gradient completion: all-reduces that begin early, second-order gradients, forwards that shard differently."""
 
 import pytest
 import torch
@@ -152,7 +152,7 @@ def test_functional_call_with_replaced_parameters_has_plain_gradients(ranks, lay
 
 
 def outside(folder, stage):
-    """What is said where the parts of a sharded model would be read for whole ones."""
+    """Return the errors of calls that would take shards for unsharded parameters."""
     model = AutoScheduledModel.from_pretrained(folder, dp_shard=2, zero_stage=stage).train()
     copies, said = {n: p.detach().clone() for n, p in model.named_parameters()}, []
     ids = torch.full((2, 4), 3)  # small: no rank finds them beyond its rows
@@ -175,7 +175,7 @@ def test_call_of_a_sharded_module_outside_the_model_is_refused(ranks, stage, tmp
 
 
 def of_a_stage(folder):
-    """What each rank is told where a pipeline's model is called in pieces, then a whole step."""
+    """Return each rank's error where submodules of a pipeline are called, then run a full step."""
     model = AutoScheduledModel.from_pretrained(folder, pp=2).train()
     piece = model.transformer if model.mesh.rank == 0 else model.transformer.wte
     with pytest.raises(SlapoError) as error:

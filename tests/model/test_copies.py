@@ -38,7 +38,7 @@ def step(model, batch):
 
 
 def copied(folder, case, layout):
-    """What the original and its copy compute, and what they do to each other."""
+    """Return the logits of the original and of its copy, whose parameters are set to zero."""
     from slapo_zoo import AutoScheduledModel
 
     changes = {"experts_implementation": "eager"} if "Mixtral" in case.cls else {}
@@ -129,7 +129,7 @@ WITHIN = {  # what holds others --> what it holds, by name
 
 
 def held(root):
-    """Where each memory lies that an object holds, by a path to it: in closures, hooks and kernels too."""
+    """Map the memory of every tensor that an object holds to a path to it: in closures, hooks and kernels too."""
     found, seen, todo = {}, {}, [("", root)]
     while todo:
         path, x = todo.pop()
@@ -152,7 +152,7 @@ def shared(model, other):
 
 
 def averaged_once(folder, case, tp):
-    """What a copy shares with a model that is trained on, and what the mean of both computes."""
+    """Return the memory that a copy shares with a model that trains on; losses and weights of the mean of both."""
     model = AutoScheduledModel.from_pretrained(
         folder, tp=tp, auto_class=case.cls, **changes_of(case)
     )

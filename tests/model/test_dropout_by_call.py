@@ -75,7 +75,7 @@ def not_reentrant(model, call):
 
 
 def cached(model, call):
-    """As GradCache does: without a graph first, other calls, and again from the kept state."""
+    """Call the model as GradCache does: without a graph first, then other calls, then again from the saved RNG state."""
     state = torch.get_rng_state()
     with torch.no_grad():
         before = call()

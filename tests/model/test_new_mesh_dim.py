@@ -121,7 +121,7 @@ def resumed(case, folder, rows, **layout):
 
 
 def test_checkpoint_resumes_with_and_without_the_new_mesh_dim(use, tmp_path):
-    """What ranks of `x` saved together is what one process resumes, and the other way round."""
+    """A checkpoint saved by ranks of `x` resumes in one process, and the other way round."""
     use(2)
     emulate(trained, CASES[0], mesh=(1, 1, 4), dp=2, dp_shard=2, folder=tmp_path)
     here = emulate(resumed, CASES[0], tmp_path, 8, mesh=(1, 1, 4), dp=2)

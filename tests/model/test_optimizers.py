@@ -17,7 +17,7 @@ STEPS, RATE = 3, 0.02
 
 
 def muon(model):
-    """As its users have it: matrices of the blocks to Muon, the rest to AdamW."""
+    """Make the optimizer as users of Muon do: matrices of the blocks to Muon, the rest to AdamW."""
     named = list(model.named_parameters())
     is_matrix = {n: p.ndim == 2 and "wte" not in n and "embed" not in n and "lm_head" not in n
                  for n, p in named}  # fmt: skip

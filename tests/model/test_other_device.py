@@ -52,7 +52,7 @@ def _model(family, layout, device, **options):
 
 
 def _life(family, layout, device, folder):
-    """What training does: steps, clipping, a checkpoint and its return, evaluation, generation."""
+    """Run all that a training does: steps, clipping, saving and resuming, evaluation, generation."""
     from slapo_zoo import broadcast_batch, load_checkpoint
     from slapo_zoo.model.checkpoints.training_checkpoint import async_save_checkpoint
 
@@ -165,7 +165,7 @@ def test_step_syncs_host_and_device_at_most_once_and_not_in_layers(
 
 
 def _waits_of_steps(family, layout, count):
-    """How often the host waited in each of some steps, with all that is compared by default."""
+    """Count how often the host waited for the device in each of `count` steps, with the default checks on."""
     from other_device import DEVICE, DeviceOnly, install
 
     install()

@@ -44,7 +44,7 @@ def _tensor(found):
 
 
 def on(layout, work, *args):
-    """What the ranks of a layout return, in their order."""
+    """Return the results of the ranks of a layout, in their order."""
     options = LAYOUTS.get(layout, {"pp": 2})
     sizes = tuple(options.get(name, 1) for name in ("tp", "pp", "dp"))
     if sizes == (1, 1, 1):
@@ -63,7 +63,7 @@ def root(tmp_path_factory):
 
 
 def inputs(family, name, step):
-    """What a part is given: rows of other lengths than those of the whole model's batch."""
+    """Return the inputs of a submodule: rows of other lengths than those of the full model's batch."""
     batch = batch_of(FAMILIES[family][0], step)
     if family == "vit" or name == "images":
         return {"pixel_values": batch["pixel_values"]}
@@ -163,7 +163,7 @@ def test_submodule_called_alone_in_a_pipeline_is_refused(root):
 
 
 class StopError(Exception):
-    """Of a forward that fails midway."""
+    """Error of a forward that fails midway."""
 
 
 def fails(options, folder, what):

@@ -27,7 +27,7 @@ def source(tmp_path_factory):
 
 
 def outcome(folders, mesh, each):
-    """What this rank is told; the arguments of rank 1 differ."""
+    """Return this rank's error; the arguments of rank 1 differ."""
     rank = dist.get_rank()
     try:
         AutoScheduledModel.from_pretrained(folders[rank], **mesh, **each[rank])

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 class Prompted(nn.Module):
-    """What a user writes: a table of his own before a model that knows nothing of it."""
+    """Module as a user writes it: an embedding table of its own before an unchanged model."""
 
     def __init__(self, folder, even=False):
         super().__init__()
@@ -138,7 +138,7 @@ def test_soft_prompts_that_differ_between_ranks_raise(folder, tp, dp, by_hand):
 
 
 def with_a_perturbation(folder, dp):
-    """What is no parameter belongs to the rows of one rank."""
+    """Return the gradient of an input perturbation, which is no parameter and belongs to the rows of one rank."""
     model = AutoScheduledModel.from_pretrained(folder, dp=dp).train()
     rows = IDS.tensor_split(dp)[model.mesh.coord("dp")]
     batch = Prompted(folder, even=True).batch(rows)

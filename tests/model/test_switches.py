@@ -1,4 +1,4 @@
-"""What people do to a model of `transformers` between two steps, and then save it."""
+"""Changes that people make to a model of `transformers` between two steps before they save it."""
 
 import pytest
 import torch

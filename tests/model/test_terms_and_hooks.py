@@ -23,7 +23,7 @@ OLD = 60  # of 99 rows
 
 
 def square_mean(output, batch):
-    """Of every row alike, so that dp ranks and micro-batches have equal shares."""
+    """Return a loss that weighs every row alike, so that dp ranks and micro-batches have equal shares."""
     return output.logits.square().mean()
 
 

@@ -25,7 +25,7 @@ def rows(kind, mesh):
 
 
 def fed(kind, interval, tp, pp, dp):
-    """What this rank says of two steps."""
+    """Run two steps; return this rank's error, or "ok"."""
     model = AutoScheduledModel.from_config(CONFIG, tp=tp, pp=pp, dp=dp, seed=0).train()
     if interval is not None:
         model.input_check_interval = interval

@@ -108,7 +108,7 @@ def test_collectives_equal_one_process_forward_and_backward(n, name, axis, conti
 
 
 def same_bits():
-    """What all ranks computed from different values is the same bits on all of them."""
+    """Return the all-reduced tensor of ranks with different values."""
     g = torch.Generator().manual_seed(dist.get_rank())
     return collectives.summed(torch.randn(1000, generator=g), dist.group.WORLD)
 

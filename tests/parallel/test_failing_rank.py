@@ -31,7 +31,7 @@ def sources(tmp_path_factory):
 
 
 def error_of_step(folder, tp, pp, guilty, how):
-    """What this rank saw when rank `guilty` raised; then its process ends."""
+    """Return the error of this rank after rank `guilty` raised; then the process ends."""
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp).train()
     model.train_step(batch_of(GPT2))
     if dist.get_rank() == guilty:
@@ -165,7 +165,7 @@ dist.destroy_process_group()
 
 
 def test_program_that_destroys_its_process_group_exits_cleanly(tmp_path):
-    """As loops of one's own and Accelerate do: no thread of ours is in the store when Python ends."""
+    """Destroy the process group as hand-written loops and Accelerate do: no thread uses the store when Python ends."""
     (tmp_path / "leaves.py").write_text(LEAVES)
     with socket.socket() as free:
         free.bind(("", 0))

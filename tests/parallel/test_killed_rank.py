@@ -48,7 +48,7 @@ def on_call(module, nth, action):
 
 
 def outcome(model):
-    """What a training step ends with on this rank, and after how many seconds."""
+    """Return how a training step ends on this rank, and after how many seconds."""
     begin = time.monotonic()
     try:
         model.train_step(batch_of(GPT2))

@@ -69,7 +69,7 @@ def test_mesh_process_groups_contain_the_peer_ranks(tp, pp, dp, ranks):
 
 
 def timeouts():
-    """Of each group of a mesh, beside that of the whole process group."""
+    """Return the timeout of each group of a mesh, and that of the default process group."""
     mesh, cpu = Mesh(2, 2, 1, dist.get_rank()), torch.device("cpu")
     groups = [dist.group.WORLD, mesh.group("tp"), mesh.group("pp")]
     return [group._get_backend(cpu).options._timeout for group in groups]

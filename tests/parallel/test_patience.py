@@ -49,7 +49,7 @@ def entry(rank, size, port, fn, args, pipe):
 
 
 def as_by_srun(fn, size, *args, timeout=120):
-    """What every rank ended with, and after how many seconds; None for one that died."""
+    """Run ranks as srun starts them; return the result or error and the seconds of each, None for one that died."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")

@@ -86,7 +86,7 @@ BEHAVIOURS = {
 
 
 def plain(value):
-    """What a person sees: the full logits."""
+    """Return the full logits, as a user sees them."""
     if isinstance(value, VocabLogits):
         return value.gathered().detach()
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):

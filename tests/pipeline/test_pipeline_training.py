@@ -1,4 +1,4 @@
-"""What else happens while stages train: other lengths, accumulation, recomputation, evaluation, logits."""
+"""Pipeline training with other lengths, accumulation, recomputation, evaluation and logits."""
 
 import functools
 

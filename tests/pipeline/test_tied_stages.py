@@ -1,4 +1,4 @@
-"""What several stages share stays one: equal after every step, saved once; shards cross as shards."""
+"""Weights that several stages share: equal after every step, saved once; token shards are sent as shards."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ CASES = [(T5, T5_NAMES, 3), (ALBERT, (BLOCK,), 4)]  # case, names of what is sha
 
 
 def train_and_save(case, folder, names, out):
-    """What this rank holds of the shared tensors after each step; then all save."""
+    """Return this rank's shared tensors after each step; then all ranks save."""
     model = AutoScheduledModel.from_pretrained(folder, pp=4, auto_class=case.cls).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps = []

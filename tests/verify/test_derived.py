@@ -108,7 +108,7 @@ SAME = {
 
 
 def caught(search, kinds=None):
-    """How many mutants there are, and those that the proof lets pass."""
+    """Return the number of mutants, and those that the proof accepts."""
     found = [(name, table) for name, table in mutants(table_of(search))
              if (search.config.model_type, name) not in SAME
              and (kinds is None or name.rpartition(": ")[2] in kinds)]  # fmt: skip
@@ -207,7 +207,7 @@ def test_block_stacks_are_detected_inside_stages_and_towers():
 
 
 def test_derivation_keeps_a_tower_that_cannot_be_split_on_one_stage(searches, monkeypatch):
-    """Of several stacks each is tried alone; here all together, and the first alone, are wrong."""
+    """Each of several block stacks is tried alone; here all together, and the first alone, are wrong."""
     config = tiny(transformers.BartConfig())
     with tempfile.TemporaryDirectory() as scratch:
         cls = transformers.BartForConditionalGeneration

@@ -1,4 +1,4 @@
-"""What a derivation divides, beside what the table that is written by hand for the family divides.
+"""Shards of a derived table, compared with those of the table written by hand for the family.
 
 A derived table gathers what heads make, so that the product after an attention is divided by its outputs, not
 its inputs. All else that it divides in another way, or not at all, is named here with its reason.

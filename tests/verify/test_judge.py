@@ -60,7 +60,7 @@ def test_verify_detects_equal_dropout_masks_on_ranks_with_different_tokens(case,
 
 
 def test_verify_detects_replicated_weights_that_drift_apart(case, search):
-    """Where nobody sums the gradient before a divided product, each rank trains other norms."""
+    """Without an all-reduce of the gradient before a sharded product, each rank trains different norms."""
     table = right_table(search)
     unsummed = tuple(
         (row[0], tuple(d for d in row[1] if getattr(d, "mode", "") != "bwd_post"))
@@ -74,7 +74,7 @@ def test_verify_detects_replicated_weights_that_drift_apart(case, search):
 
 
 def test_verify_accepts_equal_infinities_of_a_mask_and_rejects_nan():
-    """Where the truth is minus infinity the same is right, and a number is not; NaN never is."""
+    """Where the expected value is minus infinity, only minus infinity is right; NaN never is."""
     truth = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
     near = FixedTolerance(Result(outputs={"logits": truth}), 1e-4)
     for found, right in (

@@ -215,7 +215,7 @@ def test_head_missing_in_checkpoint_is_initialized_equally_on_every_layout(cls, 
 
 
 def old_gpt2(tensors):
-    """As gpt2 on the Hub: no prefix, causal masks in the file, no head."""
+    """Return tensors as in gpt2 on the Hub: no prefix, causal masks in the file, no head."""
     old = {k.removeprefix("transformer."): v for k, v in tensors.items() if k != "lm_head.weight"}
     for i in range(3):
         old[f"h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
@@ -224,7 +224,7 @@ def old_gpt2(tensors):
 
 
 def old_bert(tensors):
-    """As bert-base-uncased on the Hub: gamma and beta, position ids, the bias of the head."""
+    """Return tensors as in bert-base-uncased on the Hub: gamma and beta, position ids, the bias of the head."""
     old = {
         k.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): v
         for k, v in tensors.items()

@@ -1,4 +1,4 @@
-"""What a saved folder holds beside the weights, and files that hold nothing but NaN, or cannot be read."""
+"""Files of a saved folder beside the weights; files that hold nothing but NaN, or cannot be read."""
 
 import json
 import shutil

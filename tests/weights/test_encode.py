@@ -1,4 +1,4 @@
-"""What optimizers and schedulers remember survives JSON exactly."""
+"""States of optimizers and schedulers survive JSON exactly."""
 
 import json
 import math

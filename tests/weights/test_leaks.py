@@ -26,7 +26,7 @@ def counted():
 
 
 def long_run(folder, out, steps, every):
-    """What this rank holds at the end of each tenth of the run, right after a save was waited for."""
+    """Return this rank's memory, files and threads at the end of each tenth of the run, right after a save."""
     model = AutoScheduledModel.from_pretrained(folder, tp=2, pp=2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     found = []

@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def growth_of_a_block():
-    """How much a process of its own grew over 32 MiB that are gone again."""
+    """Return the peak growth of this process over 32 MiB that are freed again."""
     with AnonymousPeak() as peak:
         block = mmap.mmap(
             -1, 32 * MIB, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS

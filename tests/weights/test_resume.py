@@ -193,7 +193,7 @@ def test_save_pretrained_removes_the_training_state_of_an_older_checkpoint(sourc
 
 
 class Factored(torch.optim.SGD):
-    """As Adafactor: its state has other shapes than the parameters."""
+    """Optimizer like Adafactor: its state has other shapes than the parameters."""
 
     def step(self):
         for p in self.param_groups[0]["params"]:

@@ -80,7 +80,7 @@ def staged(specs, mesh):
 
 
 def save(folder, specs, sizes, local):
-    """What save_folder does, without a process group."""
+    """Save as `save_folder` does, without a process group."""
     layout = plan_layout(staged(specs, Mesh(*sizes)), 100, {})
     folder.mkdir()
     for name, header in layout.headers.items():

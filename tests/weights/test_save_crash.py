@@ -98,7 +98,7 @@ def kill_at(tmp_path, count, **variables):
 
 
 def whole(out):
-    """Which checkpoint the folder holds, all of it; anything else fails."""
+    """Return which checkpoint the folder holds completely; anything else fails."""
     with open_checkpoint(out) as folder:
         found = {key: folder.view(key).clone() for key in folder.key_to_file}
     if list(found) == ["old"]:

@@ -132,7 +132,7 @@ def test_load_of_a_continuously_replaced_folder_raises(tmp_path, monkeypatch):
 
 
 def race(out, writers, loads):
-    """How many of so many loads, or more until two saves were met, found numbers of several saves."""
+    """Count the loads that found numbers of several saves, of `loads` or more until two saves were met."""
     started, mixed, found = [Writer(out, 1 + 1_000_000 * n) for n in range(writers)], 0, set()
     model, optimizer = tiny()
     for one in started:
@@ -166,7 +166,7 @@ def test_five_hundred_loads_during_saves_each_read_one_complete_save(tmp_path, w
 
 
 def save_and_load(out, rounds):
-    """What each load of this rank found."""
+    """Return the numbers that each load of this rank found."""
     model, optimizer = tiny(tp=2)
     found = []
     for _ in range(rounds):

@@ -139,7 +139,7 @@ def record_masks(stream):
 
 
 def peers_hold_the_same(model):
-    """Whether replicated weights are the same bits on all tp ranks."""
+    """Return True where replicated weights are the same bits on all tp ranks."""
     placed = model.schedule.state.placed
     whole = [p.detach().flatten() for n, p in model.named_parameters() if n not in placed]
     mine, group = torch.cat(whole), model.mesh.group("tp")
@@ -342,7 +342,7 @@ def test_dropout_keeps_the_expected_value():
 
 
 def test_dropout_with_p_zero_draws_nothing(monkeypatch):
-    """As with torch's own dropout: a mask of ones costs a pass over the activations each way."""
+    """At p = 0 no mask is made, as in torch: a mask of ones costs a pass over the activations each way."""
 
     def drawn(*args, **kwargs):
         raise AssertionError("a mask was drawn")

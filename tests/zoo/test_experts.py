@@ -48,7 +48,7 @@ def test_saved_expert_files_equal_plain_transformers(folder, layout, ranks, tmp_
 
 
 def test_checkpoint_with_fused_experts_loads(folder, tmp_path):
-    """As `state_dict()` has them: nothing is in pieces then."""
+    """The file holds experts as `state_dict()` does, fused into one tensor."""
     plain = tiny_config(CASE)[1].from_pretrained(folder)
     save_file({k: v.contiguous() for k, v in plain.state_dict().items()}, tmp_path / FILE)
     plain.config.save_pretrained(tmp_path)

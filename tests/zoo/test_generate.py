@@ -54,7 +54,7 @@ def prompts(model):
 
 
 def every_way(model, ways):
-    """How --> tokens and logits of each."""
+    """Generate in every way; return way --> tokens and logits."""
     found = {}
     for how in ways:
         torch.manual_seed(SEED)

@@ -39,7 +39,7 @@ def root(tmp_path_factory):
 
 
 def doubled(own):
-    """What a recipe may do to a forward: its first output is 1.25 times as large."""
+    """Wrap a forward as a recipe may do: its first output is 1.25 times as large."""
 
     @functools.wraps(own)
     def forward(self, *args, **kwargs):

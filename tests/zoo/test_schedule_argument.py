@@ -1,4 +1,4 @@
-"""What `schedule=` takes beside the zoo and cards: the file of to_json, and the zoo's schedule extended."""
+"""Other values of `schedule=` than the zoo and cards: the file of to_json, and the zoo's schedule extended."""
 
 from dataclasses import replace
 

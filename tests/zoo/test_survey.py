@@ -95,7 +95,7 @@ def test_show_command_counts_parameters_per_rank(case, root, ranks):
 
 
 def sent_and_explained(folder, case, options):
-    """What this rank really sends in one training step, and what its schedule says beforehand."""
+    """Return what this rank sends in one training step, and what its schedule predicts."""
     from slapo_zoo.parallel import collectives
 
     model = AutoScheduledModel.from_pretrained(

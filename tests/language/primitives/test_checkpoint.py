@@ -18,7 +18,7 @@ INTERMEDIATE = "bert.encoder.layer.0.intermediate"
 
 
 def flops(model):
-    """Of one training step, recomputation included."""
+    """Count the FLOPs of one training step, recomputation included."""
     counter = FlopCounterMode(display=False)
     with counter:
         train_step(model, batch_for(model, 3, 11))

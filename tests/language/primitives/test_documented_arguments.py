@@ -219,7 +219,7 @@ def test_shard_updates_the_size_attribute_of_its_axis(name):
 
 @pytest.fixture
 def registries():
-    """What a test registers is forgotten afterwards."""
+    """Remove what a test registers after the test."""
     tables = (PRIMITIVES, SYNC_OPS, SHARD_RULES)
     before = [dict(table) for table in tables]
     yield

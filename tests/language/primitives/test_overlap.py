@@ -181,7 +181,7 @@ def test_overlap_of_all_reduce_causes_no_graph_break(ranks):
 
 
 def graph_breaks():
-    """Of the module between the collectives, which an overlap must not add to."""
+    """Count the graph breaks of the module between the collectives; an overlap must add none."""
     net = scheduled(True, True, Mesh(tp=2, rank=dist.get_rank())).model
     net(torch.ones(3, 4)).sum().backward()  # puts its forward into the layers
     return torch._dynamo.explain(net[1].up.forward)(torch.ones(3, 4)).graph_break_count

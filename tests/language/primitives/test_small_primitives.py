@@ -256,7 +256,7 @@ FORMS = {
 @pytest.mark.parametrize("heads", [None, 2])
 @pytest.mark.parametrize("form", FORMS)
 def test_fork_rng_draws_sdpa_dropout_independently_for_each_sample(form, heads):
-    """Where next to nothing is dropped it is that of torch; where much is, a row has its mask in any batch."""
+    """At p = 1e-9 the result equals torch's; at p = 0.5 a row has the same mask in any batch."""
     attention, options, p = nn.functional.scaled_dot_product_attention, FORMS[form], [1e-9]
     shape = (2, 6, 8) if heads is None else (2, heads, 6, 8)
     if heads is None and form == "learned":
