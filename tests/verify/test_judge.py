@@ -74,7 +74,7 @@ def test_verify_detects_replicated_weights_that_drift_apart(case, search):
 
 
 def test_verify_accepts_equal_infinities_of_a_mask_and_rejects_nan():
-    """Where the expected value is minus infinity, only minus infinity is right; NaN never is."""
+    """Only minus infinity is right where the expected value is minus infinity; NaN never is."""
     truth = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
     near = FixedTolerance(Result(outputs={"logits": truth}), 1e-4)
     for found, right in (
