@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on."""
+    """Return what the measured numbers depend on: device, threads and versions."""
     import torch
     import transformers
 

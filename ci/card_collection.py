@@ -59,7 +59,7 @@ def write_all(folder: Path) -> list[Path]:
 
 
 def is_verified(place: Path) -> bool:
-    """Whether the very program of a card was run and found right."""
+    """Return True where exactly this program of a card was run and verified."""
     card = read_card(place)
     return card.verify.get("verdict") == "verified" and card.verify["program"] == card.program.hash
 

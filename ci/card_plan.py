@@ -18,7 +18,7 @@ KNOBS = ("tp", "pp", "dp", "pipeline_order", "stages_per_rank", "checkpoint_rati
 def plan_for(
     planner: Planner, device: str, gpus: int, rows: int, size: str, precision: str, divided: bool = False
 ) -> Plan:  # fmt: skip
-    """What a card says of some devices.
+    """Return the plan that a card holds for some devices.
 
     Args:
         planner: of the model, on these devices.

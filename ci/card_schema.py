@@ -1,4 +1,4 @@
-"""How `slapo_zoo/cards/schedule.schema.json` is made from the fields of the primitives that a card may name."""
+"""Script that makes `slapo_zoo/cards/schedule.schema.json` from the fields of the primitives that a card may name."""
 
 import dataclasses
 import types

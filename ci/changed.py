@@ -1,4 +1,4 @@
-"""Which tests a change reaches, by the import graph: `ci/run.py test --changed [REV]`. Standard library only."""
+"""Tests that a change reaches, by the import graph: `ci/run.py test --changed [REV]`. Standard library only."""
 
 from __future__ import annotations
 

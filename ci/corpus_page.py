@@ -36,7 +36,7 @@ def row(bug: Any, seconds: str) -> list[str]:
 
 
 def table(bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
-    """Of all bugs, and the sums above it."""
+    """Return the table of all bugs as markdown, with the counts above it."""
     rows = [row(bug, seconds.get(bug.name, NEVER)) for bug in bugs]
     lines = ["| " + " | ".join(cells) + " |" for cells in (HEADS, *rows)]
     return "\n".join(
@@ -45,7 +45,7 @@ def table(bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
 
 
 def summary(bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
-    """How many are found, by which check, and how fast."""
+    """Summarise how many bugs are found, by which check, and how fast."""
     found = [bug for bug in bugs if bug.checker]
     by = {name: sum(bug.checker == name for bug in found) for name in dict.fromkeys(b.checker for b in found)}  # fmt: skip
     measured = [float(seconds[b.name]) for b in found if seconds.get(b.name, NEVER) != NEVER]

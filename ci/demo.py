@@ -122,7 +122,7 @@ def loss_line(step: int, alone: float, beside: float) -> str:
 
 
 def relative(alone: float, beside: float) -> float:
-    """How far the two losses of a step are apart, as a share of the first; nan is never close."""
+    """Return the difference of the two losses of a step, relative to the first; nan counts as infinite."""
     distance = abs(beside - alone) / abs(alone)
     return distance if distance == distance else float("inf")
 

@@ -1,4 +1,4 @@
-"""How docstrings become pages: what a primitive rewrites keeps its lines, `<name>` is no HTML tag.
+"""Conversion of docstrings into pages: `rewrite:` of a primitive keeps its lines, `<name>` is no HTML tag.
 
 A Griffe extension; mkdocs.yml names it.
 """

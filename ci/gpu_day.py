@@ -34,7 +34,7 @@ LINES = 60  # of the table that is printed last
 
 
 def digest() -> str:
-    """Of all kernels: an edit makes what was measured stale."""
+    """Return the digest of all kernel sources: an edit makes earlier measurements stale."""
     files = sorted((ROOT / "kernels").glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
@@ -162,7 +162,7 @@ def cases(fake: bool, stages: list[str], only: str) -> list[str]:
 
 
 def table(day: Day, names: list[str]) -> str:
-    """How many of each stage passed, and what did not."""
+    """Return a text table: how many cases of each stage passed, and which did not."""
     lines = []
     for stage in STAGES:
         of_stage = [name for name in names if name.partition(":")[0] == stage]

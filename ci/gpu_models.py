@@ -30,7 +30,7 @@ TINY = {
 
 
 def device() -> str:
-    """Where a case runs."""
+    """Return the device on which a case runs."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

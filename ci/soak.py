@@ -238,7 +238,7 @@ def soak(job: list[str], folder: Path, mixed: bool, minutes: float, draw: random
 
 
 def weights_of(out: Path) -> dict[str, torch.Tensor]:
-    """What the last checkpoint holds."""
+    """Read the weights of the last checkpoint."""
     found = latest(out)
     return load_file(found / "model.safetensors") if found is not None else {}
 

@@ -49,7 +49,7 @@ MARKS = {EQUAL: "yes", "": "unmeasured"}
 
 @dataclass
 class Outcome:
-    """What was found of one model type.
+    """Result of trying one model type.
 
     Args:
         model_type: of `transformers`.

@@ -76,7 +76,7 @@ def _backward_kernel(
     KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a strip of `rows` rows and BLOCK_N columns, and their sum over its rows for the bias."""
+    """Compute the gradients of x and up for a strip of `rows` rows and BLOCK_N columns, and the strip's part of dbias."""
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * rows
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -123,7 +123,7 @@ def forward(
     p: float,
     kind: str,
 ) -> Tensor:
-    """Launch the forward kernel: mask * act(x + bias) * up for x, up and keep [M, N]; arguments of `activation`."""
+    """Launch the forward kernel: mask * act(x + bias) * up for x, up, keep [M, N]; arguments as for `activation`."""
     x, bias, up, keep = _contiguous(x, bias, up, keep)
     y = torch.empty_like(x)
     if y.numel():

@@ -62,7 +62,7 @@ def _scores(
 
 @triton.jit
 def _keep(i, j, cell, keep, seeds, S, T, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout mask of a tile of scores; `cell` is the index batch row * H + head, which selects the seed."""
+    """Return the dropout mask of a tile of scores; the seed is number `cell`, which is batch row * H + head."""
     at = i[:, None].to(tl.int64) * T + j[None, :]
     if MASK == "keep":
         ok = (i[:, None] < S) & (j[None, :] < T)
@@ -293,7 +293,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel; return the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S].
 
-    Arguments as in `blocked_attention.attention`, with q, k, v as [B, S, H, D].
+    The arguments are those of `blocked_attention.attention`, but q, k and v are [B, S, H, D].
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     B, S, H, _ = q.shape
@@ -325,7 +325,7 @@ def backward(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernels; return the gradients of q, k, v and of the table (empty if there is none)."""
+    """Launch the backward kernels; return the gradients of q, k, v and of the bias table (empty without a table)."""
     d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
     (B, S, H, _), T = q.shape, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

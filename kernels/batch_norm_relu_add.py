@@ -105,7 +105,7 @@ def _is_plain(bn: Any) -> bool:
 
 
 def _in_place(y: Tensor, residual: Tensor | None) -> Tensor:
-    """Compute relu(y + residual) in the memory of y; BatchNorm's backward reads its input only, not its output y."""
+    """Compute relu(y + residual) in the memory of y, which BatchNorm's backward does not read."""
     return (y if residual is None else y.add_(residual)).relu_()
 
 

@@ -113,7 +113,7 @@ def _blocks(C: int) -> dict[str, int]:
 
 
 def _strips(M: int, C: int, options: dict[str, int]) -> tuple[tuple[int, int], int]:
-    """Return the grid of strips and the number of rows in each; no strip is empty."""
+    """Return ((strips of rows, tiles of columns) to launch, rows per strip) for [M, C]; no strip is empty."""
     rows = triton.cdiv(triton.cdiv(M, STRIPS), BLOCK_M) * BLOCK_M
     return (triton.cdiv(M, rows), triton.cdiv(C, options["BLOCK_C"])), rows
 

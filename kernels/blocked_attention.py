@@ -315,7 +315,7 @@ class _Blocks:
         return s.masked_fill_(s[..., :1].isnan(), 0.0)
 
     def _hide_(self, s: Tensor, rows: slice, keys: slice) -> None:
-        """Set the scores of later keys to -inf, and with a window those of keys before it."""
+        """Set scores of keys that a query may not see to -inf: later keys and, with a window, keys before the window."""
         window, later = self.given.window, self.T - self.S
         first = keys.start if window else max(keys.stop - s.shape[1], keys.start)
         i = torch.arange(rows.start, rows.stop)[:, None] + later
@@ -349,7 +349,7 @@ class _Blocks:
         return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
 
     def _draw(self, seeds: list[int]) -> Tensor:
-        """Draw each head's dropout mask from its seed, for all tokens of the row; return the part for these S tokens."""
+        """Draw the dropout masks of heads from their seeds, for a whole batch row; return the part for these S tokens."""
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)
         found = drawn_cells(self.scores.new_empty(()).expand(shape), self.given.p, seeds)
@@ -375,7 +375,7 @@ class _Sum:
             part += (a @ b).to(part.dtype)  # mixed dtypes are not vectorised
 
     def finish(self) -> None:
-        """Copy the accumulated gradient to its output tensor."""
+        """Copy the accumulated gradient of keys or values to the output tensor."""
         if self.total is not self.out:
             self.out.copy_(self.total)
 

@@ -61,9 +61,10 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
 
 
 def padded_columns(like: Tensor, rows: int, columns: int) -> Tensor:
-    """Allocate logits [rows, columns]; on a GPU each row starts at a multiple of 64 elements.
+    """Allocate uninitialised logits [rows, columns] of the dtype and device of `like`; on a GPU rows are aligned.
 
-    Loads and stores are then 16 bytes wide, and matrix products get an aligned leading dimension.
+    Each row starts at a multiple of 64 elements, so loads and stores are 16 bytes wide, and matrix products get an
+    aligned leading dimension.
     """
     if like.device.type == "cpu" and not in_triton(like):
         return like.new_empty((rows, columns))
@@ -76,7 +77,7 @@ def _by_row(logits: Tensor) -> Tensor:
 
 
 def join(parts: Tensor) -> Tensor:
-    """Combine the `statistics` of n vocabulary shards, `parts` [n, 3, N], into those of all classes [3, N]."""
+    """Combine the `statistics` of n vocabulary shards, `parts` [n, 3, N], into the statistics of all classes [3, N]."""
     return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0), parts[:, 2].sum(0)])
 
 
@@ -120,7 +121,7 @@ def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Ten
 def _gradient_into(
     out: Tensor, logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor
 ) -> Tensor:
-    """Compute `gradient` in torch operations into `out` [N, C], which may be the logits themselves."""
+    """Compute `gradient` (same arguments) in torch operations into `out` [N, C], which may be the logits themselves."""
     if not logits.shape[1]:
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]
@@ -140,7 +141,7 @@ def _gradient_into(
 
 
 def wide_dtype(x: Tensor) -> torch.dtype:
-    """Return fp32, or fp64 for an fp64 tensor."""
+    """Return the dtype for accumulation: fp64 for an fp64 tensor, else fp32."""
     return torch.promote_types(x.dtype, torch.float32)
 
 

@@ -32,7 +32,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute the result of the kernel in plain torch operations (transformers, modeling_bert.py: BertEmbeddings)."""
+    """Compute BERT's embeddings, layer norm and dropout in plain torch operations (modeling_bert.py: BertEmbeddings)."""
     rows = word[ids]
     if padding_idx >= 0:  # that row has no gradient
         rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)
@@ -65,7 +65,7 @@ def _forward(
     inputs_embeds: Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> Tensor:
-    """Run BertEmbeddings.forward with this kernel; sharded embeddings are called as modules, which all-reduce."""
+    """Run BertEmbeddings.forward with this kernel; sharded embeddings run as modules instead, to be all-reduced."""
     given: Any = inputs_embeds if input_ids is None else input_ids
     B, S = given.shape[:2]
     if position_ids is None:

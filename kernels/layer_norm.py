@@ -13,7 +13,7 @@ SHAPES = [(1, 64), (7, 100), (130, 257), (0, 32), (3, 3)]
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Compute the kernel's result by torch (Ba et al. 2016, arXiv:1607.06450), statistics in fp32 or fp64."""
+    """Compute LayerNorm by torch (Ba et al. 2016, arXiv:1607.06450), with statistics in fp32 or fp64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps) * weight

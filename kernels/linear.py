@@ -57,7 +57,7 @@ def _serves(x: Tensor, weight: Tensor, in_first: bool) -> bool:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a linear has no hooks and no foreign forward, so that a kernel may use its weight directly."""
+    """Return whether a linear has no hooks and no replaced forward, so that a kernel may use its weight directly."""
     own = products.computes_as_class(vars(module).get("forward"))
     return own and not any(getattr(module, name) for name in HOOKS)
 

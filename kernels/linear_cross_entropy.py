@@ -31,7 +31,7 @@ def reference(
     chunk_bytes: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute the kernel's result by torch (transformers, loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
+    """Compute the language-model loss of x W^T + bias by torch (loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
     logits = x if weight is None else x @ weight.T if bias is None else x @ weight.T + bias
     logits = logits.to(cross_entropy.wide_dtype(x))
     log_softmax = logits - torch.logsumexp(logits, -1, keepdim=True)

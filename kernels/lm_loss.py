@@ -149,7 +149,7 @@ def _gradients(ctx: Any, d_loss: Tensor, *_: Any) -> tuple:
 
 
 def _divides_first(x: Tensor) -> bool:
-    """Return whether gradients are divided by the number of targets in the forward; not in fp16, they would underflow."""
+    """Return whether the forward divides gradients by the number of targets; not in fp16, where they would underflow."""
     return x.dtype != torch.float16
 
 

@@ -31,7 +31,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute the result of the kernel in plain torch operations (modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
+    """Compute GPT-Neo's windowed attention in plain torch operations (modeling_gpt_neo.py: GPTNeoSelfAttention._attn).
 
     GPT-Neo's FlashAttention-2 path is no reference: it ignores the window.
     """
@@ -75,7 +75,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Run GPTNeoSelfAttention.forward with this kernel; return (output, None).
 
-    The class's own attention runs when attention weights are requested, with a cache that holds earlier tokens,
+    The class's own attention runs instead when attention weights are requested, when a cache holds earlier tokens,
     and for packed sequences.
     """
     shape = (*hidden_states.shape[:-1], module.num_heads, module.head_dim)

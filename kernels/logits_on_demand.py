@@ -70,12 +70,12 @@ class Head:
     def loss(
         self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
     ) -> Tensor:
-        """Return the summed loss of rows [N, H], divided by `items`; None: by the number of targets that count."""
+        """Return the summed loss of rows [N, H], divided by `items`, or for None by the number of targets not ignored."""
         with self.reading():
             return self._loss(rows, target, ignore_index, smoothing, items)
 
     def reading(self) -> AbstractContextManager:
-        """Context in which the head's weights are those of its forward, to compute logits or a loss later."""
+        """Context in which the head's weights are those of its forward, so that logits or a loss can be computed later."""
         assert self.within is not None  # noqa: S101 - set above
         return self.within()
 
@@ -363,7 +363,7 @@ def _common(
     x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> bool:  # fmt: skip
-    """Return whether this call of cross_entropy compares [N, V] with class indices and reduces to a scalar."""
+    """Return whether a call of cross_entropy has logits [N, V], class indices and a scalar result."""
     given = weight is None and size_average is None and reduce is None
     return given and reduction != "none" and x.dim() == 2 and target.dtype == torch.int64
 
@@ -372,7 +372,7 @@ def _cross_entropy(
     x: LogitsOnDemand, target: Tensor, weight: None = None, size_average: None = None, ignore_index: int = -100,
     reduce: None = None, reduction: str = "mean", label_smoothing: float = 0.0, items: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute torch.nn.functional.cross_entropy (same signature) from rows; `items` is the divisor of a mean."""
+    """Compute torch.nn.functional.cross_entropy (same signature) from hidden states; `items` is the divisor of a mean."""
     whose: LogitsOnDemand | None = x
     while whose is not None:
         whose.passed_by, whose = True, whose.parent

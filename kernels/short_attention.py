@@ -21,7 +21,7 @@ INERT = ("sliding_window", "position_ids", "use_cache", "output_attentions", "ca
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """Compute the result of the kernel in plain torch operations (Vaswani et al. 2017, arXiv:1706.03762)."""
+    """Compute scaled dot-product attention in plain torch operations (Vaswani et al. 2017, arXiv:1706.03762)."""
     scores = (q @ k.transpose(-1, -2)) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -43,7 +43,7 @@ def _is_faster_here() -> bool:
 def _forward(
     core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> Any:
-    """Run CoreAttention.forward with this kernel."""
+    """Run `CoreAttention.forward` (attention between q, k and v) with this kernel."""
     if not _serves(core, q, k, v, mask, options):
         return type(core).forward(core, q, k, v, mask, **options)
     causal, scale = options.get("is_causal"), options.get("scaling")

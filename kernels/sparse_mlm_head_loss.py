@@ -26,7 +26,7 @@ def reference(
     bias: Tensor | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute the kernel's result by torch, with logits of all tokens (modeling_bert.py: BertForMaskedLM)."""
+    """Compute the masked-language-model loss by torch, with logits of all tokens (modeling_bert.py: BertForMaskedLM)."""
     h = transform(hidden)
     logits = h @ weight.T if bias is None else h @ weight.T + bias
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))

@@ -18,7 +18,7 @@ SERVED = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP", "GraniteMLP", "Olmo2
 
 
 def reference(gate: Tensor, up: Tensor) -> Tensor:
-    """Compute the result of the kernel in plain torch operations (arXiv:2002.05202; modeling_llama.py: LlamaMLP)."""
+    """Compute silu(gate) * up in plain torch operations (arXiv:2002.05202; modeling_llama.py: LlamaMLP)."""
     return gate * torch.sigmoid(gate) * up
 
 

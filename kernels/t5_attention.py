@@ -47,7 +47,7 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute the result of the kernel in plain torch operations (arXiv:1910.10683; modeling_t5.py: T5Attention)."""
+    """Compute T5's attention with its position bias in plain torch operations (modeling_t5.py: T5Attention)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(wide)
     S, T = scores.shape[-2:]
@@ -89,9 +89,9 @@ def _forward(
 ) -> tuple[Tensor, Tensor | None, None]:
     """Run T5Attention.forward with this kernel; it returns the bias table as `position_bias` for the next layer.
 
-    The class's own forward, with a bias [1, H, S, T], runs for packed sequences, under a compiler, with a cache
-    that holds tokens, and after a layer that returned such a bias. In the last two cases the next layer gets
-    the bias instead of the table.
+    The class's own forward, which makes a bias [1, H, S, T], runs for packed sequences, under a compiler, with a
+    cache that holds tokens, and after a layer that returned a bias of this shape. In the last two cases the next
+    layer gets this bias instead of the table.
     """
     held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states
@@ -134,7 +134,7 @@ def _heads(module: Any, x: Tensor) -> Tensor:
 
 
 def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tuple[Tensor, Tensor]:
-    """Append keys and values to the cache, as T5Attention does; return those to attend to."""
+    """Append keys and values to the cache, as T5Attention does; return all (keys, values) to attend to."""
     from transformers import EncoderDecoderCache
 
     if isinstance(cache, EncoderDecoderCache):
@@ -202,7 +202,7 @@ def t5_attention(
 def _by_class(
     weight: Tensor, S: int, T: int, offset: int, bidirectional: bool, max_distance: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (table [H, C] of biases, int32 [S + T - 1]: the table's column for each distance, ascending)."""
+    """Return (biases [H, C] per head and class of distance, int32 [S + T - 1]: the class of each distance, ascending)."""
     n = weight.shape[0]
     distance = torch.arange(S + T - 1, device=weight.device) - (S - 1 + offset)
     bucket = relative_buckets(distance, bidirectional, n, max_distance)

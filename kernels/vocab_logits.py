@@ -96,7 +96,7 @@ def _gather_all(value: Any) -> Any:
 
 
 def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Tensor] | None:
-    """Return a 1-tuple with the result of `func` on local columns, or None when it needs the whole vocabulary."""
+    """Return a 1-tuple with the result of `func` on local columns; None if `func` needs the whole vocabulary."""
     local = x.local()
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)
@@ -133,7 +133,7 @@ def _beside(x: VocabLogits, other: Any) -> Any:
 
 
 def keeps_last_axis(index: Any, ndim: int) -> bool:
-    """Return whether an index leaves the last axis complete and in place."""
+    """Return whether indexing a tensor of `ndim` axes by `index` keeps the last axis, complete and in last place."""
     index = index if isinstance(index, tuple) else (index,)
     if not index or index[-1] is Ellipsis or index[-1] == slice(None):
         return True

@@ -1,4 +1,4 @@
-"""What each step of a schedule brings on one device: plain, scheduled, kernels, recomputation, more rows.
+"""Speed-up of each step of a schedule on one device: plain, scheduled, kernels, recomputation, more rows.
 
 The steps of the original's ablation that one device can show (Slapo, ASPLOS'24; its figures are not
 published as numbers). Each line is a process of its own, all lines take turns; the best median counts.

@@ -56,7 +56,7 @@ SETTINGS = (
 
 
 def planner_for(setting: Setting) -> Any:
-    """Of the model as it was run, on V100."""
+    """Return the planner of the published model on V100, with the published settings."""
     from transformers import T5Config
 
     from slapo_zoo.tune.planner.hardware import GIB, data_sheet

@@ -73,7 +73,7 @@ class Bytes(TorchDispatchMode):
         return out
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> None:
-        """What an operator of ours launches and calls, as on a GPU."""
+        """Count what an operator of this package launches and calls on a GPU."""
         from torch._library.custom_ops import OPDEFS
 
         body = OPDEFS[func.name().split(".")[0]]._init_fn
@@ -163,7 +163,7 @@ def on_meta(model: Any) -> Any:
 
 
 def moved(model: Any, batch: dict[str, Tensor], ours: bool) -> Bytes:
-    """What one step of a model moves, without the optimizer."""
+    """Count the bytes that one training step of a model moves, without the optimizer."""
     from slapo_zoo.dispatch.kernel_registry import force
 
     run = model.train_step if ours else lambda batch: model(**batch).loss.backward()

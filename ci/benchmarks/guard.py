@@ -1,4 +1,4 @@
-"""What the input guard costs: the check itself against a training step, on two ranks of tp.
+"""Cost of the input guard: the time of its check against a training step, on two ranks of tp.
 
 The check runs once in INTERVAL steps; its share is its own time by the time of so many steps. Both
 are medians of one run, taken in turns, so that other work on the machine slows both.

@@ -13,7 +13,7 @@ REPEATS = 3
 
 
 def load_one(folder: Path, tp: int, pp: int) -> dict[str, Any]:
-    """What one rank measures: loads, each followed by the floor for as many bytes.
+    """Measure loads on one rank, each followed by the plain read of as many bytes.
 
     Memory is that of the first load; times are the best of REPEATS, since other work on the machine
     only ever adds to them.

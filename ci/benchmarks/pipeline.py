@@ -182,7 +182,7 @@ def cpu_seconds(model: Any, batch: dict[str, Tensor]) -> dict[str, float]:
 
 
 def stage_of(choice: list[tuple[str, int]], stage: int) -> tuple[Any, Any]:
-    """What a stage holds: after which cut it begins, and with which it ends."""
+    """Return the cut after which a stage begins and the one with which it ends."""
     return (choice[stage - 1] if stage else None, choice[stage] if stage < len(choice) else None)
 
 

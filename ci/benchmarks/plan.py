@@ -1,4 +1,4 @@
-"""How long `slapo-zoo plan --gpus` looks at GPT configs from 100M to 1T parameters, in one process.
+"""Time of `slapo-zoo plan --gpus` for GPT configs from 100M to 1T parameters, in one process.
 
 CPU seconds, since other work on the machine adds to a wall time. Ratios are to the smallest model: the time
 may grow no faster than blocks x configurations.

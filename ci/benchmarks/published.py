@@ -37,7 +37,7 @@ AS_SCRIPT, FASTEST = "simulated, tp=8 pp=2", "simulated, fastest"
 
 
 def make_planner(size: dict[str, Any]) -> Any:
-    """Of the assumed model on the assumed devices."""
+    """Return the planner of the assumed model on the assumed devices."""
     from transformers import GPT2Config
 
     from slapo_zoo.tune.planner.hardware import GIB, data_sheet
@@ -124,7 +124,7 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def regrets(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of every model with several measured layouts: how much longer our pick ran than the fastest."""
+    """Compare the planned layout with the fastest measured one, for every model with several measured layouts."""
     groups: dict[Any, list[dict[str, Any]]] = {}
     for f in found:
         rows = f["run"].layout.dp * f["run"].layout.rows * f["run"].layout.micro_batches

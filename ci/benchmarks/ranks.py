@@ -61,7 +61,7 @@ def barrier() -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """What an action took: wall and CPU seconds, and growth of anonymous memory in bytes."""
+    """Cost of an action: wall and CPU seconds, and growth of anonymous memory in bytes."""
 
     wall: float
     cpu: float

@@ -1,4 +1,4 @@
-"""What the launchers of kernels/ launch, recorded on meta tensors and compiled for GPUs that are not there.
+"""Launches of the Triton kernels, recorded on meta tensors and compiled for GPUs that this machine lacks.
 
 A hand-written list of types knows nothing of the None, the 1 and the odd size that a launcher passes.
 """

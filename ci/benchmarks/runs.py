@@ -46,7 +46,7 @@ class Run:
 
     @property
     def gpus(self) -> int:
-        """Of the run."""
+        """Return the number of GPUs of the run."""
         return self.layout.tp * self.layout.pp * self.layout.dp
 
 
@@ -128,7 +128,7 @@ def zero_3() -> Iterator[Run]:
 
 
 def _seconds(size: Size, rows: int, gpus: int, rate: float) -> float:
-    """Of a step, from TFLOP/s of a device: the paper's equation 3."""
+    """Return the seconds of a step, from TFLOP/s of a device: the paper's equation 3."""
     more = 1 + 2048 / (6 * size.width) + 51200 / (16 * size.blocks * size.width)
     return 96 * rows * 2048 * size.blocks * size.width**2 * more / gpus / rate / 1e12
 

@@ -86,7 +86,7 @@ def config_of(case: Case) -> Any:
 
 
 def is_vision(case: Case) -> bool:
-    """Whether it sees images."""
+    """Return True where the model's input is an image."""
     return case.cls.endswith("ForImageClassification")
 
 
@@ -159,7 +159,7 @@ def alternatives(case: Case, dtype: torch.dtype, compile: bool) -> dict[str, Cal
 
 
 def compiles(steps: dict[str, Callable[[], None]]) -> bool:
-    """Whether torch can compile the plain model, as far as that was asked; a step that fails goes."""
+    """Return True where torch can compile the plain model, if that was requested; drop a step that fails."""
     from torch._inductor.exc import InductorError
 
     try:
@@ -190,7 +190,7 @@ def timed(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[
 
 
 def shares(step: Callable[[], None]) -> tuple[float, str]:
-    """Of our step: the share of its matrix products, and what takes most of the rest."""
+    """Return the share of matrix products in a scheduled step, and the operations that take most of the rest."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -286,7 +286,7 @@ def memory_rows(chosen: dict[str, Case]) -> list[dict[str, Any]]:
 
 
 def _dtypes(name: str, wanted: Sequence[str]) -> list[str]:
-    """What is wanted of a model by words "NAME" or "NAME:dtype"."""
+    """Return the dtypes that words "NAME" or "NAME:dtype" request of a model."""
     found = [word.partition(":")[2] for word in wanted if name.startswith(word.partition(":")[0])]
     return [d for d in ("float32", "bfloat16") if d in found or "" in found]
 

@@ -1,4 +1,4 @@
-"""What `stream_weights` holds beyond the model, and whether it gives the bytes that a save writes."""
+"""Memory of `stream_weights` beyond the model, and a check of its bytes against those of a save."""
 
 import hashlib
 import tempfile

@@ -73,7 +73,7 @@ def draw(points: list[dict[str, Any]], curves: dict[str, list[float]]) -> None:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """What each strategy has found after 5, 10 and 20 evaluations; and the picture, unless `quick`."""
+    """Measure the best result of each strategy after 5, 10 and 20 evaluations; draw it, unless `quick`."""
     points = json.loads(DATA.read_text(encoding="utf-8"))["points"]
     starts = range(0, len(points), 24 if quick else 4)
     curves = {name: best_so_far(points, name, starts) for name in STRATEGIES}

@@ -76,7 +76,7 @@ def measure_load(kind: str, folder: Path, tp: int, pp: int) -> dict[str, Any]:
 
 
 def best_of(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Of each rank the least of every time, and the most memory."""
+    """Return the shortest of every time and the most memory, for each rank."""
     found = [{key: min(r[rank][key] for r in rounds) for key in rounds[0][rank]}
              for rank in range(len(rounds[0]) if rounds else 0)]  # fmt: skip
     for rank, figures in enumerate(found):
@@ -85,7 +85,7 @@ def best_of(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def write_once(model: Any) -> None:
-    """What is still a map of the file becomes memory."""
+    """Write each memory-mapped weight once, so that its pages become memory of this process."""
     model.train()
     for p in model.parameters():
         getattr(p, "_local_tensor", p).detach().add_(0)

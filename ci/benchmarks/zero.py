@@ -73,7 +73,7 @@ def _fsdp2(config: Any, precision: str) -> tuple[nn.Module, Any]:
 
 
 def measured(width: int, blocks: int, precision: str, rounds: int) -> dict[str, tuple[float, list]]:
-    """Of both: bytes of a step, and seconds of steps in turns."""
+    """Measure both libraries: bytes sent in a step, and seconds of steps that take turns."""
     config = config_of(width, blocks)
     sides = {"ours": _ours(config, precision), "FSDP2": _fsdp2(config, precision)}
     ids = torch.randint(4096, (4, 128))

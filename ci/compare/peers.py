@@ -1,4 +1,4 @@
-"""What a user could take instead: each is a class with a load, one training step, and its gradients.
+"""Libraries to compare with: each is a class with a load, one training step, and its gradients.
 
 A contender lives in processes of its own; nothing here is imported before they are started.
 """
@@ -32,7 +32,7 @@ class Contender:
 
     @staticmethod
     def why_not(config: Any) -> str:
-        """Why it cannot train a family, or nothing."""
+        """Return the reason why the library cannot train a family, or ""."""
         return ""
 
     def __init__(self, work: Work) -> None:
@@ -69,7 +69,7 @@ class Contender:
         self.optimizer.zero_grad()
 
     def norm(self) -> float:
-        """Of all gradients; whichever way they are sharded."""
+        """Return the norm of all gradients, in whichever way they are sharded."""
         whole = dict(_plain_shapes(self.work.folder))
         total = 0.0
         for name, parameter in self.model.named_parameters():
@@ -90,7 +90,7 @@ class Contender:
         return True
 
     def bytes_read(self) -> int | None:
-        """Of the checkpoint, by this rank; None where nobody counts them."""
+        """Return the bytes of the checkpoint that this rank read; None where the library does not count them."""
         return None
 
     @staticmethod
@@ -99,7 +99,7 @@ class Contender:
         return 0
 
     def parameter_bytes(self) -> int:
-        """Of this rank."""
+        """Return the bytes of the parameters on this rank."""
         local = (p.to_local() if hasattr(p, "to_local") else p for p in self.model.parameters())
         return sum(p.numel() * p.element_size() for p in local)
 

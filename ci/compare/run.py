@@ -36,7 +36,7 @@ def side_by_side(work: Work, rounds: int) -> dict[str, Any]:
 
 
 def surroundings() -> dict[str, Any]:
-    """What the figures depend on."""
+    """Return what the measured numbers depend on: device, threads and versions."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cores": os.cpu_count(), "processor": _processor(), "memory_gib": round(memory / 2**30, 1),

@@ -9,7 +9,7 @@ MASKED = 0.15  # of the tokens of a masked-language model
 
 @dataclass(frozen=True)
 class Work:
-    """What every contender does: the same checkpoint, batch and optimizer.
+    """Work of every compared library: the same checkpoint, batch and optimizer.
 
     Args:
         folder: of the checkpoint.

@@ -1,4 +1,4 @@
-"""What a contest found, as rows of numbers: no speed without the parity of the same run."""
+"""Results of a comparison as rows of numbers: no speed without equal losses in the same run."""
 
 import math
 import statistics

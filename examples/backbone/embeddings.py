@@ -29,7 +29,7 @@ def embed(model, ids, mask):
 
 
 def evaluate(model):
-    """How many rows find their neighbour, and how alike neighbours are."""
+    """Return how many rows find their neighbour, and how alike neighbours are."""
     model.eval()
     ids, mask = rows(1000)
     changed = ids.clone()

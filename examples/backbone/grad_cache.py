@@ -51,7 +51,7 @@ def cached(model, ids):
 
 
 def main(model):
-    """How far the two gradients are apart, as a part of their norm, and both losses."""
+    """Return the relative difference of the two gradients, and both losses."""
     ids = torch.randint(3, VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
     model.train()
     losses, grads = [], []

@@ -1,4 +1,4 @@
-"""How sure a masked language model is, by MC dropout: torchrun --nproc-per-node 2 mc_dropout.py CHECKPOINT
+"""Uncertainty of a masked language model by MC dropout: torchrun --nproc-per-node 2 mc_dropout.py CHECKPOINT
 
 The model evaluates, its dropout modules alone stay in training mode; each call is another sample.
 """

@@ -12,7 +12,7 @@ BETA, PAIRS = 0.5, 4
 
 
 def log_probabilities(logits, ids):
-    """Of each row, in pairs of a chosen and a rejected one: [rows / 2, 2]."""
+    """Return log probabilities of each row, in pairs of a chosen and a rejected one: [rows / 2, 2]."""
     each = logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])
     return each.sum((1, 2)).view(-1, 2)
 

@@ -33,7 +33,7 @@ def sampler(pipe, checkpoint):
 
 
 def reward(ids):
-    """What is wanted: small numbers among the new tokens. [rows]"""
+    """Reward small numbers among the new tokens: [rows]."""
     return (ids[:, PROMPT:] < 20).float().mean(1)
 
 

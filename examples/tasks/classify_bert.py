@@ -47,7 +47,7 @@ def encode(text):
 
 
 def examples():
-    """As many comments as lines of code, in an order that is always the same."""
+    """Return as many comments as lines of code, in an order that is always the same."""
     found = [row for module in MODULES for row in lines(module)]
     kinds = [[encode(text) for text, kind in found if kind == k] for k in (0, 1)]
     least = min(map(len, kinds))
@@ -58,7 +58,7 @@ def examples():
 
 
 def batch(ids, labels):
-    """What the model takes."""
+    """Return the inputs of the model."""
     return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
 
 

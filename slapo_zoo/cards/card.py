@@ -67,7 +67,7 @@ class Card:
         return found | ({"base_model": [self.base_model]} if "/" in self.base_model else {})
 
     def page(self) -> str:
-        """Return the text of README.md, its YAML metadata included."""
+        """Return the text of the card's README.md, its YAML metadata included."""
         program = self.program
         exact = "exactly the module tree it was made for"
         values = {

@@ -47,7 +47,7 @@ def structure_of(config: Any, cls: type) -> str:
 
 
 def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = False) -> Program:
-    """Return the directives of a schedule as a program that can be applied to other models.
+    """Return the directives of a schedule as data for a card, which can be applied to other models.
 
     A size such as the number of heads stays a formula over the config where the zoo knows one. Kernels
     chosen by kernels="auto" are left out, because another device would choose others.
@@ -78,7 +78,7 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
 
 
 def module_program(schedule: Schedule) -> Program:
-    """Return the directives of a schedule as a program for modules with the same tree and tensor shapes.
+    """Return the directives of a schedule as data for a card, for modules with the same tree and tensor shapes.
 
     The module need not come from `transformers`.
 

@@ -40,7 +40,7 @@ class Program:
 
     @staticmethod
     def parse(data: bytes, where: str = "schedule.json") -> "Program":
-        """Return the program in the bytes of a schedule.json; CardError says what is wrong in file `where`."""
+        """Return the schedule in the bytes of a schedule.json; CardError says what is wrong in file `where`."""
         document = strict_json.parse(data, where)
         _check(document, where)
         program = Program(
@@ -53,7 +53,7 @@ class Program:
         return program
 
     def document(self) -> dict[str, Any]:
-        """Return the program as the JSON object of schedule.json."""
+        """Return the schedule as the JSON object that schedule.json holds."""
         return {
             "format": FORMAT,
             "model": {"model_type": self.model_type, "class": self.model_class},
@@ -64,14 +64,14 @@ class Program:
         }
 
     def to_bytes(self) -> bytes:
-        """Return the bytes of schedule.json, one step per line."""
+        """Return the bytes of schedule.json, one directive per line."""
         head = {key: value for key, value in self.document().items() if key != "steps"}
         lines = ",\n".join("  " + json.dumps(step) for step in self.document()["steps"])
         return (json.dumps(head, indent=1)[:-2] + f',\n "steps": [\n{lines}\n ]\n}}\n').encode()
 
     @property
     def hash(self) -> str:
-        """Return the sha256 of the program in a canonical form without spaces and with sorted keys."""
+        """Return the sha256 of the schedule's canonical JSON, which has sorted keys and no spaces."""
         return (
             "sha256:" + hashlib.sha256(strict_json.canonical(_plain(self.document()))).hexdigest()
         )
@@ -120,7 +120,7 @@ class Program:
         return lines
 
     def diff(self, other: "Program", name: str = "this", other_name: str = "other") -> str:
-        """Return a unified diff of two programs under the two names; empty if the programs are equal."""
+        """Return a unified diff of two schedules under the two names; empty if the schedules are equal."""
         sides = self.lines(), other.lines()
         return "\n".join(difflib.unified_diff(*sides, name, other_name, lineterm="", n=1))
 
@@ -135,7 +135,7 @@ class Program:
         return numbers
 
     def _sums(self) -> list[str]:
-        """Return the text of every formula: those of `numbers`, and those in arguments of steps."""
+        """Return the text of every formula: of `numbers`, and in the arguments of directives."""
         inside = [
             text for _, _, arguments in self.steps for text in _sums_in([*arguments.values()])
         ]
@@ -151,7 +151,7 @@ class Program:
             raise _card_error(error, where) from None
 
     def _check_steps(self, where: str) -> None:
-        """Raise CardError if a step is no valid directive, with each formula taken as 1; no model is needed."""
+        """Raise CardError if a step is no valid directive; no model is needed, since formulas count as 1."""
         steps = [[p, n, {k: _filled(v) for k, v in a.items()}] for p, n, a in self.steps]
         try:
             from_json(json.dumps({"format": FORMAT, "steps": steps}))
@@ -160,7 +160,7 @@ class Program:
 
 
 def _filled(value: Any) -> Any:
-    """Return an argument with each formula replaced by 1, to check its form."""
+    """Return an argument of a directive with each formula replaced by 1, to check the argument's type."""
     if isinstance(value, Mapping):
         return 1
     return [_filled(v) for v in value] if isinstance(value, list | tuple) else value

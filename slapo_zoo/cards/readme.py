@@ -34,7 +34,7 @@ def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
 def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
     """Return the YAML metadata at the start of a README.md.
 
-    CardError refuses a missing block, HTML in the text, and YAML with tags, aliases or repeated keys.
+    Raises CardError for a missing block, HTML in the text, and YAML with tags, aliases or repeated keys.
     """
     try:
         text = data.decode("utf-8")

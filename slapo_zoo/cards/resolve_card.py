@@ -65,9 +65,9 @@ def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
 
 
 def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
-    """Return the directives in a .json file of `Schedule.to_json`; None if `name` is anything else.
+    """Return the directives in a .json file of `Schedule.to_json`; None if `name` is no such file.
 
-    Rank 0 reads the file for all ranks. Such a file fits one mesh, but has no constraints to check it by.
+    Rank 0 reads the file for all ranks. The file fits one mesh only, but does not say which.
     """
     if not name.endswith(".json"):
         return None
@@ -99,7 +99,7 @@ def _check_digest(program: Program, found: str, hint: str) -> None:
 
 
 def program_for_all(name: str, mesh: Mesh) -> Program:
-    """Return the program of a card on every rank; rank 0 reads the card and sends it to the others."""
+    """Return the schedule of a card, as data, on every rank; rank 0 reads the card and sends the schedule to the others."""
 
     def first() -> bytes:
         return load_card(name).program.to_bytes() if mesh.rank == 0 else b""

@@ -77,9 +77,9 @@ def check_new_file(path: Path | None, option: str) -> None:
 
 @contextmanager
 def stdout_for_json(as_json: bool) -> Iterator[None]:
-    """Context that sends all output to stderr if `as_json`, so that stdout holds only the JSON after it.
+    """Context that sends all output to stderr if `as_json`, so that stdout holds only the JSON printed afterwards.
 
-    It also catches child processes, and DeepSpeed, which logs to stdout when `transformers` imports it.
+    This includes output of child processes and of DeepSpeed, which logs to stdout when `transformers` imports it.
     """
     if not as_json:
         yield

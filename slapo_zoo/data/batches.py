@@ -70,7 +70,7 @@ class Batches:
         return {"rows": len(self.rows), **_settings(self), "text": checksum(self.rows)}
 
     def resume(self, position: Any) -> None:
-        """Do nothing: a batch depends only on its step."""
+        """Do nothing, because a batch depends only on the seed and its step."""
 
 
 class Stream:
@@ -153,7 +153,7 @@ def _settings(batches: Batches | Stream) -> dict[str, Any]:
 
 @lru_cache(maxsize=1)
 def order_of(seed: int, epoch: int, count: int) -> Tensor:
-    """Return the shuffled row numbers of an epoch, [count]; cached, because many rows take a second."""
+    """Return the shuffled row numbers of an epoch, [count]; cached, because shuffling many rows takes a second."""
     return torch.randperm(count, generator=generator_of(seed, epoch, ORDER))
 
 

@@ -40,7 +40,7 @@ def kind_of(name: str) -> str:
 
 
 def _kind_of_folder(path: Path) -> str:
-    """Return "table" or "text" for a folder; refuse several kinds, of which `datasets` would read only one."""
+    """Return "table" or "text" for a folder; DataError for files of several kinds, as `datasets` would read only one."""
     files = [f for f in _visible_files(path) if f.suffix and not f.name.startswith("dataset_")]
     kinds = Counter((format_of(f), f.suffix.lower() == ".tsv") for f in files if format_of(f))
     others = Counter(f.suffix.lower() for f in files if not format_of(f))
@@ -238,7 +238,7 @@ def has_all(row: Columns, names: Sequence[str]) -> bool:
 
 
 def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
-    """Return the tokenized rows of a data set, which `datasets` caches on disk and maps into memory."""
+    """Return the tokenized rows of a data set; `datasets` caches them on disk and maps them into memory."""
     whole, names, count = data, sorted(set(columns.values())), len(data)
     if any(data.data.column(name).null_count for name in names):
         data = data.filter(has_all, fn_kwargs={"names": names})

@@ -220,7 +220,7 @@ def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
 
 @dataclass(frozen=True)
 class Labelled(Task):
-    """Base class of tasks that predict classes; `names` are those of the classes, each at the index that is its id."""
+    """Base class of tasks that predict classes; `names` are the names of the classes, in the order of their ids."""
 
     names: tuple[str, ...] = ()
 

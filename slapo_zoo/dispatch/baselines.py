@@ -46,7 +46,7 @@ def linear_loss(
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Compute attention as most models do: torch's scaled_dot_product_attention."""
+    """Compute attention by torch's scaled_dot_product_attention, as most models do."""
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     return out.transpose(1, 2)
 

@@ -124,7 +124,7 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 
 
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
-    """Return {alternative: function that runs a step of it, or a text why it cannot run}.
+    """Return {alternative: function that runs one step of this alternative, or a text why it cannot run}.
 
     Alternatives are the kernel itself, its reference, an expert's version, torch.compile and Liger.
     """
@@ -148,7 +148,7 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
 def measure(
     name: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any]:
-    """Measure a kernel at one shape; return a row: p20/p50/p80 in ms, and the time of each alternative over ours."""
+    """Measure a kernel at one shape; return p20/p50/p80 in ms, and each alternative's time divided by the kernel's."""
     given = arguments(name, shape, dtype, device)
     with force("triton"):
         found = alternatives(name, given, device, compile)
@@ -185,11 +185,11 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
 
 
 def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
-    """Write measured rows and the dispatch table that follows from them to a device's file; return its path.
+    """Write measurements, and the dispatch table that follows from them, to a device's file; return its path.
 
     Args:
         device: "cpu", or the name of the GPU.
-        rows: rows of `measure`; rows of other shapes in the file are kept.
+        rows: results of `measure`; results for other shapes in the file are kept.
         folder: folder of the file; None takes the user's cache folder, never the installed package.
     """
     file = (folder or user_folder()) / f"{slug(device)}.json"
@@ -279,7 +279,7 @@ def quick_table(names: Sequence[str], device: str) -> Table:
 def _row(
     what: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any] | None:
-    """Measure one shape of a kernel; return its row, or log and return None when memory or compilation fails."""
+    """Measure one shape of a kernel as `measure` does; log and return None if memory or compilation fails."""
     try:
         return measure(what, shape, dtype, device, compile)
     except Exception as error:
@@ -288,7 +288,7 @@ def _row(
 
 
 def _known(device: str, folder: Path | None) -> set[tuple[str, str, str]]:
-    """Return the (kernel, shape, dtype) of each row in a device's table."""
+    """Return the (kernel, shape, dtype) of each measurement in a device's table."""
     file = (folder or user_folder()) / f"{slug(device)}.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {(row["what"], row["shape"], row["dtype"]) for row in found.get("rows", [])}

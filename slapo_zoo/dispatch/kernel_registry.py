@@ -199,7 +199,7 @@ def served_class(module: nn.Module, serves: Collection[str]) -> Any:
 
 
 def _unlike(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """Return why a module is of no class that a kernel was written for, or "" if it is of one."""
+    """Return why no kernel class of `serves` fits a module (another class, a patched method), or "" if one fits."""
     found, own = served_class(module, serves), type(module)
     if found is None:
         kinds = ", ".join(sorted(serves)) or "a function only"

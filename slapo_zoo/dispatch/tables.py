@@ -80,20 +80,20 @@ def changes() -> int:
 
 
 def forget() -> None:
-    """Drop all cached tables, so that files are read again on the next use."""
+    """Drop all cached tables of measured kernels, so that their files are read again."""
     _kept.clear()
     _changes[0] += 1
 
 
 def table_of(device: str) -> Table:
-    """Return the cached table of a device: its own, one of the same compute capability, or an empty one."""
+    """Return a device's cached table of measured kernels: its own, one of the same compute capability, or an empty one."""
     if device not in _kept:
         _kept[device] = own_table(device) or _relative(device) or Table()
     return _kept[device]
 
 
 def own_table(device: str) -> Table | None:
-    """Return the table of exactly this device, or None; the user's entries override the package's."""
+    """Return the table measured on exactly this device, or None; the user's entries override the package's."""
     found = [_read(folder / f"{slug(device)}.json") for folder in (MEASURED, user_folder())]
     tables = [table for table in found if table is not None]
     if not tables:

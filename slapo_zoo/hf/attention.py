@@ -44,7 +44,7 @@ def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """Run `transformers`' sdpa attention, or ours for capped scores; q [B, H, S, d] --> [B, S, H, d]."""
+    """Run transformers' sdpa attention, or ours if scores are capped (softcap); q [B, H, S, d] --> [B, S, H, d]."""
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
             problem = f"dropout={kwargs['dropout']} with capped scores needs a child core_attn"
@@ -132,7 +132,7 @@ class CoreAttention(nn.Module):
     def _within_rows(
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
-        """Compute attention over all real tokens of the batch packed in one row; each sees only its batch row."""
+        """Compute attention over the real tokens of a batch packed into one row; tokens see their own batch row only."""
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling

@@ -44,13 +44,13 @@ def _of_transformers(name: str) -> Callable[..., Any]:
 
 
 def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
-    """Call the `eager_attention_forward` in the module's own file; each family of `transformers` has one."""
+    """Call the `eager_attention_forward` of the module's own file, as each family of `transformers` has its own."""
     family = sys.modules[type(attention).__mro__[_own(attention)].__module__]
     return family.eager_attention_forward(attention, *tensors, **kwargs)
 
 
 def _own(attention: nn.Module) -> int:
-    """Return the index in the MRO of the class that `transformers` defines, after those that a schedule derived."""
+    """Return the index in the MRO of the module's `transformers` class; schedules put derived classes before it."""
     classes = type(attention).__mro__
     has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)
     return next((i for i, found in enumerate(has) if found), 0)

@@ -56,7 +56,7 @@ def _images(config: Any, batch_size: int) -> dict[str, Tensor]:
 
 
 def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return an example batch with random content from a fixed seed, and labels."""
+    """Return an example batch with labels and random content from a fixed seed."""
     batch, g = example_batch(model, batch_size, seq_len), torch.Generator().manual_seed(0)
     for name, value in batch.items():
         if name.endswith("input_ids"):
@@ -126,7 +126,7 @@ def padded_batch(
 
 
 def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return token ids [..., T], each row closed by the end token, and a mask that is 0 where they are padding."""
+    """Return token ids [..., T], each row closed by the end token, and a mask [..., T] that is 0 at padding."""
     size, end = getattr(config, "vocab_size", CHARACTERS), getattr(config, "eos_token_id", None)
     end = end if isinstance(end, int) else END
     ids = torch.randint(RESERVED, size, tuple(shape), generator=g)
@@ -143,7 +143,7 @@ def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor,
 
 
 def _label(kind: str, ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> Tensor:
-    """Return labels of a kind (`slapo_zoo.parallel.losses.heads`); some labels of tokens are ignored."""
+    """Return labels of a `kind` (see `losses.heads`) for token ids and mask; some token labels are -100 (ignored)."""
     if kind == TOKEN:
         some = torch.rand(ids.shape, generator=g) < LABELLED
         return ids.masked_fill(~(some & mask.bool()), -100)

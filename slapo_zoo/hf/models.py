@@ -75,7 +75,7 @@ _BUILDING = threading.RLock()  # default dtype and transformers' patches are glo
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Context in which new modules have floating parameters of `dtype`; only one thread at a time is in it."""
+    """Context in which new modules have floating parameters of `dtype`; other threads wait until it ends."""
     with _BUILDING:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
@@ -279,7 +279,7 @@ def init_module(model: Any, module: nn.Module) -> None:
 
 
 def init_own(model: Any, path: str) -> None:
-    """Initialise the tensors of the module at `path`, not those of its children, as the innermost model around it does."""
+    """Initialise a module's own tensors, not its children's, by `_init_weights` of the innermost model around it."""
     parts = path.split(".") if path else []
     above = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
     model = next(m for m in reversed(above) if hasattr(m, "_init_weights"))

@@ -34,7 +34,7 @@ def _is_of_its_file(module: nn.Module, name: str) -> bool:
 def _gpt_neo_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Replace GPTNeoSelfAttention._attn: scores of hidden keys become the lowest number by torch.where."""
+    """Replace GPTNeoSelfAttention._attn: scores of hidden keys are set to the lowest number by torch.where."""
     scores = q.float() @ k.float().transpose(-1, -2)
     S, T = scores.shape[-2:]
     scores = torch.where(module.bias[:, :, T - S : T, :T], scores, torch.finfo(scores.dtype).min)

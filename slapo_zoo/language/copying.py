@@ -42,7 +42,7 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a function of slapo_zoo with everything that its closure holds; return foreign functions unchanged."""
+    """Copy a function of slapo_zoo and all that its closure holds; return functions of other packages unchanged."""
     if isinstance(value, MethodType):  # copy.deepcopy would keep the original's function
         return MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
     if isinstance(value, functools.partial):

@@ -22,7 +22,7 @@ from slapo_zoo.parallel.rng.random_stream import RandomStream
 
 @dataclass
 class Placed:
-    """Record of one sharded tensor: its placement, the directive that sharded it, and its shape before that."""
+    """Record of one sharded tensor: its placement, the directive that sharded it, and its unsharded shape."""
 
     placement: Placement
     directive: "Directive"
@@ -77,7 +77,7 @@ class State:
 
     @contextmanager
     def within(self, forward: ForwardContext) -> Iterator[None]:
-        """Context in which `forward` is the current ForwardContext; a recomputation enters that of its forward."""
+        """Context in which `forward` is the current ForwardContext; a recomputation enters its forward's context again."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -106,7 +106,7 @@ class State:
         return [path for path in found if type(self.modules[path]).__name__ == class_name]
 
     def set_parameter(self, old: Tensor, new: nn.Parameter) -> list[str]:
-        """Replace the parameter `old` by `new` in every module that holds it (ties too); return its names."""
+        """Replace the parameter `old` by `new` in every module that holds `old`, tied modules too; return its names."""
         names = self.owners.pop(id(old))
         notes = {key: value for key, value in old.__dict__.items() if key[0] != "_"}  # annotate()
         for key in notes.keys() - new.__dict__.keys():
@@ -151,7 +151,7 @@ class Site:
         return join(self.path, tensor_name)
 
     def tensor(self, tensor_name: str) -> Tensor | None:
-        """Return the parameter or buffer of this module with that name, or None when it has none."""
+        """Return the parameter or buffer of this module with that name; None if the module has none of that name."""
         found = self.module._parameters.get(tensor_name)
         return found if found is not None else self.module._buffers.get(tensor_name)
 
@@ -160,7 +160,7 @@ class Site:
         return [*self.module._parameters, *self.module._buffers]
 
     def placed(self, tensor_name: str) -> Placed | None:
-        """Return how a parameter or buffer of this module was sharded so far; None when it was not."""
+        """Return how a parameter or buffer of this module is sharded; None if it is not sharded."""
         return self.state.placed.get(self.name(tensor_name))
 
 
@@ -227,7 +227,7 @@ class Directive:
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
     def fail(self, site: Site, problem: str, hint: str = "") -> ScheduleError:
-        """Return a ScheduleError that names the path of `site` and this directive; the caller raises it."""
+        """Return a ScheduleError that names the module of `site` and this directive; the caller raises it."""
         return ScheduleError(site.path or "(the model)", self, problem, hint)
 
     def __str__(self) -> str:
@@ -255,5 +255,5 @@ def primitive(name: str) -> Callable[[type[D]], type[D]]:
 
 
 def subtree(path: str, paths: Iterator[str] | list[str]) -> list[str]:
-    """Return the paths at or below `path`."""
+    """Return those of `paths` that are `path` or lie below it."""
     return [p for p in paths if not path or p == path or p.startswith(path + ".")]

@@ -52,7 +52,7 @@ class Explanation:
         return [TrafficRow(*key, counts[key], sizes[key]) for key in sorted(counts)]
 
     def at(self, path: str) -> list[Transfer]:
-        """Return the collectives that the module at `path` causes."""
+        """Return the collectives that the module at `path` causes in the step."""
         return [t for t in self.transfers if t.path == path]
 
     def __str__(self) -> str:
@@ -94,7 +94,7 @@ def _alike(texts: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[list[str], tu
 
 
 def _common(paths: list[str]) -> str:
-    """Return the paths as one pattern such as `h.*.mlp`; a segment that all paths share is kept."""
+    """Return one pattern for all paths, such as `h.*.mlp`; segments that all paths share are kept."""
     columns = zip(*(path.split(".") for path in paths), strict=True)
     return ".".join(c[0] if len(set(c)) == 1 else "*" for c in columns)
 

@@ -76,7 +76,7 @@ def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
 
 
 def scale(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-    """Multiply all gradients in place so that a global norm of `norm` becomes at most `max_norm`."""
+    """Multiply all gradients in place so that their global norm, which is `norm` now, becomes at most `max_norm`."""
     if not any(is_divided(p) for p in parameters):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return

@@ -105,7 +105,7 @@ class Call:
         self.is_back = False
 
     def take(self, tensor: Tensor) -> Offloaded:
-        """Copy the memory of a tensor to the host, once for all views of it, and return the handle."""
+        """Copy the memory of a tensor to the host, once for all views of the memory, and return the handle."""
         storage = tensor.untyped_storage()
         key, found = storage._cdata, self._of_storage
         if not self.copies:
@@ -173,7 +173,7 @@ class Offloads:
 
 
 def unpack(kept: Any) -> Tensor:
-    """Return the activation that autograd saved as `kept`: a tensor, or a handle (Kept) of one."""
+    """Return the activation that autograd saved as `kept`, which is the tensor itself or a handle (Kept)."""
     return kept.again() if isinstance(kept, Kept) else kept
 
 

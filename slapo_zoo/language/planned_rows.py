@@ -72,7 +72,7 @@ def planned_rows(
 def _sums(
     state: State, names: list[str], placed: Placed | None, stages: tuple[int, ...]
 ) -> tuple[Sum, ...]:
-    """Return the all-reduces of one parameter's gradient, in order: over tp, pipeline stages, then dp."""
+    """Return the sums that a parameter's gradient takes, in order: over tp, over stages that share it, then over dp."""
     mesh, found = state.mesh, []
     if placed is not None and (parts := _replicas(placed, mesh)):
         found.append(Sum("tp", REPLICAS, parts))

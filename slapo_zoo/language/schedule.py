@@ -62,7 +62,7 @@ else:
 
 
 class Selection(_Methods):
-    """The modules that `sch[pattern]` matches: primitives are its methods, and its children can be indexed."""
+    """Modules that `sch[pattern]` matches; it has the primitives as methods, and can be indexed by names of children."""
 
     def __init__(self, schedule: "Schedule", pattern: str):
         self.schedule, self.path = schedule, pattern
@@ -187,7 +187,7 @@ class Schedule(Selection):
         return found
 
     def do(self, pattern: str, directive: Directive) -> "Schedule":
-        """Check a directive at every module that `pattern` matches, then apply it to each, then record it."""
+        """Check a directive at every module that `pattern` matches, then apply it to each module and record it."""
         modules, state = self.state.modules, self.state
         sites = [Site(path, modules[path], state) for path in self.matching(pattern, directive)]
         for site in sites:
@@ -250,9 +250,8 @@ class Schedule(Selection):
             ScheduleError: the history is empty, or the directive cannot be undone; the hint gives a way around.
         """
         if not self.history:
-            raise ScheduleError(
-                "schedule", "undo", "its history is empty", "apply a directive before undo()"
-            )
+            hint = "apply a directive before undo()"
+            raise ScheduleError("schedule", "undo", "its history is empty", hint)
         pattern, directive = self.history[-1]
         if type(directive).undo is Directive.undo:
             hint = "start from a fresh model: Schedule(model, mesh).replay(sch.history[:-1])"

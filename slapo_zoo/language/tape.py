@@ -195,7 +195,7 @@ class Tape(TorchDispatchMode):
 
     @property
     def transfers(self) -> list[Transfer]:
-        """Return the collectives of the step, in order."""
+        """Return the recorded collectives of the step, in order."""
         return [row.transfer for row in self.rows if row.transfer is not None]
 
     def note(self, op: Any, **fields: Any) -> None:
@@ -275,7 +275,7 @@ class Tape(TorchDispatchMode):
             self._ends.pop()()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one operator on fake tensors and append a row for it."""
+        """Run one operator on fake tensors, and append a record of it to the tape."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         changes = self._refs(args[0]) if func._schema.is_mutable and args else ()
@@ -300,7 +300,7 @@ class Tape(TorchDispatchMode):
                    tensor.dtype, tensor.requires_grad)  # fmt: skip
 
     def _given(self, tensor: Tensor) -> None:
-        """Give a negative storage number to a tensor that exists before the step, such as a parameter."""
+        """Give a negative storage number to a tensor that existed before the recorded step, such as a parameter."""
         key = tensor.untyped_storage()._cdata
         self._storages.setdefault(key, -1 - len(self._storages))
 

@@ -55,7 +55,7 @@ def _from_config(options: LoaderOptions, config: Any) -> Any:
 
 
 class AutoScheduledModel:
-    """Factory of scheduled models: `from_pretrained` and `from_config`."""
+    """Factory of scheduled models, by the class methods `from_pretrained` and `from_config`."""
 
     def __init__(self) -> None:
         hint = "call AutoScheduledModel.from_pretrained(...) or .from_config(...)"

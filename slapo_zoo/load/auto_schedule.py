@@ -87,7 +87,7 @@ def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
 
 
 def cache_file(config: Any, cls: Any, sizes: tuple[int, ...], options: BuildOptions) -> Path:
-    """Return the path of the cached proof of a model's table; its name is a digest of code, config and versions.
+    """Return the path of the cached proof of a model's sharding rules, a digest of code, config and versions.
 
     `cls` is the head class, `sizes` are those of tp, pp and dp.
     """

@@ -135,7 +135,7 @@ def _call_init(sch: Schedule, path: str, module: Any, init: Any) -> None:
 
 
 def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter:
-    """Return this rank's shard of the unsharded parameter `name` of a module."""
+    """Return this rank's shard of parameter `name` of a module whose parameters are unsharded now."""
     full = module._parameters[name]
     part = part_of(full.detach(), plan.of(full_name), plan.mesh)
     return full if part.shape == full.shape else nn.Parameter(part, full.requires_grad)

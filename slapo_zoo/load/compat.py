@@ -19,7 +19,7 @@ _SEEDS: list[int] = []
 
 @dataclass
 class ScheduleMetadata:
-    """Metadata of a schedule beside its program (the name and fields of the original Slapo).
+    """Metadata of a schedule, with the name and the fields that the original Slapo has.
 
     Args:
         tie_weights: tied parameter --> the name under which it is saved.
@@ -33,7 +33,7 @@ class ScheduleMetadata:
 
     @staticmethod
     def of(sch: Schedule) -> "ScheduleMetadata":
-        """Collect the metadata of a schedule from its history."""
+        """Collect the metadata of a schedule from the directives that were applied."""
         rows = plan_of(sch.state).tensors.values()
         ties = {row.name: row.tied_to for row in rows if row.tied_to}
         names = [directive.name for _, directive in sch.history]

@@ -23,7 +23,7 @@ AFTER_KERNELS = ("checkpoint", "cut_pipeline_stage")
 
 
 class Trust(NamedTuple):
-    """Trust in a schedule card: whether its `schedule.py` may run, and its verification, "quick" or "off"."""
+    """Trust in a schedule card: whether its `schedule.py` may run, and whether it is verified ("quick" or "off")."""
 
     remote_code: bool = False
     verify: str = "quick"
@@ -34,7 +34,7 @@ def resolve_schedule(
 ) -> BuildOptions:
     """Return the options with a `schedule` that can be applied: a card becomes its directives or its function.
 
-    A derived table is proven first, on a tiny model on this mesh. Other kinds of schedules stay unchanged.
+    A derived table of sharding rules is proven first, on a tiny model. Other kinds of schedules stay unchanged.
 
     Raises:
         SlapoError: the family has no table and none can be derived; or the card does not fit.

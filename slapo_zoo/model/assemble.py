@@ -80,7 +80,7 @@ class Assembly(Outline):
         require_same_weights(what, self.mesh, tensors, self.specs, program, ranks)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
-        """Give the filled model its runtime state and class, and return it.
+        """Give the filled model its runtime state and its class of a scheduled model, and return it.
 
         `ledger` is the record of the load, `micro_batches` the default of `train_step`, `folder` the checkpoint's.
         """

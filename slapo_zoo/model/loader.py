@@ -53,7 +53,7 @@ class Source:
     load: LoadOptions = field(default_factory=LoadOptions)
 
     def find(self) -> Path:
-        """Return the checkpoint folder, downloaded if necessary."""
+        """Return the folder of the checkpoint; a Hub model is downloaded first."""
         return local_folder(self.name, self.revision, self.allow_pickle, self.hub)
 
     @contextmanager

@@ -17,7 +17,7 @@ INPUTS = {"Linear": 1, "Conv1D": 0}  # class --> axis of the weight with the inp
 
 
 class ScheduleWarning(UserWarning):
-    """Warning that a schedule most likely computes wrong results."""
+    """Warning that a schedule most likely computes wrong results, e.g. for a missing all-reduce."""
 
 
 def missing_sums(sch: Schedule) -> list[str]:

@@ -156,7 +156,7 @@ def unlike_replicas(
 
 
 def part_of(model: Any, name: str) -> str:
-    """Return a text that identifies this rank's shard of a parameter; ranks with equal texts hold replicas of it."""
+    """Return a text that identifies this rank's shard of a parameter; ranks with equal texts hold equal shards."""
     row = model.plan.of(name)
     if row is None:
         return "all"

@@ -42,7 +42,7 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a function that waits for peers; if a peer is lost, raise a RankError that explains it."""
+    """Run a function that waits for peers; if a peer is lost, raise a RankError that says which rank and why."""
     try:
         return run(*args, **options)
     except RuntimeError as error:

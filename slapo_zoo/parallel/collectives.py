@@ -35,7 +35,7 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Report a collective of `whole`, its unsharded tensor, to observers; return True in a dry run, which sends nothing."""
+    """Report a collective, with its unsharded tensor `whole`, to observers; return True in a dry run, which sends nothing."""
     if isinstance(group, ShapeOnlyGroup) and group.note is not None:
         group.note(kind, whole.nbytes)
     for observer in OBSERVERS if not isinstance(group, ShapeOnlyGroup) else ():

@@ -20,5 +20,5 @@ def digest_of_tensor(tensor: Tensor) -> str:
 
 
 def unlike(found: Sequence[Any]) -> list[int]:
-    """Return the ranks whose entry of `found`, one per rank, differs from that of rank 0."""
+    """Return the ranks whose result differs from rank 0's; `found` has one result per rank."""
     return [rank for rank, fact in enumerate(found) if fact != found[0]]

@@ -16,7 +16,7 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """Return {name: this rank's tensor, or its gradient} for the specs whose tensors this rank's stage owns.
+    """Return {name: this rank's tensor, or its gradient} for the `specs` that belong to this rank's stage.
 
     The tensors are unsharded over dp. With `rows` they are only the rows that this dp rank keeps, marked so
     that `rows_of` finds them.
@@ -35,7 +35,7 @@ def local_tensors(
 def gather(
     local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Gather the ranks' `local` tensors; return the unsharded ones by name on rank 0, {} on others. A collective call."""
+    """Gather `local` (name --> this rank's tensor); return {name: unsharded tensor} on rank 0, else {}. A collective call."""
     mine = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
     if mesh.world_size == 1:
         everyone = [mine]

@@ -42,7 +42,7 @@ def known() -> Known:
 
 @contextmanager
 def knowing(numbers: Known) -> Iterator[None]:
-    """Context in which `known()` returns `numbers`."""
+    """Context in which `known()` returns the facts `numbers` about the running micro-batch."""
     token = _NOW.set(numbers)
     try:
         yield

@@ -75,7 +75,7 @@ def rows_of(tensor: Any) -> Rows | None:
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Mark `tensor` as rows of a dp rank if `part` is so marked, from row `first` (None: as `part`); return `tensor`."""
+    """Mark `tensor` as rows of a dp rank if `part` has such a mark; the first row is `first`, or None: that of `part`."""
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)
     return tensor

@@ -14,7 +14,7 @@ from slapo_zoo.errors import SlapoError
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a backward, (ctx, *grads) --> gradients, so that it raises under `create_graph=True`."""
+    """Wrap the backward of an autograd function, (ctx, *grads) --> gradients, to raise under `create_graph=True`."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:
@@ -25,7 +25,7 @@ def once(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def refuse_graph() -> None:
-    """Raise SlapoError in a backward with `create_graph=True`."""
+    """Raise SlapoError if the running backward has `create_graph=True`."""
     if torch.is_grad_enabled():
         problem = "a collective or kernel in this graph has a gradient, but no second derivative"
         hint = 'one process with kernels="reference", attention="eager" has second derivatives'

@@ -32,7 +32,7 @@ class Sum:
     if_tokens_sharded: bool = False
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the global ranks with which `mesh.rank` sums, itself included; if it takes no part, only itself."""
+        """Return the global ranks over which `mesh.rank` sums the gradient, itself included; itself alone if none."""
         here = mesh.coord(self.mesh_dim)
         all_of_dim = tuple(range(mesh.size(self.mesh_dim)))
         part = next((p for p in self.parts or (all_of_dim,) if here in p), (here,))
@@ -101,7 +101,7 @@ class TensorPlan(TensorSpec):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Plan of one rank: a row per tensor; prints as a table.
+    """Plan of one rank: a row per tensor; it prints as a table.
 
     Args:
         mesh: sizes of the mesh dims, and the rank.
@@ -160,7 +160,7 @@ class RankPlan:
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """Return a copy of this plan to which tensors were added; a tensor replaces the one of the same name."""
+        """Return a copy of this plan with the tensors `rows` added; a tensor replaces another of the same name."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
@@ -213,7 +213,7 @@ def without_peft(name: str) -> str:
 
 
 def partition(coords: Sequence[int], same: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
-    """Group the coordinates that hold the same elements; `same` maps a coordinate to a key of its elements.
+    """Group `coords` (mesh coordinates) that hold the same elements; `same` maps a coordinate to a key of them.
 
     >>> partition(range(4), {0: "a", 1: "a", 2: "b", 3: "b"})
     ((0, 1), (2, 3))

@@ -94,7 +94,7 @@ def _read(path: str, pp: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _parse(places: _Places, row: int, column: int, cell: str) -> Iterator[Action]:
-    """Yield the actions of one cell: none, one, or two that overlap; other text raises MeshError."""
+    """Yield the actions in the text of one CSV cell: none, one, or two that overlap; MeshError for other text."""
     two = _TWO.fullmatch(cell)
     parts = [part.strip() for part in two[1].split(";")] if two else [cell] if cell else []
     for part in parts:
@@ -109,7 +109,7 @@ def _parse(places: _Places, row: int, column: int, cell: str) -> Iterator[Action
 
 
 def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
-    """Return the rank of each stage; MeshError unless each stage is on one rank and all ranks hold equally many."""
+    """Return the rank of each stage; MeshError if a stage is on two ranks or ranks hold unequal numbers of stages."""
     homes: dict[int, int] = {}
     for rank, actions in enumerate(ranks):
         for action in actions:
@@ -135,9 +135,8 @@ def _check_complete(places: _Places, num_stages: int) -> int:
             f, b, i, w = (Action(stage, kind, micro_batch) in places.of for kind in NAMES)
             if not f:
                 problem = f"found no cell {Action(stage, FORWARD, micro_batch)}"
-                raise MeshError(
-                    places.path, f"stage {stage}", problem, "add a cell with this forward"
-                )
+                hint = "add a cell with this forward"
+                raise MeshError(places.path, f"stage {stage}", problem, hint)
             if b and (i or w):
                 part = BACKWARD_INPUT if i else BACKWARD_WEIGHT
                 problem = f"there is a whole backward {stage}B{micro_batch} as well"
@@ -146,9 +145,8 @@ def _check_complete(places: _Places, num_stages: int) -> int:
             if not b and not (i and w):
                 lost = BACKWARD_WEIGHT if i else BACKWARD_INPUT if w else BACKWARD
                 problem = f"found no cell {Action(stage, lost, micro_batch)}"
-                raise MeshError(
-                    places.path, f"stage {stage}", problem, f"add a cell with this {NAMES[lost]}"
-                )
+                hint = f"add a cell with this {NAMES[lost]}"
+                raise MeshError(places.path, f"stage {stage}", problem, hint)
     return count
 
 

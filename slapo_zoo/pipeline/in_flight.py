@@ -61,7 +61,7 @@ def _whole(action: Action, step: int = 0) -> Action:
 
 
 class Sends:
-    """Sends of one rank in one step that may not have arrived yet.
+    """Sends of one rank in one pipeline step that may not have arrived yet.
 
     `arrived` maps an action to the sends that have arrived when its input has (result of `arrivals`).
     """
@@ -150,7 +150,7 @@ class InFlightStage(PipelineStage):
         return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a micro-batch; afterwards only the autograd graph keeps its inputs."""
+        """Run the forward of a micro-batch; afterwards only the autograd graph holds the micro-batch's inputs."""
         self._release(Action(self.stage_index, FORWARD, fwd_chunk_id))
         if self.in_turn:
             self._give_up(self.fwd_cache.keys() - {fwd_chunk_id - 1})

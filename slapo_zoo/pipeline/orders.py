@@ -129,9 +129,8 @@ class StageMap:
             return  # with fewer, GPipe runs instead
         if count < need:
             problem = f"found {count} micro-batches, {self.order.name} needs at least {need}"
-            raise MeshError(
-                "pipeline", "micro_batches", problem, "pass more micro-batches, or more rows"
-            )
+            hint = "pass more micro-batches, or more rows"
+            raise MeshError("pipeline", "micro_batches", problem, hint)
         rounds = max(1, count // self.pp)
         if self.order.many and self.order.name != "LoopedBFS" and count % rounds:
             problem = (
@@ -140,7 +139,7 @@ class StageMap:
             raise MeshError("pipeline", "micro_batches", problem, f"pass {self.pp * rounds}")
 
     def admits(self, count: int) -> bool:
-        """Return whether the order can run with `count` micro-batches."""
+        """Return whether the pipeline order can run with `count` micro-batches."""
         try:
             self.check_micro_batches(count)
         except MeshError:
@@ -167,7 +166,7 @@ class StageMap:
         return cls(given, micro_batches, **options)
 
     def actions(self, micro_batches: int) -> list[list[Action]]:
-        """Return the actions of each rank in order, without running them."""
+        """Return the actions (forwards and backwards) of each rank in the order in which the rank would run them."""
         self.check_micro_batches(micro_batches)
         if self.custom is not None:
             return [list(actions) for actions in self.custom.actions]

@@ -79,9 +79,8 @@ class Pipeline:
         plans = self.plans(parts[0])
         if self.depends_on_data and any(self.plans(part) != plans for part in parts[1:]):
             problem = "what crosses a cut depends on the data, and differs between micro-batches"
-            raise ScheduleError(
-                "pipeline", "micro_batches", problem, "use pp=1, or one micro-batch"
-            )
+            hint = "use pp=1, or one micro-batch"
+            raise ScheduleError("pipeline", "micro_batches", problem, hint)
         return plans
 
     def sends(self, micro_batches: int) -> Any:
@@ -245,7 +244,7 @@ def _stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device,
     before_last: Callable[[Any], None] | None,
 ) -> Any:  # fmt: skip
-    """Return the torch.distributed.pipelining stage object of one stage, with its shapes fixed."""
+    """Return the torch.distributed.pipelining stage object for the stage of `plan`, with fixed shapes."""
     from slapo_zoo.pipeline.stage import Stage
 
     places, index = pipeline.places, plan.stage
@@ -285,12 +284,8 @@ def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping
     mesh, places = pipeline.schedule.mesh, pipeline.places
     tensors, _ = split_batch(batch)
     if not tensors:
-        raise SlapoError(
-            "forward",
-            "batch",
-            "found no tensors",
-            "pass the model's inputs as tensors, e.g. input_ids",
-        )
+        hint = "pass the model's inputs as tensors, e.g. input_ids"
+        raise SlapoError("forward", "batch", "found no tensors", hint)
     device = next(iter(tensors.values())).device
     output, sent = None, ()
     with torch.no_grad():
@@ -336,7 +331,7 @@ def _run_stage(
 
 
 def broadcast_output(output: Any, source: int, group: Any, device: torch.device) -> Any:
-    """Broadcast a HuggingFace output object, structure first, from rank `source` to its group, and return it."""
+    """Broadcast a HuggingFace output object from rank `source` to its group, first its structure; return the object."""
     here = dist.get_rank() == source
     described: list[Any] = [_describe(output) if here else None]
     dist.broadcast_object_list(described, source, group=group, device=device)

@@ -72,12 +72,10 @@ class Stage(InFlightStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """Run a backward in two parts (inputs, weights) where torch 2.13 computes it right, else whole in the
-        first part.
+        """Run a backward in two parts (inputs, weights) if torch 2.13 computes it right, else whole in the first part.
 
         Torch groups weights whose gradients meet. A weight that is used in several places of a stage (ALBERT's
-        block, T5's position bias) is put in two groups, or in none when only an output of the stage depends on
-        it.
+        block, T5's position bias) is put into two groups, or into none if only an output of the stage depends on it.
         """
         run = super().backward_maybe_with_nosync
         if last_backward and self.before_last is not None:
@@ -114,7 +112,7 @@ class Stage(InFlightStage):
         return self.clock()
 
     def _with_place(self, error: Exception, kind: str, micro_batch: int) -> Exception:
-        """Return a StageError that names stage, module and micro-batch; keep errors of slapo_zoo and lost peers."""
+        """Return a StageError that names stage, module and micro-batch; return slapo_zoo's errors and lost peers as given."""
         cause = error.__cause__ if "failed to run" in str(error).lower() else error
         cause = cause if isinstance(cause, Exception) else error
         if isinstance(cause, SlapoError) or is_lost_peer(cause):

@@ -77,7 +77,7 @@ def _rank(path: str, ranks: Sequence[re.Pattern[str]]) -> int:
 def assign_stages(
     units: Sequence[str], cuts: Sequence[Cut], repeated: Sequence[str] = (), everywhere: Sequence[str] = ()
 ) -> dict[str, tuple[int, ...]]:  # fmt: skip
-    """Return the stages that hold each unit: one, or several for a shared block with cuts between its calls.
+    """Return the stages that hold each unit (block, embedding, head): several if calls of a shared block are cut.
 
     Args:
         units: paths of the units, in the order they run.
@@ -145,7 +145,7 @@ class StagePlan:
         return sorted(v for v in used if self.stage_of_call[v.call] < stage)
 
     def shape(self, value: Value) -> Shape:
-        """Return shape and dtype of a value."""
+        """Return the shape and dtype of a tensor that a unit returns, given its identity."""
         return self.calls[value.call].leaves[value.leaf]
 
     @property
@@ -173,7 +173,7 @@ class Cursor:
         self.plan: StagePlan | None = None
 
     def begin(self, plan: StagePlan, received: Sequence[Tensor], device: torch.device) -> None:
-        """Start the forward of a stage with the tensors that the previous stage sent."""
+        """Start the forward of a stage with the tensors that the stage before has sent."""
         self.plan, self.index, self.device = plan, -1, device
         incoming = plan.crossing(plan.stage)
         # A view: a value that is only passed on must not be the received leaf itself.
@@ -232,7 +232,7 @@ class Cursor:
 
 
 class Foreign(nn.Module):
-    """Replacement of a unit of another stage; it holds only parameters that are tied to one of this stage.
+    """Replacement of a unit (block, embedding, head) of another stage; it has only parameters tied to this stage's.
 
     rewrite:  h.3(x, ...)  -->  the received output, or zeros that nothing on this stage uses
     """
@@ -249,7 +249,7 @@ class Foreign(nn.Module):
                 self._modules[name] = ForeignPart(f"{unit}.{name}", child, cursor, held)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the unit, such as a size; its parameters have shape and dtype but no data."""
+        """Return an attribute of the replaced unit, such as a size; its parameters have shape and dtype but no data."""
         for own in (self.__dict__.get("_parameters", {}), self.__dict__.get("_modules", {})):
             if name in own:
                 return own[name]

@@ -47,7 +47,7 @@ class UnitCost:
 
     @property
     def step(self) -> float:
-        """Return the operations of a forward and backward."""
+        """Return the operations of a forward and backward of one micro-batch."""
         return 2.0 * self.forward + (self.forward + 2.0 * ELEMENT * self.parameters)
 
 

@@ -68,7 +68,7 @@ class Database:
         return self.db[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return the result stored under `key`, or `default`."""
+        """Return the result stored under `key`, or `default` if there is none."""
         return self.db.get(key, default)
 
     def __iter__(self) -> Iterator[str]:
@@ -97,7 +97,7 @@ class Scope:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, point: Mapping[str, Any], steps: int | None = None) -> str:
-        """Return the database key of a configuration, a dict {knob: value}, that is measured over `steps` steps."""
+        """Return the database key of a configuration ({knob: value}) that is measured over `steps` training steps."""
         versions = ",".join(f"{name}={self.versions[name]}" for name in sorted(self.versions))
         setting = ",".join(f"{name}={self.setting[name]}" for name in sorted(self.setting))
         at = Space.cfg_dict_to_str(dict(sorted(point.items())))

@@ -88,7 +88,7 @@ class Grid:
         return mask
 
     def corners(self, here: np.ndarray) -> list[int]:
-        """Return the numbers of configurations whose measurement tells most about memory, the smallest one first.
+        """Return the numbers of the configurations that tell most about memory when measured, the smallest one first.
 
         In the first one all symbols that matter for memory have their value of least memory. Then one of them
         at a time gets its value of most memory, and at last all get their middle value. The other symbols keep

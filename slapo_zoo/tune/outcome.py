@@ -41,12 +41,12 @@ class Outcome:
         return self.kind in (OK, SLOW)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the outcome as plain data for the database."""
+        """Return the outcome as a dict for the database."""
         return asdict(self)
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> "Outcome":
-        """Make an outcome from plain data of the database."""
+        """Make an outcome from a dict of the database, as `to_dict` returns it."""
         return Outcome(**data)
 
 

@@ -16,7 +16,7 @@ from slapo_zoo.zoo.tuned import TUNING
 def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome) -> None:
     """Write the fastest configuration of a search, `point` (knob --> value), into a card's `tuning.json`.
 
-    `scope` says where it was measured, `outcome` what was measured.
+    `scope` has the conditions of the measurement, `outcome` its result.
 
     Raises:
         CardError: the folder `card` is no complete card.

@@ -130,7 +130,7 @@ class Space:
         return None
 
     def reset(self) -> None:
-        """Unfix all symbols."""
+        """Unfix all symbols of the space."""
         self.fixed_idx = -1
         for symbol in self.space.values():
             symbol.fixed_idx = -1

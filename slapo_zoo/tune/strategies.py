@@ -107,7 +107,7 @@ def fits(
 
 
 def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarray:
-    """Return the probability [points] that each configuration fits, averaged over the laws that explain the outcomes.
+    """Return the probability [points] that each configuration fits: the mean of the laws that agree with outcomes.
 
     A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept`
     takes the values of KEPT.
@@ -151,10 +151,10 @@ MORE_MEMORY = (
 
 
 class Strategy(Protocol):
-    """Search strategy, which names the next configuration to measure."""
+    """Protocol of search strategies, which choose the next configuration to measure."""
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the number of the next configuration to measure, or None when no other is worth it.
+        """Return the number of the next configuration to measure, or None if no other is worth measuring.
 
         Args:
             known: number of a configuration --> its outcome, in the order of measurement.
@@ -187,7 +187,7 @@ class Random:
 
 
 class Coordinate:
-    """Coordinate descent: tries the neighbours of the best configuration along one symbol after the other."""
+    """Strategy of coordinate descent: it tries the neighbours of the best configuration along one symbol at a time."""
 
     def __init__(self, grid: Grid, start: int = 0, **options: Any):
         self.grid, self.start = grid, start
@@ -278,7 +278,7 @@ class Model:
             self.priors = [np.log(np.maximum(np.asarray(prior, float), 1e-12))]
 
     def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return `start` first, then the configuration with the largest expected gain; None if that is too small."""
+        """Return `start` first, then the configuration with the largest expected gain; None if the gain is too small."""
         if not left:
             return None
         if not known:
@@ -298,7 +298,7 @@ class Model:
         return int(free[chosen]) if gain[chosen] > WORTH or len(known) < FEWEST else None
 
     def _spread(self, known: Known, left: Sequence[int]) -> int:
-        """Return the number of the configuration to measure while little is known.
+        """Return the number of the configuration to measure next, while few are measured.
 
         It is a corner of memory use (`Grid.corners`) that may fit, else the one farthest from all measured ones.
         """
@@ -316,7 +316,7 @@ class Model:
         return int(free[distance.argmax()])
 
     def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
-        """Return a configuration that varies a memory symbol of which only one value has run, or None.
+        """Return a configuration with a new value of a memory symbol of which one value has run; None if there is none.
 
         All other memory symbols take their value of least memory.
         """
@@ -331,7 +331,7 @@ class Model:
         return None
 
     def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
-        """Return [points]: expected gain of log throughput times the probability to fit, averaged over the priors.
+        """Return the expected gain [points] in log throughput times the probability to fit, averaged over the priors.
 
         `ran` are the numbers of configurations that ran.
         """
@@ -347,7 +347,7 @@ class Model:
 
 
 def _in_a_row(known: Known) -> int:
-    """Return how many of the last measurements ran out of memory, one after the other."""
+    """Return how many of the last measurements ran out of memory without a success between them."""
     last = [outcome.kind == OUT_OF_MEMORY for outcome in reversed(known.values())]
     return next((i for i, failed in enumerate(last) if not failed), len(last))
 
@@ -361,7 +361,7 @@ def best_of(known: Known) -> int | None:
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
     """Return the number of an unmeasured configuration that needs less memory than all failed ones, or None.
 
-    It lies half-way between the failures and the one of least memory; after three failures it is the latter.
+    It lies half-way between the failed ones and the one of least memory; after three failures it is the latter.
     """
     if not left:
         return None

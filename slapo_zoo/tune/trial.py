@@ -100,7 +100,7 @@ def measure(job: Job) -> Outcome:
 
 
 def differs(loss: float, job: Job) -> str:
-    """Return how the loss on the probe batch differs from the expected one, `job.probe`; "" if they agree."""
+    """Describe how the loss on the probe batch differs from the expected one, `job.probe`; return "" if they agree."""
     if loss != loss or abs(loss) == float("inf"):
         return f"the loss of the probe is {loss}"
     if job.probe is None:

@@ -138,7 +138,7 @@ class Tuner:
         return self._measured(number, point, limits.steps)
 
     def _measured(self, number: int, point: Point, steps: int) -> Trial:
-        """Return the outcome from the database, or measure the configuration and store it at once."""
+        """Return the trial of configuration `number`: from the database, or measured now and stored at once."""
         key = self.scope.key(point, steps)
         if key in self.database:
             return Trial(number, point, Outcome.from_dict(self.database[key]), was_known=True)

@@ -95,7 +95,7 @@ def check_changes(model: str, changes: Mapping[str, Any]) -> None:
 
 
 def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point]:
-    """Return the valid configurations: micro-batches divide the rows, and a recompute policy needs a ratio."""
+    """Return the valid configurations: rows are a multiple of micro-batches, and a recompute policy comes with a ratio."""
 
     def legal(point: Point) -> bool:
         rows, count = point.get("batch_size", 8), point.get("micro_batches") or 1
@@ -114,7 +114,7 @@ def points_for(setting: Setting, symbols: Mapping[str, list[Any]]) -> list[Point
 
 
 def default_symbols(model: str) -> dict[str, list[Any]]:
-    """Return the symbols searched by default: batch sizes, and options that the family's table marks tunable."""
+    """Return {symbol: values} searched by default: batch sizes, and options that the family's table marks tunable."""
     config, _ = config_of(model)
     tunable = table_for(config.model_type).tunable
     found: dict[str, list[Any]] = {"batch_size": [1, 2, 4, 8, 16, 32]}
@@ -142,7 +142,7 @@ class Forecaster:
         )
 
     def judge(self, grid: Grid) -> tuple[list[float], dict[int, str]]:
-        """Return (expected rows per second of every configuration, {number: why it cannot run})."""
+        """Return (expected rows per second of every configuration, {number of a configuration: why it cannot run})."""
         expected, refused = [], {}
         for i, point in enumerate(grid.points):
             rows, count = int(point.get("batch_size", 8)), int(point.get("micro_batches") or 1)

@@ -34,7 +34,7 @@ def line_of(trial: Trial) -> str:
 
 
 def as_text(result: Result, most: int = 10) -> str:
-    """Format the `most` fastest configurations, the failures by kind, and what was never measured."""
+    """Format the `most` fastest configurations, the failures by kind, and the configurations that were not measured."""
     names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
     ran = (t for t in result.trials if t.outcome.kind == "ok")
     ran = sorted(ran, key=lambda t: -t.outcome.throughput)[:most]
@@ -85,7 +85,7 @@ def draw_trace(result: Result, path: Path) -> None:
 
 
 def draw_surface(result: Result, grid: Grid, path: Path) -> bool:
-    """Plot the median throughput over the two numeric symbols with most values; False if there are not two."""
+    """Plot the median throughput over the two numeric symbols with most values; return False if fewer than two exist."""
     numeric = [
         n for n in grid.names if len(grid.values[n]) > 1 and all(map(is_number, grid.values[n]))
     ]

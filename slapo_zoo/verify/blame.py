@@ -86,7 +86,7 @@ class Blame:
         return None
 
     def _wrong(self, event: Event, gradient: bool) -> int | None:
-        """Return the first rank whose tensor (or its gradient) for this event differs from the plain model's, or None."""
+        """Return the first rank on which an event's tensor (or its gradient) differs from the plain model's, or None."""
         seen = self.truth[event]
         want = seen.grad if gradient else seen.value
         own = self.plain[event].grad if gradient else self.plain[event].value
@@ -116,7 +116,7 @@ class Blame:
     ) -> Iterator[tuple[list[int], list[Tensor | None], tuple[int, int]]]:
         """Yield (ranks, tensors, (first row, number of rows)) for each micro-batch of each stage.
 
-        `tensors` has one entry per tp rank, None where the event was not recorded.
+        `tensors` has one tensor per tp rank, or None if that rank did not record the event.
         """
         places: dict[tuple[int, int, int], dict[int, Seen]] = {}
         ran: set[tuple[int, int, int]] = set()
@@ -141,7 +141,7 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have made the tensor of event number `index` (a forward value) wrong."""
+        """Return the paths of modules that can have caused the wrong forward value of event number `index`."""
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))
@@ -200,7 +200,7 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _odd_one(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """Return the tp coordinate whose tensor is missing, or else far from `want`; 0 if that cannot be told."""
+    """Return the tp coordinate whose tensor is missing, else whose tensor is far from `want`; 0 if neither is found."""
     for i, part in enumerate(parts):
         if part is None:
             return i

@@ -81,7 +81,7 @@ class Case:
         return padded_batch(model, self.rows, self.tokens, seed, self.tp)
 
     def changes(self, dropped: bool = False) -> dict[str, Any]:
-        """Return the config fields that every run sets when it loads the model; `dropped` switches its dropout on."""
+        """Return the config fields that every run sets when it loads the model; with `dropped` its dropout is on."""
         drops = dict.fromkeys(self.drops, DROPOUT) if dropped else {}
         return {**changes_for_comparison(self.config), **drops}
 
@@ -118,7 +118,7 @@ class Trial:
         )  # fmt: skip
 
     def micro_batches(self, table: Table) -> int:
-        """Return the number of micro-batches of a dp rank; it is 1 where `table` forbids to split a batch."""
+        """Return the number of micro-batches of a dp rank; 1 if the family's `table` forbids to split a batch."""
         if self.whole or table.batch_statistics or table.is_undivided(self.case.cls):
             return 1
         return self.case.rows // self.sizes[2] // self.case.micro_rows
@@ -133,7 +133,7 @@ class Trial:
         return Trial(self.case, (1, 1, 1), uncut(self.schedule), {}, whole)
 
     def predicted_collectives(self) -> dict[str, int] | None:
-        """Return kind --> number of tp collectives in a step of one tp rank over all stages; None if it is not predicted."""
+        """Return {kind: number of tp collectives of one tp rank in a step, over all stages}; None if not predicted."""
         outline = self.outline()
         if outline.state.checkpointed or self.sizes[0] == 1:
             return None
@@ -188,7 +188,7 @@ def expressive_config(config: Any) -> Any:
 
 
 def noisy_model(config: Any, cls: Any, seed: int = 0) -> Any:
-    """Make a plain model with random weights, none of them exactly 0 or 1: such weights would hide mistakes."""
+    """Make a plain model with random weights, none of them exactly 0 or 1, because such weights hide mistakes."""
     with drawn_from(seed):
         model = cls(copy.deepcopy(config))
         model.tie_weights()

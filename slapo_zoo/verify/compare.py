@@ -138,7 +138,7 @@ class Comparison:
         self.findings.append(Finding(check, what, problem, rank))
 
     def did(self, check: str, ratio: float = 0.0) -> None:
-        """Count one comparison of a check; `ratio` is its error divided by the allowed error."""
+        """Count one comparison of a check; `ratio` is the error divided by the allowed error."""
         self.counts[check] = self.counts.get(check, 0) + 1
         self.worst[check] = max(self.worst.get(check, 0.0), ratio)
 
@@ -217,11 +217,11 @@ class FixedTolerance(Tolerance):
         self.relative = relative
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """Return 0: the truth is itself a run in this dtype."""
+        """Return 0, since the plain model itself ran in this dtype."""
         return 0.0
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return `relative` of the value's largest element, plus a hundredth of that of `scale`."""
+        """Return the allowed error: `relative` times `largest`, plus a hundredth of `relative` times `scale`."""
         return self.relative * (largest + 0.01 * scale)
 
 
@@ -285,7 +285,7 @@ def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
 
 
 def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float | None:
-    """Return the number f if every gradient in `found` is f times that in `want`; None if there is no such f, or f = 1."""
+    """Return the factor f, if every gradient in `found` is f times that in `want`; None without such a factor, or for 1."""
     pairs = [
         (found[n].double().flatten(), g.double().flatten()) for n, g in want.items() if n in found
     ]
@@ -304,7 +304,7 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
-    """Compare the weights after one AdamW step, loosely where the true gradient is 0, as AdamW amplifies its noise."""
+    """Compare the weights after an AdamW step, loosely where the true gradient is 0: AdamW amplifies noise there."""
     truth = near.truth
     largest = largest_of(truth.grads)
     noise = {n for n, g in truth.grads.items() if float(g.abs().max()) < 1e-12 * largest}
@@ -344,7 +344,7 @@ def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterab
 
 
 def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
-    """Check that ranks with the same tensor hold equal bytes, and that tied parameters are one tensor.
+    """Check that ranks which hold the same tensor hold equal bytes, and that tied parameters are one tensor.
 
     The weights after the step are compared, or the gradients if no step was made.
     """
@@ -365,7 +365,7 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 
 
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Check that with dropout the mesh computes the loss and gradients that the scheduled model has on one rank.
+    """Check that training with dropout gives the same loss and gradients on the mesh as on one rank.
 
     They are equal because slapo_zoo draws the same dropout masks on every layout.
     """

@@ -93,7 +93,7 @@ class _Outcome:
 
 
 class _Verification:
-    """Runner of all checks of one trial; temporary files are written below the folder `scratch`."""
+    """Runner of all checks of one trial (a schedule on a mesh); temporary files are written below `scratch`."""
 
     def __init__(self, trial: Trial, scratch: Path):
         self.trial, self.scratch = trial, scratch
@@ -135,7 +135,7 @@ class _Verification:
         return (path,) if known else ()
 
     def _where_it_raises(self) -> tuple[str, ...]:
-        """Run the schedule again; return the module that is running when it raises, and the one that returned last."""
+        """Run the schedule again; return the module that runs when the error is raised, and the module that ran before."""
         try:
             on_mesh(recorded, self.trial, DTYPES[1])
         except Exception as error:
@@ -199,7 +199,7 @@ class _Verification:
     def _landed(self, kind: str) -> frozenset[str]:
         """Return the paths of the modules to which directives of a kind were applied.
 
-        Kind "sync_op_or_fn": syncs that leave partial gradients; kind "count": sharding of experts.
+        Kind "sync_op_or_fn": collectives that leave partial gradients; kind "count": sharding of experts.
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)

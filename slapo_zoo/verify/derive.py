@@ -68,7 +68,7 @@ class Proof:
 
 
 def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> Proof:
-    """Derive the table that shards most among those that are proven right on a mesh.
+    """Derive the table of sharding rules that shards most among those that are proven right on a mesh.
 
     `sizes` are those of tp, pp and dp; `knobs` are loader arguments for the proof, such as sequence_parallel.
 
@@ -93,7 +93,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
 
 
 class Search:
-    """Search for a table that is right, from the candidate that shards most to the one that shards least."""
+    """Search for a table of sharding rules that is right, from the one that shards most to the one that shards least."""
 
     def __init__(self, config: Any, case: Case, sizes: tuple[int, int, int], knobs: Any):
         self.config, self.case, self.sizes, self.knobs = config, case, sizes, knobs
@@ -118,7 +118,8 @@ class Search:
         raise refusal(self.config, f"no table is right here: {problem}", "use another layout")
 
     def _attempts(self) -> Iterator[Make]:
-        """Yield functions that make a table, in the order from the one that shards most to the one that shards least.
+        """Yield functions that make a table of sharding rules, first the one that shards most, last the one that shards
+        least.
 
         Between two of them `left_whole` is set: the groups of modules that the next tables leave unsharded.
         """
@@ -133,7 +134,7 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return the stacks of blocks of a model with several, one of which a pipeline may cut; else an empty list."""
+        """Return the stacks of blocks of a model with several (encoder, decoder); a pipeline may cut one of them."""
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
@@ -145,13 +146,13 @@ class Search:
         return (False, True) if self.sizes[1:] == (1, 1) else (False,)
 
     def candidates(self) -> list[Make]:
-        """Return functions (config, model) --> table; the tables are tried in this order, the most useful first."""
+        """Return functions (config, model) --> table of sharding rules, to be tried in this order, the best first."""
         plan = [self._planned] if self._has_plan() else []
         structural = [self._structural] if self.sizes[0] > 1 else []
         return [*plan, *structural, self._gathered]
 
     def _has_plan(self) -> bool:
-        """Return whether the tp plan of `transformers` gives a table for the given config with its dropouts."""
+        """Return whether the tp plan of `transformers` gives sharding rules for this config with its dropouts."""
         if not plan_of(self.case.config):
             return False
         with suppress(SlapoError):
@@ -167,7 +168,7 @@ class Search:
         return self._table(config, model, True)
 
     def _gathered(self, config: Any, model: Any) -> Table:
-        """Make a table that gathers the output of every sharded layer at once, so that layers stay independent."""
+        """Make a table in which every sharded layer gathers its output at once, so that layers stay independent."""
         return self._table(config, model, False)
 
     def _table(self, config: Any, model: Any, chains: bool) -> Table:
@@ -232,7 +233,7 @@ def problem_of(trial: Trial) -> str:
 
 
 def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[str, str]:
-    """Return pattern, as written in `table` --> shape of its weight on tp rank 0.
+    """Return {pattern, as written in `table`: shape of its weight on tp rank 0}.
 
     `frozen` is the same table with full patterns for `model`, which is on the meta device.
     """

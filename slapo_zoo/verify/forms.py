@@ -54,7 +54,7 @@ def _candidates(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Te
 
 
 def _joined(parts: Sequence[Tensor], axis: int, want: Tensor) -> Tensor | None:
-    """Concatenate the parts along an axis and cut off padding at the end; return None if the shape is not `want`'s."""
+    """Concatenate `parts` along an axis and cut off padding at the end; return None if the shape is not `want`'s."""
     if not all(part.ndim == want.ndim for part in parts) or not _fit(parts, axis):
         return None
     whole = torch.cat(list(parts), axis)
@@ -70,7 +70,7 @@ def _fit(parts: Sequence[Tensor], axis: int) -> bool:
 
 
 def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the parts without those that equal the part before them (KV heads shared by neighbouring ranks)."""
+    """Return the tensors without those equal to the tensor before them (KV heads that neighbouring ranks share)."""
     kept = [parts[0]]
     for part in parts[1:]:
         if part.shape != kept[-1].shape or not torch.equal(part, kept[-1]):
@@ -79,9 +79,9 @@ def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tokens_of_flat_rows(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (description, tensor) for tensors [rows * tokens, ...] of which each rank holds some tokens of every row.
+    """Yield (description, tensor) for each way in which `parts` may be tokens of flattened rows [rows * tokens, ...].
 
-    OPT flattens its activations this way. Each possible number of rows is tried.
+    OPT flattens its activations so; each rank then holds some tokens of every row. Each number of rows is tried.
     """
     n, flat = len(parts), parts[0].shape[0] if parts[0].ndim else 0
     if want.ndim < 2 or any(p.shape != parts[0].shape for p in parts) or flat * n != want.shape[0]:

@@ -80,7 +80,7 @@ def judge(
 
 
 def _with_dropout(into: Comparison, trial: Trial) -> None:
-    """Compare replicas after a step with dropout, then, if the model draws random numbers, the mesh with one rank."""
+    """Compare replicas after a step with dropout; if the model draws random numbers, compare the mesh with one rank too."""
     case = trial.case
     if not case.draws and trial.sizes[0] == 1:
         return  # nothing that ranks hold alike can come apart
@@ -100,8 +100,8 @@ def _with_dropout(into: Comparison, trial: Trial) -> None:
 def tolerance_of(case: Case) -> Tolerance:
     """Run the plain model; return its result together with the error that a right schedule may have.
 
-    If the scheduled model runs in another dtype than the truth, that error is measured on plain runs in
-    this dtype that add in different orders.
+    If the scheduled model runs in another dtype than the plain fp64 run, this error is measured on plain runs in
+    its dtype that add in different orders.
     """
     if case.dtype == case.truth_dtype:
         return FixedTolerance(case.truth or plain(case, case.dtype), RELATIVE[case.dtype])
@@ -162,7 +162,7 @@ def _turned(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Load this rank's part of the scheduled model; all ranks call it together. `changes` are config fields to set."""
+    """Load this rank's part of the scheduled model, with the config fields `changes`; a collective call."""
     tp, pp, dp = trial.sizes
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=trial.case.seed, auto_class=trial.case.cls, schedule=trial.schedule,
@@ -267,7 +267,7 @@ def _part(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
-    """Run forward and backward of all micro-batches of this rank; return the loss of its rows."""
+    """Run forward and backward of this rank's micro-batches of the batch `whole`; return the loss of the rank's rows."""
     parts = trial.micro_batches(model._slapo.table)
     return float(model.train_step(_part(model, trial, whole), micro_batches=parts))
 
@@ -288,7 +288,7 @@ def on_mesh(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> li
 
 
 def one_rank_run(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> RankResult:
-    """Call `run` for a trial on one rank; random draws that no directive seeds come from the seed of the test case."""
+    """Call `run` for a trial on a mesh of one rank; draws that no directive seeds come from the test case's seed."""
     with _without_warnings(), drawn_from(trial.case.seed):
         return run(trial, *arguments)
 

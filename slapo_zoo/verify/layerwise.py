@@ -118,7 +118,7 @@ def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]
 
 
 class _Numbers:
-    """Conversion of the block numbers in paths and patterns between the full model and one with few layers."""
+    """Conversion of the block numbers in paths and patterns between the full model and a model with few of its layers."""
 
     def __init__(self, outline: Outline):
         prefix = base_prefix(outline.model)
@@ -160,7 +160,7 @@ class _Numbers:
         )  # fmt: skip
 
     def _split(self, path: str) -> tuple[int, int] | None:
-        """Return the indices in a path at which its block number begins and ends, or None."""
+        """Return (begin, end) of the block number within a path, as indices of characters; None if the path has none."""
         found = self._known.match(path)
         digits = re.compile("[0-9]+").match(path, found.end()) if found else None
         return digits.span() if digits else None

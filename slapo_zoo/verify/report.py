@@ -108,7 +108,7 @@ class VerifyError(SlapoError, AssertionError):
 
 
 def figures(comparison: Comparison) -> dict[str, Any]:
-    """Return check --> number of comparisons and largest error divided by the allowed one, or "unmeasured"."""
+    """Return {check: number of comparisons and largest error divided by the allowed one, or "unmeasured"}."""
     found: dict[str, Any] = dict.fromkeys(CHECKS, UNMEASURED)
     for check, count in comparison.counts.items():
         found[check] = {"compared": count, "worst": round(comparison.worst[check], 4)}

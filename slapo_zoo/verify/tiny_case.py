@@ -62,7 +62,7 @@ def tiny_case(
 def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
     """Make the test case of a small config: write its weights to `folder`, and run it without and with dropout.
 
-    The forward with the dropout of `given` is observed; a run without dropout is the truth of the test case.
+    The forward with the dropout of `given` is observed. The run without dropout is what sharded runs are compared with.
     """
     small = copy.deepcopy(given)
     zeroed = (name for name in without_dropout(small) if hasattr(small, name))
@@ -91,7 +91,7 @@ def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
 
 
 def _watch(config: Any, case: Case) -> Observation:
-    """Observe one training-mode forward of a new model with the dropouts of `config`."""
+    """Run one training-mode forward of a new model with the dropouts of `config`, and return what was observed."""
     with drawn_from(0):
         config = copy.deepcopy(config)
         if "experts_implementation" in changes_for_comparison(config):

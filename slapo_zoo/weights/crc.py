@@ -34,7 +34,7 @@ def _power(k: int) -> int:
 
 @cache
 def shift(count: int) -> int:
-    """Return x^(8 * count) modulo the CRC polynomial: the factor of a piece with `count` bytes behind it."""
+    """Return x^(8 * count) modulo the CRC polynomial, the factor for a piece that `count` bytes follow."""
     found, k = 1 << 31, 0
     while count >> k:
         if count >> k & 1:
@@ -49,7 +49,7 @@ def zeros(count: int) -> int:
 
 
 def linear(piece: "memoryview | bytes") -> int:
-    """Return L(piece): the CRC-32 of a piece without the part that depends on its length alone, so that sums combine."""
+    """Return the CRC-32 of a piece without its part that depends on the length alone; these values can be added up."""
     return zlib.crc32(piece) ^ zeros(len(piece))
 
 
@@ -87,7 +87,7 @@ def _times_each(sums: np.ndarray, factor: int) -> np.ndarray:
 
 
 def combined(sums: Sequence[int], size: int) -> int:
-    """Return the CRC-32 of a tensor of `size` bytes from the values L of all ranks that wrote some of its bytes."""
+    """Return the CRC-32 of a tensor of `size` bytes from the values of `linear` of all ranks that wrote parts of it."""
     total = 0
     for one in sums:
         total ^= one

@@ -17,7 +17,7 @@ MOST_ELEMENTS = 4096  # larger tensors go to a safetensors file
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return the JSON form of a value; an unsupported type raises WeightsError, with `where` as its location.
+    """Return the JSON form of a value; WeightsError, which names `where`, for an unsupported type.
 
     >>> encode({"betas": (0.9, 0.99), 3: None}, "lr")
     {'$items': [['betas', {'$tuple': [0.9, 0.99]}], [3, None]]}
@@ -37,9 +37,8 @@ def encode(value: Any, where: str) -> Any:
         is_plain = all(type(k) is str and not k.startswith("$") for k in value)
         return dict(pairs) if is_plain else {"$items": pairs}
     problem = f"found a {type(value).__name__}, expected numbers, texts, lists and dictionaries"
-    raise WeightsError(
-        "save_checkpoint", where, problem, "convert it to these before saving it as `extra`"
-    )
+    hint = "convert it to these before saving it as `extra`"
+    raise WeightsError("save_checkpoint", where, problem, hint)
 
 
 def decode(value: Any) -> Any:

@@ -58,9 +58,8 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
     dtype = getattr(torch, spec.dtype, None)
     if dtype not in CODES:
         problem = f"found dtype {spec.dtype!r}, expected one that safetensors can hold"
-        raise WeightsError(
-            "save", spec.name, problem, f"convert it to one of {', '.join(map(str, CODES))}"
-        )
+        hint = f"convert it to one of {', '.join(map(str, CODES))}"
+        raise WeightsError("save", spec.name, problem, hint)
     return dtype
 
 

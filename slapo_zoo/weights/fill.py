@@ -235,7 +235,7 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return the name map in which tensors whose shape differs from the file's are missing, so that they are drawn."""
+    """Return the name map in which tensors that have another shape in the file count as missing, so they are drawn anew."""
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
     source = {name: key for name, key in names.source.items() if name not in differ}

@@ -42,7 +42,7 @@ class PickleFile:
             start = stop
 
     def view(self, name: str) -> Tensor:
-        """Return a tensor in the file's shape and dtype."""
+        """Return the tensor called `name`, in the shape and dtype that the file has."""
         return self._tensors[name]
 
     def read_ahead(self, name: str, first: int, count: int) -> None:

@@ -73,7 +73,7 @@ def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
 
 
 def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tensor]]:
-    """Allocate a meta module on the CPU, filled with NaN; return (dict, name, meta tensor) to undo it."""
+    """Allocate a meta module (with `whole` its submodules too) on the CPU, filled with NaN; return what undoes it."""
     before, made = [], {}
     for sub in module.modules() if whole else (module,):
         for held in (sub._parameters, sub._buffers):

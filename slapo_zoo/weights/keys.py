@@ -109,17 +109,17 @@ class KeyMap:
         return name
 
     def renamed(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs under file keys, without splitting into pieces (for optimizer tensors)."""
+        """Return the specs with names as in the files, without splitting tensors into pieces (for optimizer tensors)."""
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
 
     def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs of the tensors in files, under file keys: those of the model, or their pieces."""
+        """Return the specs of the tensors in files, under file keys: those of the model's tensors, or of their pieces."""
         return self.renamed(self.read_specs(specs))
 
     def read_specs(
         self, specs: Sequence[TensorSpec], found: Collection[str] = ()
     ) -> list[TensorSpec]:
-        """Return the specs under names of the model, split into pieces where files store pieces.
+        """Return the specs with names as in the model, split into pieces where files store pieces.
 
         Args:
             specs: specs of the model.

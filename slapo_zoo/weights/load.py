@@ -239,5 +239,5 @@ def _problem(target: Target, folder: CheckpointFolder, key: str, mesh: Mesh) -> 
 
 
 def _can_cast(found: torch.dtype, expected: torch.dtype) -> bool:
-    """Return whether dtypes are equal, or both floats of 16 bits or more; other weights need scales to be cast."""
+    """Return whether a tensor may be cast: equal dtypes, or both floats of 16 bits or more (8-bit floats need scales)."""
     return found == expected or (found in FLOATS and expected in FLOATS)

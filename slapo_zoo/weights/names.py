@@ -92,7 +92,7 @@ def _spellings(key: str, prefix: str) -> Iterator[str]:
 
 
 def _families(tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return, for each tied name, all names that share its memory; the name they are tied to comes first."""
+    """Return {tied name: all names that share its memory}, the name that the others are tied to first."""
     members: dict[str, list[str]] = {}
     for name in dict.fromkeys((*tied.values(), *tied)):
         root, seen = name, {name}

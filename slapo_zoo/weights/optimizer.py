@@ -90,7 +90,7 @@ def merge(records: Sequence[Record]) -> Record:
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return specs of the state tensors of a merged record, each with its parameter's shape and placement."""
+    """Return specs of the optimizer's state tensors in a merged record, with shape and placement of their parameters."""
     return [
         TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
         for spec in specs
@@ -211,40 +211,31 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
         ours = group.get(name)
         if None not in (value, ours) and _kinds(value) != _kinds(ours):
             problem = f"found {value!r:.60}, expected a value like {ours!r:.60}"
-            raise WeightsError(
-                LOAD,
-                f"optimizer option {name}",
-                problem,
-                "copy the checkpoint again: its file may be damaged",
-            )
+            hint = "copy the checkpoint again: its file may be damaged"
+            raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
         numbers = value if isinstance(value, tuple | list) else [value]
         if not all(math.isfinite(one) for one in numbers if isinstance(one, int | float)):
             problem = f"found {value!r:.60}, expected finite numbers"
-            raise WeightsError(
-                LOAD,
-                f"optimizer option {name}",
-                problem,
-                "copy the checkpoint again: its file may be damaged",
-            )
+            hint = "copy the checkpoint again: its file may be damaged"
+            raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
 
 
 def _kinds(value: Any) -> Any:
-    """Return the kind of an option for comparison; floats, integers and tensors are all "number"."""
+    """Return the kind of an option's value, to compare options; floats, integers and tensors are all "number"."""
     if isinstance(value, tuple | list):
         return [_kinds(one) for one in value]
     return bool if isinstance(value, bool) else "number" if isinstance(value, int | float | Tensor) else type(value)  # fmt: skip
 
 
 def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
-    """Raise WeightsError unless all parameters of a group that have a state have the same entries."""
+    """Raise WeightsError if parameters of one group have optimizer states with different entries."""
     found = {name: state[name].keys() for name in names if state.get(name)}
     most = max(found.values(), key=len, default=())
     for name, keys in found.items():
         if keys != most:
             problem = f"found the state {sorted(keys)}, expected {sorted(most)} as for the others"
-            raise WeightsError(
-                LOAD, name, problem, "copy the checkpoint again: training_state.json may be damaged"
-            )
+            hint = "copy the checkpoint again: training_state.json may be damaged"
+            raise WeightsError(LOAD, name, problem, hint)
 
 
 def _check_kind(optimizer: Any, record: Record) -> None:

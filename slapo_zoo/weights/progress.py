@@ -10,7 +10,7 @@ LEAST = 256 << 20  # bytes; less is loaded too fast to see a bar
 
 @contextmanager
 def byte_progress(what: str, total: int, visible: bool = True) -> Iterator[OnBytes]:
-    """Yield a function to call with the number of bytes done since its last call; it advances a progress bar.
+    """Yield a function that advances a progress bar; it is called with the number of bytes done since its last call.
 
     Args:
         what: text before the bar.

@@ -127,7 +127,7 @@ def _unread(folder: CheckpointFolder, spec: TensorSpec, done: OnBytes) -> Unread
 def _write_others(
     source: Path, dtype: torch.dtype | None, kept: Checksums | None, folder: Path
 ) -> None:
-    """Copy the files that are not weights into `folder`, with the new id of the save and `dtype` in their JSON."""
+    """Copy the files that are not weights into `folder`; in their JSON set the new id of the save, and `dtype`."""
     for item in source.iterdir():
         if WEIGHT_FILE.fullmatch(item.name) and item.name != FILE:
             continue

@@ -132,7 +132,7 @@ def _parse(path: str, raw: bytes) -> dict[str, Any]:
 
 
 def _entry(path: str, name: str, spec: Any, data: int) -> Entry:
-    """Check and return the entry of one tensor; `data` is the offset at which the data of the file start."""
+    """Check and return the header entry of one tensor; `data` is the file offset at which tensor data start."""
     if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
         raise _error(path, name, f"found {spec!r:.80}, expected dtype, shape and data_offsets")
     dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]

@@ -85,13 +85,12 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
     try:
         return Path(folder).resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
-        raise WeightsError(
-            str(folder), "", f"is no folder: {error}", "pass another path"
-        ) from error
+        hint = "pass another path"
+        raise WeightsError(str(folder), "", f"is no folder: {error}", hint) from error
 
 
 class _Save:
-    """Steps of one save on one rank; only rank 0 creates folders and files."""
+    """State and steps of one save on one rank; only rank 0 creates folders and files."""
 
     def __init__(
         self,
@@ -146,7 +145,7 @@ class _Save:
         return str(self.staging.path)
 
     def write(self, path: Path) -> Written:
-        """Write this rank's slices; return its bytes and checksums."""
+        """Write this rank's slices of all tensors; return the number of bytes and their checksums."""
         with self._io_errors():
             return write_tensors(
                 path, self.layout.slots, self.specs, self.local, self.mesh, self.rows
@@ -155,18 +154,14 @@ class _Save:
     def finish(
         self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
     ) -> None:
-        """On rank 0: write index, extras and checksums, check all files, and publish the folder."""
+        """Complete the save on rank 0: write index, extras and checksums, check all files, and publish the folder."""
         if self.mesh.rank != 0:
             return
         found, expected = sum(one.bytes for one in written), sum(map(tensor_bytes, self.specs))
         if found != expected:
             problem = f"found {found} bytes written by all ranks, expected {expected}"
-            raise WeightsError(
-                STEP,
-                self.target,
-                problem,
-                "check that the placements cover every element of each tensor",
-            )
+            hint = "check that the placements cover every element of each tensor"
+            raise WeightsError(STEP, self.target, problem, hint)
         path = self.staging.path
         with self._io_errors():
             kept = self._stamp(written, stamp)
@@ -216,7 +211,7 @@ class _Save:
 def _check_spec(
     spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh, rows: Rows | None
 ) -> None:
-    """Raise WeightsError when this rank has to write a tensor but lacks it, or has it in another shape or dtype."""
+    """Raise WeightsError if this rank has to write a tensor but lacks it, or has another shape or dtype of it."""
     if not 0 <= spec.stage < mesh.pp:
         problem = f"found stage {spec.stage}, expected 0..{mesh.pp - 1}"
         raise WeightsError(STEP, spec.name, problem, "name a stage of this mesh in its spec")

@@ -165,7 +165,7 @@ def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
 
 def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a field's values, one per dp rank of the saved mesh; a single one for an `extra` equal on all ranks."""
+    """Return a field's values, one per dp rank of the saved mesh; a single value for an `extra` equal on all ranks."""
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:
         return [decode(one) for one in kept[BY_DP]]

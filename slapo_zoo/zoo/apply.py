@@ -87,7 +87,7 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """Raise ArchitectureError if the config has a value (see `Table.needs`) with which the table cannot shard the model."""
+    """Raise ArchitectureError if the config has a value with which the table cannot shard the model (see `Table.needs`)."""
     config, mesh = sch.model.config, sch.mesh
     where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}
     hints = {"sp": "leave sequence_parallel out", "pp": "use pp=1"}
@@ -141,7 +141,7 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
 
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
-    """Return the table rows (pattern, rule) that sequence parallelism adds (arXiv:2205.05198).
+    """Return the (pattern, rule) pairs that sequence parallelism adds to a table's `rows` (arXiv:2205.05198).
 
     Under it, tokens are sharded from the output of a `row` rule to the next module with an `enter` rule. The
     first block of each stack shards the tokens, and the last one gathers them; blocks that run several times
@@ -179,7 +179,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return [pattern] if the directive fits every module; else the paths of those that have the parameter it names."""
+    """Return [pattern] if a directive fits every matching module; else the paths of modules with the parameter it names."""
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]
     name, modules = directive.param_name, sch.state.modules
@@ -192,8 +192,8 @@ def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
 def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:
     """Return (path of a block, index of its call) for every block after which a pipeline stage ends.
 
-    Stages are balanced by estimated cost; embeddings, heads and the loss count. MeshError for more stages
-    than blocks.
+    Stages are balanced by estimated cost, which includes embeddings, heads and the loss. Raises MeshError for more
+    stages than blocks.
     """
     blocks = block_paths(sch, table)
     calls = getattr(sch.model.config, table.calls) if table.calls else 1
@@ -210,7 +210,7 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the estimated cost in a training step of each unit, a module that a pipeline never splits.
+    """Return the estimated cost in a training step of each unit: a block, an embedding or a head.
 
     If the forward fails on fake tensors, the cost of a unit is its number of weights.
     """

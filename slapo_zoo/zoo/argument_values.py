@@ -54,7 +54,7 @@ def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
 def local_folder(
     name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Path:  # fmt: skip
-    """Return a local folder, or download a Hub model and return its folder; SlapoError if neither exists."""
+    """Return a local folder, or download a model of the Hub and return its folder; SlapoError if there is neither."""
     if Path(name_or_path).exists():
         return Path(name_or_path) / hub.subfolder
     from huggingface_hub import snapshot_download
@@ -214,7 +214,7 @@ def _read_config(name: str, hint: str) -> Any:
 
 
 def _ask_the_hub(name: str) -> None:
-    """Send one request for config.json, so that a network error is raised at once; `transformers` would try five times."""
+    """Send one request for config.json, so that a network error is raised at once; `transformers` would retry five times."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError

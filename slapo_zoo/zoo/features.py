@@ -20,7 +20,7 @@ def _directives(table: Table) -> Iterator[Directive]:
 
 
 def _any(kind: type, **wanted: Any) -> Callable[[Table], bool]:
-    """Return a predicate of tables: whether a table has a directive of class `kind` with the arguments `wanted`."""
+    """Return a function of a table: whether the table has a directive of class `kind` with the arguments `wanted`."""
 
     def found(table: Table) -> bool:
         return any(
@@ -50,7 +50,7 @@ FEATURES: dict[str, Callable[[Table], bool]] = {
 
 
 def features() -> dict[str, dict[str, bool]]:
-    """Return {model_type: {feature: whether its table has it}} for all families."""
+    """Return {model_type: {feature: whether its table of sharding rules has it}} for all families."""
     tables = {name: table_for(name) for name in families()}
     return {
         name: {feature: has(table) for feature, has in FEATURES.items()}

@@ -73,7 +73,7 @@ class HubArguments:
 
     @property
     def fetching(self) -> dict[str, Any]:
-        """Return the arguments for `snapshot_download`."""
+        """Return the arguments of this object that `snapshot_download` takes."""
         names = ("token", "cache_dir", "local_files_only", "force_download")
         return {name: getattr(self, name) for name in names}
 

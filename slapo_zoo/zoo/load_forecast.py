@@ -21,7 +21,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class Source:
-    """Place of a checkpoint tensor: its file, and its dtype and shape from the file's header."""
+    """Location of a checkpoint tensor: the file, and the dtype and shape in the file's header."""
 
     file: str
     dtype: torch.dtype
@@ -143,7 +143,7 @@ def _check_shapes(place: str, specs: dict[str, TensorSpec], found: dict[str, Sou
 
 
 def _assign(ranks: list[RankRead], spec: TensorPlan, source: Source, mesh: Mesh) -> int:
-    """Add one tensor to the reads of its ranks; return how many of its bytes at least one rank reads."""
+    """Add one tensor to the reads of the ranks that need it; return how many of its bytes are read by some rank."""
     placement = spec.placement or Placement(0)
     size = spec.shape[placement.axis] if spec.placement else 1
     inner = source.nbytes // size if size else 0

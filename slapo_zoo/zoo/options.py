@@ -216,7 +216,7 @@ INSTEAD = {
 
 
 def tunable(**changes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """Return the values that a tuner tries for each knob; `changes` replace values, and `()` excludes a knob."""
+    """Return {option: values that a tuner tries}; `changes` replaces values, and `()` excludes an option."""
     if unknown := sorted(changes.keys() - KNOBS):
         raise unknown_knob("tunable", unknown[0], KNOBS)
     space = {name: knob.tries for name, knob in KNOBS.items() if knob.tries} | changes

@@ -113,7 +113,7 @@ class Outline:
         return hf.build_on_meta(self.cls, config, self._dtype, self.table.seam)
 
     def _apply(self, options: BuildOptions) -> None:
-        """Apply the user's own schedule instead of a table; MeshError if it has the wrong number of stages."""
+        """Apply the user's own schedule; MeshError if it cuts the model into a wrong number of pipeline stages."""
         schedule = options.schedule
         if kind_of(schedule) == "function":
             schedule(self.schedule)

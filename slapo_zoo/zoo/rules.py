@@ -20,7 +20,7 @@ from slapo_zoo.language.primitives import (
 
 @dataclass(frozen=True)
 class Dim:
-    """Name for a number of the config, such as head_dim; the number replaces it when a table is applied to a model."""
+    """Name of a number of the config, such as head_dim; applying a table to a model replaces the name by the number."""
 
     name: str
 
@@ -78,8 +78,8 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
     """Return the rule of an attention: it gets a `core_attn` child, and its attributes count the heads of this rank.
 
-    `num_heads` is the dim that counts query heads. `attributes` are pairs (attribute of the module, unit): the unit
-    is "" if the attribute counts heads, and the dim of a head's columns if it counts columns ("head_dim").
+    `num_heads` names the number of query heads. `attributes` are pairs (attribute of the module, unit): the unit is
+    "" if the attribute counts heads, and the name of a head's number of columns ("head_dim") if it counts columns.
     """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
@@ -92,7 +92,7 @@ def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) ->
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
-    """Return the rule of a module's attribute that counts query heads per KV head; it changes only if tp > KV heads."""
+    """Return the rule of a module's attribute that counts query heads per KV head, which changes only if tp > KV heads."""
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
 
@@ -107,7 +107,7 @@ def vocab_bias(linear: str) -> Rule:
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """Return the rule of an RMSNorm over the columns of all heads, after a linear with `column` and the same arguments."""
+    """Return the rule of an RMSNorm over all heads' columns, after a linear with the rule `column` (same arguments)."""
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
 
@@ -155,7 +155,7 @@ dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it s
 
 
 def dropout_on(axis: int, size: str) -> Rule:
-    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` is the dim of its full length."""
+    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` names the axis's full length."""
     return (ForkRng(axis=axis, size=_dim(size)),)
 
 

@@ -40,7 +40,7 @@ def kind_of(schedule: Any) -> Kind:
     """Return the kind of a `schedule=` value: "zoo", "auto", "table", "card", "steps", "function", "extended".
 
     Raises:
-        SlapoError: the value has none of these kinds.
+        SlapoError: the value is of no known kind.
     """
     if isinstance(schedule, str) and schedule in ("zoo", "auto"):
         return "auto" if schedule == "auto" else "zoo"
@@ -89,6 +89,6 @@ def _plain(value: Any) -> Any:
 
 
 def refusal(config: Any, problem: str, hint: str = "write a table (docs/adding_an_architecture.md)") -> ArchitectureError:  # fmt: skip
-    """Return the error to raise for a family for which schedule="auto" finds no table."""
+    """Return the error for a family that schedule="auto" cannot schedule; `problem` says why."""
     what = f"schedule='auto' for model_type={config.model_type!r}"
     return ArchitectureError("zoo", what, problem, hint)

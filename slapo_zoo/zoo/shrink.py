@@ -90,7 +90,7 @@ def shrink(
 def shrink_for(
     program: Any, config: Any, sizes: dict[str, int], cls: Any
 ) -> tuple[Any, list[Any]] | None:
-    """Return (small config that the program of a card fits, steps of the program for it); None if there is none.
+    """Return (small config that a card's schedule fits, the schedule's directives for it); None if there is none.
 
     Args:
         program: the schedule of the card.

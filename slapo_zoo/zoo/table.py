@@ -77,7 +77,7 @@ class Table:
     needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
-        """Return the table's rows (pattern, rule) for a model: full patterns, with numbers of its config for names."""
+        """Return the table's (pattern, rule) pairs for a model, with full patterns and the numbers of its config."""
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
         dims: dict[str, int] = {}
@@ -91,7 +91,7 @@ class Table:
         return self.undivided is True or cls.__name__ in (self.undivided or ())
 
     def tp_plan(self, model: Any) -> dict[str, str]:
-        """Return the table as a `tp_plan` of transformers; ArchitectureError if a row has no style there."""
+        """Return the table as a `tp_plan` of transformers; ArchitectureError if a rule has no counterpart there."""
         from slapo_zoo.zoo.tp_plan import tp_plan
 
         return tp_plan(self, model)
@@ -111,7 +111,7 @@ def _number(of: str | Callable[[Any], int], config: Any, before: Mapping[str, in
 
 
 class ConfigNumbers(Mapping[str, int]):
-    """Mapping from names to integers: attributes of a config, and the numbers that a table derived from them so far."""
+    """Mapping from names to integers: attributes of a config, and the numbers that a table has computed from them."""
 
     def __init__(self, config: Any, made: Mapping[str, int] = MappingProxyType({})):
         self.config, self.made = config, made
@@ -146,7 +146,7 @@ ZOO: dict[str, Table] = {}
 
 
 def register(table: Table) -> Table:
-    """Add a table to the zoo and return it; ArchitectureError if its family has a table already."""
+    """Add a family's table of sharding rules to the zoo and return it; ArchitectureError if the family has one already."""
     if table.model_type in ZOO:
         problem, hint = "this family has a table already", "register each model_type once"
         raise ArchitectureError("zoo", f"model_type={table.model_type!r}", problem, hint)
@@ -197,20 +197,20 @@ def extend(
 
 @cache
 def load_tables() -> None:
-    """Import every file of `schedules/`, each of which registers its table."""
+    """Import every file of `schedules/`; each registers its family's table."""
     package = importlib.import_module("slapo_zoo.schedules")
     for found in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"slapo_zoo.schedules.{found.name}")
 
 
 def families() -> list[str]:
-    """Return the `model_type`s that have a table."""
+    """Return the `model_type`s for which the zoo has a table of sharding rules."""
     load_tables()
     return sorted(ZOO)
 
 
 def table_for(model_type: str, more: str = "") -> Table:
-    """Return the table of a family; without one, ArchitectureError lists the known families (`more` ends its hint)."""
+    """Return the table of a family; ArchitectureError lists the known families if there is none (`more` ends its hint)."""
     names = families()
     if model_type not in ZOO:
         near = nearest(model_type, names)

@@ -1,4 +1,4 @@
-"""What a user of the Hub does, each in a process of its own: `python hub_scenarios.py NAME FOLDER`.
+"""Steps of a user of the Hub, each in a process of its own: `python hub_scenarios.py NAME FOLDER`.
 
 HF_ENDPOINT is read when the client is imported, so the unmodified client wants a fresh process.
 """

@@ -59,7 +59,7 @@ def loaded(hub, folder, published):
     return run(hub, folder, "load", "reader")
 
 
-def test_push_is_one_commit_and_refuses_concurrent_changes(hub, published):
+def test_push_schedule_to_hub_makes_one_commit_and_refuses_concurrent_changes(hub, published):
     repository = hub.repositories[REPO]
     first = repository.commits[published["first"].partition("@")[2]]
     assert set(first) == {"README.md", "schedule.json", "verify.json", "bench.json", "tuning.json"}
@@ -68,7 +68,7 @@ def test_push_is_one_commit_and_refuses_concurrent_changes(hub, published):
     assert len({published[name] for name in ("first", "second", "live")}) == 3
 
 
-def test_large_files_are_uploaded_by_lfs(hub, published):
+def test_large_card_files_are_uploaded_by_git_lfs(hub, published):
     stored = hub.repositories["me/picture"]
     files = stored.commits[stored.branches["main"]]
     assert len(files["plot.png"]) == 5004
@@ -77,7 +77,7 @@ def test_large_files_are_uploaded_by_lfs(hub, published):
 
 
 @pytest.mark.slow
-def test_fresh_process_loads_card_by_sha_and_by_tag(loaded, published):
+def test_new_process_loads_card_by_commit_sha_and_by_tag(loaded, published):
     found, said = loaded
     assert found["same"]
     assert published["first"].partition("@")[2] in said, "a tag is resolved to a sha and shown"
@@ -87,7 +87,7 @@ def test_fresh_process_loads_card_by_sha_and_by_tag(loaded, published):
     assert "plot.png" not in found["pictures"], "only the files that a card needs are fetched"
 
 
-def test_weights_are_published_with_their_schedule(loaded, hub):
+def test_weights_are_pushed_to_the_hub_together_with_their_schedule(loaded, hub):
     stored = hub.repositories["me/model"]
     files = stored.commits[stored.branches["main"]]
     assert {"model.safetensors", "config.json", "schedule.json", "README.md"} <= set(files)
@@ -105,11 +105,13 @@ def test_weights_are_published_with_their_schedule(loaded, hub):
         ("no card", "schedule.json is missing"),
     ],
 )
-def test_missing_or_unfitting_card_is_refused_with_reason(loaded, case, words):
+def test_missing_or_mismatched_card_is_refused_with_reason(loaded, case, words):
     assert words in loaded[0][case]
 
 
-def test_a_moved_tag_and_a_tampered_file_are_refused(hub, folder, loaded, published):
+def test_card_is_refused_when_its_tag_moved_or_a_file_was_tampered_with(
+    hub, folder, loaded, published
+):
     repository = hub.repositories[REPO]
     first = published["first"].partition("@")[2]
     repository.tags["v1"] = published["second"].partition("@")[2]
@@ -123,14 +125,14 @@ def test_a_moved_tag_and_a_tampered_file_are_refused(hub, folder, loaded, publis
     assert "changed after the card was made" in found["tampered"]
 
 
-def test_offline_a_cached_card_loads_and_others_are_refused(hub, folder, loaded, published):
+def test_offline_mode_loads_cached_card_and_refuses_uncached_card(hub, folder, loaded, published):
     found, _ = run(hub, folder, "offline", "reader", offline="1")
     assert found["by sha"] == found["by tag"] == loaded[0]["hash"]
     assert "was not fetched before" in found["not there"]
     assert "take one from the cache" in found["no sha"]
 
 
-def test_python_schedule_runs_only_when_trusted_and_pinned(hub, folder, published):
+def test_python_schedule_runs_only_with_trust_remote_code_and_pinned_sha(hub, folder, published):
     found, said = run(hub, folder, "python", "stranger")
     assert "trust_remote_code=True" in found["main"]
     assert "schedule.json is missing" in found["untrusted"]

@@ -53,7 +53,7 @@ def card(tmp_path):
     return str(tmp_path / "card")
 
 
-def test_an_applied_card_gives_the_output_and_gradients_of_the_plain_module(card):
+def test_applied_card_equals_plain_module_in_output_and_gradients(card):
     def trained():
         model = slapo_zoo.build(slapo_zoo.apply_card(tower(), card))
         output = model(IDS)
@@ -68,14 +68,14 @@ def test_an_applied_card_gives_the_output_and_gradients_of_the_plain_module(card
         assert rows == 16
 
 
-def test_a_card_applies_on_four_ranks_that_was_made_on_two(card):
+def test_card_made_on_two_ranks_applies_on_four_ranks(card):
     shapes = slapo_zoo.emulate(
         lambda: slapo_zoo.apply_card(tower(), card).model.up.weight.shape, mesh=(4, 1, 1)
     )
     assert shapes == [(8, 8)] * 4
 
 
-def test_the_readme_of_the_card_shows_how_to_apply_it(card):
+def test_card_readme_shows_how_to_apply_the_card(card):
     with open(f"{card}/README.md") as file:
         text = file.read()
     assert "slapo_zoo.apply_card(Tower(...), " in text
@@ -92,14 +92,16 @@ def test_the_readme_of_the_card_shows_how_to_apply_it(card):
         (Other(), "it was made for Tower, the module is Other"),
     ],
 )
-def test_a_module_of_other_shapes_or_class_is_refused_unchanged(card, module, words):
+def test_apply_card_refuses_module_of_other_shapes_or_class_and_leaves_it_unchanged(
+    card, module, words
+):
     before = {name: p.shape for name, p in module.named_parameters()}
     with pytest.raises(CardError, match=words):
         slapo_zoo.apply_card(module, card, Mesh(tp=1))
     assert {name: p.shape for name, p in module.named_parameters()} == before
 
 
-def test_a_mesh_that_does_not_divide_is_refused_and_the_module_stays_whole(card):
+def test_apply_card_refuses_indivisible_mesh_and_leaves_module_unsharded(card):
     def refused():
         module = tower()
         with pytest.raises(ScheduleError, match=r"32 .*3|3 .*32"):
@@ -109,7 +111,7 @@ def test_a_mesh_that_does_not_divide_is_refused_and_the_module_stays_whole(card)
     assert slapo_zoo.emulate(refused, mesh=(3, 1, 1)) == [True] * 3
 
 
-def test_cards_of_families_and_of_modules_name_each_other_s_call(card, tmp_path):
+def test_card_used_with_the_wrong_call_raises_and_names_the_right_call(card, tmp_path):
     config = {"n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 16}
     with pytest.raises(CardError, match=r"apply_card\(module, card\)"):
         AutoScheduledModel.from_config(
@@ -124,14 +126,14 @@ def test_cards_of_families_and_of_modules_name_each_other_s_call(card, tmp_path)
         slapo_zoo.apply_card(tower(), family)
 
 
-def test_options_of_a_repository_are_refused_for_a_folder(tmp_path):
+def test_publish_to_folder_refuses_options_of_a_hub_repository(tmp_path):
     sch = schedule(slapo_zoo.create_schedule(tower()))
     with pytest.raises(CardError, match="tag belongs to a repository of the Hub"):
         slapo_zoo.publish_card(sch, tmp_path / "card", tag="v1")
     assert not (tmp_path / "card").exists()
 
 
-def test_a_live_hook_is_refused_by_name(tmp_path):
+def test_publish_card_refuses_schedule_with_python_hook(tmp_path):
     sch = slapo_zoo.create_schedule(tower())
     sch["up"].hook("fwd_pre", print)
     with pytest.raises(CardError, match="live object"):

@@ -19,13 +19,13 @@ def card():
     return zoo_card(config, head, Mesh(tp=2), "gpt2", any_size=True)
 
 
-def test_no_picture_is_drawn_of_unmeasured_values(tmp_path):
+def test_card_picture_omits_unmeasured_values(tmp_path):
     card().write(tmp_path)
     assert not list(tmp_path.glob("*.png"))
     assert "![" not in (tmp_path / "README.md").read_text()
 
 
-def test_measured_values_are_drawn(tmp_path):
+def test_card_picture_shows_measured_values(tmp_path):
     replace(card(), bench={**BENCH, "device": "2 cores"}).write(tmp_path)
     assert [path.name for path in tmp_path.glob("*.png")] == ["throughput.png"]
     assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
@@ -33,7 +33,7 @@ def test_measured_values_are_drawn(tmp_path):
     assert read_card(tmp_path).bench["tokens_per_s"] == 1000
 
 
-def test_picture_shows_the_figures_of_the_card():
+def test_card_picture_changes_only_with_the_numbers_of_the_card():
     """Other figures, another picture; the same ones, the same bytes. Text from a card is no markup."""
     first, again = draw(BENCH), draw(dict(BENCH))
     assert first == again

@@ -58,21 +58,21 @@ def built(card, **given):
     return model._slapo.micro_batches, again, (mesh.tp, mesh.pp, mesh.dp)
 
 
-def test_plan_fills_arguments_that_were_not_passed(tmp_path, said):
+def test_card_plan_fills_arguments_that_were_not_passed(tmp_path, said):
     card = card_with(tmp_path / "card", plan_of())
     assert built(card) == (4, 3, (1, 1, 1))
     assert "the card's plan (simulated for 1 x cpu, 8 rows a step) is taken" in said.text
     assert built(card, micro_batches=2, checkpoint_ratio=0.0) == (2, 0, (1, 1, 1))
 
 
-def test_measured_plan_precedes_simulated_plan(tmp_path, said):
+def test_measured_card_plan_takes_precedence_over_simulated_card_plan(tmp_path, said):
     entry = {"point": {"micro_batches": 8, "batch_size": 16}, "rows_per_s": 3.0, "model": model_name(tiny()), "setting": {}}  # fmt: skip
     card = card_with(tmp_path / "card", plan_of(), **{machine_name("cpu"): {"-": entry}})
     assert built(card) == (8, 0, (1, 1, 1))
     assert "(measured)" in said.text
 
 
-def test_layout_of_a_plan_is_used_on_all_ranks(tmp_path, ranks):
+def test_card_plan_sets_the_layout_on_all_ranks(tmp_path, ranks):
     plan = plan_of(
         gpus=2, knobs={"tp": 1, "pp": 2, "dp": 1, "micro_batches": 4, "pipeline_order": "gpipe"}
     )
@@ -89,7 +89,7 @@ OTHER = {
 
 
 @pytest.mark.parametrize("case", OTHER)
-def test_plan_for_another_model_or_device_is_ignored_with_a_message(case, tmp_path, said):
+def test_card_plan_for_another_model_or_device_is_ignored_with_a_message(case, tmp_path, said):
     changes, given, words = OTHER[case]
     folder = tmp_path / "card"
     zoo_card(tiny(), None, Mesh(), "tiny").write(folder)
@@ -100,7 +100,7 @@ def test_plan_for_another_model_or_device_is_ignored_with_a_message(case, tmp_pa
     assert words in said.text
 
 
-def test_own_program_keeps_its_recomputation_beside_a_plan(tmp_path, said):
+def test_card_program_keeps_its_recomputation_when_a_plan_is_applied(tmp_path, said):
     """The plan's layout and micro-batches are taken; the program says itself what is recomputed."""
     folder = tmp_path / "card"
     zoo_card(tiny(), None, Mesh(), "tiny", checkpoint_ratio=0.34).write(folder)
@@ -113,12 +113,12 @@ def test_own_program_keeps_its_recomputation_beside_a_plan(tmp_path, said):
     [{"trust_remote_code": True}, {"pipeline_order": "mine.csv"}, {"tp": 0}, {"kernels": "own"}, {"tp": True}],
     ids=str,
 )  # fmt: skip
-def test_plan_with_unknown_knob_is_refused(knobs, tmp_path):
+def test_card_plan_with_invalid_loader_option_is_refused(knobs, tmp_path):
     with pytest.raises(CardError, match="simulated"):
         card_with(tmp_path / "card", plan_of(knobs={"tp": 1, "pp": 1, "dp": 1} | knobs))
 
 
-def test_searching_plans_again_writes_the_same_files(tmp_path, monkeypatch):
+def test_repeated_plan_search_writes_identical_files(tmp_path, monkeypatch):
     monkeypatch.setattr(card_collection, "SIZES", {"gpt2": ("tiny", TINY)})
     monkeypatch.setattr(card_collection, "CLUSTERS", [("a100", 8, "bf16"), ("v100", 8, "fp16")])
     shutil.copytree(CARDS / "gpt2", tmp_path / "gpt2")
@@ -139,7 +139,7 @@ def test_searching_plans_again_writes_the_same_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "family", [f.name for f in sorted(CARDS.iterdir()) if (f / "tuning.json").exists()]
 )
-def test_published_plans_are_consistent(family):
+def test_published_plan_has_consistent_gpu_and_row_counts(family):
     for plan in plans_of(read_card(CARDS / family).tuning):
         knobs = plan.knobs
         assert knobs["tp"] * knobs["pp"] * knobs["dp"] == plan.gpus

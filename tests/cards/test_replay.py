@@ -41,7 +41,7 @@ def with_card(case, folder, layout, card):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 2)])
-def test_a_card_of_tp4_pp2_trains_on_another_mesh(name, layout, tmp_path, ranks):
+def test_card_made_for_tp4_pp2_trains_on_another_mesh(name, layout, tmp_path, ranks):
     case = CASES[name]
     card = card_for(case, tmp_path, Mesh(tp=4, pp=2), tmp_path / "card")
     folder = checkpoint(case, tmp_path)
@@ -57,14 +57,14 @@ def refused(config, card, layout):
     return str(caught.value)
 
 
-def test_a_mesh_that_the_constraints_forbid_is_refused_on_every_rank(tmp_path, ranks):
+def test_mesh_forbidden_by_card_constraints_is_refused_on_every_rank(tmp_path, ranks):
     card = card_for(CASES["GPT2LMHeadModel"], tmp_path, Mesh(tp=4, pp=2), tmp_path / "card")
     config = transformers.AutoConfig.from_pretrained(checkpoint(CASES["GPT2LMHeadModel"], tmp_path))
     for said in ranks.run(refused, 2, config, card, (2, 1)):
         assert "constraint 'stages == 2': it does not hold: found stages = 1" in said
 
 
-def test_another_size_or_class_is_refused_unless_the_card_is_for_any_size(tmp_path):
+def test_card_refuses_another_model_size_or_class_unless_made_for_any_size(tmp_path):
     config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=65, architectures=["GPT2LMHeadModel"])  # fmt: skip
     larger = transformers.GPT2Config(**{**config.to_dict(), "n_embd": 64, "n_head": 8})
     exact, free = (zoo_card(config, None, Mesh(tp=2), "gpt2", any_size=a) for a in (False, True))
@@ -83,7 +83,7 @@ def test_another_size_or_class_is_refused_unless_the_card_is_for_any_size(tmp_pa
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", families())
-def test_published_card_equals_the_zoo_schedule(family, tmp_path):
+def test_card_written_and_read_back_equals_the_zoo_schedule(family, tmp_path):
     """Written, read, resolved and replayed: the same program, of every family."""
     config, head = config_of(family)
     mesh = Mesh(tp=2, pp=2)
@@ -98,7 +98,7 @@ def test_published_card_equals_the_zoo_schedule(family, tmp_path):
     assert [(p, str(d)) for p, d in steps] == [(p, str(d)) for p, d in outline.schedule.history]
 
 
-def test_a_live_schedule_cannot_be_published():
+def test_schedule_with_live_objects_cannot_be_published():
     config = transformers.GPT2Config(n_layer=2, architectures=["GPT2LMHeadModel"])
     model = transformers.GPT2LMHeadModel(config)
     sch = Schedule(model, Mesh())
@@ -107,7 +107,7 @@ def test_a_live_schedule_cannot_be_published():
         make_program(sch, config, type(model))
 
 
-def test_committed_schema_matches_the_primitives(request):
+def test_committed_json_schema_matches_the_primitives(request):
     if request.config.getoption("update_golden"):
         file = Path(cards.__file__).with_name("schedule.schema.json")
         file.write_text(json.dumps(build_schema(), indent=1) + "\n", encoding="utf-8")
@@ -115,7 +115,7 @@ def test_committed_schema_matches_the_primitives(request):
     assert schema() == build_schema(), "on purpose? then run with --update-golden"
 
 
-def test_card_hash_ignores_spaces_and_order():
+def test_card_hash_ignores_whitespace_and_key_order():
     config = transformers.GPT2Config(n_layer=2, architectures=["GPT2LMHeadModel"])
     program = zoo_card(config, None, Mesh(), "gpt2").program
     text = program.to_bytes()
@@ -125,7 +125,7 @@ def test_card_hash_ignores_spaces_and_order():
     assert Program.parse(changed).hash != program.hash
 
 
-def test_published_cards_equal_those_made_from_the_code():
+def test_committed_cards_equal_cards_generated_from_the_code():
     """hub_cards/<family>: `python3 ci/run.py cards --verify` writes them, and runs what is new."""
     folder = Path(__file__).parents[2] / "hub_cards"
     wanted = dict(card_collection.cards())

@@ -1,4 +1,4 @@
-"""What a stranger's file costs grows with its size alone, and what it says has types and bounds."""
+"""Files of strangers: the time to parse them grows linearly with their size, and their values have types and bounds."""
 
 import contextlib
 import json
@@ -49,7 +49,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
-def test_parsers_take_linear_time_on_large_files(case):
+def test_card_parsers_take_linear_time_on_large_files(case):
     """A parser that is quadratic in its input would take the time of the whole suite for one."""
     parse, make = BOMBS[case]
     with contextlib.suppress(CardError):
@@ -58,7 +58,7 @@ def test_parsers_take_linear_time_on_large_files(case):
 
 @given(st.text(alphabet='{}[]",:\\ a1\n', max_size=60))
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-def test_depth_scan_equals_depth_of_the_parsed_json(text):
+def test_json_depth_scanner_agrees_with_parsed_depth(text):
     """The scanner that runs before the parser sees every bracket that the parser will."""
 
     def depth(value):
@@ -81,13 +81,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_arguments_of_the_wrong_type_are_refused(name, value):
+def test_card_program_with_argument_of_wrong_type_is_refused(name, value):
     step = [SHARD[0], "shard", {**SHARD[2], name: value}]
     with pytest.raises(CardError):
         Program.parse(changed(steps=[step]))
 
 
-def test_arguments_of_the_right_type_are_accepted():
+def test_card_program_with_arguments_of_right_type_is_accepted():
     right = {"axis": 1, "groups": [{"=": "num_heads"}, 2], "unit": {"=": "head_dim"}, "pad": True}
     step = [SHARD[0], "shard", {**SHARD[2], **right}]
     assert Program.parse(changed(steps=[step])).steps[0][2]["axis"] == 1

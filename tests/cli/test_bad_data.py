@@ -70,7 +70,7 @@ def words_of(place, name, *more):
 
 @pytest.mark.parametrize("stream", ["false", "true"])
 @pytest.mark.parametrize("name", CASES)
-def test_unusable_data_is_refused_with_its_reason(name, stream, place, capsys):
+def test_unusable_training_data_is_refused_with_reason(name, stream, place, capsys):
     said = failure(capsys, *words_of(place, name, "--set", f"stream={stream}"))
     wanted = CASES[name]
     if stream == "true" and name == "null.parquet":
@@ -88,7 +88,7 @@ def test_dataset_without_usable_labels_is_refused_with_reason(name, place, capsy
 
 
 @pytest.mark.parametrize("keys", [("stream=true",), ("stream=false",), ("task=classify",)])
-def test_rows_without_text_or_label_are_dropped_with_a_message(keys, place, capsys):
+def test_data_rows_without_text_or_label_are_dropped_with_a_message(keys, place, capsys):
     """A row lacks a text, another one a label; what is trained on is what is left."""
     sets = [word for key in keys for word in ("--set", key)]
     run(*words_of(place, "some.parquet", "--max-steps", 1, "--batch-size", 4, *sets))
@@ -107,7 +107,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_rows_with_labels_are_trained_on_after_others_are_dropped(name, place, capsys):
+def test_training_runs_on_labelled_rows_after_unlabelled_rows_are_dropped(name, place, capsys):
     run(*words_of(place, name, "--max-steps", 9, "--batch-size", 4, "--set", "task=classify"))
     told = capsys.readouterr()
     assert LEFT[name][0] in told.err
@@ -116,7 +116,7 @@ def test_rows_with_labels_are_trained_on_after_others_are_dropped(name, place, c
 
 
 @pytest.mark.parametrize("name", ["TEXT.JSONL", "text.ndjson"])
-def test_table_formats_by_file_ending_train_alike(name, place, capsys):
+def test_jsonl_ndjson_and_uppercase_file_endings_train_alike(name, place, capsys):
     run(*words_of(place, name, "--max-steps", 1, "--batch-size", 2))
     other = capsys.readouterr().out.partition("training: ")[2]
     run(*words_of(place, "text.jsonl", "--max-steps", 1, "--batch-size", 2))
@@ -131,7 +131,7 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("key", EVALUATED)
-def test_bad_evaluation_data_is_named_in_the_error(key, place, capsys, monkeypatch):
+def test_bad_evaluation_data_raises_and_is_named(key, place, capsys, monkeypatch):
     monkeypatch.chdir(place)
     (place / "notes.txt").write_text("to be")
     sets = ("--set", "task=classify", "--set", key)
@@ -142,7 +142,7 @@ def test_bad_evaluation_data_is_named_in_the_error(key, place, capsys, monkeypat
     ("key", "said"),
     [("columns.text=body", "no column 'body' among text"), ("data_split=test", "one split")],
 )
-def test_plain_text_data_has_only_column_text_and_split_train(key, said, place, capsys):
+def test_plain_text_data_refuses_other_columns_and_splits(key, said, place, capsys):
     (place / "plain.txt").write_text("to be or not " * 50)
     assert said in failure(capsys, *words_of(place, "plain.txt", "--set", key))
 
@@ -185,7 +185,7 @@ def test_pad_token_beyond_the_vocabulary_is_refused(task, place, tmp_path, capsy
     )
 
 
-def test_labels_are_numbered_as_in_the_checkpoint(place, tmp_path, capsys):
+def test_class_label_ids_follow_the_checkpoint_config(place, tmp_path, capsys):
     """Trained on: c, b, a would be 0, 1, 2 and are 2, 1, 0; a class may be missing."""
     run(
         *words_of(

@@ -25,7 +25,7 @@ def team(name, losses=(4.0, 3.9, 3.8), seconds=(0.1, 0.2), norm=2.0, failure="",
     )
 
 
-def test_speed_ratios_are_computed_per_round():
+def test_benchmark_speed_ratios_are_computed_per_round():
     teams = [team("slapo_zoo", size=50), team("transformers", seconds=(0.3, 0.4))]
     found = summarize(teams, WORK, {"DTensor": "no plan"})
     assert found["green"]
@@ -39,7 +39,7 @@ def test_speed_ratios_are_computed_per_round():
 @pytest.mark.parametrize(
     "wrong", [{"losses": (4.0, 3.9, 3.7)}, {"norm": 2.1}, {"norm": float("nan")}]
 )
-def test_contender_with_wrong_results_gets_no_speed(wrong):
+def test_benchmark_reports_no_speed_for_library_with_wrong_losses(wrong):
     found = summarize([team("slapo_zoo", **wrong), team("transformers")], WORK, {})
     assert not found["green"]
     assert found["speed"] == []
@@ -47,7 +47,7 @@ def test_contender_with_wrong_results_gets_no_speed(wrong):
     assert [row["contender"] for row in peer["speed"]] == ["slapo_zoo", "transformers"]
 
 
-def test_failed_peer_is_reported_with_its_error():
+def test_benchmark_reports_the_error_of_a_failed_library():
     found = summarize(
         [team("slapo_zoo"), team("transformers"), team("DTensor", failure="ValueError: x")],
         WORK,
@@ -56,13 +56,13 @@ def test_failed_peer_is_reported_with_its_error():
     assert found["parity"][2]["verdict"] == "did not train: ValueError: x"
 
 
-def test_percentiles_interpolate_between_values():
+def test_percentile_interpolates_between_values():
     assert [percentile([4, 1, 3, 2, 5], share) for share in (0, 0.2, 0.5, 0.8, 1)] == pytest.approx(
         [1, 1.8, 3, 4.2, 5]
     )
 
 
-def test_report_writes_json_markdown_and_png(tmp_path):
+def test_benchmark_report_writes_json_markdown_and_png(tmp_path):
     found = summarize([team("slapo_zoo"), team("transformers")], WORK, {"DTensor": "no plan"})
     files = write_report(
         {"tiny": {"work": {"rounds": 2}, **found}}, tmp_path / "new", "the command"
@@ -76,7 +76,7 @@ def test_report_writes_json_markdown_and_png(tmp_path):
     assert "| DTensor | no plan |" in text
 
 
-def test_families_without_a_plan_are_refused_with_a_reason():
+def test_benchmark_names_the_reason_when_a_library_has_no_tp_plan_for_a_family():
     gpt2 = shape("gpt2", quick=True)
     assert CONTENDERS["transformers tp"].why_not(gpt2) == "transformers has no tp plan for gpt2"
     assert CONTENDERS["DeepSpeed AutoTP"].why_not(gpt2) == "AutoTP refuses gpt2"
@@ -85,7 +85,7 @@ def test_families_without_a_plan_are_refused_with_a_reason():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_all_contenders_have_equal_losses(family, tmp_path):
+def test_all_compared_libraries_have_equal_losses(family, tmp_path):
     write(shape(family, quick=True), tmp_path, seed=0)
     found = side_by_side(Work(str(tmp_path), 2, 16), rounds=1)
     verdicts = {row["contender"]: row["verdict"] for row in found["parity"]}

@@ -69,7 +69,7 @@ def run_cli(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def test_help_is_quick_and_names_every_command():
+def test_help_prints_quickly_and_lists_every_command():
     code = "import sys, slapo_zoo.cli.main; print('torch' in sys.modules, 'transformers' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
@@ -127,7 +127,7 @@ OF_CI = {"coverage": of_ci(type_coverage.coverage), "demo": of_ci(demo.demo)}
 
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
-def test_json_output_contains_only_json(command, gpt2, tmp_path, capfd, monkeypatch):
+def test_json_option_prints_nothing_but_json(command, gpt2, tmp_path, capfd, monkeypatch):
     """Also where a library prints on stdout, as DeepSpeed does, or a child process does."""
     place, arguments, instead = JSON_COMMANDS[command]
     module, _, name = place.rpartition(".")
@@ -149,8 +149,8 @@ def test_json_output_contains_only_json(command, gpt2, tmp_path, capfd, monkeypa
     assert "from a child" in captured.err
 
 
-def test_every_json_option_is_tested():
-    """Of each command that has --json, so that none is forgotten."""
+def test_every_command_with_json_option_has_a_test():
+    """Fail where a command with --json is in no list of tests."""
     from typer.main import get_command
 
     from slapo_zoo.cli.main import app
@@ -181,7 +181,7 @@ def test_removed_command_names_its_replacement(old, new, capsys):
     assert new in capsys.readouterr().err
 
 
-def test_list_and_version_print_names_and_numbers(capsys):
+def test_list_and_version_commands_print_families_and_package_versions(capsys):
     for arguments, words in ((["list"], ("gpt2", "bert")), (["version"], ("torch 2.", "python"))):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -211,7 +211,7 @@ def test_shell_completion_offers_commands():
 
 
 @pytest.mark.parametrize("mesh", [(), ("--tp", 2, "--pp", 2), ("--dp", 2)], ids=str)
-def test_train_saves_what_transformers_loads(mesh, gpt2, text, tmp_path, capfd):
+def test_train_saves_a_checkpoint_that_transformers_loads(mesh, gpt2, text, tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     output = tmp_path / "trained"
@@ -263,7 +263,7 @@ def test_train_resumes_on_another_mesh(gpt2, text, tmp_path, capfd):
     assert all(torch.equal(trained[name], kept_files[name]) for name in trained)
 
 
-def test_a_checkpoint_of_other_rows_is_refused_before_work_begins(gpt2, text, tmp_path, capsys, monkeypatch):  # fmt: skip
+def test_resume_with_another_batch_size_is_refused_before_training(gpt2, text, tmp_path, capsys, monkeypatch):  # fmt: skip
     numbers = ("train", gpt2, "--data", text, "--seq-len", 16, "--checkpoint", tmp_path / "kept")
     with pytest.raises(SystemExit):
         main([*map(str, numbers), "--steps", "1", "--batch-size", "4", "--device", "cpu"])
@@ -285,14 +285,14 @@ def test_a_checkpoint_of_other_rows_is_refused_before_work_begins(gpt2, text, tm
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_every_mesh_prints_the_same_losses(family, request, text, capfd):
+def test_train_prints_the_same_losses_on_every_mesh(family, request, text, capfd):
     folder = request.getfixturevalue(family)
     alone = losses(capfd, folder, "--data", text)
     assert len(alone) == 3
     assert losses(capfd, folder, "--data", text, "--tp", 2) == alone
 
 
-def test_bad_arguments_are_refused_before_any_work(gpt2, text, tmp_path, capsys, monkeypatch):
+def test_train_refuses_bad_arguments_before_loading(gpt2, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
     start = ("train", gpt2, "--data")
     assert "found nothing there" in failure(capsys, *start, tmp_path / "none")
@@ -310,12 +310,12 @@ def test_bad_arguments_are_refused_before_any_work(gpt2, text, tmp_path, capsys,
     assert "found no config.json" in failure(capsys, "train", tmp_path, "--data", text)
 
 
-def test_unknown_family_is_named_in_the_error(text, tmp_path, capsys):
+def test_command_with_unknown_family_prints_an_error_that_names_it(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet"}))
     assert "the zoo has no table for it" in failure(capsys, "train", tmp_path, "--data", text)
 
 
-def test_a_wrong_number_of_processes_is_refused(gpt2, text, capsys, monkeypatch):
+def test_train_refuses_wrong_number_of_processes(gpt2, text, capsys, monkeypatch):
     names = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
@@ -323,14 +323,14 @@ def test_a_wrong_number_of_processes_is_refused(gpt2, text, capsys, monkeypatch)
     assert "found 3 processes, expected tp * pp * dp = 2 * 1 * 1" in err
 
 
-def test_an_error_on_the_ranks_has_no_traceback(gpt2, text, capsys):
+def test_error_on_the_ranks_prints_no_traceback(gpt2, text, capsys):
     own = ("--set", "load.schedule=zoo")  # is not tried before the ranks start
     err = failure(capsys, "train", gpt2, "--data", text, "--pp", 3, "--seq-len", 16, *own)
     assert "pp=3" in err
     assert err.startswith("error: rank ")
 
 
-def test_debug_shows_the_traceback(gpt2, text, tmp_path):
+def test_debug_option_shows_the_traceback(gpt2, text, tmp_path):
     result = run_cli("--debug", "train", gpt2, "--data", str(tmp_path / "none"))
     assert result.returncode == 1
     assert "Traceback" in result.stderr

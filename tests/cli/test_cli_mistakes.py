@@ -1,4 +1,4 @@
-"""What a person types wrong: exit status 2 and four parts, never a traceback, before any work."""
+"""Mistakes on the command line: exit status 2 and an error in four parts, never a traceback, before any work."""
 
 import json
 import os
@@ -60,7 +60,9 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_user_mistake_prints_an_error_without_traceback(line, gpt2, tmp_path, capfd, monkeypatch):
+def test_command_line_mistake_prints_error_without_traceback(
+    line, gpt2, tmp_path, capfd, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
         huggingface_hub.constants, "HF_HUB_OFFLINE", True
@@ -74,7 +76,7 @@ def test_user_mistake_prints_an_error_without_traceback(line, gpt2, tmp_path, ca
     assert out == "" or line.startswith("train")  # it says what it will do first
 
 
-def test_plan_as_json_has_sizes_and_times(gpt2, capfd):
+def test_plan_command_as_json_contains_sizes_and_times(gpt2, capfd):
     code, out, _ = run(capfd, "plan", gpt2, "--tp", 2, "--pp", 2, "--json")
     found = json.loads(out)
     assert code == 0
@@ -88,7 +90,7 @@ def test_plan_as_json_has_sizes_and_times(gpt2, capfd):
     assert json.loads(out)["training"]["ranks"][0]["optimizer"] < states
 
 
-def test_card_and_calibrate_print_json(gpt2, tmp_path, capfd, monkeypatch):
+def test_card_and_calibrate_commands_print_json(gpt2, tmp_path, capfd, monkeypatch):
     def data(*words):
         code, out, _ = run(capfd, *words, "--json")
         assert code == 0
@@ -137,7 +139,9 @@ SCREENS = [
 
 
 @pytest.mark.parametrize("line", SCREENS)
-def test_output_fits_the_terminal_and_breaks_no_word(line, gpt2, capfd, monkeypatch, tmp_path):
+def test_command_output_fits_terminal_width_without_broken_words(
+    line, gpt2, capfd, monkeypatch, tmp_path
+):
     places = {"MODEL": gpt2, "CARD": tmp_path / "card"}
     words = [places.get(word, word) for word in line.split()]
     shown = {}
@@ -152,7 +156,7 @@ def test_output_fits_the_terminal_and_breaks_no_word(line, gpt2, capfd, monkeypa
         assert [w for w in wide if w not in seen and w not in COLUMNS and w not in HEADS] == []
 
 
-def test_plan_prints_count_of_configurations_and_hardware(gpt2, capfd):
+def test_plan_command_prints_count_of_configurations_and_hardware(gpt2, capfd):
     """More configurations fitted than were looked at; two bubbles; only meshes without any fit were explained."""
     tight = ("--batch", 64, "--memory", "1537MiB", "--explain", "--hardware", "h100")
     _, out, _ = run(capfd, "plan", gpt2, "--gpus", 1, *tight)
@@ -176,7 +180,7 @@ def test_older_option_name_works_with_a_warning(gpt2, capfd):
 
 
 @pytest.mark.parametrize("line", ["plan gpt3", "show nosuch", "card push CARD me/x"])
-def test_without_a_network_one_answer_and_no_traceback(line):
+def test_unreachable_hub_prints_one_error_without_traceback(line):
     """A port that nobody listens on: one request, four parts."""
     words = [CARD if word == "CARD" else word for word in line.split()]
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
@@ -192,19 +196,19 @@ def test_without_a_network_one_answer_and_no_traceback(line):
 
 
 @pytest.mark.parametrize("word", ["--version", "-h"])
-def test_help_and_version_words_exit_with_0(word, capfd):
+def test_help_and_version_options_exit_with_0(word, capfd):
     code, out, _ = run(capfd, word)
     assert code == 0
     assert ("slapo-zoo 0." if word == "--version" else "Usage") in out
 
 
-def test_show_limits_default_rows_to_the_positions_of_the_model(gpt2, capfd):
+def test_show_command_limits_default_sequence_length_to_model_positions(gpt2, capfd):
     code, out, err = run(capfd, "show", gpt2)
     assert code == 0, err
     assert "1 x 64" in out
 
 
-def test_library_logs_do_not_reach_stdout_of_derive(tmp_path):
+def test_library_logs_do_not_reach_stdout_of_the_derive_command(tmp_path):
     """`slapo-zoo derive X > x.py` began with a warning of DeepSpeed, which transformers imports."""
     (tmp_path / "deepspeed.py").write_text(
         "import logging, sys\n"

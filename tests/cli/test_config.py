@@ -70,7 +70,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_mistake_in_a_config_file_is_named(text, tmp_path):
+def test_error_names_the_mistake_in_a_config_file(text, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_config(tmp_path / "run.yaml")
@@ -86,7 +86,7 @@ def test_option_names_of_other_tools_map_to_existing_keys():
         assert key in known, f"{name}: {key}"
 
 
-def test_renamed_keys_still_work_with_a_message(tmp_path, capsys):
+def test_renamed_config_keys_still_work_with_a_message(tmp_path, capsys):
     """Each with a word that names the new one, in a file, by --set and as a flag."""
     (tmp_path / "run.yaml").write_text("model: m\nsteps: 3\nlr: 1e-3\n")
     assert read_config(tmp_path / "run.yaml") == {"model": "m", "max_steps": 3, "learning_rate": 1e-3}  # fmt: skip
@@ -103,7 +103,7 @@ def test_renamed_keys_still_work_with_a_message(tmp_path, capsys):
     assert renamed(["bench", "m", "--steps", "3"]) == ["bench", "m", "--steps", "3"]
 
 
-def test_renamed_keys_are_fields_of_training_arguments():
+def test_renamed_config_keys_are_fields_of_training_arguments():
     """Every key that TrainingArguments has too means the same, and is passed on."""
     from transformers import TrainingArguments
 
@@ -137,7 +137,9 @@ def test_passed_arguments_stand_alone_or_under_trainer(tmp_path):
         read_sets(["tf32=3"])
 
 
-def test_knobs_of_a_layout_are_flags_of_train(capsys, tmp_path, monkeypatch):
+def test_train_layout_flags_set_loader_options_beside_the_config_file(
+    capsys, tmp_path, monkeypatch
+):
     """They are entries of `load`, beside those of the file; names and defaults are the loader's."""
     usual = vars(LoaderOptions())
     assert all(usual[name] == default for name, (_, default) in OF_LOAD.items())
@@ -149,7 +151,7 @@ def test_knobs_of_a_layout_are_flags_of_train(capsys, tmp_path, monkeypatch):
     assert said["load"] == {"kernels": "reference", "checkpoint_ratio": 0.5, "sequence_parallel": True}  # fmt: skip
 
 
-def test_unknown_flag_names_the_nearest(capsys):
+def test_unknown_flag_error_names_the_nearest_flag(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", "m", "--max-stps", "3"])
     assert ended.value.code == 2
@@ -159,7 +161,7 @@ def test_unknown_flag_names_the_nearest(capsys):
     assert "data: found none" in failure(capsys, "train", "m", "--max_steps", "3")
 
 
-def test_config_values_are_converted_to_their_types(tmp_path):
+def test_config_values_are_converted_to_field_types(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "learning_rate: 1e-4\nmax_grad_norm: 1\nreport_to: [a, b]\nsave_total_limit: null\nmax_steps: 1e5\n"
     )
@@ -182,23 +184,23 @@ def test_tilde_in_paths_is_expanded(monkeypatch):
     assert read_sets(["output=~/run", "task=null"]) == {"output": "/home/me/run", "task": None}
 
 
-def test_flags_override_sets_override_file():
+def test_flags_override_set_options_which_override_the_config_file():
     file = {"model": "m", "max_steps": 5, "columns": {"text": "a", "label": "b"}}
     options = make_options(file, read_sets(["columns.text=c", "tp=2"]), {"max_steps": 7})
     assert options == TrainOptions("m", max_steps=7, tp=2, columns={"text": "c", "label": "b"})
 
 
-def test_options_survive_yaml_round_trip():
+def test_train_options_survive_yaml_round_trip():
     options = TrainOptions("m", learning_rate=1e-5, report_to=("a",), columns={"text": "b"}, dp=2)
     assert make_options(checked(yaml.safe_load(as_yaml(options)), "")) == options
 
 
-def test_bounds_belong_to_existing_keys():
+def test_every_config_bound_belongs_to_an_existing_key():
     assert LEAST.keys() | ONE_OF.keys() <= TrainOptions.__dataclass_fields__.keys()
     checked({k: v for k, v in vars(TrainOptions("m")).items() if v is not None}, "")
 
 
-def test_training_page_lists_every_key():
+def test_training_page_lists_every_config_key():
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     found = re.findall(
         r"^\| `(\w+)` \| (?:`(.*)`)? \| (.+) \|$", page.partition("## All keys")[2], re.MULTILINE
@@ -213,7 +215,7 @@ def test_training_page_lists_every_key():
         )
 
 
-def test_init_writes_a_config_from_four_answers(tmp_path, monkeypatch, capsys):
+def test_init_command_writes_a_config_from_four_answers(tmp_path, monkeypatch, capsys):
     from typer.testing import CliRunner
 
     from slapo_zoo.cli.main import app
@@ -238,12 +240,12 @@ def test_init_writes_a_config_from_four_answers(tmp_path, monkeypatch, capsys):
     assert "it is there already" in failure(capsys, "init", file)
 
 
-def test_init_batch_size_is_divisible_by_ranks(tmp_path):
+def test_init_command_writes_a_batch_size_divisible_by_ranks(tmp_path):
     run("init", tmp_path / "a", "--model", "m", "--data", "d", "--task", "auto", "--ranks", 3)
     check_batch(read_config(tmp_path / "a")["batch_size"], 3, None)
 
 
-def test_train_command_imports_no_torch_at_start(tmp_path):
+def test_train_command_parses_arguments_without_importing_torch(tmp_path):
     code = "import sys, slapo_zoo.cli.commands.train, slapo_zoo.cli.training.options; print('torch' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
@@ -251,7 +253,7 @@ def test_train_command_imports_no_torch_at_start(tmp_path):
     assert result.stdout.split() == ["False"]
 
 
-def test_unknown_loader_argument_names_the_nearest():
+def test_unknown_loader_argument_error_names_the_nearest_argument():
     config = SimpleNamespace(resid_pdrop=0.1)
     check_load({"sequence_parallel": True, "resid_pdrop": 0.2}, config)
     with pytest.raises(SlapoError, match=r"nearest: load\.sequence_parallel"):
@@ -301,7 +303,7 @@ def test_unknown_loader_argument_names_the_nearest():
         ({"log_file": "notes/log"}, "log_file: .*notes cannot be written to"),
     ],
 )
-def test_conflicting_or_missing_keys_are_refused(changes, said, tmp_path, monkeypatch):
+def test_conflicting_or_missing_config_keys_are_refused(changes, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old" / "step-00000001").mkdir(parents=True)
     for name in ("d.txt", "e", "notes"):
@@ -311,7 +313,7 @@ def test_conflicting_or_missing_keys_are_refused(changes, said, tmp_path, monkey
         resolved(options)
 
 
-def test_row_length_excludes_positions_of_padding():
+def test_default_sequence_length_excludes_positions_reserved_for_padding():
     """RoBERTa's positions begin at 2 of 66."""
     config = SimpleNamespace(model_type="roberta", max_position_embeddings=66, pad_token_id=1)
     assert row_length(None, config) == row_length(64, config) == 64
@@ -319,7 +321,7 @@ def test_row_length_excludes_positions_of_padding():
         row_length(65, config, "target_len")
 
 
-def test_train_prints_its_plan_first(tmp_path, capsys):
+def test_train_prints_its_configuration_before_reading_data(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(
         f"model: {tmp_path / 'none'}\nmax_steps: 3\nlearning_rate: 1e-3\n"
     )
@@ -350,7 +352,7 @@ def test_train_prints_its_plan_first(tmp_path, capsys):
     assert "max_steps=[1: found no YAML" in failure(capsys, "train", "m", "--set", "max_steps=[1")
 
 
-def test_last_of_repeated_sets_counts():
+def test_last_of_repeated_set_options_wins():
     """The last one counts, as with a key that is given twice."""
     assert read_sets(["columns=null", "columns.text=body"]) == {"columns": {"text": "body"}}
     assert read_sets(["columns.text=a", "columns.label=b", "learning_rate=1", "learning_rate=2"]) == {
@@ -358,7 +360,7 @@ def test_last_of_repeated_sets_counts():
     }  # fmt: skip
 
 
-def test_only_what_differs_from_the_defaults_is_shown():
+def test_train_prints_only_options_that_differ_from_defaults():
     """Each run began with 42 lines of YAML."""
     options = TrainOptions("m", max_steps=5, columns={"text": "body"}, report_to=("wandb",))
     assert yaml.safe_load(changes(options)) == {
@@ -366,7 +368,7 @@ def test_only_what_differs_from_the_defaults_is_shown():
     }  # fmt: skip
 
 
-def test_a_long_run_without_a_terminal_shows_that_it_goes_on(monkeypatch, capsys):
+def test_progress_without_terminal_prints_a_line_at_intervals(monkeypatch, capsys):
     """A log said nothing for 5 % of a run of hours."""
     clock = iter(range(0, 10_000, 20))
     monkeypatch.setattr("slapo_zoo.cli.training.records.time.monotonic", lambda: next(clock))
@@ -377,7 +379,7 @@ def test_a_long_run_without_a_terminal_shows_that_it_goes_on(monkeypatch, capsys
     assert [line.split()[2] for line in lines] == ["2/1000", "4/1000", "6/1000"]
 
 
-def test_zero_stage_means_one_thing(capsys):
+def test_zero_stage_option_sets_the_loader_and_warns_for_deepspeed(capsys):
     """The loader's, as in show, plan and verify; DeepSpeed's own goes on for one release, with a word."""
     layout = make_options({"model": "m"}, read_sets(["zero_stage=2", "load.dp_shard=2"]))
     assert layout.load == {"dp_shard": 2, "zero_stage": 2}

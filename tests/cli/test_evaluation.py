@@ -19,7 +19,7 @@ SCHEDULES = {"linear": {}, "cosine": {"num_cycles": 1.5}, "constant": {}, "polyn
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_learning_rates_are_those_of_transformers(name):
+def test_learning_rate_schedules_equal_transformers(name):
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
@@ -55,7 +55,7 @@ def test_weight_decay_applies_to_matrices_only():
     assert [p.ndim for p in others["params"]] == [1, 1, 1]
 
 
-def test_best_keeps_the_best_loss_and_counts_worse_evaluations():
+def test_best_checkpoint_tracker_keeps_the_best_metric_and_breaks_ties_by_loss():
     best = Best("loss")
     found = [best.judge(step, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.0, 2.5])]
     assert found == [True, True, False, False]
@@ -99,7 +99,7 @@ def state_of(folder):
     return json.loads((folder / "training_state.json").read_text())
 
 
-def test_resumes_exactly_on_another_layout(job, tmp_path, capfd):
+def test_run_with_evaluation_resumes_exactly_on_another_layout(job, tmp_path, capfd):
     """Losses, evaluations, best checkpoint and final weights of an uninterrupted run."""
     run("train", "--config", job / "run.yaml", "--save-total-limit", 9, "--checkpoint", tmp_path / "one", "--dp", 2,
         "--set", f"best={tmp_path / 'best'}")  # fmt: skip
@@ -124,7 +124,7 @@ def test_resumes_exactly_on_another_layout(job, tmp_path, capfd):
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluation_loss_equals_transformers(job, tmp_path, capfd):
+def test_evaluate_loss_equals_transformers(job, tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     best = tmp_path / "best"
@@ -140,7 +140,7 @@ def test_evaluation_loss_equals_transformers(job, tmp_path, capfd):
     assert f"loss {loss:.4f}" in line
 
 
-def test_early_stopping_ends_training(job, tmp_path, capfd):
+def test_early_stopping_ends_training_when_loss_stops_improving(job, tmp_path, capfd):
     run("train", "--config", job / "run.yaml", "--learning-rate", 10, "--max-steps", 50, "--checkpoint", tmp_path / "c",
         "--set", "warmup_steps=0", "--set", "patience=2")  # fmt: skip
     found = evaluations(capfd.readouterr().out)
@@ -159,7 +159,7 @@ def test_early_stopping_ends_training(job, tmp_path, capfd):
         pytest.param(("--optim", "adamw_torch", "--adam-beta2", 0.9), marks=pytest.mark.slow),
     ],
 )
-def test_optimizers_of_trainer_are_resumed_on_another_layout(more, job, tmp_path):
+def test_training_with_optim_option_resumes_on_another_layout(more, job, tmp_path):
     def losses(steps, name, *layout):
         log = ("--log-file", f"{tmp_path / name}.jsonl", "--checkpoint", tmp_path / name)
         run("train", "--config", job / "run.yaml", "--max-steps", steps, "--set", "eval_data=null", *COMMON, *log, *more, *layout)  # fmt: skip

@@ -25,7 +25,7 @@ def day(out, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_help_is_that_of_the_script():
+def test_ci_run_passes_the_help_option_to_the_gpu_day_script():
     """`ci/run.py gpu-day -h` named no option."""
     code = "import sys; sys.path.insert(0, 'ci'); import run; print(run.parse(['gpu-day', '-h']))"
     done = subprocess.run(
@@ -35,7 +35,7 @@ def test_help_is_that_of_the_script():
 
 
 @pytest.mark.slow
-def test_a_day_that_ran_out_of_time_goes_on_where_it_stopped(tmp_path):
+def test_gpu_day_resumes_after_the_time_budget_ran_out(tmp_path):
     """Nothing fits a budget of a second; a later call runs it, and a third has nothing left."""
     first = day(tmp_path, "--stage", "correct", "--only", "rms_norm", "--budget", "1")
     assert "go on with --resume" in first.stdout
@@ -74,7 +74,7 @@ def until(condition, seconds=60.0):
 
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are read from /proc")
-def test_a_killed_driver_takes_its_case_along(tmp_path):
+def test_killed_gpu_day_script_leaves_no_process_and_resumes(tmp_path):
     """And a torn last line is no line: the next call, into another folder, does its case."""
     command = [sys.executable, str(ROOT / "ci" / "gpu_day.py"), "--fake", "--out", str(tmp_path)]
     driver = subprocess.Popen([*command, "--stage", "masks"], stdout=subprocess.DEVNULL)
@@ -93,8 +93,8 @@ def test_a_killed_driver_takes_its_case_along(tmp_path):
     assert (later / "cache" / "kernels" / "fake.json").exists()
 
 
-def test_a_failed_case_is_tried_twice(tmp_path, monkeypatch):
-    """What failed once, from a full device for example, may pass later; what fails twice is left."""
+def test_gpu_day_retries_a_failed_benchmark_once(tmp_path, monkeypatch):
+    """A case that failed once, for example on a full device, may pass later; one that failed twice is skipped."""
     ends = iter(["timeout", "failed", "never asked"])
     monkeypatch.setattr(gpu_day.Day, "one", lambda *_: (next(ends), {"seconds": 0.0}))
     for tries, status in ((1, "timeout"), (2, "failed"), (2, "failed")):

@@ -36,7 +36,7 @@ def same(found, expected):
     assert all(math.isclose(found[k], expected[k], rel_tol=1e-4) for k in expected)
 
 
-def test_first_page_runs_alone_emulated_and_under_torchrun(desk):
+def test_first_page_of_docs_runs_on_one_rank_emulated_and_under_torchrun(desk):
     """Page one: alone, on four emulated ranks, under torchrun, without a program."""
     _, train, four, broken = (text for _, text in blocks("python", page("docs/index.md")))
     (desk.folder / "train.py").write_text(train + four + broken)
@@ -54,7 +54,7 @@ def test_first_page_runs_alone_emulated_and_under_torchrun(desk):
     desk.type(f'python -c "{show}"')
 
 
-def test_interrupted_training_resumes_on_another_layout(desk):
+def test_training_interrupted_by_ctrl_c_resumes_on_another_layout(desk):
     """Ctrl-C on 2x2; the same command on two ranks goes on; the losses are those of one process."""
     job = f"slapo-zoo train checkpoint {SEQUENCE} --checkpoint"
     desk.type(f"{job} whole --steps 60 --set log_file=whole.jsonl")
@@ -72,7 +72,7 @@ def test_interrupted_training_resumes_on_another_layout(desk):
     assert list(losses(log)) == list(range(1, 61))
 
 
-def test_trainer_page_trains_on_a_csv(desk):
+def test_trainer_page_program_trains_on_a_csv_alike_on_four_ranks(desk):
     """The Trainer's page, its rows from a csv file: four processes find what one does."""
     program = "".join(text for _, text in blocks("python", page("docs/trainer.md")))
     rows = "data = datasets.Dataset.from_dict(rows)"
@@ -148,7 +148,7 @@ def test_new_family_is_derived_verified_and_trained(desk):
     desk.type("python train.py")
 
 
-def test_plan_and_tune_pages_run(desk):
+def test_commands_of_plan_and_tune_pages_run(desk):
     for words in commands(page("docs/tuning.md")):
         desk.type(" ".join(words))
 
@@ -164,7 +164,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-def test_mistakes_page_shows_hints_and_help(desk):
+def test_command_line_mistakes_print_hints_and_exit_with_2(desk):
     """Each is one readable answer with exit status 2; help and version are there for all commands."""
     desk.type("slapo-zoo card make checkpoint card --tp 1")
     for line in MISTAKES:

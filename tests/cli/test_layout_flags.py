@@ -29,7 +29,7 @@ def test_layout_flags_equal_loader_options(command):
     assert {name: flags[name].default for name in LAYOUT} == {name: usual[name] for name in LAYOUT}
 
 
-def test_plan_accepts_flags_of_a_found_layout(capsys):
+def test_plan_command_accepts_the_layout_flags_it_prints(capsys):
     """Virtual stages, a policy and tokens in shares, as `plan --gpus` prints them."""
     words = ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2, "--checkpoint-ratio", 1,
              "--checkpoint-policy", "save_matmuls")  # fmt: skip
@@ -53,12 +53,12 @@ def test_plan_accepts_flags_of_a_found_layout(capsys):
         ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2),
     ],
 )
-def test_verify_accepts_layout_flags(words, capsys):
+def test_verify_command_accepts_layout_flags(words, capsys):
     assert cli("verify", "gpt2", *words) == 0
     assert "verified" in capsys.readouterr().out
 
 
-def test_verify_refuses_flags_that_a_card_fixes(capsys):
+def test_verify_command_refuses_flags_fixed_by_the_card(capsys):
     assert (
         cli("verify", "gpt2", "--tp", 2, "--schedule", "hub_cards/gpt2", "--sequence-parallel") == 2
     )

@@ -45,12 +45,12 @@ def test_log_has_one_line_per_step_after_a_kill_and_resume(job, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_a_full_disk_under_the_log_ends_in_one_error(job, capsys):
+def test_full_disk_under_the_log_raises_one_error(job, capsys):
     said = failure(capsys, *job, "--max-steps", 1, "--set", "log_file=/dev/full")
     assert "error: disk: No space left on device\n  hint: make room there" in said
 
 
-def test_tensorboard_files_contain_loss_and_rate(job, tmp_path):
+def test_tensorboard_files_contain_loss_and_learning_rate(job, tmp_path):
     run(*job, "--max-steps", 2, "--set", "report_to=[tensorboard]", "--output", tmp_path / "out")
     files = list((tmp_path / "out-logs").rglob("*tfevents*"))
     data = b"".join(file.read_bytes() for file in files)
@@ -66,7 +66,7 @@ def test_missing_tracker_package_is_refused(name, said):
         records.check_trackers(TrainOptions("m", report_to=(name,)))
 
 
-def test_mfu_is_flops_over_peak(monkeypatch):
+def test_mfu_equals_flops_over_peak_flops(monkeypatch):
     from transformers import GPT2Config
 
     from slapo_zoo import AutoScheduledModel
@@ -83,7 +83,7 @@ def test_mfu_is_flops_over_peak(monkeypatch):
     assert found["mfu"] == pytest.approx(6 * meter.parameters * 32 / 1e12)
 
 
-def test_logging_steps_writes_every_nth_step(job, capfd):
+def test_logging_steps_option_logs_every_nth_step(job, capfd):
     run(*job, "--max-steps", 6, "--set", "logging_steps=2")
     found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
     assert [line.split()[2] for line in found] == ["2/6", "4/6", "6/6"]
@@ -96,7 +96,7 @@ def test_log_reports_pipeline_bubble(job, tmp_path):
     assert all(0.5 <= line["bubble"] < 1 for line in lines(path))
 
 
-def test_bubble_averages_the_waits_of_all_ranks(ranks):
+def test_logged_bubble_is_the_mean_over_ranks(ranks):
     """0.2 of 1 s and 0.4 of 0.9 s: of two ranks' second each, 0.6 s were computed."""
     for found in ranks.run(_waited, 2):
         assert found == [pytest.approx(0.7), None]

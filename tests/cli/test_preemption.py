@@ -73,7 +73,7 @@ def asked_to_stop(job, out, number, *more):
         pytest.param(signal.SIGUSR1, 75, ("--tp", "2"), marks=pytest.mark.slow),
     ],
 )
-def test_a_signal_finishes_the_step_and_saves(job, tmp_path, number, code, more):
+def test_stop_signal_finishes_the_step_and_saves(job, tmp_path, number, code, more):
     text, found = asked_to_stop(job, tmp_path / "out", number, *more)
     assert found == code, text
     step = state_of(tmp_path / "out")["step"]
@@ -81,13 +81,13 @@ def test_a_signal_finishes_the_step_and_saves(job, tmp_path, number, code, more)
     assert f"the same command goes on from {tmp_path / 'out'}" in text
 
 
-def test_stop_without_checkpoint_says_nothing_was_saved():
+def test_stop_without_checkpoint_reports_that_nothing_was_saved():
     stopped = StoppedError(signal.SIGTERM, 3, TrainOptions("m", max_steps=9))
     assert stopped.code == 75
     assert "nothing was saved" in str(stopped)
 
 
-def test_last_links_to_the_newest_step_folder(job, tmp_path, capsys):
+def test_link_last_points_to_the_newest_step_folder(job, tmp_path, capsys):
     out = tmp_path / "out"
     more = ["--checkpoint", str(out), "--save-steps", "1", "--save-total-limit", "2"]
     run(*job, "--max-steps", "4", *more)
@@ -101,7 +101,7 @@ def test_last_links_to_the_newest_step_folder(job, tmp_path, capsys):
     assert state_of(out / "last")["optimizer"]["groups"][0]["options"]["lr"] == 0.5
 
 
-def test_resume_with_other_text_of_same_size_is_refused(job, tmp_path, capfd):
+def test_resume_with_other_training_text_is_refused(job, tmp_path, capfd):
     out = tmp_path / "out"
     run(*job, "--max-steps", "1", "--checkpoint", str(out))
     text = Path(job[3]).read_text()
@@ -149,7 +149,7 @@ def make(folder, step):
     (folder / "config.json").write_text("{}")
 
 
-def test_latest_step_is_found_without_the_link(tmp_path):
+def test_newest_step_folder_is_found_without_the_link_last(tmp_path):
     for step in (9, 10, 100):
         make(place_of(tmp_path, step, 3), step)
         keep_newest(tmp_path, place_of(tmp_path, step, 3), 3)
@@ -159,7 +159,7 @@ def test_latest_step_is_found_without_the_link(tmp_path):
     assert history.is_history(tmp_path)
 
 
-def test_a_kill_between_two_renames_loses_nothing(tmp_path, monkeypatch):
+def test_checkpoint_survives_a_kill_between_two_renames(tmp_path, monkeypatch):
     """Without RENAME_EXCHANGE, as on NFS: what was moved away is found again."""
     make(tmp_path / "out", 4)
     monkeypatch.setattr(staging, "_renameat2", lambda *_: False)
@@ -184,7 +184,7 @@ def test_a_kill_between_two_renames_loses_nothing(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "training_state.json").read_text() == "4"
 
 
-def test_a_live_save_is_left_alone_where_there_are_no_locks(tmp_path, monkeypatch):
+def test_running_save_is_not_deleted_on_a_filesystem_without_locks(tmp_path, monkeypatch):
     def none(*_):
         raise OSError(95, "Operation not supported")
 

@@ -122,7 +122,9 @@ def assert_same(found, expected, rel=2e-5):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("task", "layout"), GRID)
-def test_every_layout_equals_one_process_and_resumes_from_it(task, layout, whole, tmp_path):
+def test_training_task_on_every_layout_equals_one_process_and_resumes_its_checkpoint(
+    task, layout, whole, tmp_path
+):
     folder, expected = whole(task)
     assert {"eval_loss", "eval_accuracy"} <= expected[-1].keys()
     mesh = LAYOUTS[layout]
@@ -155,14 +157,14 @@ def weights_of(place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["packed", "pairs", "stream"])
-def test_spawned_ranks_train_as_one_process(task, whole, tmp_path, monkeypatch):
-    """As where a rank has several threads, or a GPU: all that a rank reads is sent to it."""
+def test_spawned_ranks_have_the_losses_of_one_process(task, whole, tmp_path, monkeypatch):
+    """Ranks are spawned where each has several threads or a GPU: all that a rank reads is pickled for it."""
     folder, expected = whole(task)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert_same(trained(folder, tmp_path / "mesh", dp=2), expected)
 
 
-def test_best_checkpoint_equals_that_of_transformers(whole):
+def test_best_checkpoint_has_the_same_loss_and_accuracy_in_transformers(whole):
     """Evaluated by hand, with plain transformers, on the rows that were held out."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

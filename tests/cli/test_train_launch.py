@@ -75,7 +75,7 @@ def losses(text):
 
 
 def forked(processes, folder):
-    """What each (variables, arguments) prints, in processes that a launcher would have started."""
+    """Return what each (variables, arguments) prints, in processes as a launcher starts them."""
     context, started = multiprocessing.get_context("fork"), []
     for number, process in enumerate(processes):
         started.append(context.Process(target=run_cli, args=(*process, folder / str(number))))
@@ -108,7 +108,7 @@ def launched(arguments, **variables):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_local_ranks_give_the_losses_of_one_process(engine, job, capfd):
+def test_train_with_local_ranks_equals_one_process(engine, job, capfd):
     arguments, expected = job
     warnings.simplefilter("ignore")  # DeepSpeed's own; pytest puts the filters back
     with pytest.raises(SystemExit) as caught:
@@ -121,7 +121,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "me
 
 
 @pytest.mark.parametrize("engine", ["torch", *SLOW])
-def test_srun_gives_the_losses_of_local_ranks(engine, job, tmp_path):
+def test_train_under_srun_equals_local_ranks(engine, job, tmp_path):
     """Processes with the variables of srun, which names no meeting point."""
     arguments, expected = job
     ranks = [(of_srun(rank), [*arguments, *ENGINES[engine]]) for rank in range(2)]
@@ -130,7 +130,7 @@ def test_srun_gives_the_losses_of_local_ranks(engine, job, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_torchrun_gives_the_losses_of_local_ranks(engine, job):
+def test_train_under_torchrun_equals_local_ranks(engine, job):
     arguments, expected = job
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert launched([*run, "-m", "slapo_zoo.cli.main", *arguments, *ENGINES[engine]]) == expected
@@ -138,7 +138,7 @@ def test_torchrun_gives_the_losses_of_local_ranks(engine, job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_deepspeed_launcher_gives_the_losses_of_local_ranks(engine, job):
+def test_train_under_deepspeed_launcher_equals_local_ranks(engine, job):
     """It puts --local_rank before the name of the command."""
     arguments, expected = job
     run = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29511"]
@@ -146,8 +146,8 @@ def test_the_deepspeed_launcher_gives_the_losses_of_local_ranks(engine, job):
     assert launched(run, DS_ACCELERATOR="cpu") == expected
 
 
-def test_local_rank_option_of_deepspeed_is_accepted(job, capsys):
-    """What the launcher adds is taken, also where the rest is wrong."""
+def test_local_rank_option_of_deepspeed_launcher_is_accepted(job, capsys):
+    """The option that the launcher adds is accepted, also where another argument is wrong."""
     err = failure(capsys, "--local_rank=1", *job[0], "--engine", "horovod")
     assert "found 'horovod'" in err
 
@@ -168,7 +168,9 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_options_are_errors_without_a_traceback(wrong, job, capsys, monkeypatch):
+def test_train_with_wrong_engine_options_prints_error_without_traceback(
+    wrong, job, capsys, monkeypatch
+):
     monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
     options, message = WRONG[wrong]
     err = failure(capsys, *job[0], *options.split())
@@ -177,7 +179,7 @@ def test_wrong_options_are_errors_without_a_traceback(wrong, job, capsys, monkey
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
-def test_missing_engine_package_names_pip_install(engine, job, capsys, monkeypatch):
+def test_missing_engine_package_error_names_pip_install(engine, job, capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     err = failure(capsys, *job[0], "--engine", engine)
     assert f"pip install slapo-zoo[{engine}]" in err
@@ -199,7 +201,7 @@ def test_srun_with_wrong_task_count_is_refused(job, capsys, monkeypatch):
     assert "found 3 processes, expected tp * pp * dp = 2 * 1 * 1" in err
 
 
-def test_slurm_variables_become_torchrun_variables(monkeypatch):
+def test_slurm_variables_are_converted_to_torchrun_variables(monkeypatch):
     changes = {"SLURM_STEP_NODELIST": "gpu[003-004]", "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
                "SLURM_NODEID": "1", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1"}  # fmt: skip
     srun(monkeypatch, rank=9, **changes)
@@ -213,7 +215,7 @@ def test_slurm_variables_become_torchrun_variables(monkeypatch):
     assert is_distributed_launch()
 
 
-def test_slurm_batch_script_and_shell_are_no_launch(monkeypatch):
+def test_slurm_batch_script_and_srun_shell_are_not_a_distributed_launch(monkeypatch):
     """A batch script has the job's variables and no step's; `srun --pty` is a step of one task."""
     srun(monkeypatch)
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
@@ -222,7 +224,7 @@ def test_slurm_batch_script_and_shell_are_no_launch(monkeypatch):
     assert not is_distributed_launch()
 
 
-def test_lists_of_hosts_of_slurm_are_parsed():
+def test_slurm_node_lists_are_parsed():
     hosts = ["a", "a,b", "gpu[003-005,9],login", "gpu[7,9]", "r[1-2]-ib,x", "n1.cluster,n2.cluster"]
     assert [first_host(x) for x in hosts] == ["a", "a", "gpu003", "gpu7", "r1-ib", "n1.cluster"]
     assert tasks_per_node("8(x2),4") == [8, 8, 4]

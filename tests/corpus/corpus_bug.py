@@ -26,7 +26,7 @@ Edit = Callable[[list[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong.
+    """Fault that a bug puts into a training.
 
     Args:
         edits: of the right steps of a schedule.
@@ -42,7 +42,7 @@ class Fault:
 
     @property
     def kind(self) -> str:
-        """What it is a fault of."""
+        """Return the kind of thing that the fault changes."""
         if self.is_file:
             return FILE
         return SCHEDULE if self.edits else LOOP

@@ -1,4 +1,4 @@
-"""Which of our checks finds a bug, what it names, and in how many seconds."""
+"""Checks that look for a bug: which one finds it, what it names, and in how many seconds."""
 
 import re
 import threading
@@ -35,7 +35,7 @@ TIMEOUT_S = 30.0
 
 @dataclass(frozen=True)
 class Found:
-    """What a checker says of a bug.
+    """Result of a checker for a bug.
 
     Args:
         checker: of CHECKERS; empty where none finds it.
@@ -48,7 +48,7 @@ class Found:
     seconds: float = 0.0
 
     def says(self, named: str) -> bool:
-        """Whether the module (its number left out) or the argument is named."""
+        """Return True where the module (its number left out) or the argument is named."""
         if "*" not in named:
             return any(named in name for name in self.names)
         culprit = re.compile(
@@ -97,7 +97,7 @@ def _reference(
 
 
 def damage(bug: Bug, root: Path) -> float:
-    """How far a training with the bug, all checks off, is from plain `transformers`."""
+    """Measure the difference of a training with the bug, all checks off, from plain `transformers`."""
     right = bug.fault.training.right
     want = _reference(bug.cls, bug.config, bug.dropout, bug.layout, right, root)
     with quiet():
@@ -121,7 +121,7 @@ def _checks_off() -> Iterator[None]:
 
 
 def _texts(run: Callable[[], Any]) -> tuple[str, ...]:
-    """What our own errors and warnings say of a run."""
+    """Return the texts of the errors and warnings of this package in a run."""
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         try:
@@ -200,7 +200,7 @@ def asked_of(bug: Bug) -> list[str]:
 
 
 def look(bug: Bug, checker: str, root: Path) -> Found:
-    """What one checker says."""
+    """Return the result of one checker."""
     begin = time.process_time()
     names = CHECKS[checker](bug, root)
     seconds = time.process_time() - begin

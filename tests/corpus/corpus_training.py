@@ -39,7 +39,7 @@ def config_of(cls: str, changes: Any) -> Any:
 
 @dataclass
 class Trained:
-    """What a training left; tensors are whole, under their HuggingFace names, on rank 0."""
+    """Result of a training: unsharded tensors under their HuggingFace names, on rank 0."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)

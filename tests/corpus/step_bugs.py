@@ -58,7 +58,7 @@ def means(divisor):
 
 
 def times(factor):
-    """What is returned is times `factor`."""
+    """Wrap a function so that its result is multiplied by `factor`."""
     return lambda right: lambda *args: factor * right(*args)
 
 
@@ -139,12 +139,12 @@ def over_tp(x, mesh):
 
 
 def replicas_each_time(square, some, mesh):
-    """What tp ranks hold whole is summed over them."""
+    """Count replicated parameters once per tp rank in the squared norm."""
     return square + (mesh.tp - 1) * some(lambda name, placement: placement is None)
 
 
 def own_part_of(word):
-    """Of some sharded parameters a rank counts its own part alone."""
+    """Count only this rank's shard of the parameters that match `word` in the squared norm."""
 
     def change(square, some, mesh):
         mine = some(lambda name, placement: placement and word in name)
@@ -217,7 +217,7 @@ TwoSteps.right = TwoSteps
 
 
 def halved(right):
-    """What was accumulated is divided by the number of micro-batches in each further step."""
+    """Divide accumulated gradients by the number of micro-batches again in each further step."""
 
     @contextmanager
     def only_new(parameters):

@@ -32,12 +32,12 @@ def right_of(bugs):
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory):
-    """Where tiny checkpoints are kept for all bugs."""
+    """Return the folder of the tiny checkpoints of all bugs."""
     return tmp_path_factory.mktemp("corpus")
 
 
 @pytest.mark.parametrize("bug", marked(BUGS), ids=label)
-def test_injected_bug_changes_training_and_its_checker_names_it(bug, root):
+def test_injected_bug_changes_training_and_is_named_by_its_checker(bug, root):
     """With all checks off a training goes another way; the check of its row finds it, and says where."""
     assert damage(bug, root) > REAL
     found = look(bug, bug.checker, root) if bug.always else first_to_find(bug, root)
@@ -48,12 +48,12 @@ def test_injected_bug_changes_training_and_its_checker_names_it(bug, root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", right_of(BUGS), ids=lambda b: f"{b.cls}-{b.layout}-{b.dropout}")
-def test_without_its_fault_a_training_is_right_and_nothing_is_found(bug, root):
+def test_training_without_injected_bug_is_right_and_no_checker_reports(bug, root):
     assert damage(bug, root) < ROUNDING
     assert not first_to_find(bug, root).checker
 
 
-def test_corpus_rows_are_valid():
+def test_bug_corpus_entries_are_valid():
     assert len({bug.name for bug in BUGS}) == len(BUGS)
     assert all(bug.threads and bug.met and bug.wrong and bug.layout in LAYOUTS for bug in BUGS)
     assert {bug.checker for bug in BUGS} <= {*CHECKERS, ""}
@@ -66,7 +66,7 @@ def test_95_percent_of_bugs_have_a_checker():
     assert all(bug.named for bug in found)
 
 
-def test_corpus_page_lists_these_bugs():
+def test_bug_corpus_page_lists_every_bug():
     """All but the seconds, which are those of one machine."""
     text = corpus_page.PAGE.read_text(encoding="utf-8")
     seconds = corpus_page.measured(text)

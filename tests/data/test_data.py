@@ -32,7 +32,7 @@ GENERATOR = torch.Generator
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """What `datasets` keeps goes away with the test."""
+    """Keep the cache of `datasets` in the folder of the test."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
@@ -44,7 +44,7 @@ def documents(path):
     return [row["text"] for row in read.open_table(str(path), "train")]
 
 
-def test_files_are_read_by_name_and_binaries_are_not(tmp_path):
+def test_text_files_are_read_in_name_order_and_binaries_are_skipped(tmp_path):
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "a.py").write_text("first")
@@ -66,7 +66,7 @@ def test_binary_file_is_skipped_with_a_message(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_a_saved_data_set_streams_and_keeps_its_splits(several, tmp_path):
+def test_saved_dataset_streams_and_keeps_its_splits(several, tmp_path):
     data = datasets.Dataset.from_list(ROWS)
     data = datasets.DatasetDict(train=data, test=data.select([3])) if several else data
     data.save_to_disk(tmp_path / "saved")
@@ -80,7 +80,7 @@ def test_a_saved_data_set_streams_and_keeps_its_splits(several, tmp_path):
     assert len(read.open_table(path, "test" if several else "train")) == (1 if several else 20)
 
 
-def test_missing_data_or_text_raises(tmp_path):
+def test_missing_or_empty_data_raises(tmp_path):
     with pytest.raises(DataError, match="found nothing there"):
         read.kind_of(str(tmp_path / "none"))
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
@@ -88,7 +88,7 @@ def test_missing_data_or_text_raises(tmp_path):
         documents(tmp_path)
 
 
-def test_rows_are_full_and_documents_end():
+def test_packed_rows_are_full_and_documents_end_with_eos():
     rows = packed(Causal(Letters(eos=0), 3), "ab", "cde")[[0, 1]]
     assert rows["input_ids"] == [[97, 98, 0], [99, 100, 101]]
     assert rows["lengths"] == [[3], [3]]
@@ -97,7 +97,7 @@ def test_rows_are_full_and_documents_end():
     assert batch["input_ids"].tolist() == [[1, 97, 98, 2], [1, 99, 100, 2]]
 
 
-def test_every_part_of_a_document_is_known():
+def test_packing_keeps_every_token_and_records_document_lengths():
     rows = packed(Causal(Letters(), 6), "abc", "de", "", "fghijklmn", "opqrst")
     assert [t for row in rows["input_ids"] for t in row] == list(range(97, 97 + 18))
     assert rows["lengths"] == [[3, 2, 1], [6], [2, 4]]
@@ -111,7 +111,7 @@ def test_packed_documents_get_their_own_position_ids():
     assert batch["labels"].tolist() == [[IGNORED, 98, 0, IGNORED], [IGNORED, 101, 102, 103]]
 
 
-def test_too_little_text_says_how_much_there_is():
+def test_too_little_text_raises_and_names_the_number_of_rows():
     rows = packed(Masked(Letters(cls=1, sep=2), 4), "abcde")
     with pytest.raises(DataError, match="found 2 rows of up to 4 tokens; expected at least 3"):
         require_rows(rows, 3, TrainOptions("m", seq_len=4))
@@ -124,7 +124,7 @@ def ten_rows(task):
     return datasets.Dataset.from_dict({"input_ids": ids, "lengths": [[task.row_tokens]] * 10})
 
 
-def test_every_row_comes_once_per_epoch():
+def test_every_data_row_is_drawn_once_per_epoch():
     task = Causal(Letters(), 2)
     batches = Batches(ten_rows(task), task, 4, seed=3)
     first = torch.cat([batches.part(step)["input_ids"] for step in (0, 1)])
@@ -138,7 +138,7 @@ def test_every_row_comes_once_per_epoch():
 @pytest.mark.parametrize(
     "task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=["next", "masked"]
 )
-def test_dp_parts_concatenate_to_the_whole_batch(task):
+def test_dp_batches_concatenate_to_the_full_batch(task):
     batches = Batches(ten_rows(task), task, 4, seed=3)
     for name, whole in batches.part(1).items():
         assert torch.equal(whole, torch.cat([batches.part(1, i, 2)[name] for i in (0, 1)]))
@@ -147,7 +147,7 @@ def test_dp_parts_concatenate_to_the_whole_batch(task):
 @pytest.mark.parametrize(
     "task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=["next", "masked"]
 )
-def test_rows_to_evaluate_come_once_whatever_the_layout(task):
+def test_evaluation_reads_each_row_once_on_every_layout(task):
     rows = divided(ten_rows(task), 0.1, seed=0)[0]
     batches = Batches(rows, task, 4, seed=3)
     assert len(rows) == 9
@@ -174,7 +174,7 @@ ROWS = [{"text": f"line {i} of the text", "label": ("bad", "good")[i % 2]} for i
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "saved"])
-def test_the_same_rows_from_every_format(kind, tmp_path):
+def test_every_file_format_gives_the_same_rows(kind, tmp_path):
     words = tokenizer(eos_token=END)
     if kind == "saved":
         path = str(tmp_path / "saved")
@@ -224,7 +224,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_wrong_columns_are_named_in_the_error(name, tmp_path):
+def test_wrong_data_columns_raise_and_are_named(name, tmp_path):
     data = read.open_table(write_rows(tmp_path, "jsonl", ROWS), "train")
     work, said = MISTAKES[name]
     with pytest.raises(DataError, match=said):
@@ -242,7 +242,7 @@ def test_evaluating_on_another_split_of_a_single_file_raises(kind, tmp_path):
         other_rows(Causal(tokenizer(eos_token=END), 4), options)
 
 
-def test_hub_is_asked_once_per_data_set(monkeypatch):
+def test_unknown_dataset_sends_one_request_to_the_hub(monkeypatch):
     from huggingface_hub import HfApi
 
     asked = []
@@ -258,7 +258,7 @@ def test_hub_is_asked_once_per_data_set(monkeypatch):
     assert asked == ["nobody/nothing"]
 
 
-def test_broken_file_or_unknown_data_set_raises(tmp_path, monkeypatch):
+def test_broken_file_or_unknown_dataset_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     (tmp_path / "a.jsonl").write_text("{not json")
@@ -270,7 +270,7 @@ def test_broken_file_or_unknown_data_set_raises(tmp_path, monkeypatch):
         read.kind_of("gone.parquet")
 
 
-def test_tag_translate_and_pair_batches_have_the_right_tensors():
+def test_tagging_translation_and_pair_tasks_collate_the_right_tensors():
     words = tokenizer(eos_token=END)
     tag = Tag(words, 64, names=("O", "NAME"))
     rows = tag.encode({"tokens": [["to", "bee"], ["or"]], "tags": [["NAME", "O"], ["O"]]})
@@ -294,7 +294,7 @@ def test_tag_translate_and_pair_batches_have_the_right_tensors():
 
 
 @pytest.mark.parametrize("task", [Causal, Translate])
-def test_stream_resumes_where_it_stopped(task, tmp_path):
+def test_streamed_data_resumes_where_it_stopped(task, tmp_path):
     """From the position of any step, through the end of the data, and with a block in memory only."""
     rows = [{"text": "word " * (i % 7), "source": f"{i} in", "target": f"{i}"} for i in range(20)]
     path, words = write_rows(tmp_path, "jsonl", rows), tokenizer(eos_token=END)
@@ -324,7 +324,7 @@ def test_stream_resumes_where_it_stopped(task, tmp_path):
         assert block != rows, "shuffled within the block"
 
 
-def test_an_empty_stream_is_an_error(tmp_path):
+def test_empty_data_stream_raises(tmp_path):
     task = Causal(tokenizer(eos_token=END), 8)
     stream = Stream(SimpleNamespace(opened=list, rows=iter), task, 2, 0, 6)
     with pytest.raises(DataError, match="found no row"):

@@ -11,7 +11,7 @@ from slapo_zoo.data.tasks import IGNORED, DataError, Masked, Spans
 GENERATOR = torch.Generator
 
 
-def test_masking_masks_fifteen_percent():
+def test_mlm_task_masks_fifteen_percent_of_tokens():
     ids = torch.randint(10, 1000, (200, 100))
     task = Masked(Letters(cls=1, sep=0), 102)
     batch = task.collate({"input_ids": ids.tolist()}, GENERATOR())
@@ -32,7 +32,7 @@ def t5_words():
     return tokenizer(marks, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
 
 
-def test_small_batch_masks_at_least_one_token():
+def test_mlm_task_masks_at_least_one_token_of_a_small_batch():
     """So a small one guesses a token of its own."""
     for seed in range(20):
         task = Masked(Letters(cls=1, sep=0), 4)
@@ -43,7 +43,7 @@ def test_small_batch_masks_at_least_one_token():
 
 
 @pytest.mark.parametrize("seq_len", [8, 32, 100])
-def test_spans_and_sentinels_hold_every_token_once(seq_len):
+def test_t5_span_corruption_keeps_every_token_once(seq_len):
     words = t5_words()
     task = Spans(words, seq_len)
     ids = torch.arange(1000, 1000 + task.row_tokens)
@@ -62,6 +62,6 @@ def test_spans_and_sentinels_hold_every_token_once(seq_len):
     assert sum(map(len, spans.values())) == max(1, round(0.15 * task.row_tokens))
 
 
-def test_span_task_without_sentinel_tokens_raises():
+def test_t5_span_corruption_without_sentinel_tokens_raises():
     with pytest.raises(DataError, match="sentinels"):
         Spans(tokenizer(eos_token="</s>", unk_token="<unk>"), 32)

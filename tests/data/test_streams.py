@@ -32,7 +32,7 @@ def stream_on_a_rank(path, last):
     return Counted.times, torch.stack(batches), stream.position(last)
 
 
-def test_a_stream_is_tokenised_by_one_rank(ranks, tmp_path):
+def test_data_stream_is_tokenized_by_one_rank_for_all(ranks, tmp_path):
     """The others get its rows, and are where it is in the data."""
     path = str(tmp_path / "rows.jsonl")
     Path(path).write_text(
@@ -52,7 +52,7 @@ def empty_on_a_rank(path):
     return str(caught.value)
 
 
-def test_a_stream_without_rows_is_an_error_on_every_rank(ranks, tmp_path):
+def test_data_stream_without_rows_raises_on_every_rank(ranks, tmp_path):
     path = tmp_path / "empty.jsonl"
     path.write_text("")
     assert all("found no row" in text for text in ranks.run(empty_on_a_rank, 2, str(path)))

@@ -1,4 +1,4 @@
-"""What a table says of sizes and devices that were not measured."""
+"""Tables of kernel timings, asked about sizes and devices that were not measured."""
 
 import json
 
@@ -27,7 +27,7 @@ def measured(monkeypatch, tmp_path):
     return write
 
 
-def test_table_serves_gpus_of_the_same_capability(measured):
+def test_kernel_timings_apply_to_gpus_of_the_same_compute_capability(measured):
     measured(H100, {"rms_norm:bfloat16:4096": 2.0}, capability="9.0")
     found = decide("rms_norm", "bfloat16", 4096, H200)
     assert found.runs
@@ -35,7 +35,7 @@ def test_table_serves_gpus_of_the_same_capability(measured):
     assert not decide("rms_norm", "bfloat16", 4096, "NVIDIA A100-SXM4-80GB").runs
 
 
-def test_sizes_are_interpolated_and_far_sizes_are_unmeasured(measured):
+def test_kernel_timings_are_interpolated_between_sizes_and_unmeasured_beyond(measured):
     measured(H100, {"rms_norm:bfloat16:1024": 0.25, "rms_norm:bfloat16:16384": 4.0})
     assert not decide("rms_norm", "bfloat16", 1500, H100).runs  # 2048: 0.25 * 16 ** 0.25 = 0.5
     assert decide("rms_norm", "bfloat16", 4096, H100).runs
@@ -44,14 +44,14 @@ def test_sizes_are_interpolated_and_far_sizes_are_unmeasured(measured):
     assert decide("rms_norm", "bfloat16", 64, H100).reason.startswith("unmeasured")
 
 
-def test_user_measurements_override_the_package(measured):
+def test_user_kernel_timings_override_packaged_timings(measured):
     measured(H100, {"geglu:bfloat16:1024": 0.5, "swiglu:bfloat16:1024": 2.0}, "package")
     measured(H100, {"geglu:bfloat16:1024": 3.0})
     assert decide("geglu", "bfloat16", 1024, H100).runs
     assert decide("swiglu", "bfloat16", 1024, H100).runs
 
 
-def test_a_measured_row_beats_the_prior(measured):
+def test_measured_kernel_timing_overrides_the_estimate(measured):
     assert decide("linear_cross_entropy", "bfloat16", 1024, H100).reason.startswith("estimated")
     tables.forget()
     measured(H100, {"linear_cross_entropy:bfloat16:1024": 0.5})

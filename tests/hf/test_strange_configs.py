@@ -40,7 +40,7 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_strange_config_value_raises_slapo_error(source, tmp_path, case):
+def test_invalid_config_value_raises_slapo_error(source, tmp_path, case):
     config = json.loads((source / "config.json").read_text())
     for item in source.iterdir():
         (tmp_path / item.name).write_bytes(item.read_bytes())
@@ -79,7 +79,7 @@ def test_damaged_pickle_raises_slapo_error(tmp_path):
                 continue
 
 
-def test_a_pickle_that_calls_something_is_refused(tmp_path):
+def test_pickle_that_calls_a_function_is_refused(tmp_path):
     class Evil:
         def __reduce__(self):
             return print, ("ran",)

@@ -18,7 +18,7 @@ LIMIT_S = 300
 
 
 def run(script):
-    """As `python script` does."""
+    """Run a script as `python script` does."""
     signal.alarm(LIMIT_S)
     os.chdir(script.parent)
     said = os.open(script.with_suffix(".said"), os.O_WRONLY | os.O_CREAT)

@@ -18,7 +18,7 @@ SEEDS = range(4)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Of a BERT, by its dropout."""
+    """Return a function: dropout rate --> folder of a tiny BERT."""
     root = tmp_path_factory.mktemp("bert")
     return lambda dropout: checkpoint(Case("BertForMaskedLM", (), dropout=dropout), root)
 
@@ -35,7 +35,7 @@ def plain(name, folder, seed=0):
 
 
 def ours(name, folder, mesh):
-    """What every rank shows, which is the same."""
+    """Return the numbers that an example prints, equal on every rank."""
     main = main_of(name)
 
     def run():
@@ -54,7 +54,7 @@ def flat(figures):
 
 
 def among(found, samples, times=2.0):
-    """Whether a figure lies where those of seeds of the plain model lie."""
+    """Fail unless a number lies in the range of those of the plain model over several seeds."""
     low, high = min(samples), max(samples)
     room = times * (high - low) + 1e-6
     assert low - room <= found <= high + room, f"{found}, the plain model {samples}"
@@ -62,7 +62,7 @@ def among(found, samples, times=2.0):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["ema", "embeddings"])
-def test_example_figures_equal_plain_without_dropout(name, mesh, folder):
+def test_example_metrics_equal_plain_model_when_dropout_is_off(name, mesh, folder):
     found, want = (
         torch.tensor(flat(x)) for x in (ours(name, folder(0.0), mesh), plain(name, folder(0.0)))
     )
@@ -70,14 +70,14 @@ def test_example_figures_equal_plain_without_dropout(name, mesh, folder):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_grad_cache_gradients_equal_whole_batch(mesh, folder):
+def test_grad_cache_gradients_equal_full_batch(mesh, folder):
     apart, losses = ours("grad_cache", folder(0.1), mesh)
     assert apart < 1e-5
     assert losses[0] == pytest.approx(losses[1])
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_simcse_views_differ_as_in_plain(mesh, folder):
+def test_simcse_dropout_views_differ_as_in_plain_model(mesh, folder):
     losses, alike = ours("simcse", folder(0.1), mesh)
     runs = [plain("simcse", folder(0.1), seed) for seed in SEEDS]
     assert alike[0] < 0.9999
@@ -87,7 +87,7 @@ def test_simcse_views_differ_as_in_plain(mesh, folder):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_mc_dropout_spread_equals_plain(mesh, folder):
+def test_monte_carlo_dropout_spread_equals_plain_model(mesh, folder):
     mean, spread = ours("mc_dropout", folder(0.1), mesh)
     runs = [plain("mc_dropout", folder(0.1), seed) for seed in SEEDS]
     among(mean, [run[0] for run in runs])

@@ -29,21 +29,21 @@ class Defect:
 
 ALL = [
     Defect("vocabulary: an id at the edge of a shard", SHARD, "(input >= self.stop)",
-           "(input > self.stop)", f"{DEFECTS}::test_vocab_embedding_is_right_for_every_id_on_every_rank"),
+           "(input > self.stop)", f"{DEFECTS}::test_vocab_parallel_embedding_is_right_for_every_id_on_every_rank"),
     Defect("vocabulary: ids of later ranks are not moved", SHARD, "ids = (input - self.start)",
-           "ids = input.clamp(max=self.stop - self.start - 1)", f"{DEFECTS}::test_vocab_embedding_is_right_for_every_id_on_every_rank"),
+           "ids = input.clamp(max=self.stop - self.start - 1)", f"{DEFECTS}::test_vocab_parallel_embedding_is_right_for_every_id_on_every_rank"),
     Defect("axis 0 changes in_features", SHARD, '{0: "out_features", 1: "in_features"}',
-           '{0: "in_features", 1: "out_features"}', f"{DEFECTS}::test_shard_axis_0_keeps_in_features"),
+           '{0: "in_features", 1: "out_features"}', f"{DEFECTS}::test_shard_on_axis_0_keeps_in_features_of_linear"),
     Defect("a double shard is accepted", SHARD, "if earlier := site.placed(self.param_name):",
            "if (earlier := site.placed(self.param_name)) and not earlier:", f"{DEFECTS}::test_sharding_a_weight_twice_is_refused"),
     Defect("ties come apart when they are sharded", SHARD, "names = site.state.set_parameter(old, nn.Parameter(part, old.requires_grad))",
-           "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_keeps_tied_weights"),
+           "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_keeps_weights_tied"),
     Defect("ties come apart when they get values", "slapo_zoo/load/build.py", "if id(module._parameters[n]) not in tied]",
-           "]; tied.clear()", f"{DEFECTS}::test_build_keeps_tied_weights"),
+           "]; tied.clear()", f"{DEFECTS}::test_build_keeps_weights_tied"),
     Defect("a default counts as an input", "slapo_zoo/language/graph/insert.py", "if p.default is p.empty]",
-           "]", f"{DEFECTS}::test_a_function_with_a_default_replaces_a_subgraph"),
+           "]", f"{DEFECTS}::test_function_with_default_argument_replaces_a_subgraph"),
     Defect("dropout in eval", "slapo_zoo/language/primitives/fork_rng.py", "if not module.training or module.p == 0.0:\n            return input",
-           "if module.p == 0.0:\n            return input", f"{DEFECTS}::test_eval_mode_drops_nothing"),
+           "if module.p == 0.0:\n            return input", f"{DEFECTS}::test_eval_mode_disables_all_dropout"),
     Defect("dropout in eval of a graph", "slapo_zoo/language/graph/modes.py", "both = (mine, theirs) if training else (theirs, mine)",
            "both = (mine, mine)", "tests/language/graph"),
     Defect("tanh for erf", "slapo_zoo/language/graph/canonical.py", 'IGNORED = {"_stacklevel",',
@@ -55,7 +55,7 @@ ALL = [
     Defect("the parallel loss counts ignored labels", LOSS, "number = counts.sum()\n    return torch.where(number",
            "number = torch.tensor(len(counts))\n    return torch.where(number", f"{DEFECTS}::test_vocab_parallel_loss_supports_smoothing_and_ignored_labels"),
     Defect("a pre-hook drops the other arguments", SYNC, "return (*args[:i], op(value), *args[i + 1 :]), kwargs",
-           "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_a_sync_of_the_input_keeps_the_other_arguments"),
+           "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_forward_pre_sync_keeps_the_other_arguments"),
     Defect("a reshard without a gradient", "slapo_zoo/language/primitives/sync_reshard.py", "return collectives.all_to_all(x, target, source, group)",
            "return collectives.all_to_all(x.detach(), target, source, group)", f"{DEFECTS}::test_reshard_is_differentiable"),
     Defect("a switched off Verify runs the model", "slapo_zoo/verify/context.py", "if self.enable:",
@@ -85,7 +85,7 @@ def run_test(sources, test):
     return subprocess.run(command, cwd=sources, env=env, capture_output=True, text=True, check=False)  # fmt: skip
 
 
-def test_every_defect_is_written_once():
+def test_source_line_of_each_known_defect_occurs_once():
     """Also in the default run: a line that moved is noticed at once."""
     for defect in ALL:
         assert (ROOT / defect.file).read_text().count(defect.right) == 1, defect.name
@@ -93,7 +93,7 @@ def test_every_defect_is_written_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", ALL, ids=lambda d: d.name.replace(" ", "-"))
-def test_a_reintroduced_defect_fails_its_test(defect, sources):
+def test_reintroduced_defect_fails_its_test(defect, sources):
     file = sources / defect.file
     right = file.read_text()
     file.write_text(right.replace(defect.right, defect.wrong))

@@ -31,7 +31,7 @@ def anchors(page):
 
 
 def documented():
-    """What the directives of the reference name --> the object."""
+    """Map the names in the directives of the API reference to their objects."""
     found = {}
     for page in (DOCS / "reference").glob("*.md"):
         for path in DIRECTIVE.findall(page.read_text(encoding="utf-8")):
@@ -53,13 +53,13 @@ def resolve(path):
     raise AssertionError(f"the reference names {path}, which is not there")
 
 
-def test_every_page_is_in_the_menu():
+def test_every_docs_page_is_in_the_menu():
     named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(named) == [page_name(page) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_links_lead_to_pages_of_the_site(page):
+def test_docs_links_lead_to_pages_of_the_site(page):
     for target, anchor in LINK.findall(text_of(page)):
         place = (page.parent / target).resolve() if target else page
         assert place.is_file(), f"{page_name(page)} points at {target}"
@@ -68,14 +68,14 @@ def test_links_lead_to_pages_of_the_site(page):
             assert anchor in anchors(place), f"{page_name(page)} points at {target}#{anchor}"
 
 
-def test_reference_has_every_public_name():
+def test_api_reference_lists_every_public_name():
     found = [id(thing) for thing in documented().values()]
     found.append(id(slapo_zoo.verify))  # a callable package: its function is documented
     missing = [n for n in slapo_zoo.__all__ if id(getattr(slapo_zoo, n)) not in found]
     assert missing == []
 
 
-def test_reference_has_every_primitive():
+def test_api_reference_lists_every_primitive():
     found = {id(thing) for thing in documented().values()}
     ours = [
         c for c in PRIMITIVES.values() if c.__module__.startswith("slapo_zoo.language.primitives.")
@@ -83,7 +83,7 @@ def test_reference_has_every_primitive():
     assert [c.name for c in ours if id(c) not in found] == []
 
 
-def test_the_page_of_architectures_lists_every_rule():
+def test_architecture_page_lists_every_sharding_rule():
     rules = importlib.import_module("slapo_zoo.zoo.rules")
     ours = {
         name
@@ -103,7 +103,7 @@ def test_the_page_of_architectures_lists_every_rule():
             eval(f"{name}{call}", vars(rules))
 
 
-def test_the_glossary_is_in_order_and_says_each_word_once():
+def test_glossary_is_sorted_and_defines_each_word_once():
     page = (DOCS / "glossary.md").read_text(encoding="utf-8")
     words = [line.split("|")[1].strip() for line in page.splitlines() if line[:2] == "| "][1:]
     assert words == sorted(set(words), key=lambda word: word.lower().replace("-", " "))

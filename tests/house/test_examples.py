@@ -47,7 +47,7 @@ def run(script, folder, out):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_and_its_losses_are_finite(script, tmp_path, ranks):
+def test_example_script_runs_and_has_finite_losses(script, tmp_path, ranks):
     folder = checkpoint(CASES["gpt2"], tmp_path)
     losses = ranks.run(run, 4, script, folder, tmp_path, timeout=300)
     assert all(found == losses[0] for found in losses), "ranks tell different losses"
@@ -69,8 +69,8 @@ def test_dpo_example_has_equal_losses_on_all_ranks(tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_sampled_reward_example_runs_under_torchrun(tmp_path):
-    """As torchrun starts it: the sampler is a process of its own, which finds its function by name."""
+def test_sampled_reward_example_trains_under_torchrun(tmp_path):
+    """Start the example by torchrun: its sampler is a process of its own, which imports its function by name."""
     folder = checkpoint(CASES["gpt2"], tmp_path)
     script = ROOT / "post_training" / "sampled_reward.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -92,7 +92,7 @@ def run_task(name, steps, out):
 
 
 def learnt(name, found):
-    """Whether the whole task, at its own length, has reached what it shows."""
+    """Return True where the task, run at full length, has reached the result that it shows."""
     return {"classify_bert.py": lambda accuracy: accuracy > 0.85,
             "pretrain_gpt2.py": lambda losses: losses[-1] < 3.6,
             "translate_t5.py": lambda said: said[1] > 0.7}[name](found)  # fmt: skip
@@ -107,7 +107,7 @@ TASKS = [("classify_bert.py", 2, 120, "code_or_comment", "AutoModelForSequenceCl
 @pytest.mark.parametrize(
     ("name", "nprocs", "steps", "folder", "auto"), TASKS, ids=[t[0] for t in TASKS]
 )
-def test_an_example_task_runs_alike_on_all_ranks_and_loads_in_transformers(
+def test_example_task_has_equal_results_on_all_ranks_and_loads_in_transformers(
     name, nprocs, steps, folder, auto, whole, tmp_path, ranks
 ):
     found = ranks.run(run_task, nprocs, name, steps if whole else 8, tmp_path, timeout=300)
@@ -131,7 +131,7 @@ NOTEBOOKS = {
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(ROOT.glob("*.ipynb"))])
-def test_a_notebook_runs_to_its_end(name, tmp_path, monkeypatch):
+def test_notebook_runs_without_error(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "notebook"}
     for cell in json.loads((ROOT / f"{name}.ipynb").read_text())["cells"]:

@@ -13,7 +13,7 @@ VAGUE = {"utils", "util", "helpers", "common", "misc"}
 EVERYTHING = (*CODE, "hub_cards", "tests", "ci")
 
 
-def test_files_are_short_and_well_named():
+def test_source_files_are_short_and_not_vaguely_named():
     long = [
         f"{label(path)}: {lines(path)}" for path in files(*EVERYTHING) if lines(path) > MOST_LINES
     ]
@@ -35,7 +35,7 @@ def test_package_stays_within_its_line_budget():
     )
 
 
-def test_the_root_of_the_package_is_a_table_of_contents():
+def test_package_root_contains_only_subpackages_and_errors():
     entries = {path.name for path in (ROOT / "slapo_zoo").iterdir()}
     entries -= {*LINKED, "py.typed", "__pycache__"}
     assert len(entries) <= MOST_ENTRIES, f"{len(entries)} entries: {sorted(entries)}"
@@ -43,7 +43,7 @@ def test_the_root_of_the_package_is_a_table_of_contents():
     assert loose == {"__init__.py", "errors.py"}, "every other module belongs into a package"
 
 
-def test_packages_say_what_lives_there():
+def test_package_docstrings_state_contents_and_imports():
     packages = (ROOT / "slapo_zoo").glob("*/__init__.py")
     silent = [label(p) for p in packages if "mports" not in (ast.get_docstring(tree(p)) or "")]
     assert not silent, f"say what lives there and what it imports: {silent}"
@@ -76,7 +76,7 @@ def bare_arguments(function):
     ]
 
 
-def test_public_names_are_documented():
+def test_public_names_have_docstrings():
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     silent = [
         f"{label(path)}: {node.name}" for path in files(*CODE)
@@ -85,7 +85,7 @@ def test_public_names_are_documented():
     assert not silent, f"no docstring: {silent}"
 
 
-def test_public_names_are_typed():
+def test_public_names_have_type_annotations():
     bare = [
         f"{label(path)}: {f.name}({', '.join(bare_arguments(f))})" for path in files(*CODE)
         for f in functions(tree(path)) if bare_arguments(f)
@@ -93,7 +93,7 @@ def test_public_names_are_typed():
     assert not bare, f"arguments without a type: {bare}"
 
 
-def test_run_needs_only_the_standard_library():
+def test_ci_run_script_imports_only_the_standard_library():
     """ci/run.py starts before anything is installed."""
     names = set()
     for node in ast.walk(tree(ROOT / "ci" / "run.py")):

@@ -39,7 +39,7 @@ def embed(weight, padding_idx, ids, upstream):
 @pytest.mark.parametrize("padding_idx", [None, 0, "last", "edge"])
 @pytest.mark.parametrize("size", [5, 99, 50257])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_vocab_embedding_is_right_for_every_id_on_every_rank(n, size, padding_idx, ranks):
+def test_vocab_parallel_embedding_is_right_for_every_id_on_every_rank(n, size, padding_idx, ranks):
     """arange(V), forward and backward: ten random ids hardly ever show the defect."""
     share = -(-size // n)
     padding_idx = {"last": size - 1, "edge": min(share, size - 1)}.get(padding_idx, padding_idx)
@@ -60,7 +60,7 @@ def test_vocab_embedding_is_right_for_every_id_on_every_rank(n, size, padding_id
 # --- sizes and divisions -------------------------------------------------------------------------
 
 
-def test_shard_axis_0_keeps_in_features():
+def test_shard_on_axis_0_keeps_in_features_of_linear():
     sch = Schedule(nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)), Mesh(tp=2))
     columns, rows = sch["0"].shard("weight", 0).mod, sch["1"].shard("weight", 1).mod
     assert (columns.out_features, columns.in_features) == (15, 20)
@@ -87,7 +87,7 @@ class Tied(nn.Module):
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")  # never run
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_build_keeps_tied_weights(on_meta, n):
+def test_build_keeps_weights_tied(on_meta, n):
     with slapo_zoo.init_empty_weights(enable=on_meta):
         sch = slapo_zoo.create_schedule(Tied(), mesh=Mesh(tp=n))
     sch["embed"].shard("weight", 0)
@@ -104,7 +104,7 @@ def scaled(x, slope=1.0):
     return functional.gelu(x) * slope
 
 
-def test_a_function_with_a_default_replaces_a_subgraph():
+def test_function_with_default_argument_replaces_a_subgraph():
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     layer = sch["bert.encoder.layer.0.intermediate"]
     layer.trace(flatten=True)
@@ -117,7 +117,7 @@ def test_a_function_with_a_default_replaces_a_subgraph():
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
-def test_eval_mode_drops_nothing(family):
+def test_eval_mode_disables_all_dropout(family):
     """Also not in a graph that was traced, grouped and recomputed while the model trained."""
     sch, plain = Schedule(tiny_model(family).train()), tiny_model(family)
     block = {"bert": "bert.encoder.layer.0", "gpt2": "transformer.h.0"}.get(
@@ -203,7 +203,7 @@ def two_inputs(x, y):
     return sch["0"].mod(x.chunk(2)[dist.get_rank()], y, scale=2.0)
 
 
-def test_a_sync_of_the_input_keeps_the_other_arguments(ranks):
+def test_forward_pre_sync_keeps_the_other_arguments(ranks):
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     for found in ranks.run(two_inputs, 2, x, y):
         torch.testing.assert_close(found, (x * y).sum() * 2)

@@ -85,14 +85,14 @@ def imported_units(path):
     return {room(name) for name in imported_modules(path)}
 
 
-def test_every_file_has_a_layer():
+def test_every_source_file_belongs_to_an_import_layer():
     loose = [label(path) for path in SOURCES if unit(path) not in RANK]
     assert not loose, (
         f"in no layer; add their package to LAYERS, as low as its imports allow: {loose}"
     )
 
 
-def test_imports_point_down():
+def test_imports_reach_only_lower_layers():
     up = [
         f"{label(path)} imports {target or 'slapo_zoo'}" for path in SOURCES
         for target in imported_units(path) - {unit(path)}
@@ -101,7 +101,7 @@ def test_imports_point_down():
     assert not up, f"not from a lower package that defines the name: {up}"
 
 
-def test_strings_point_down():
+def test_module_names_in_strings_reach_only_lower_layers():
     """A module that a string names is a dependency too, whoever imports it in the end."""
     up = [
         f"{label(path)} names {name}" for path in SOURCES for name in modules_by_string(path)
@@ -111,7 +111,7 @@ def test_strings_point_down():
     assert not up, f"not in a lower package: {up}"
 
 
-def test_tables_are_found_by_name():
+def test_schedule_tables_are_imported_by_name_at_run_time():
     """A table that nobody asks for costs nothing: `zoo` imports it by its name, at run time."""
     named = [
         label(path) for path in SOURCES
@@ -121,20 +121,20 @@ def test_tables_are_found_by_name():
 
 
 def without_ends(below):
-    """What is left when files that import none of the others are taken away, again and again."""
+    """Return the import graph without files that import none of the others, removed until none is left: its circles."""
     while free := [name for name, needs in below.items() if not needs & below.keys()]:
         for name in free:
             del below[name]
     return sorted(below)
 
 
-def test_no_circle_of_files():
+def test_source_files_have_no_circular_imports():
     """A circle means that two files are one; an import within a function closes one as well."""
     below = {name: set(imported_modules(path)) & MODULES.keys() for name, path in MODULES.items()}
     assert not (left := without_ends(below)), f"these files import each other: {left}"
 
 
-def test_the_command_line_has_five_floors():
+def test_command_line_package_has_at_most_five_import_layers():
     """Errors and options, arguments and data, what a run does, commands, their table."""
     below = {name: set(imported_modules(path)) for name, path in MODULES.items() if name.startswith("slapo_zoo.cli.")}  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_the_command_line_has_five_floors():
     assert not tall, f"floors of imports: {tall}"
 
 
-def test_no_circle_of_scripts():
+def test_ci_scripts_have_no_circular_imports():
     """Scripts of ci/ import each other by their place below it: `gpu_models`, `benchmarks.runs`."""
     place = {
         ".".join(path.relative_to(ROOT / "ci").with_suffix("").parts): path for path in files("ci")
@@ -167,7 +167,7 @@ def test_no_circle_of_scripts():
     assert not (left := without_ends(below)), f"these scripts import each other: {left}"
 
 
-def test_contributing_shows_the_floors():
+def test_contributing_page_lists_the_import_layers():
     """CONTRIBUTING.md prints this list, top floor first."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     shown = re.findall(r"^ +(\d+)  ([a-z.]+(?: \| [a-z.]+)?)(?: |$)", text, re.MULTILINE)

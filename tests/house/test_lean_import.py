@@ -26,14 +26,14 @@ def modules_after(statement):
     return set(json.loads(result.stdout))
 
 
-def test_import_is_lean():
+def test_import_slapo_zoo_loads_no_heavy_package():
     loaded = modules_after("import slapo_zoo")
     assert "slapo_zoo" in loaded
     heavy = [name for name in HEAVY if name in loaded]
     assert not heavy, f"`import slapo_zoo` also imports {heavy}; import them where they are used"
 
 
-def test_paths_and_mesh_need_no_torch():
+def test_mesh_and_paths_import_without_torch():
     """Any rank of any mesh can be looked at without torch, so a laptop can plan for a cluster."""
     loaded = modules_after(
         "import slapo_zoo.parallel.mesh, slapo_zoo.parallel.paths, slapo_zoo.parallel.placement"

@@ -1,4 +1,4 @@
-"""What a newcomer does by the pages alone: eight journeys, each program and line taken from the page that shows it.
+"""Journeys of a newcomer by the pages alone: eight of them, each program and line taken from the page that shows it.
 
 The README and docs/index.md (journey 1), the page of a linear (8) and every other page with Python are run by test_readme.py too;
 tests/cli/test_journeys.py goes on from them.
@@ -38,7 +38,7 @@ def close(found, wanted, tolerance=1e-4):
 
 
 @pytest.mark.slow
-def test_1_every_command_of_the_readme_after_its_python(desk):
+def test_readme_commands_run_after_its_python_blocks(desk):
     (desk.folder / "start.py").write_text(python_of("README.md"))
     desk.type("python start.py")
     lines = [words for words in commands(page("README.md")) if words[0] == "slapo-zoo"]
@@ -48,7 +48,7 @@ def test_1_every_command_of_the_readme_after_its_python(desk):
 
 
 @pytest.mark.slow
-def test_2_a_classifier_from_a_csv_is_stopped_and_resumes(desk):
+def test_classifier_training_from_csv_is_stopped_and_resumes(desk):
     """docs/training.md with its data as csv, on tp=2: Ctrl-C, the same command, plain transformers reads `best`."""
     (desk.folder / "make.py").write_text(python_of("docs/training.md"))
     desk.type("python make.py")
@@ -78,7 +78,7 @@ def test_2_a_classifier_from_a_csv_is_stopped_and_resumes(desk):
 
 
 @pytest.mark.slow
-def test_3_lora_by_trl_on_two_ranks_is_that_of_one(desk):
+def test_trl_lora_training_on_two_ranks_equals_one_rank(desk):
     (desk.folder / "lora.py").write_text(python_of("docs/lora.md"))
     alone, two = (
         [float(number) for number in desk.type(f"{start} lora.py").splitlines()[-1].split()]
@@ -95,7 +95,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_4_a_mistake_in_a_schedule_of_ones_own_is_named(what):
+def test_mistake_in_a_user_schedule_raises_before_the_model_changes(what):
     """The schedule and its card: the Python of docs/cards.md. What is typed wrongly is said before the model changes."""
     from torch import nn
 
@@ -112,7 +112,7 @@ GPTNeoXConfig(num_hidden_layers=40, hidden_size=5120, num_attention_heads=40, in
 
 
 @pytest.mark.slow
-def test_5_thirteen_billion_on_32_gpus_are_planned_and_the_call_it_prints_is_python(desk):
+def test_plan_for_13b_model_on_32_gpus_prints_a_valid_python_call(desk):
     (desk.folder / "make.py").write_text(NEOX)
     desk.type("python make.py")
     desk.env["COLUMNS"] = "80"
@@ -126,7 +126,7 @@ def test_5_thirteen_billion_on_32_gpus_are_planned_and_the_call_it_prints_is_pyt
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["biogpt", "convbert"])
-def test_6_a_derived_table_is_a_file_that_python_reads(family, desk):
+def test_derive_command_writes_an_importable_python_file(family, desk):
     """The page's own line, with another family: what it writes is imported, and says what it divides."""
     line = "slapo-zoo derive convbert --tp 2 --pp 2 > convbert.py"
     assert line in page("docs/adding_an_architecture.md")
@@ -149,7 +149,7 @@ def loop(tmp_path, monkeypatch):
     del sys.modules["loop"]
 
 
-def test_7_a_loop_of_ones_own_resumes_on_another_mesh(loop, tmp_path):
+def test_hand_written_loop_resumes_on_another_mesh(loop, tmp_path):
     """Ten steps on tp=2 dp=2, ten in one process: the losses and the learning rate of one process."""
     whole, rate = loop.train()
     os.rename("last", "of_whole")
@@ -161,7 +161,7 @@ def test_7_a_loop_of_ones_own_resumes_on_another_mesh(loop, tmp_path):
 
 
 @pytest.mark.slow
-def test_7_a_killed_loop_starts_again(desk):
+def test_killed_hand_written_loop_resumes_from_its_checkpoint(desk):
     """The command of the page, its ranks killed after a checkpoint; the rest in one process."""
     program = python_of("docs/your_own_loop.md", 0, 1)
     (desk.folder / "loop.py").write_text(program)
@@ -179,7 +179,7 @@ def test_7_a_killed_loop_starts_again(desk):
     assert close(rest, whole[-len(rest) :])
 
 
-def test_8_the_page_of_a_linear_goes_from_the_file_to_the_file():
+def test_linear_page_covers_reading_sharding_gradients_and_saving():
     """Rows of the file, slices, forward and backward, the saved file: its code is run by test_readme.py."""
     text = page("docs/how_a_linear_is_sharded.md")
     for word in ("safetensors", "from_pretrained", "backward", "save_pretrained", "bit for bit"):

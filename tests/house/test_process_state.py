@@ -1,4 +1,4 @@
-"""What a process shares stands on one page with its reason: docs/decisions/0019-what-a-process-shares.md."""
+"""Process-wide state: all of it is listed, with its reason, in docs/decisions/0019-what-a-process-shares.md."""
 
 import ast
 import re
@@ -65,7 +65,7 @@ def kept_by(path):
                 yield owner.id
 
 
-def test_page_lists_all_process_wide_state():
+def test_decision_page_lists_all_process_wide_state():
     found = {f"{path.stem}.{name}" for path in files(*CODE) for name in kept_by(path)}
     rows = [
         line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")

@@ -53,7 +53,7 @@ PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "doc
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_python_blocks_run(name, tmp_path, pages_server):
+def test_python_blocks_of_a_page_run(name, tmp_path, pages_server):
     """All in one process, in order: a later block may use the names of an earlier one."""
     text = page(name)
     lines = [""] * text.count("\n")  # so that a traceback shows the line of the page
@@ -66,7 +66,7 @@ def test_python_blocks_run(name, tmp_path, pages_server):
     assert code == 0, said
 
 
-def test_run_commands_exist():
+def test_ci_run_commands_of_the_readme_exist():
     spec = importlib.util.spec_from_file_location("ci_run", ROOT / "ci" / "run.py")
     run = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(run)
@@ -79,7 +79,7 @@ SLAPO_ZOO_LINES = [words[1:] for words in commands(README) if words[0] == "slapo
 
 
 @pytest.mark.parametrize("words", SLAPO_ZOO_LINES, ids=" ".join)
-def test_command_line_exists(words, tmp_path):
+def test_command_lines_of_the_readme_have_help_and_options(words, tmp_path):
     """The subcommand has a help page, and it lists every option that the README uses."""
     main = "import os; os.environ['COLUMNS'] = '200'; from slapo_zoo.cli.main import main; main()"
     result = execute(["-c", main, words[0], "--help"], tmp_path)
@@ -92,7 +92,7 @@ SLOW_PAGES = [pytest.param(name, marks=pytest.mark.slow) for name in ("index.md"
 
 
 @pytest.mark.parametrize("name", ["cards.md", *SLOW_PAGES])
-def test_the_commands_of_a_page_run(name, tmp_path):
+def test_commands_of_a_page_run(name, tmp_path):
     text = page(f"docs/{name}")
     if name == "index.md":  # its first block makes the checkpoint
         _, first = next(blocks("python", text))
@@ -106,7 +106,7 @@ def test_the_commands_of_a_page_run(name, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_training_page_runs(tmp_path):
+def test_training_page_commands_run(tmp_path):
     """Its Python makes model and data, its YAML is the configuration, its commands train."""
     whole = page("docs/training.md")
     ((_, first),) = blocks("python", whole)
@@ -127,7 +127,7 @@ def test_the_training_page_runs(tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, pytest.param(99, marks=pytest.mark.slow)])
-def test_the_readme_runs_in_an_empty_folder(most, tmp_path):
+def test_readme_blocks_and_commands_run_in_an_empty_folder(most, tmp_path):
     """Its Python blocks, then its commands, in order; those of the checkout are run by other tests."""
     script = "\n".join(block for _, block in blocks("python", README))
     assert execute(["-c", script], tmp_path).returncode == 0
@@ -136,11 +136,11 @@ def test_the_readme_runs_in_an_empty_folder(most, tmp_path):
         assert result.returncode == 0, f"{words}: {result.stderr}"
 
 
-def test_the_readme_is_short():
+def test_readme_is_short():
     assert len(README.split()) <= 1600
 
 
-def test_pictures_are_those_that_the_code_draws():
+def test_committed_pictures_equal_those_drawn_by_the_code():
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "ci" / "pictures.py")
     drawn = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawn)
@@ -168,7 +168,7 @@ def named_tests(file):
     }  # fmt: skip
 
 
-def test_the_table_of_engines_names_tests_that_run():
+def test_engines_page_names_tests_that_exist_and_run_by_default():
     """Each row ends with tests; they are there, and in the default selection."""
     lines = page("docs/engines.md").splitlines()
     rows = [line.split("|")[1:-1] for line in lines if line.startswith("| ")]
@@ -179,19 +179,19 @@ def test_the_table_of_engines_names_tests_that_run():
             assert named_tests(file).get(name) == set(), f"{file}::{name}"
 
 
-def test_other_tests_that_the_pages_name_exist():
+def test_tests_named_by_the_pages_exist():
     for text in (README, page("docs/engines.md"), page("docs/families.md")):
         for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", text):
             assert name in named_tests(file), f"{file}::{name}"
 
 
-def test_internal_links_lead_somewhere():
+def test_internal_links_of_the_pages_resolve():
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
         assert (ROOT / target).exists(), f"README.md points at {target}, which is not there"
 
 
-def test_messages_of_the_troubleshooting_page_are_ours():
-    """What people search for is what the code says."""
+def test_messages_on_the_troubleshooting_page_occur_in_the_code():
+    """Each message that the page quotes, and that people search for, occurs in the code."""
     messages = re.findall(r"^\| `([^`]+)` \|", page("docs/troubleshooting.md"), re.MULTILINE)
     assert len(messages) > 10
     files = (ROOT / "slapo_zoo").rglob("*.py")
@@ -199,7 +199,7 @@ def test_messages_of_the_troubleshooting_page_are_ours():
     assert [text for text in messages if text not in code] == []
 
 
-def test_the_page_of_training_steps_tells_what_was_measured():
+def test_training_steps_page_shows_the_measured_numbers():
     spec = importlib.util.spec_from_file_location("step_page", ROOT / "ci" / "step_page.py")
     steps = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(steps)

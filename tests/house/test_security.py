@@ -1,4 +1,4 @@
-"""What docs/security.md promises about the sources: nothing on a load path executes what it reads."""
+"""Promises of docs/security.md about the sources: nothing on a load path executes what it reads."""
 
 import ast
 import re
@@ -51,7 +51,7 @@ def offences(syntax):
             yield f"{name} with trust_remote_code=True"
 
 
-def test_sources_contain_no_unsafe_calls():
+def test_source_code_contains_no_unsafe_calls():
     found = {label(path): set(offences(tree(path))) for path in files(*CODE)}
     wrong = {name: uses - ALLOWED.get(name, set()) for name, uses in found.items()}
     assert not {name: uses for name, uses in wrong.items() if uses}
@@ -63,26 +63,26 @@ def test_sources_contain_no_unsafe_calls():
      "subprocess.run(x, shell=True)", "a.b.os.system(x)", "spec.loader.exec_module(m)",
      "tarfile.open(x).extractall()", "AutoModel.from_pretrained(x, trust_remote_code=True)"],
 )  # fmt: skip
-def test_forbidden_call_is_detected(text):
+def test_unsafe_call_checker_detects_forbidden_calls(text):
     assert list(offences(ast.parse(text)))
 
 
-def test_model_eval_call_is_not_taken_for_eval():
+def test_unsafe_call_checker_accepts_model_eval():
     assert not list(offences(ast.parse("f(x).eval(); model.eval()")))
 
 
-def test_allowed_exceptions_still_exist():
+def test_allowed_unsafe_calls_still_exist():
     for name, uses in ALLOWED.items():
         assert uses <= set(offences(ast.parse((ROOT / name).read_text()))), name
 
 
-def test_every_test_that_the_page_names_exists():
+def test_every_test_named_by_the_security_page_exists():
     named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "security.md").read_text())
     assert len(named) > 8
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_every_package_that_is_installed_for_tests_has_a_hash():
+def test_every_package_installed_for_tests_has_a_pinned_hash():
     def named(file):
         lines = (ROOT / "ci" / file).read_text().splitlines()
         return {line.split()[0].lower(): line for line in lines if line[:1] not in ("#", "")}

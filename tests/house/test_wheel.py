@@ -1,4 +1,4 @@
-"""What `pip install slapo-zoo` brings: few packages, all that the sources import, and the files that they read."""
+"""Contents of the wheel and its dependencies: few packages, all that the sources import, and the files that they read."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ def names_of(requirements):
 DIRECT = names_of(PROJECT["project"]["dependencies"])
 
 
-def test_the_package_itself_needs_few_others():
+def test_package_has_few_required_dependencies():
     assert len(DIRECT) <= MOST_DEPENDENCIES, sorted(DIRECT)
     engines = names_of(r for extra in EXTRAS for r in EXTRAS[extra] if extra != "dev") - DIRECT
     assert not DIRECT & engines
@@ -48,7 +48,7 @@ def imported():
     return found
 
 
-def test_every_import_is_a_dependency_or_in_an_extra():
+def test_every_imported_package_is_a_dependency_or_in_an_extra():
     offered = DIRECT | names_of(r for name, rs in EXTRAS.items() if name != "dev" for r in rs)
     strange = {
         top: paths for top, paths in imported().items()
@@ -57,7 +57,7 @@ def test_every_import_is_a_dependency_or_in_an_extra():
     assert not strange, strange
 
 
-def test_training_needs_one_extra():
+def test_train_command_needs_one_extra():
     """`slapo-zoo train` on tables, with trackers: docs/training.md."""
     train = DIRECT | names_of(EXTRAS["train"])
     cli = {path.name for path in files("slapo_zoo/cli", "slapo_zoo/data")}
@@ -68,7 +68,7 @@ def test_training_needs_one_extra():
     assert not missing
 
 
-def test_the_files_that_the_package_reads_are_in_the_wheel():
+def test_wheel_contains_every_file_that_the_package_reads():
     """Cards themselves live on the Hub and in a checkout: nothing in the package reads them."""
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["slapo_zoo.hub_cards"]
     held = {p for pattern in patterns for p in (ROOT / "hub_cards").glob(pattern)}

@@ -24,7 +24,7 @@ def bench():
 
 
 def kind_of(launch):
-    """What tells one piece of code from another: the kernel and its branches, not its sizes."""
+    """Return what identifies one compiled variant: the kernel and its branches, not its sizes."""
     flags = dict(launch.constants)
     names = ("MASK", "TABLE", "KEYS", "KIND", "RMS", "X_BIAS")
     return launch.module, launch.kernel, *(flags.get(name) for name in names)
@@ -38,7 +38,7 @@ def check(bench, launch, label, chip):
 
 
 @pytest.mark.slow
-def test_every_branch_compiles_for_hopper(bench):
+def test_every_triton_kernel_branch_compiles_for_hopper(bench):
     """Masks that a scheduled model passes, an odd vocabulary and a head of 128 among them."""
     kinds = {}
     for launch, label in bench.launches((torch.bfloat16,)).items():
@@ -52,14 +52,14 @@ def test_every_branch_compiles_for_hopper(bench):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", [80, 90, 100])
-def test_every_launch_compiles(bench, chip):
+def test_every_triton_kernel_launch_compiles(bench, chip):
     found = bench.launches((torch.bfloat16,))
     assert len(found) > 100
     for launch, label in found.items():
         check(bench, launch, label, chip)
 
 
-def test_what_the_launcher_passes_is_what_is_compiled(bench):
+def test_triton_launch_arguments_equal_the_compiled_signature(bench):
     """None and 1 are constants, and a multiple of 16 is known to be one, as triton.runtime.jit has it."""
     from benchmarks.recorded import recording
 

@@ -41,7 +41,7 @@ def check_keep_is_seeds(name):
 
 
 @pytest.mark.parametrize("name", DROPPING)
-def test_dropout_mask_and_seeds_give_equal_results(interpreter, name):
+def test_dropout_by_mask_and_by_seeds_gives_equal_results(interpreter, name):
     check_keep_is_seeds(name)
     interpreter.run(check_keep_is_seeds, name)
 
@@ -72,7 +72,7 @@ def check_all_columns():
         check_columns(C, stride)
 
 
-def test_losses_are_right_at_any_vocabulary_size(interpreter):
+def test_loss_kernels_are_right_at_any_vocabulary_size(interpreter):
     check_all_columns()
     interpreter.run(check_all_columns)
 
@@ -84,7 +84,7 @@ def attention_inputs(S, T, D, **more):
 
 
 def check_attention(name, given):
-    """As near to fp64 as the reference is."""
+    """Fail unless attention is as near to fp64 as the reference is."""
     kernel = KERNELS[name]
     truth = outputs_and_gradients(kernel.reference, given, torch.float64)
     found = outputs_and_gradients(kernel.entry, given, torch.float32)
@@ -102,7 +102,7 @@ def check_real_heads():
     check_attention("t5_attention", attention_inputs(40, 70, 64, weight=weight, bidirectional=True))
 
 
-def test_attention_with_real_head_sizes_over_several_tiles_is_right(interpreter):
+def test_attention_kernel_is_right_over_several_tiles_of_real_head_sizes(interpreter):
     check_real_heads()
     interpreter.run(check_real_heads)
 
@@ -143,6 +143,6 @@ def check_pairs():
 
 
 @pytest.mark.parametrize("check", [check_nothing_seen, check_pairs])
-def test_attention_masks_hide_what_they_should(interpreter, check):
+def test_attention_kernel_masks_hide_masked_positions(interpreter, check):
     check()
     interpreter.run(check)

@@ -38,7 +38,7 @@ def hub(tmp_path_factory):
     return folder
 
 
-def test_exported_kernels_need_torch_only(hub):
+def test_exported_kernels_import_only_torch(hub):
     """Not slapo_zoo, and on a CPU not even Triton."""
     command = [sys.executable, "-P", "-c", LOAD, str(hub / "build" / "torch-cpu")]
     result = subprocess.run(
@@ -69,7 +69,7 @@ def load(folder):
     return sys.modules[name]
 
 
-def test_layers_are_stateless_and_take_the_arguments_of_the_modules(hub):
+def test_exported_layers_are_stateless_and_take_the_original_arguments(hub):
     from transformers import activations
     from transformers.models.bert import modeling_bert
     from transformers.models.llama import modeling_llama

@@ -25,7 +25,7 @@ def dtype_ids(*names):
 
 @pytest.mark.parametrize("dtype", dtype_ids("fp32", "bf16"))
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
-def test_the_cpu_path_equals_the_reference(name, shape, dtype):
+def test_kernel_cpu_path_equals_the_reference(name, shape, dtype):
     check_reference(name, shape, dtype)
 
 
@@ -35,12 +35,12 @@ def test_the_cpu_path_equals_the_reference(name, shape, dtype):
     [*dtype_ids("fp32"), pytest.param(DTYPES["fp16"], id="fp16", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
-def test_the_triton_path_equals_the_reference(interpreter, name, shape, dtype):
+def test_kernel_triton_path_equals_the_reference(interpreter, name, shape, dtype):
     interpreter.run(check_reference, name, shape, dtype)
 
 
 @pytest.mark.parametrize("name", KERNEL_NAMES)
-def test_strided_inputs_give_the_same(interpreter, name):
+def test_kernel_with_strided_inputs_equals_contiguous(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_strided(name, shape, torch.float32)
     interpreter.run(check_strided, name, shape, torch.float32)
@@ -48,7 +48,7 @@ def test_strided_inputs_give_the_same(interpreter, name):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", KERNEL_NAMES)
-def test_two_runs_give_the_same_bits(interpreter, name):
+def test_kernel_gives_the_same_bits_in_two_runs(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_deterministic(name, shape)
     interpreter.run(check_deterministic, name, shape)
@@ -56,7 +56,7 @@ def test_two_runs_give_the_same_bits(interpreter, name):
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", KERNEL_NAMES)
-def test_torch_opcheck_passes(interpreter, name):
+def test_kernel_passes_torch_opcheck(interpreter, name):
     if name in COMPOSED:
         pytest.skip("it is made of operations of torch")
     shape = KERNELS[name].shapes[1]
@@ -77,7 +77,7 @@ def test_kernel_compiles_to_one_graph(interpreter, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
-def test_on_a_gpu_equals_the_reference(name, shape):
+def test_kernel_on_a_gpu_equals_the_reference(name, shape):
     from slapo_zoo.dispatch.kernel_registry import force
 
     with force("triton"):

@@ -42,7 +42,7 @@ def matrices(M, K, N, layout):
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
 @pytest.mark.parametrize("size", [(5, 8, 3), (1, 64, 40), (70, 129, 33), (4, 1, 4)])
-def test_products_are_as_exact_as_fp32(size, layout):
+def test_onednn_matmuls_are_as_accurate_as_fp32(size, layout):
     a, b = matrices(*size, layout)
     want = a.double() @ b.double()
     own = float((a @ b - want).abs().max())
@@ -57,7 +57,7 @@ def test_products_are_as_exact_as_fp32(size, layout):
 
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
-def test_operands_are_contiguous_for_onednn(layout):
+def test_onednn_matmul_operands_are_contiguous(layout):
     """oneDNN would multiply them element by element: minutes instead of a second."""
     seen = []
 
@@ -100,7 +100,7 @@ def run(module, x):
 
 @pytest.mark.parametrize("shape", [(6, 24), (2, 5, 24), (2, 3, 4, 24)])
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D", "no bias"])
-def test_the_kernel_equals_the_module(kind, shape):
+def test_linear_kernel_equals_the_module(kind, shape):
     x = torch.randn(shape)
     if kind != "Conv1D":  # whose own forward takes no other strides
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
@@ -112,7 +112,7 @@ def test_the_kernel_equals_the_module(kind, shape):
 
 
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
-def test_frozen_parameters_compute_no_gradient(frozen, monkeypatch):
+def test_linear_kernel_computes_no_gradient_of_frozen_parameters(frozen, monkeypatch):
     module, calls = served(layer("Linear")), []
     if frozen != "input":
         getattr(module, frozen).requires_grad_(False)
@@ -126,7 +126,7 @@ def test_frozen_parameters_compute_no_gradient(frozen, monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["bf16", "autocast", "other CPU", "small", "forward", "subclass"])
-def test_unsupported_linears_are_left_alone(case, monkeypatch):
+def test_unsupported_linears_run_the_plain_torch_forward(case, monkeypatch):
     module, x = layer("Linear"), torch.randn(6, 24)
     if case == "forward":
         module.forward = lambda x: 2 * nn.Linear.forward(module, x)
@@ -149,8 +149,8 @@ def test_unsupported_linears_are_left_alone(case, monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_compiled_layer_is_one_graph(bias, monkeypatch):
-    """As it runs: only the answer about the CPU is put in place, not the function that gives it."""
+def test_compiled_linear_kernel_is_one_graph(bias, monkeypatch):
+    """Compile the code as it runs: only the CPU's description is replaced, not the function that reads it."""
     monkeypatch.undo()
     monkeypatch.setattr(products, "CPU", {"mkl": True, "avx512_f": True, "cpu_name": "AMD"})
     module, x = served(nn.Linear(256, 256, bias=bias)), torch.randn(256, 256, requires_grad=True)
@@ -173,7 +173,7 @@ def test_second_derivative_of_linear_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Bert"])
-def test_a_model_trains_with_it(tmp_path, kind):
+def test_model_with_linear_kernel_has_plain_gradients(tmp_path, kind):
     small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50}
     cls = transformers.GPT2LMHeadModel if kind == "GPT2" else transformers.BertForMaskedLM
     config = cls.config_class(**small, intermediate_size=48)
@@ -195,7 +195,7 @@ def test_a_model_trains_with_it(tmp_path, kind):
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 64 * 30 * 4])
-def test_linear_cross_entropy_uses_the_same_products(chunk_bytes):
+def test_linear_cross_entropy_on_onednn_equals_torch(chunk_bytes):
     torch.manual_seed(0)
     given = [torch.randn(150, 16), torch.randn(30, 16)]
     target = torch.randint(30, (150,))
@@ -216,7 +216,7 @@ def test_save_matmuls_policy_keeps_the_linear_kernel():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_convolution_of_one_pixel_is_a_product(dtype):
+def test_one_by_one_convolution_runs_as_a_matmul_and_equals_conv(dtype):
     from slapo_zoo.hf.own.wideresnet import WideResNetBottleneck, WideResNetConfig
 
     def make():
@@ -240,7 +240,7 @@ def test_a_convolution_of_one_pixel_is_a_product(dtype):
 
 
 @pytest.mark.parametrize("seen_by", ["nobody", "a hook", "a forward"])
-def test_down_proj_with_hooks_is_called_as_a_module(seen_by):
+def test_swiglu_kernel_calls_down_proj_as_a_module_when_it_has_hooks(seen_by):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     torch.manual_seed(0)

@@ -58,14 +58,14 @@ def test_vocabulary_parallel_losses_equal_one_rank(ranks, nprocs, smoothing):
             torch.testing.assert_close(got.double(), want.detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_labels_beyond_the_vocabulary_raise():
+def test_loss_with_labels_beyond_the_vocabulary_raises():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     with pytest.raises(RuntimeError, match="labels: found one beyond"):
         linear_cross_entropy(torch.zeros(2, 4), torch.zeros(5, 4), torch.tensor([1, 5]))
 
 
-def test_linear_cross_entropy_with_ignored_rows_and_tied_weight_equals_torch():
+def test_linear_cross_entropy_with_ignored_labels_and_tied_weight_equals_torch():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     x, weight, _, target, _ = whole()
@@ -77,7 +77,7 @@ def test_linear_cross_entropy_with_ignored_rows_and_tied_weight_equals_torch():
     torch.testing.assert_close(*found)
 
 
-def test_a_second_backward_gives_the_same_gradients():
+def test_linear_cross_entropy_second_backward_gives_the_same_gradients():
     """The gradients that the forward made are not used up."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -89,7 +89,7 @@ def test_a_second_backward_gives_the_same_gradients():
     assert one.any()
 
 
-def test_torch_function_mode_sees_linear_cross_entropy():
+def test_linear_cross_entropy_is_visible_to_torch_function_mode():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     seen = []
@@ -125,7 +125,7 @@ def sizes():
     return hidden.requires_grad_(), weight.requires_grad_(), labels, 4 * 500 * 20_000 * 4
 
 
-def test_memory_of_linear_cross_entropy(sizes):
+def test_linear_cross_entropy_needs_less_memory_than_the_logits(sizes):
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     hidden, weight, labels, logits = sizes
@@ -141,7 +141,7 @@ def test_memory_of_linear_cross_entropy(sizes):
     assert ours < 0.4 * logits, f"{ours / logits:.2f} of the logits, plain {plain / logits:.2f}"
 
 
-def test_memory_of_sparse_mlm_head_loss(sizes):
+def test_sparse_mlm_head_loss_needs_less_memory_than_the_logits(sizes):
     from slapo_zoo.kernels.sparse_mlm_head_loss import sparse_mlm_head_loss
 
     hidden, weight, labels, logits = sizes

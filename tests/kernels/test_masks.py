@@ -26,7 +26,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_packed_sequences_do_not_see_each_other(name):
+def test_packed_sequences_do_not_attend_to_each_other(name):
     config, inputs = CASES[name]
     kernel = "local_causal_attention" if config is NEO else "t5_attention"
     found = []

@@ -104,7 +104,7 @@ def stream_dropouts(module):
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", MODULES)
-def test_a_module_with_its_kernel_equals_transformers(name, training):
+def test_module_with_kernel_equals_transformers(name, training):
     module, fast, arguments = pair(name)
     for m in (module, fast):
         m.train(training)
@@ -138,7 +138,7 @@ class Doubles(nn.Module):
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["hooked", "replaced"])
 @pytest.mark.parametrize(("name", "child"), CHILDREN)
-def test_replaced_or_hooked_child_acts_as_in_transformers(name, child, replaced):
+def test_module_with_kernel_still_calls_replaced_or_hooked_children(name, child, replaced):
     module, fast, arguments = pair(name)
     before = module.eval()(*arguments)
     for m in (module, fast.eval()):
@@ -154,7 +154,7 @@ def test_replaced_or_hooked_child_acts_as_in_transformers(name, child, replaced)
 
 
 @pytest.mark.parametrize("name", ["bert_output", "t5_gated", "t5_relu", "bert_embeddings"])
-def test_fused_dropout_drops_in_training_only(name):
+def test_fused_dropout_is_active_in_training_only(name):
     _, fast, arguments = pair(name)
     torch.manual_seed(0)
     one, two = fast.train()(*arguments), fast(*arguments)
@@ -219,7 +219,7 @@ def test_generate_with_kernels_equals_plain(kind, kernel_name):
     assert torch.equal(want, found)
 
 
-def test_t5_dropout_of_a_schedule_is_used():
+def test_t5_attention_kernel_uses_the_dropout_mask_of_the_schedule():
     """Attention probabilities are dropped by the mask of the model's random stream."""
     from slapo_zoo.hf.attention import CoreAttention
     from slapo_zoo.kernels.t5_attention import t5_attention
@@ -242,7 +242,7 @@ def test_t5_dropout_of_a_schedule_is_used():
     torch.testing.assert_close(t5_attention(q, k, v), (q @ k.mT).softmax(-1) @ v)
 
 
-def test_kernel_refusal_names_the_reason():
+def test_kernel_refuses_unsupported_module_and_names_the_reason():
     cases = {
         "layer_norm": (nn.LayerNorm((3, 4)), "2 axes"),
         "rms_norm": (nn.LayerNorm(4), "T5LayerNorm"),
@@ -257,7 +257,7 @@ def test_kernel_refusal_names_the_reason():
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 )
-def test_llama_norm_gives_the_dtype_of_transformers(dtypes):
+def test_llama_norm_kernel_returns_the_dtype_of_transformers(dtypes):
     norm = modeling_llama.LlamaRMSNorm(24).to(dtypes[1])
     x = torch.randn(5, 24, dtype=dtypes[0])
     want = norm(x)
@@ -265,7 +265,7 @@ def test_llama_norm_gives_the_dtype_of_transformers(dtypes):
     torch.testing.assert_close(norm(x), want)
 
 
-def test_changed_or_hooked_norm_is_still_called():
+def test_batch_norm_kernel_calls_a_changed_or_hooked_norm():
     """A schedule gives norms statistics over ranks; a hook sees what the norm returned."""
     torch.manual_seed(0)
     bottleneck = WideResNetBottleneck(WideResNetConfig(), 16, 4, 1)

@@ -53,7 +53,7 @@ def run(core, attention, given, **options):
 
 
 @pytest.mark.parametrize("length, groups, causal", [(9, 1, False), (9, 2, True), (300, 3, True)])
-def test_short_attention_is_as_exact_as_sdpa(length, groups, causal):
+def test_short_attention_kernel_is_as_accurate_as_sdpa(length, groups, causal):
     attention, given = Attention(causal, groups), tensors(length, groups, torch.bfloat16)
     found, ran = run(make_core(groups, True), attention, given, scaling=0.3)
     plain, _ = run(make_core(groups, False), attention, given, scaling=0.3)
@@ -71,7 +71,7 @@ def test_short_attention_is_as_exact_as_sdpa(length, groups, causal):
     {"mask": torch.ones(2, 1, 9, 9, dtype=torch.bool)}, {"position_bias": torch.zeros(1, HEADS, 9, 9)},
     {"dropout": 0.5}, "eval", "float32", "long", "amx",
 ], ids=str)  # fmt: skip
-def test_unsupported_calls_fall_back_to_sdpa(change, monkeypatch):
+def test_short_attention_kernel_falls_back_to_sdpa_for_unsupported_calls(change, monkeypatch):
     core, options = make_core(1, True), change if isinstance(change, dict) else {}
     core.train(change != "eval")
     if change == "amx":
@@ -85,7 +85,7 @@ def test_unsupported_calls_fall_back_to_sdpa(change, monkeypatch):
 
 
 def test_compiled_attention_core_is_one_graph(monkeypatch):
-    """As it runs: only the answer about the CPU is put in place, not the function that gives it."""
+    """Compile the code as it runs: only the CPU's description is replaced, not the function that reads it."""
     monkeypatch.undo()
     monkeypatch.setattr(products, "CPU", {"mkl": True, "avx512_bf16": True})
     core, given = make_core(2, True), tensors(9, 2, torch.bfloat16)
@@ -99,7 +99,7 @@ def test_compiled_attention_core_is_one_graph(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels, ran", [("short_attention", 2), ("reference", 0)])
-def test_model_trains_with_the_kernel_as_without(tmp_path, kernels, ran):
+def test_model_trains_alike_with_and_without_short_attention_kernel(tmp_path, kernels, ran):
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=40, num_hidden_layers=2, vocab_size=50,
                                       num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)

@@ -49,7 +49,7 @@ in one training step, on this rank:
     forward: 3 all_reduce over tp, 240 bytes"""
 
 
-def test_explain_groups_like_modules():
+def test_explain_groups_modules_that_are_alike():
     sch = scheduled(Mesh(tp=2, rank=1))
     x = torch.randn(5, 4, requires_grad=True)
     found = sch.explain({"x": x})
@@ -61,13 +61,13 @@ def test_explain_groups_like_modules():
     assert sch.state.forward.tape is None
 
 
-def test_explain_on_one_rank_lists_no_transfers():
+def test_explain_on_one_rank_lists_no_communication():
     text = str(scheduled(Mesh()).explain())
     assert "    checkpoint()" in text
     assert text.endswith("    no collectives")
 
 
-def test_a_failed_dry_run_leaves_the_model_as_it_was():
+def test_failed_explain_dry_run_leaves_the_model_unchanged():
     sch = scheduled(Mesh(tp=2))
     sch.model.eval()
     with pytest.raises(TypeError):
@@ -78,7 +78,7 @@ def test_a_failed_dry_run_leaves_the_model_as_it_was():
         sch.explain()
 
 
-def test_replaced_module_is_not_listed_under_earlier_directives():
+def test_explain_does_not_list_a_replaced_module_under_earlier_directives():
     """A module that a later directive put there was not divided by the earlier one."""
     sch = Schedule(Net())
     sch["layers.0.*:Linear"].annotate("weight", "note", 1)
@@ -87,7 +87,7 @@ def test_replaced_module_is_not_listed_under_earlier_directives():
     assert sch.explain().done["layers.0.1"][0].startswith("replace(")
 
 
-def test_undo_restores_the_cuts_before():
+def test_undo_removes_the_last_pipeline_cut():
     sch = scheduled(Mesh())
     before, lines = list(sch.state.cuts), str(sch)
     sch["layers.*"].cut_pipeline_stage()

@@ -1,4 +1,4 @@
-"""What happens to gradients between the backward and the optimizer."""
+"""Gradients between the backward and the optimizer step."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from slapo_zoo.parallel.rank_plan import RankPlan
 
 
 @pytest.mark.parametrize("make", [lambda t: t, lambda t: t.reshape(-1), lambda t: t.T])
-def test_global_norm_of_a_large_gradient_is_exact(make):
+def test_global_norm_of_a_large_gradient_is_accurate(make):
     """Added up one after the other in float32, 8 million squares lose a ten-thousandth."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.empty(0))

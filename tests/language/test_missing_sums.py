@@ -64,7 +64,7 @@ def summed_by_a_function(sch):
         (without_backward, ["transformer.h.0.mlp.c_fc (and 1 more): the gradient of its input"]),
     ],
 )
-def test_a_forgotten_sum_is_named_with_its_directive(write, said):
+def test_missing_all_reduce_is_reported_with_its_directive(write, said):
     sch = gpt2()
     write(sch)
     found = missing_sums(sch)
@@ -75,7 +75,7 @@ def test_a_forgotten_sum_is_named_with_its_directive(write, said):
     assert not missing_sums(alone)
 
 
-def test_no_table_of_the_zoo_forgets_a_sum():
+def test_no_zoo_schedule_misses_an_all_reduce():
     for family, cases in HEADS.items():
         config, cls = tiny_config(cases[0])
         found = missing_sums(Outline(config, cls, Mesh(tp=2), torch.float32).schedule)
@@ -89,7 +89,7 @@ def built(write):
     return [str(each.message) for each in caught if each.category is ScheduleWarning]
 
 
-def test_build_warns_of_a_missing_all_reduce(ranks):
+def test_build_warns_about_a_missing_all_reduce(ranks):
     for found in ranks.run(built, 2, without_forward):
         (text,) = found
         assert "transformer.h.0.mlp.c_proj" in text
@@ -130,7 +130,7 @@ def run_two(write):
         (of_outputs, "transformer.h.0.mlp.c_proj", "its input has 16 features"),
     ],
 )
-def test_weight_sharded_on_the_wrong_axis_raises_at_its_input(write, path, said):
+def test_weight_sharded_on_the_wrong_axis_raises_and_names_its_input_size(write, path, said):
     with pytest.raises(ScheduleError) as caught:
         emulate(run_two, write, mesh=(2, 1, 1))
     assert caught.value.where == path
@@ -139,5 +139,5 @@ def test_weight_sharded_on_the_wrong_axis_raises_at_its_input(write, path, said)
 
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
-def test_sharded_input_fits_sharded_weight():
+def test_sharded_input_is_accepted_by_a_sharded_weight():
     assert emulate(run_two, given_a_part, mesh=(2, 1, 1)) == [11, 11]

@@ -68,7 +68,7 @@ def same_state(a, b):
 # --- the view -----------------------------------------------------------------------------------
 
 
-def test_selections_show_the_module_tree():
+def test_schedule_selections_follow_the_module_tree():
     model = Model()
     sch = Schedule(model)
     assert sch.mod is model
@@ -91,7 +91,7 @@ def test_selections_show_the_module_tree():
     assert sch["layers.*"]["mlp.*"].paths == [f"layers.{i}.mlp.{j}" for i in (0, 1) for j in (0, 1)]
 
 
-def test_named_schedules_follow_named_modules():
+def test_named_schedules_lists_the_named_modules():
     model = Model()
     sch = Schedule(model)
     found = dict(sch.named_schedules())
@@ -103,7 +103,7 @@ def test_named_schedules_follow_named_modules():
     assert not any("layers.0" in name for name in below)
 
 
-def test_primitives_are_methods_and_typos_name_the_nearest():
+def test_misspelled_primitive_error_names_the_nearest_method():
     here = Schedule(Model())["layers.0"]
     assert {*PRIMITIVES} <= {*dir(here)}
     assert here.shard.__doc__ == PRIMITIVES["shard"].__doc__
@@ -112,7 +112,7 @@ def test_primitives_are_methods_and_typos_name_the_nearest():
     assert "'shard'" in str(caught.value)
 
 
-def test_a_view_follows_a_replacement():
+def test_schedule_selection_sees_a_replaced_module():
     model = Model()
     sch = Schedule(model)
     new = nn.Sequential(nn.Linear(8, 8))
@@ -125,7 +125,7 @@ def test_a_view_follows_a_replacement():
 # --- check all, then apply ----------------------------------------------------------------------
 
 
-def test_directive_failing_at_one_site_changes_no_site():
+def test_directive_failing_at_one_module_changes_no_module():
     """The first block could be sharded; the second could not."""
     model = Model(second=7)
     sch, before = Schedule(model, TP2), state_of(model)
@@ -139,7 +139,7 @@ def test_directive_failing_at_one_site_changes_no_site():
     assert model.layers[0].attention.query.weight.shape == (4, 8)
 
 
-def test_a_failed_directive_keeps_the_earlier_ones():
+def test_failed_directive_keeps_earlier_directives():
     model = Model()
     sch = Schedule(model, TP2)
     sch["embed"].shard("weight", 0, pad=True)
@@ -156,7 +156,7 @@ def test_a_failed_directive_keeps_the_earlier_ones():
         assert str(sch) == text
 
 
-def test_tied_weights_stay_tied_after_directives():
+def test_weights_stay_tied_after_directives():
     model = Model()
     sch = Schedule(model, TP2)
     sch["embed"].shard("weight", 0, pad=True)
@@ -196,7 +196,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_has_four_parts(name):
+def test_schedule_error_has_where_what_problem_and_hint(name):
     pattern, primitive, args, options, where, problem, hint = ERRORS[name]
     model = Model()
     sch, before = Schedule(model, TP2), state_of(model)
@@ -212,7 +212,7 @@ def test_an_error_has_four_parts(name):
     assert (sch.history, str(sch)) == ([], "")
 
 
-def test_applying_a_directive_twice_raises():
+def test_directive_applied_twice_raises():
     sch = Schedule(Model(), TP2)
     sch["layers.0.attention.query"].shard("weight", 0)
     with pytest.raises(ScheduleError, match=r"already divided by shard\(.*axis=0") as caught:
@@ -227,7 +227,7 @@ def test_applying_a_directive_twice_raises():
         sch["layers.0"].cut_pipeline_stage()
 
 
-def test_an_unknown_mesh_dim_is_refused():
+def test_schedule_with_an_unknown_mesh_dim_is_refused():
     model = Model()
     before = state_of(model)
     with pytest.raises(MeshError, match=r"mesh_dim='ep'.*expected one of"):
@@ -249,7 +249,7 @@ def program(sch):
     return sch
 
 
-def test_history_prints_as_the_source_calls():
+def test_schedule_history_prints_as_python_calls():
     sch = program(Schedule(Model(), TP2))
     lines = str(sch).splitlines()
     assert lines[0] == "sch['embed'].shard(param_name='weight', axis=0, pad=True)"
@@ -262,7 +262,7 @@ def test_history_prints_as_the_source_calls():
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), TP2, Mesh(tp=2, pp=2, rank=3)])
-def test_replay_on_a_fresh_model_gives_the_same_model(mesh):
+def test_schedule_replayed_on_a_new_model_gives_the_same_model(mesh):
     torch.manual_seed(3)
     first = Model()
     second = Model()
@@ -276,7 +276,7 @@ def test_replay_on_a_fresh_model_gives_the_same_model(mesh):
     assert Schedule(Model(), mesh).replay(sch).history == sch.history
 
 
-def test_diff_shows_the_lines_that_differ():
+def test_schedule_diff_shows_the_differing_lines():
     a, b = program(Schedule(Model(), TP2)), program(Schedule(Model(), TP2))
     assert a.diff(b) == ""
     b["layers.0"].checkpoint()
@@ -284,7 +284,7 @@ def test_diff_shows_the_lines_that_differ():
     assert b.diff(a).splitlines()[-1] == "-sch['layers.0'].checkpoint()"
 
 
-def test_json_is_canonical_and_plain():
+def test_schedule_json_is_canonical():
     text = program(Schedule(Model(), TP2)).to_json()
     document = json.loads(text)
     assert document["format"] == FORMAT
@@ -296,7 +296,7 @@ def test_json_is_canonical_and_plain():
     assert text == program(Schedule(Model(), Mesh(tp=2, rank=0))).to_json()  # the same on each rank
 
 
-def test_live_objects_are_refused_by_to_json():
+def test_to_json_refuses_live_python_objects():
     """They run and are recorded, and the refusal says which line and why."""
     calls = []
     for use, why in (
@@ -341,7 +341,7 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize("name", BAD_JSON)
-def test_bad_json_names_the_step(name):
+def test_invalid_schedule_json_error_names_the_step(name):
     document, problem = BAD_JSON[name]
     text = document if isinstance(document, str) else json.dumps(document)
     with pytest.raises(ScheduleError) as caught:
@@ -351,7 +351,7 @@ def test_bad_json_names_the_step(name):
     assert caught.value.problem
 
 
-def test_replay_of_a_bad_step_stops_there():
+def test_schedule_replay_stops_at_an_invalid_step():
     """The steps before it stay, as if they had been written by hand; the bad one changes nothing."""
     steps = [["embed", "shard", {"param_name": "weight", "axis": 1}], ["heda", "checkpoint", {}]]
     model = Model()

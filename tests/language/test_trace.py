@@ -29,8 +29,8 @@ def recorded(folder, order):
 
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "interleaved_1f1b", "zbv", "dualpipev"])
-def test_a_step_runs_the_actions_of_its_order(order, folder, ranks):
-    """What `actions` says by simulation is what the runtime of torch does, rank by rank."""
+def test_recorded_step_runs_the_actions_of_its_pipeline_order(order, folder, ranks):
+    """The simulated list of `actions` equals what torch's pipeline runtime executes, rank by rank."""
     spans, same = ranks.run(recorded, 2, folder, order)
     assert spans == same
     for rank, actions in enumerate(StageMap.make(order, 2, None).actions(4)):
@@ -38,7 +38,7 @@ def test_a_step_runs_the_actions_of_its_order(order, folder, ranks):
     assert 0.0 <= bubble(spans) < 1.0
 
 
-def test_bench_writes_a_trace_and_a_picture(folder, tmp_path, capsys):
+def test_bench_command_writes_a_pipeline_trace_and_a_picture(folder, tmp_path, capsys):
     arguments = ["bench", str(folder), "--pp", "2", "--batch-size", "4", "--seq-len", "8",
                  "--steps", "1", "--device", "cpu", "--pipeline-trace", str(tmp_path / "out")]  # fmt: skip
     with pytest.raises(SystemExit) as caught:
@@ -53,7 +53,9 @@ def test_bench_writes_a_trace_and_a_picture(folder, tmp_path, capsys):
     assert (tmp_path / "out" / "trace.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
-def test_without_matplotlib_nothing_starts(folder, tmp_path, capsys, monkeypatch):
+def test_bench_command_exits_before_running_without_matplotlib(
+    folder, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(SystemExit):
         main(["bench", str(folder), "--pp", "2", "--pipeline-trace", str(tmp_path / "out")])
@@ -61,7 +63,7 @@ def test_without_matplotlib_nothing_starts(folder, tmp_path, capsys, monkeypatch
     assert not (tmp_path / "out").exists()
 
 
-def test_nothing_is_timed_of_a_model_that_computes_something_else(folder, capsys, monkeypatch):
+def test_bench_command_refuses_to_time_a_model_with_a_wrong_loss(folder, capsys, monkeypatch):
     own = step_times.AutoScheduledModel.from_pretrained
 
     def changed(*args, **kwargs):

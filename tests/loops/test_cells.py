@@ -65,12 +65,12 @@ def columns():
 
 @pytest.fixture(scope="module")
 def outcome(request, tmp_path_factory, columns):
-    """How a cell ended; the first of a column that is asked for runs all that were selected."""
+    """Return how a (loop, family, layout) ended; the first of a column runs all that were selected."""
     root, found, chosen = tmp_path_factory.mktemp("cells"), {}, defaultdict(list)
     for item in request.session.items:
         if (
             getattr(item, "originalname", "")
-            == test_loop_on_a_layout_has_the_expected_outcome.__name__
+            == test_user_training_loop_on_a_layout_has_the_expected_outcome.__name__
         ):
             name, family, layout = (
                 item.callspec.params[key] for key in ("name", "family", "layout")
@@ -96,7 +96,9 @@ def check(name, layout, found):
 
 
 @pytest.mark.parametrize(("name", "family", "layout"), CELLS)
-def test_loop_on_a_layout_has_the_expected_outcome(name, family, layout, outcome, record_property):
+def test_user_training_loop_on_a_layout_has_the_expected_outcome(
+    name, family, layout, outcome, record_property
+):
     found = outcome(name, family, layout)
     record_property("outcome", found.kind)
     check(name, layout, found)
@@ -105,7 +107,7 @@ def test_loop_on_a_layout_has_the_expected_outcome(name, family, layout, outcome
 @pytest.mark.parametrize(
     ("name", "cell"), [(name, cell) for name, some in PLAIN_FAILS.items() for cell in some.split()]
 )
-def test_plain_model_fails_where_a_cell_is_left_out(name, cell, tmp_path):
+def test_plain_model_fails_on_every_excluded_training_loop(name, cell, tmp_path):
     family, _, layout = cell.partition(":")
     dp = CELL_LAYOUTS[layout].get("dp", 1) if layout else 1
     try:
@@ -119,7 +121,9 @@ def test_plain_model_fails_where_a_cell_is_left_out(name, cell, tmp_path):
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", CELL_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_loop_on_every_layout_has_the_expected_outcome(family, layout, tmp_path, columns):
+def test_every_user_training_loop_on_every_layout_has_the_expected_outcome(
+    family, layout, tmp_path, columns
+):
     """8,000 of them, for a night."""
     names = [
         n

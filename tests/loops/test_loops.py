@@ -38,7 +38,7 @@ def diagonal():
 
 @pytest.fixture(scope="session")
 def root(tmp_path_factory):
-    """Where the tiny checkpoints lie."""
+    """Return the folder of the tiny checkpoints."""
     return tmp_path_factory.mktemp("loops")
 
 
@@ -46,7 +46,7 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "family", "layout"), diagonal(), ids=lambda x: x.replace(" ", "-")
 )
-def test_loop_on_a_layout_equals_plain(ranks, name, family, layout, root):
+def test_user_training_loop_on_a_layout_equals_plain(ranks, name, family, layout, root):
     check(ranks, name, family, layout, root)
 
 
@@ -54,7 +54,7 @@ def test_loop_on_a_layout_equals_plain(ranks, name, family, layout, root):
 @pytest.mark.parametrize("family", TEXT_SIX)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES, ids=lambda x: x.replace(" ", "-"))
-def test_every_loop_on_every_layout_equals_plain(ranks, name, family, layout, root):
+def test_every_user_training_loop_on_every_layout_equals_plain(ranks, name, family, layout, root):
     check(ranks, name, family, layout, root)
 
 
@@ -71,7 +71,7 @@ MORE = {
     ["hand log-probabilities", pytest.param("accumulation no_sync", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("layout", MORE, ids=lambda x: x.replace(" ", "-"))
-def test_loops_with_dp_shard_equal_plain(ranks, name, layout, root):
+def test_user_training_loops_with_dp_shard_equal_plain(ranks, name, layout, root):
     """`.grad` is this rank's rows of the average over dp, whatever divides them beside."""
     sizes, folder = MORE[layout], folder_of("gpt2", root)
     found = ranks.run(scheduled, sizes.get("tp", 1) * sizes["dp"], name, "gpt2", folder, sizes)

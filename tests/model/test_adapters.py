@@ -171,7 +171,7 @@ def load_saved(case, folder, layout, adapter, dropout):
 
 
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_adapter_saved_by_plain_peft_loads(ranks, root, tmp_path, name):
+def test_adapter_saved_by_plain_peft_loads_on_a_sharded_model(ranks, root, tmp_path, name):
     case, dropout = CASES[name], 0.3
     folder = checkpoint(case, root)
     base = getattr(transformers, name).from_pretrained(folder)
@@ -204,7 +204,7 @@ def draw(case, folder, layout, out, init):
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian"], ids=str)
-def test_lora_matrices_are_drawn_alike_on_every_layout(ranks, root, tmp_path, init):
+def test_lora_matrices_are_initialized_alike_on_every_layout(ranks, root, tmp_path, init):
     case = CASES["LlamaForCausalLM"]
     folder = checkpoint(case, root)
     for i, layout in enumerate([(1, 1, 1), (2, 1, 1), (1, 2, 2)]):
@@ -243,7 +243,7 @@ def refuse(case, folder, layout, options):
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_other_adapters_than_plain_lora_are_refused_unchanged(ranks, root, reason):
+def test_add_adapter_refuses_variants_of_lora_and_leaves_the_model_unchanged(ranks, root, reason):
     options, problem = REFUSED[reason]
     case = CASES["GPT2LMHeadModel"]
     for text in ranks.run(refuse, 2, case, checkpoint(case, root), (2, 1, 1), options):
@@ -264,7 +264,7 @@ def other_ways(case, folder, adapter):
     return texts
 
 
-def test_wrong_adapter_calls_are_refused_with_the_right_one(ranks, root, tmp_path):
+def test_wrong_adapter_call_is_refused_and_names_the_right_one(ranks, root, tmp_path):
     case = CASES["GPT2LMHeadModel"]
     folder = checkpoint(case, root)
     model = load(case, folder, (1, 1, 1))
@@ -278,7 +278,7 @@ def test_wrong_adapter_calls_are_refused_with_the_right_one(ranks, root, tmp_pat
             assert part in text
 
 
-def test_a_folder_of_a_model_is_not_replaced_by_an_adapter(root, tmp_path):
+def test_save_adapter_refuses_to_overwrite_a_model_folder(root, tmp_path):
     case = CASES["GPT2LMHeadModel"]
     model = load(case, checkpoint(case, root), (1, 1, 1))
     model.save_pretrained(tmp_path / "model")
@@ -304,7 +304,7 @@ BESIDE = {
 @pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:.*alpha:UserWarning")
 @pytest.mark.parametrize("options", BESIDE.values(), ids=BESIDE)
-def test_one_process_saves_all_that_peft_trains(root, tmp_path, options):
+def test_one_process_saves_every_parameter_trained_by_peft(root, tmp_path, options):
     """DoRA's magnitudes, biases and whole modules were trained, and were not in the file."""
     case = Case("GPT2ForSequenceClassification", ("two",))
     folder = checkpoint(case, root)
@@ -332,7 +332,7 @@ def classifier(case, folder, layout, adapter):
     return model(**batch_of(case)).logits.detach()
 
 
-def test_a_classifier_of_peft_loads_on_one_process_and_is_refused_on_more(root, tmp_path):
+def test_peft_classifier_loads_on_one_process_and_is_refused_on_several(root, tmp_path):
     case = Case("BertForSequenceClassification", ("two",))
     folder = checkpoint(case, root)
     plain = transformers.BertForSequenceClassification.from_pretrained(folder)
@@ -355,7 +355,7 @@ def stages(case, folder, layout, targets, options):
 
 
 @pytest.mark.parametrize("targets", [["lm_head", "q_proj"], "all-linear"], ids=str)
-def test_each_pipeline_stage_has_the_adapters_of_its_layers(root, targets):
+def test_each_pipeline_stage_holds_the_adapters_of_its_layers(root, targets):
     case = CASES["LlamaForCausalLM"]
     folder = checkpoint(case, root)
     ((loss, norm, want),) = emulate(stages, case, folder, (1, 1, 1), targets, {}, mesh=(1, 1, 1))
@@ -375,7 +375,9 @@ def test_each_pipeline_stage_has_the_adapters_of_its_layers(root, targets):
      ("GPT2LMHeadModel", ["lm_head"], {}, r"stages \[0\] of pp=2 hold none"),
      ("GPT2LMHeadModel", ["lm_head", "c_fc"], {}, "weight that stages share")],
 )  # fmt: skip
-def test_adapter_targets_missing_on_a_stage_are_refused(root, name, targets, options, problem):
+def test_adapter_without_target_modules_on_a_stage_is_refused(
+    root, name, targets, options, problem
+):
     case = CASES[name]
     with pytest.raises(SlapoError, match=f"add_adapter: .*{problem}"):
         emulate(stages, case, checkpoint(case, root), (1, 2, 1), targets, options, mesh=(1, 2, 1))

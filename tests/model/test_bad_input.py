@@ -51,7 +51,7 @@ def folders(sources, tmp_path):
         (2, {"tp": 1, "dp": 1}, "found 2 processes, expected tp * pp * dp = 1 * 1 * 1"),
     ],
 )
-def test_a_wrong_world_size_is_refused(n, options, found, sources, ranks):
+def test_mesh_of_wrong_world_size_is_refused(n, options, found, sources, ranks):
     text = refused(MeshError, sources["gpt2"], ranks, n, **options)
     assert "world size" in text
     assert found in text
@@ -60,13 +60,13 @@ def test_a_wrong_world_size_is_refused(n, options, found, sources, ranks):
 
 @pytest.mark.parametrize("bad", [0, -2, 1.5, "two"])
 @pytest.mark.parametrize("name", ["tp", "pp", "dp"])
-def test_mesh_size_that_is_no_positive_integer_is_refused(name, bad, sources):
+def test_mesh_size_must_be_a_positive_integer_or_is_refused(name, bad, sources):
     text = refused(MeshError, sources["gpt2"], **{name: bad})
     assert f"mesh | {name} | found {bad!r}, expected an integer of at least 1" in text
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_tp_that_the_heads_forbid_is_refused(name, sources, ranks):
+def test_tp_larger_than_the_number_of_heads_is_refused(name, sources, ranks):
     """Five heads take tp = 1..5: the message lists what is legal."""
     text = refused(SlapoError, sources[name], ranks, 6, tp=6)
     assert "5 heads cannot be sharded over tp=6" in text
@@ -75,13 +75,13 @@ def test_tp_that_the_heads_forbid_is_refused(name, sources, ranks):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_more_stages_than_blocks_are_refused(name, sources, ranks):
+def test_more_pipeline_stages_than_blocks_are_refused(name, sources, ranks):
     text = refused(MeshError, sources[name], ranks, 4, pp=4)
     assert "mesh | pp=4 | 4 stages, but the model has 3 blocks" in text
     assert "choose pp between 1 and 3" in text
 
 
-def test_an_unknown_architecture_is_refused(folders):
+def test_unknown_architecture_is_refused(folders):
     """One that transformers knows and the zoo does not."""
     path = folders["bert"] / "config.json"
     config = json.loads(path.read_text())
@@ -102,26 +102,26 @@ def test_an_unknown_architecture_is_refused(folders):
         ("AutoModelForMaskedLM", "it has no class for GPT2Config"),
     ],
 )
-def test_an_unknown_class_is_refused(auto_class, problem, sources):
+def test_unknown_or_mismatched_auto_class_is_refused(auto_class, problem, sources):
     text = refused(ArchitectureError, sources["gpt2"], auto_class=auto_class)
     assert auto_class in text
     assert problem in text
 
 
 @pytest.mark.parametrize("dtype", ["float33", "int8", "nn", 16, torch.int64])
-def test_an_unknown_dtype_is_refused(dtype, sources):
+def test_unknown_dtype_is_refused(dtype, sources):
     text = refused(SlapoError, sources["gpt2"], dtype=dtype)
     assert f"dtype={dtype!r}" in text
     assert '"bfloat16"' in text
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5])
-def test_a_checkpoint_ratio_out_of_range_is_refused(ratio, sources):
+def test_checkpoint_ratio_out_of_range_is_refused(ratio, sources):
     text = refused(MeshError, sources["gpt2"], checkpoint_ratio=ratio)
     assert f"checkpoint_ratio={ratio} | expected a number from 0 to 1" in text
 
 
-def test_a_missing_folder_is_refused(monkeypatch, tmp_path):
+def test_missing_checkpoint_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "no such folder" in refused(SlapoError, "no_such_org/no_such_model")
     assert "no such folder" in refused(SlapoError, str(tmp_path / "nowhere"))
@@ -155,7 +155,7 @@ def bad_step(folder, batch, options, micro_batches):
         ("empty", None, "batch", "no tensor", "input_ids"),
     ],
 )  # fmt: skip
-def test_a_bad_step_is_refused_on_every_rank(
+def test_invalid_train_step_arguments_are_refused_on_every_rank(
     batch, micro_batches, what, problem, hint, tp, pp, sources, ranks
 ):
     """An error on every rank before any work: no gradient is left and the next step is good."""
@@ -186,7 +186,7 @@ def without_a_head(tp, pp):
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2)])
-def test_train_step_without_a_head_raises(tp, pp, ranks):
+def test_train_step_of_a_model_without_head_raises(tp, pp, ranks):
     ranks.run(without_a_head, tp * pp, tp, pp)
 
 
@@ -216,7 +216,7 @@ def no_space(*args):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_full_disk_keeps_the_old_folder(sources, tmp_path, ranks):
+def test_save_on_a_full_disk_keeps_the_old_folder(sources, tmp_path, ranks):
     first, second = ranks.run(save_on_a_full_disk, 2, sources["gpt2"], tmp_path / "out")
     assert (first[0], second[0]) == (RankError, WeightsError)
     for _, text, intact in (first, second):
@@ -246,7 +246,7 @@ def save_a_diverged_model(folder, out, tp, dp, options):
 
 
 @pytest.mark.parametrize(("tp", "dp", "options"), [(1, 1, {}), (2, 1, {}), (1, 2, {"dp_shard": 2})])
-def test_saving_nan_weights_does_not_replace_a_checkpoint(sources, tmp_path, tp, dp, options):
+def test_save_of_nan_weights_does_not_replace_a_checkpoint(sources, tmp_path, tp, dp, options):
     """A run that had diverged wrote NaN over its last good checkpoint without a word."""
     out, mesh = tmp_path / "out", (tp, 1, dp)
     emulate(save_a_diverged_model, sources["gpt2"], out, tp, dp, options, mesh=mesh)
@@ -267,11 +267,11 @@ def test_unknown_argument_of_save_pretrained_raises(sources, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", 3.5])
-def test_missing_device_is_refused(device, sources):
+def test_unavailable_device_is_refused(device, sources):
     assert "device=" in refused(SlapoError, sources["gpt2"], device=device)
 
 
-def test_a_folder_without_a_config_is_refused(folders, tmp_path):
+def test_checkpoint_folder_without_config_is_refused(folders, tmp_path):
     (folders["gpt2"] / "config.json").unlink()
     assert "no config can be read" in refused(SlapoError, folders["gpt2"])
     (tmp_path / "empty").mkdir()
@@ -294,7 +294,7 @@ SHORT = {  # config, the longest row
 
 
 @pytest.mark.parametrize("family", SHORT)
-def test_token_ids_beyond_the_vocabulary_are_named(family):
+def test_token_ids_beyond_the_vocabulary_raise_and_are_named(family):
     config, longest = SHORT[family]
     model = AutoScheduledModel.from_config(config, seed=0)
     long, beyond = torch.arange(longest + 1)[None] + 3, torch.tensor([[3, 40]])
@@ -309,7 +309,7 @@ def test_token_ids_beyond_the_vocabulary_are_named(family):
     assert model(input_ids=long[:, :-1]).logits.shape == (1, longest, 31)
 
 
-def test_other_torch_errors_pass_unchanged():
+def test_unrelated_torch_errors_are_raised_unchanged():
     model = AutoScheduledModel.from_config(SHORT["gpt2"][0], seed=0)
     ids = torch.ones(1, 8, dtype=torch.long)  # as many as there are positions
     with pytest.raises(RuntimeError, match="size of tensor") as caught:
@@ -317,6 +317,6 @@ def test_other_torch_errors_pass_unchanged():
     assert not isinstance(caught.value, SlapoError)
 
 
-def test_an_unknown_argument_of_from_config_names_the_nearest():
+def test_unknown_from_config_argument_error_names_the_nearest_argument():
     with pytest.raises(SlapoError, match=r"from_config: sequence_parallell=[\s\S]*nearest: sequence_parallel"):  # fmt: skip
         AutoScheduledModel.from_config(transformers.GPT2Config(), sequence_parallell=True)

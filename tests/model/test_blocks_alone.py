@@ -16,7 +16,7 @@ def folder(tmp_path_factory):
 
 
 def kept_by_hooks_around(folder, layout):
-    """How many tensors the hooks around a forward keep, of a model with its blocks' weights in rows."""
+    """Count the tensors that saved-tensor hooks around a forward keep, in a model whose blocks are sharded over dp."""
     model = AutoScheduledModel.from_pretrained(folder, **layout).train()
     kept = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x)
@@ -55,7 +55,7 @@ def called_alone(folder, stage, path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("path", "words"), ALONE)
-def test_module_called_alone_under_zero_is_refused(path, words, stage, folder, ranks):
+def test_unsupported_submodule_call_under_zero_is_refused(path, words, stage, folder, ranks):
     for said in ranks.run(called_alone, 2, folder, stage, path):
         assert words in said
         assert "hint" in said
@@ -85,8 +85,8 @@ def layer_alone(folder, options):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_zero_block_called_alone_trains(stage, folder, ranks):
-    """What was gathered ahead for a block alone is not read after the optimizer has stepped."""
+def test_block_called_outside_the_model_under_zero_trains(stage, folder, ranks):
+    """Weights that were gathered ahead for a block alone are not read after the optimizer has stepped."""
     want = layer_alone(folder, None)
     for found in ranks.run(layer_alone, 2, folder, {"dp": 2, "dp_shard": 2, "zero_stage": stage}):
         assert found == pytest.approx(want, rel=1e-5)

@@ -26,7 +26,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def test_schedule_of_a_module_is_built_and_runs():
+def test_build_returns_a_runnable_model_from_a_schedule():
     torch.manual_seed(0)
     model, ids = Net(), torch.arange(6).view(2, 3)
     want = model(ids)
@@ -38,14 +38,14 @@ def test_schedule_of_a_module_is_built_and_runs():
     assert slapo_zoo.ScheduleMetadata.of(sch).primitives == {"checkpoint": 1}
 
 
-def test_a_schedule_starts_at_the_root():
+def test_create_schedule_below_the_root_is_refused():
     with pytest.raises(ScheduleError, match="starts at the root"):
         slapo_zoo.create_schedule(Net(), path="blocks.0")
 
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")  # never run
 @pytest.mark.parametrize("include_buffers", [False, True])
-def test_meta_models_draw_the_same_weights_on_every_layout(include_buffers):
+def test_meta_models_initialize_the_same_weights_on_every_layout(include_buffers):
     def built(tp, rank):
         with slapo_zoo.init_empty_weights(include_buffers=include_buffers):
             model = Net()
@@ -63,7 +63,7 @@ def test_meta_models_draw_the_same_weights_on_every_layout(include_buffers):
     assert all(torch.equal(p.blocks[1].weight, whole.blocks[1].weight) for p in parts)
 
 
-def test_a_parameter_that_nothing_initialises_is_an_error():
+def test_parameter_without_an_initializer_raises():
     class Bare(nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,7 +82,7 @@ def _ones(module):
         parameter.fill_(1.0)
 
 
-def test_analyze_tie_weights_and_is_module_list():
+def test_analyze_tie_weights_returns_tied_names_and_is_module_list_detects_lists():
     model = Net()
     (names,) = slapo_zoo.analyze_tie_weights(model, False).values()
     assert names == {("embed.weight", 0), ("head.weight", 0)}
@@ -110,7 +110,7 @@ def test_set_random_seed_differs_per_rank():
         pass
 
 
-def test_dialect_lookup_and_logger():
+def test_get_dialect_cls_refuses_unknown_engines_and_get_logger_sets_the_level():
     sch = slapo_zoo.create_schedule(Net())
     engine, optimizer = slapo_zoo.init_target_engine(sch, "torch", optimizer="mine")
     assert engine is sch.model

@@ -1,4 +1,4 @@
-"""What users do to the modules of a loaded model: gradients and files stay those of the plain one, or it is refused."""
+"""Changes that users make to the modules of a loaded model: gradients and files equal the plain model's, or an error."""
 
 import copy
 import warnings
@@ -157,7 +157,9 @@ def train(folder, place, change, layout, by_hand):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("layout", "by_hand"), CELLS)
 @pytest.mark.parametrize("change", [hooked, recomputed, hooked_parameter, tied])
-def test_changed_model_trains_and_saves_as_plain(folder, tmp_path, change, layout, by_hand):
+def test_model_changed_by_the_user_trains_and_saves_as_plain(
+    folder, tmp_path, change, layout, by_hand
+):
     _equal(folder, tmp_path, change, layout, by_hand, emulate)
 
 
@@ -206,7 +208,7 @@ def evaluated(folder, change):
 
 
 @pytest.mark.parametrize("change", [cut, swapped, shared])
-def test_moved_blocks_are_refused_in_evaluation_too(folder, change):
+def test_moved_or_shared_blocks_are_refused_in_evaluation_with_sequence_parallelism(folder, change):
     """The first block divides the tokens, the last one joins them: the loss was another one."""
     with pytest.raises(
         SlapoError,
@@ -219,7 +221,9 @@ def test_moved_blocks_are_refused_in_evaluation_too(folder, change):
 @pytest.mark.parametrize(
     ("change", "layout"), [(change, layout) for change, all_ in REFUSED.items() for layout in all_]
 )
-def test_unsupported_model_change_is_refused_before_training(folder, tmp_path, change, layout):
+def test_unsupported_change_of_the_model_is_refused_before_training(
+    folder, tmp_path, change, layout
+):
     with pytest.raises(SlapoError) as raised:
         emulate(train, folder, tmp_path, change, layout, False, mesh=LAYOUTS[layout][0])
     assert "hint:" in str(raised.value)
@@ -231,8 +235,8 @@ def head_alone(folder):
     return model.lm_head(model.transformer(IDS).last_hidden_state).tolist()  # on all ranks alike
 
 
-def test_a_head_that_is_called_alone_gives_whole_logits(folder):
-    """What docs/your_own_loop.md names instead of reading the head's weight, which is a shard."""
+def test_lm_head_called_alone_returns_unsharded_logits(folder):
+    """docs/your_own_loop.md recommends this call instead of reading the head's weight, which is a shard."""
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder)
     for found in emulate(head_alone, folder, mesh=(2, 1, 1)):
         torch.testing.assert_close(torch.tensor(found), plain(IDS).logits)

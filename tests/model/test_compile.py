@@ -100,12 +100,12 @@ def test_compiled_block_is_one_graph(ranks, family, tp):
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "deberta-v2", "bart", "swin"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.slow
-def test_compiled_dropout_draws_the_same_masks(ranks, family, tp):
+def test_compiled_block_draws_the_same_dropout_masks(ranks, family, tp):
     _assert_equal(ranks.run(_both, tp, family, tp, True))
 
 
 @pytest.mark.parametrize("on_device", [False, True])
-def test_recomputed_compiled_blocks_draw_the_same_masks(ranks, on_device):
+def test_recomputed_compiled_blocks_draw_the_same_dropout_masks(ranks, on_device):
     """The stream has gone on to the second micro-batch, or the next stage's, by then."""
     options = {"checkpoint_ratio": 1.0, "micro_batches": 2}
     _assert_equal(ranks.run(_both, 1, "gpt2", 1, on_device, options))
@@ -122,7 +122,7 @@ ON_RANKS = {  # ranks, family, options
 
 @pytest.mark.parametrize("name", ON_RANKS)
 @pytest.mark.slow
-def test_compiled_blocks_train_alike_on_ranks(ranks, name):
+def test_compiled_blocks_on_several_ranks_train_as_on_one(ranks, name):
     count, family, options = ON_RANKS[name]
     _assert_equal(ranks.run(_both, count, family, 1, False, options))
 
@@ -148,7 +148,7 @@ def _graphs(family, tp, blocks):
 @pytest.mark.parametrize("family, tp", [
     ("gpt2", 2), *(pytest.param(f, tp, marks=pytest.mark.slow) for f, tp in (("bert", 1), ("bart", 2), ("t5", 2), ("llama", 2), ("opt", 1))),
 ])  # fmt: skip
-def test_equal_compiled_blocks_share_a_graph(ranks, family, tp):
+def test_identical_blocks_share_one_compiled_graph(ranks, family, tp):
     """Torch compiles one piece of code for eight modules at most."""
     for blocks, graphs in ranks.run(_graphs, tp, family, tp, 10):
         assert blocks >= 10

@@ -1,4 +1,4 @@
-"""What completes gradients: sums that begin early, gradients that come twice, forwards that divide unlike."""
+"""Gradient completion: all-reduces that begin early, second-order gradients, forwards that shard differently."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def gradients(folder, layout, number):
 
 
 @pytest.mark.parametrize("number", range(len(USES)), ids=[use.__name__ for use in USES])
-def test_dp_equals_one_process(ranks, number, tmp_path):
+def test_gradients_over_dp_equal_one_process(ranks, number, tmp_path):
     folder = folder_of("gpt2", tmp_path)
     want, _, _ = gradients(folder, {}, number)
     found, in_place, flats = ranks.run(gradients, 2, folder, {"dp": 2}, number)[0]
@@ -113,7 +113,7 @@ def twice(model):
     [{"kernels": "linear_cross_entropy"}, {"tp": 2, "kernels": "reference"}],
     ids=["kernel", "tp"],
 )
-def test_a_gradient_of_a_gradient_is_exact_or_refused(ranks, layout, tmp_path):
+def test_second_order_gradient_is_exact_or_refused(ranks, layout, tmp_path):
     """The head's kernel makes its gradients in the forward: they know nothing of themselves."""
     folder = folder_of("gpt2", tmp_path)
     exact = penalised(folder, {"kernels": "reference"})
@@ -142,7 +142,7 @@ def replaced(folder, layout):
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
-def test_gradients_where_functional_call_replaces_parameters(ranks, layout, tmp_path):
+def test_functional_call_with_replaced_parameters_has_plain_gradients(ranks, layout, tmp_path):
     folder = folder_of("gpt2", tmp_path)
     (want,) = ranks.run(replaced, 1, folder, {})
     found = ranks.run(replaced, 2, folder, layout)[0]
@@ -152,7 +152,7 @@ def test_gradients_where_functional_call_replaces_parameters(ranks, layout, tmp_
 
 
 def outside(folder, stage):
-    """What is said where the parts of a sharded model would be read for whole ones."""
+    """Return the errors of calls that would take shards for unsharded parameters."""
     model = AutoScheduledModel.from_pretrained(folder, dp_shard=2, zero_stage=stage).train()
     copies, said = {n: p.detach().clone() for n, p in model.named_parameters()}, []
     ids = torch.full((2, 4), 3)  # small: no rank finds them beyond its rows
@@ -169,13 +169,13 @@ def outside(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_calling_a_sharded_module_alone_is_refused(ranks, stage, tmp_path):
+def test_call_of_a_sharded_module_outside_the_model_is_refused(ranks, stage, tmp_path):
     for said in ranks.run(outside, 2, folder_of("gpt2", tmp_path), stage):
         assert ["outside the model" in words for words in said] == [True, True, False]
 
 
 def of_a_stage(folder):
-    """What each rank is told where a pipeline's model is called in pieces, then a whole step."""
+    """Return each rank's error where submodules of a pipeline are called, then run a full step."""
     model = AutoScheduledModel.from_pretrained(folder, pp=2).train()
     piece = model.transformer if model.mesh.rank == 0 else model.transformer.wte
     with pytest.raises(SlapoError) as error:
@@ -184,6 +184,6 @@ def of_a_stage(folder):
     return str(error.value)
 
 
-def test_calling_a_layer_of_another_stage_is_refused(ranks, tmp_path):
+def test_call_of_a_layer_of_another_pipeline_stage_is_refused(ranks, tmp_path):
     for words in ranks.run(of_a_stage, 2, folder_of("gpt2", tmp_path)):
         assert "outside the model's forward" in words

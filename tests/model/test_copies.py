@@ -38,7 +38,7 @@ def step(model, batch):
 
 
 def copied(folder, case, layout):
-    """What the original and its copy compute, and what they do to each other."""
+    """Return the logits of the original and of its copy, whose parameters are set to zero."""
     from slapo_zoo import AutoScheduledModel
 
     changes = {"experts_implementation": "eager"} if "Mixtral" in case.cls else {}
@@ -67,7 +67,7 @@ def copied(folder, case, layout):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "layout"), CELLS)
-def test_a_copy_is_independent(case, layout, tmp_path, ranks):
+def test_deepcopied_model_is_independent_of_the_original(case, layout, tmp_path, ranks):
     folder = checkpoint(case, tmp_path)
     for logits, zeroed in ranks.run(copied, 2, folder, case, layout, timeout=200):
         assert logits.abs().max() > 0
@@ -105,7 +105,7 @@ AVERAGES = {
 
 
 @pytest.mark.parametrize(("layout", "options"), AVERAGES.values(), ids=AVERAGES)
-def test_an_average_of_weights_is_that_of_one_process(layout, options, tmp_path, ranks):
+def test_averaged_model_weights_equal_one_process(layout, options, tmp_path, ranks):
     case = CASES[0]
     folder = checkpoint(case, tmp_path)
     weights, logits = ranks.run(averaged, 1, folder, (1, 1, 1), {})[0]
@@ -129,7 +129,7 @@ WITHIN = {  # what holds others --> what it holds, by name
 
 
 def held(root):
-    """Where each memory lies that an object holds, by a path to it: in closures, hooks and kernels too."""
+    """Map the memory of every tensor that an object holds to a path to it: in closures, hooks and kernels too."""
     found, seen, todo = {}, {}, [("", root)]
     while todo:
         path, x = todo.pop()
@@ -152,7 +152,7 @@ def shared(model, other):
 
 
 def averaged_once(folder, case, tp):
-    """What a copy shares with a model that is trained on, and what the mean of both computes."""
+    """Return the memory that a copy shares with a model that trains on; losses and weights of the mean of both."""
     model = AutoScheduledModel.from_pretrained(
         folder, tp=tp, auto_class=case.cls, **changes_of(case)
     )
@@ -175,7 +175,7 @@ FAMILIES = sorted(path.stem for path in (ROOT / "schedules").glob("*.py"))
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "wideresnet"])
-def test_a_copy_owns_its_tensors_in_every_family(family, tp, tmp_path):
+def test_deepcopied_model_owns_its_tensors_in_every_family(family, tp, tmp_path):
     """Found before: a copy of BERT, RoBERTa or ALBERT asked the original which tokens are real."""
     case = HEADS.get(family, HEADS.get(family.replace("_", "-")))[0]
     folder = checkpoint(case, tmp_path)
@@ -206,18 +206,18 @@ COPIED = {**AVERAGES, "bf16": ((1, 1, 1), {"precision": "bf16"}), "sp": ((2, 1, 
 
 
 @pytest.mark.parametrize(("layout", "options"), COPIED.values(), ids=COPIED)
-def test_a_copy_owns_its_tensors_on_every_layout(layout, options):
+def test_deepcopied_model_owns_its_tensors_on_every_layout(layout, options):
     """Found before: after a loop by hand in bf16 or with dp_shard no copy was made, torch raised."""
     config = transformers.BertConfig(**TINY["bert"], architectures=["BertForMaskedLM"])
     assert emulate(copied_after_a_step, config, layout, options, mesh=layout) == [[]] * 2 ** (layout != (1, 1, 1))  # fmt: skip
 
 
-def test_a_copy_of_wideresnet_owns_its_tensors():
+def test_deepcopied_wideresnet_owns_its_tensors():
     config = WideResNetConfig(**TINY["wideresnet"])
     assert emulate(copied_after_a_step, config, (2, 1, 1), {}, mesh=(2, 1, 1)) == [[], []]
 
 
-def test_pickling_a_model_is_refused(tmp_path):
+def test_pickling_a_scheduled_model_is_refused(tmp_path):
     from slapo_zoo import AutoScheduledModel, SlapoError
 
     model = AutoScheduledModel.from_pretrained(checkpoint(CASES[0], tmp_path))

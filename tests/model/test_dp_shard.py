@@ -67,7 +67,7 @@ def test_dp_shard_on_all_layouts_equals_plain_transformers(
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("order", "precision"), [("1f1b", "bf16"), ("interleaved_1f1b", "fp32"), ("zbv", "bf16")])  # fmt: skip
 @pytest.mark.parametrize("case", [GPT2, BERT, T5, LLAMA], ids=ids)
-def test_dp_shard_beside_tp_and_pp_equals_plain(case, order, precision, stage, root):
+def test_dp_shard_with_tp_and_pp_equals_plain(case, order, precision, stage, root):
     folder, mesh = checkpoint(case, root), (2, 2, 2)
     found = emulate(train, case, folder, mesh, order, stage, precision, mesh=mesh, timeout_s=120)
     if precision == "fp32":
@@ -138,7 +138,7 @@ def read_parts(folder, tp, map_weights):
 
 @pytest.mark.parametrize("map_weights", [True, False])
 @pytest.mark.parametrize(("cls", "tp"), [("GPT2LMHeadModel", 2), ("MixtralForCausalLM", 1)])
-def test_dp_shard_load_reads_only_own_rows(cls, tp, map_weights, root, ranks):
+def test_dp_shard_load_reads_only_the_rows_of_its_rank(cls, tp, map_weights, root, ranks):
     case = Case(cls, ("tokens",))
     folder = checkpoint(case, root)
     plain = getattr(transformers, cls).from_pretrained(folder).state_dict()
@@ -191,7 +191,9 @@ def saved_by_rows(folder, layout, saved, size):
     [("GPT2LMHeadModel", {"n_embd": 240}, (2, 1, 2), 2),
      ("MixtralForCausalLM", {"intermediate_size": 1024}, (1, 1, 4), 2)],
 )  # fmt: skip
-def test_dp_shard_save_writes_only_own_rows(cls, sizes, layout, size, root, ranks, tmp_path):
+def test_dp_shard_save_writes_only_the_rows_of_its_rank(
+    cls, sizes, layout, size, root, ranks, tmp_path
+):
     case = Case(cls, ("tokens",), tuple(sizes.items()))
     folder = checkpoint(case, root)
     found = ranks.run(saved_by_rows, 4, folder, layout, tmp_path / "rows", size)
@@ -249,7 +251,7 @@ def copied(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_dp_shard_copy_with_frozen_weights_has_equal_gradients(stage, root, ranks):
+def test_deepcopied_dp_shard_model_with_frozen_weights_has_equal_gradients(stage, root, ranks):
     for mine, average in ranks.run(copied, 2, checkpoint(GPT2, root), stage):
         assert mine.pop("transformer.wpe.weight") is average.pop("transformer.wpe.weight") is None
         assert all(torch.equal(grad, average[name]) for name, grad in mine.items())
@@ -323,7 +325,7 @@ def shared_adapter(folder, layout, saved, stage):
 
 
 @pytest.mark.parametrize(("layout", "stage"), [((1, 1, 2), 3), ((1, 2, 2), 2)], ids=str)
-def test_an_adapter_over_dp_shard_equals_one_process(layout, stage, root, ranks, tmp_path):
+def test_lora_adapter_with_dp_shard_equals_one_process(layout, stage, root, ranks, tmp_path):
     folder = checkpoint(GPT2, root)
     ((want, wanted),) = ranks.run(adapted, 1, folder, (1, 1, 1), tmp_path / "one")
     world = layout[1] * layout[2]
@@ -351,7 +353,7 @@ def adapted_by_hand(folder, **options):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_adapters_with_dp_shard_train_in_own_loop(stage, root, ranks):
+def test_lora_adapters_with_dp_shard_train_in_a_hand_written_loop(stage, root, ranks):
     folder = checkpoint(GPT2, root)
     want = ranks.run(adapted_by_hand, 2, folder)
     for mine, other in zip(ranks.run(by_hand_over_shards, 2, folder, stage), want, strict=True):

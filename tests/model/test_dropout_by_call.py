@@ -75,7 +75,7 @@ def not_reentrant(model, call):
 
 
 def cached(model, call):
-    """As GradCache does: without a graph first, other calls, and again from the kept state."""
+    """Call the model as GradCache does: without a graph first, then other calls, then again from the saved RNG state."""
     state = torch.get_rng_state()
     with torch.no_grad():
         before = call()
@@ -107,7 +107,7 @@ def repeated(options, folder, what):
 
 @pytest.mark.parametrize("what", CALLS)
 @pytest.mark.parametrize("layout", ["1", pytest.param("tp2", marks=pytest.mark.slow), "tp2-sp"])
-def test_repeated_call_draws_the_same_dropout(layout, what, root):
+def test_recomputed_forward_draws_the_same_dropout(layout, what, root):
     for (loss, grads), *others in on(layout, repeated, checkpoint(BERT, root), what):
         for again, found in others:
             torch.testing.assert_close(again, loss)
@@ -134,7 +134,7 @@ def views(options, folder, case=BERT):
 @pytest.mark.parametrize(
     "case", [BERT, pytest.param(GPT2, marks=pytest.mark.slow)], ids=["bert", "gpt2"]
 )
-def test_calls_draw_different_dropout_alike_on_all_layouts(case, root):
+def test_each_forward_draws_new_dropout_equal_on_all_layouts(case, root):
     folder = checkpoint(case, root)
     ((found, losses),) = on("1", views, folder, case)
     for one, other in (found[:2], found[2:4]):
@@ -168,7 +168,9 @@ def wrapped(options, folder, impl, loop):
 @pytest.mark.parametrize("impl", CheckpointImpl)
 @pytest.mark.parametrize("loop", ["whole", "part", "step"])
 @pytest.mark.parametrize("layout", ["1", pytest.param("tp2-sp", marks=pytest.mark.slow)])
-def test_layers_recomputed_by_a_wrapper_draw_the_same_dropout(layout, loop, impl, root):
+def test_layers_recomputed_by_torch_checkpoint_wrapper_draw_the_same_dropout(
+    layout, loop, impl, root
+):
     for mine, again in on(layout, wrapped, checkpoint(BERT, root), impl, loop):
         for name, grad in mine.items():
             torch.testing.assert_close(again[name], grad, atol=1e-7, rtol=1e-4, msg=name)
@@ -199,7 +201,7 @@ def test_manual_seed_repeats_dropout_as_in_plain_torch(root):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_own_loop_draws_dropout_as_train_step(root):
+def test_hand_written_loop_draws_the_same_dropout_as_train_step(root):
     one, other = (trained(checkpoint(BERT, root), {}) for _ in range(2))
     batch = tokens(one)
     one.bert(**text(one))  # a part does not move the step

@@ -174,7 +174,7 @@ def moved(folder):
     return found
 
 
-def test_private_names_of_deepspeed_have_not_moved(root, ranks):
+def test_private_deepspeed_names_used_here_still_exist(root, ranks):
     """A new DeepSpeed that fails here needs another slapo_zoo/model/integrations/dialects/zero_state.py."""
     assert ranks.run(moved, 1, checkpoint(CASES["gpt2"], root))[0] == []
 
@@ -198,7 +198,7 @@ def logged(folder, file, layout=(1, 1, 1)):
     return get_dialect_cls("log_parser", "deepspeed")(file)
 
 
-def test_the_log_parser_reads_throughput_and_memory(root, ranks, tmp_path):
+def test_deepspeed_log_parser_reads_throughput_and_memory(root, ranks, tmp_path):
     folder = checkpoint(CASES["gpt2"], root)
     _, rate, _, code = ranks.run(logged, 1, folder, tmp_path / "log")[0]
     assert code == 0
@@ -211,7 +211,7 @@ def test_the_log_parser_reads_throughput_and_memory(root, ranks, tmp_path):
     assert get_dialect_cls("log_parser", "deepspeed")(tmp_path / "bad")[3] == 1
 
 
-def test_bad_configs_are_refused(root, tmp_path):
+def test_invalid_deepspeed_configs_are_refused(root, tmp_path):
     model = AutoScheduledModel.from_pretrained(checkpoint(CASES["gpt2"], root))
     (tmp_path / "broken.json").write_text("{")
     for path in (tmp_path / "broken.json", tmp_path / "missing.json"):

@@ -55,7 +55,7 @@ def on_two_ranks_of_dp(folder, out):
     return [(before + after, weights), (before + again, same)]
 
 
-def test_resumes_under_torch_and_under_megatron(root, ranks, tmp_path):
+def test_checkpoint_resumes_under_torch_and_under_megatron(root, ranks, tmp_path):
     folder = checkpoint(CASES["gpt2"], root)
     for run in ranks.run(on_two_ranks_of_dp, 2, folder, tmp_path / "saved", timeout=300)[0]:
         assert_same_run(run, CASES["gpt2"], folder)
@@ -73,7 +73,7 @@ def refused(folder):
     return refusal.value.what, refusal.value.hint, parallel_state.is_initialized()
 
 
-def test_megatrons_own_optimizer_is_refused_before_its_groups_are_made(root, ranks):
+def test_megatron_optimizer_is_refused_before_process_groups_are_created(root, ranks):
     what, hint, has_groups = ranks.run(refused, 2, checkpoint(CASE, root))[0]
     assert (what, has_groups) == ("optimizer", False)
     assert "torch.optim.AdamW" in hint
@@ -127,7 +127,7 @@ def wrong_groups():
         state.destroy_model_parallel()
 
 
-def test_groups_of_another_mesh_are_refused(ranks):
+def test_megatron_process_groups_of_another_mesh_are_refused(ranks):
     assert "found ranks [0] in Megatron's group, expected [0, 1]" in ranks.run(wrong_groups, 2)[0]
 
 
@@ -147,6 +147,6 @@ learning rate: 1.500E-04 | global batch size:    16 | lm loss: 9.0E+00 |
     [(LOG, (178100224.0, 20.0, 4.0, 0)), ("CUDA out of memory", (0.0, 0.0, 0.0, 1)), ("", (0.0, 0.0, 0.0, 2))],
     ids=["whole", "memory", "empty"],
 )  # fmt: skip
-def test_the_log_parser_reads_throughput_and_memory(text, expected, tmp_path):
+def test_megatron_log_parser_reads_throughput_and_memory(text, expected, tmp_path):
     (tmp_path / "log").write_text(text)
     assert get_dialect_cls("log_parser", "megatron")(tmp_path / "log") == expected

@@ -60,7 +60,7 @@ def each_target(folder, out):
     return found
 
 
-def test_every_target_trains(root, ranks, tmp_path):
+def test_every_target_engine_trains_as_one_process(root, ranks, tmp_path):
     """One process's losses and weights; the engine has the face of the model."""
     folder = checkpoint(CASE, root)
     both = ranks.run(each_target, 2, folder, tmp_path, timeout=300)
@@ -86,13 +86,13 @@ def from_config(folder):
     return plain.consolidated_state_dict(), engine.consolidated_state_dict()
 
 
-def test_from_config_draws_the_same_weights(root, ranks):
+def test_from_config_for_an_engine_initializes_the_same_weights(root, ranks):
     plain, engine = ranks.run(from_config, 2, checkpoint(CASE, root))[0]
     assert plain.keys() == engine.keys()
     assert all(torch.equal(engine[name], value) for name, value in plain.items())
 
 
-def test_torch_without_options_is_the_model_itself(root):
+def test_torch_target_without_options_returns_the_model_itself(root):
     folder = checkpoint(CASE, root)
     assert isinstance(
         AutoScheduledModel.from_pretrained(folder, target=None), transformers.GPT2LMHeadModel
@@ -110,7 +110,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_a_wrong_target_is_an_error_before_anything_is_read(wrong, tmp_path):
+def test_wrong_target_raises_before_any_file_is_read(wrong, tmp_path):
     arguments, message = WRONG[wrong]
     with pytest.raises(SlapoError, match=message) as caught:
         AutoScheduledModel.from_pretrained(tmp_path / "none", **arguments)
@@ -120,7 +120,7 @@ def test_a_wrong_target_is_an_error_before_anything_is_read(wrong, tmp_path):
         AutoScheduledModel.from_config(transformers.GPT2Config(), **arguments)
 
 
-def test_an_engine_that_is_not_installed_says_how(tmp_path, monkeypatch):
+def test_missing_engine_error_names_the_pip_install_command(tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(SlapoError, match=r"pip install slapo-zoo\[megatron\]"):
         AutoScheduledModel.from_pretrained(tmp_path / "none", target="megatron")

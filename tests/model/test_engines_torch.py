@@ -47,7 +47,7 @@ def refused(folder):
     return found
 
 
-def test_several_stages_per_rank_are_refused_with_the_reason(root, ranks):
+def test_ddp_and_fsdp2_refuse_several_pipeline_stages_per_rank(root, ranks):
     case = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),))
     ddp, fsdp2, unknown = ranks.run(refused, 2, checkpoint(case, root / "four"))[0]
     for text in (ddp, fsdp2):

@@ -21,7 +21,7 @@ def read(mesh, steps, first=0):
     return found
 
 
-def test_sampler_parts_equal_batches_of_one_process():
+def test_dp_sampler_slices_equal_batches_of_one_process():
     whole = read(Mesh(), 12)
     meshes = [Mesh(tp=2, pp=2, dp=2, rank=rank) for rank in range(8)]
     parts = [read(mesh, 12) for mesh in meshes]
@@ -31,7 +31,7 @@ def test_sampler_parts_equal_batches_of_one_process():
     assert len({tuple(map(tuple, part)) for part in parts}) == 2
 
 
-def test_sampler_yields_every_row_once_per_epoch_in_new_order():
+def test_sampler_yields_every_sample_once_per_epoch_in_new_order():
     rows = read(Mesh(), 10)
     first, second = ([i for batch in part for i in batch] for part in (rows[:5], rows[5:]))
     assert len(set(first)) == len(set(second)) == 20
@@ -45,7 +45,7 @@ def test_sampler_resumes_at_the_right_sample_on_another_mesh(first):
     assert read(Mesh(dp=2, rank=1), 10 - first, first) == [rows[2:] for rows in whole[first:]]
 
 
-def test_uneven_batches_are_refused():
+def test_batch_size_that_dp_does_not_divide_is_refused():
     with pytest.raises(SlapoError, match="expected a multiple of dp=2"):
         MeshSampler(range(9), Mesh(dp=2), batch_size=3)
     with pytest.raises(SlapoError, match="fewer than one batch"):
@@ -62,7 +62,7 @@ def broadcast(layout):
     return mesh.coord("dp"), broadcast_batch(batch, mesh)
 
 
-def test_broadcast_batch_sends_one_batch_to_all_peers(ranks):
+def test_broadcast_batch_sends_one_batch_to_all_tp_and_pp_peers(ranks):
     for dp, batch in ranks.run(broadcast, 4, (2, 1, 2)) + ranks.run(broadcast, 4, (2, 2, 1)):
         assert torch.equal(batch["input_ids"], torch.arange(6).reshape(2, 3).t() + 10 * dp)
         assert batch["name"] == f"dp{dp}"
@@ -92,7 +92,7 @@ WITHOUT_ROWS = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
-def test_input_without_a_row_per_row_is_refused_with_micro_batches(name):
+def test_input_whose_first_axis_is_not_the_batch_is_refused_with_micro_batches(name):
     """Whisper's loss would be that of other rows, without a word."""
     case, change = WITHOUT_ROWS[name]
     config, _ = tiny_config(case)

@@ -85,7 +85,7 @@ def require_equal(found, expected):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_new_mesh_dim_trains_as_one_process(case, use, tmp_path):
+def test_mesh_with_a_new_dim_trains_as_one_process(case, use, tmp_path):
     """Dropout, means over all targets, sums, the norm and what is saved: with ZeRO, and over tp."""
     use(1)
     alone = trained(case, folder=tmp_path / "alone")
@@ -102,7 +102,7 @@ def test_new_mesh_dim_trains_as_one_process(case, use, tmp_path):
             torch.testing.assert_close(saved[name], tensor, **CLOSE)
 
 
-def test_a_loop_by_hand_averages_over_both(use):
+def test_hand_written_loop_averages_gradients_over_dp_and_the_new_mesh_dim(use):
     """The mean of the ranks' gradients, as DDP gives it: the same over dp 4 and over dp 2 x x 2."""
     use(1)
     expected = emulate(trained, CASES[0], True, mesh=(1, 1, 4), dp=4)[0]
@@ -120,8 +120,8 @@ def resumed(case, folder, rows, **layout):
     return float(model.train_step({name: x[mine] for name, x in batch_of(case).items()}))
 
 
-def test_a_checkpoint_goes_on_without_the_dim(use, tmp_path):
-    """What ranks of `x` saved together is what one process resumes, and the other way round."""
+def test_checkpoint_resumes_with_and_without_the_new_mesh_dim(use, tmp_path):
+    """A checkpoint saved by ranks of `x` resumes in one process, and the other way round."""
     use(2)
     emulate(trained, CASES[0], mesh=(1, 1, 4), dp=2, dp_shard=2, folder=tmp_path)
     here = emulate(resumed, CASES[0], tmp_path, 8, mesh=(1, 1, 4), dp=2)
@@ -130,7 +130,7 @@ def test_a_checkpoint_goes_on_without_the_dim(use, tmp_path):
     assert here == [pytest.approx(alone, rel=1e-6)] * 4
 
 
-def test_roles_of_mesh_dims():
+def test_mesh_roles_map_to_dims_sizes_and_coordinates():
     """One name for the dims of a role; coordinates on it count slowest first, and lead back."""
     mesh = WithX(2, 1, 3, 0, x=2)
     assert mesh.named("batch") == mesh.named("loss") == "x+dp"
@@ -147,7 +147,7 @@ def test_roles_of_mesh_dims():
         mesh.size("cp")
 
 
-def test_tokens_are_no_rows():
+def test_ranks_of_a_mesh_dim_that_shards_tokens_read_the_same_rows():
     """A dim that divides tokens adds up the loss, and reads the same rows."""
 
     @dataclass(frozen=True)

@@ -17,7 +17,7 @@ STEPS, RATE = 3, 0.02
 
 
 def muon(model):
-    """As its users have it: matrices of the blocks to Muon, the rest to AdamW."""
+    """Make the optimizer as users of Muon do: matrices of the blocks to Muon, the rest to AdamW."""
     named = list(model.named_parameters())
     is_matrix = {n: p.ndim == 2 and "wte" not in n and "embed" not in n and "lm_head" not in n
                  for n, p in named}  # fmt: skip
@@ -92,7 +92,7 @@ def trained(folder, layout):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)], ids=["tp2", "tp2-pp2"])
-def test_muon_trains_as_in_one_process(layout, tmp_path, ranks):
+def test_muon_on_shards_trains_as_in_one_process(layout, tmp_path, ranks):
     folder = checkpoint(CASES[0], tmp_path)
     want = ranks.run(trained, 1, folder, (1, 1, 1))[0]
     found = ranks.run(trained, layout[0] * layout[1], folder, layout)[0]
@@ -134,7 +134,7 @@ def normed(folder, layout, asked):
     return model.consolidated_state_dict()
 
 
-def test_unknown_optimizer_warns_unless_whole_matrices(tmp_path, ranks):
+def test_unknown_optimizer_on_shards_warns_unless_matrices_are_gathered(tmp_path, ranks):
     folder = checkpoint(CASES[0], tmp_path)
     want = ranks.run(normed, 1, folder, (1,), False)[0]
     found = ranks.run(normed, 2, folder, (2,), True)[0]

@@ -52,7 +52,7 @@ def _model(family, layout, device, **options):
 
 
 def _life(family, layout, device, folder):
-    """What training does: steps, clipping, a checkpoint and its return, evaluation, generation."""
+    """Run all that a training does: steps, clipping, saving and resuming, evaluation, generation."""
     from slapo_zoo import broadcast_batch, load_checkpoint
     from slapo_zoo.model.checkpoints.training_checkpoint import async_save_checkpoint
 
@@ -99,7 +99,9 @@ def _on_both(family, layout, folder):
      *(pytest.param(family, layout, marks=pytest.mark.slow) for family in FAMILIES
        for layout in [(1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1)])],
 )  # fmt: skip
-def test_device_only_process_groups_give_the_losses_of_cpu(device_ranks, tmp_path, family, layout):
+def test_process_groups_without_cpu_backend_give_the_losses_of_cpu(
+    device_ranks, tmp_path, family, layout
+):
     world = layout[0] * layout[1] * layout[2]
     for on_cpu, found, collectives in device_ranks.run(_on_both, world, family, layout, tmp_path):
         assert sum(collectives.values()) > 4
@@ -116,7 +118,7 @@ def _cpu_tensor_in_a_collective():
         dist.all_reduce(torch.ones(2))
 
 
-def test_cpu_tensor_in_a_device_group_raises(device_ranks):
+def test_cpu_tensor_in_a_device_process_group_raises(device_ranks):
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         device_ranks.run(_cpu_tensor_in_a_collective, 2)
 
@@ -153,7 +155,9 @@ GRID = [(family, LAYOUTS.get(family, (2, 1, 2)), OPTIONS.get(family, {}))
     "family, layout, options",
     [*WAITS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in GRID)],
 )
-def test_the_host_waits_once_per_step_and_not_in_its_layers(device_ranks, family, layout, options):
+def test_step_syncs_host_and_device_at_most_once_and_not_in_layers(
+    device_ranks, family, layout, options
+):
     world = layout[0] * layout[1] * layout[2]
     for waits, uncapturable in device_ranks.run(_waits, world, family, layout, options):
         assert sum(waits.values()) <= 1, waits
@@ -161,7 +165,7 @@ def test_the_host_waits_once_per_step_and_not_in_its_layers(device_ranks, family
 
 
 def _waits_of_steps(family, layout, count):
-    """How often the host waited in each of some steps, with all that is compared by default."""
+    """Count how often the host waited for the device in each of `count` steps, with the default checks on."""
     from other_device import DEVICE, DeviceOnly, install
 
     install()
@@ -180,7 +184,7 @@ def _waits_of_steps(family, layout, count):
 
 
 @pytest.mark.parametrize(("family", "layout"), [("bert", (1, 1, 2)), ("gpt2", (2, 1, 2))])
-def test_later_steps_wait_for_the_device_at_most_once(device_ranks, family, layout):
+def test_later_steps_sync_host_and_device_at_most_once(device_ranks, family, layout):
     world = layout[0] * layout[1] * layout[2]
     for found in device_ranks.run(_waits_of_steps, world, family, layout, 20):
         assert max(found[17:]) <= 1, found
@@ -210,7 +214,7 @@ def _read_by_some(device):
     return tuple(zip(*found, strict=True))
 
 
-def test_gradients_missing_on_some_ranks_equal_cpu_without_extra_waits(device_ranks):
+def test_gradients_missing_on_some_ranks_equal_cpu_without_extra_host_sync(device_ranks):
     from other_device import DEVICE
 
     on_cpu = device_ranks.run(_read_by_some, 2, "cpu")

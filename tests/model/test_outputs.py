@@ -31,7 +31,7 @@ def outputs(folder, case, layout, options, train):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_hidden_states_are_unsharded(case, sequence_parallel, tmp_path, ranks):
+def test_output_hidden_states_are_unsharded(case, sequence_parallel, tmp_path, ranks):
     folder = checkpoint(case, tmp_path)
     plain = getattr(transformers, case.cls).from_pretrained(folder, **changes_of(case)).train()
     want = plain(**batch_of(case), output_hidden_states=True)
@@ -91,7 +91,9 @@ def refusals(folder, case, layout, options):
     ],
     ids=["pp2-states", "pp2-attentions", "tp2-attentions", "sdpa-attentions"],
 )
-def test_sharded_outputs_are_refused(layout, option, words, tmp_path, ranks):
+def test_output_options_for_tensors_missing_on_a_rank_are_refused(
+    layout, option, words, tmp_path, ranks
+):
     folder = checkpoint(CASES[0], tmp_path)
     n = 2 if layout else 1
     for texts in ranks.run(refusals, n, folder, CASES[0], layout, {option: True}):
@@ -108,7 +110,7 @@ def broadcast(folder, case, layout):
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
-def test_one_row_of_positions_serves_all_micro_batches(layout, tmp_path, ranks):
+def test_position_ids_of_one_row_broadcast_to_all_micro_batches(layout, tmp_path, ranks):
     case = CASES[0]
     folder = checkpoint(case, tmp_path)
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder).train()
@@ -135,5 +137,5 @@ def counted(folder, case):
         model.train_step({k: v[:0] for k, v in mine.items()})
 
 
-def test_num_items_in_batch_counts_rows_of_all_dp_ranks(tmp_path, ranks):
+def test_num_items_in_batch_counts_targets_of_all_dp_ranks(tmp_path, ranks):
     ranks.run(counted, 2, checkpoint(CASES[0], tmp_path), CASES[0])

@@ -27,7 +27,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def packed(monkeypatch):
-    """How often layers ran on real tokens alone."""
+    """Record the calls of layers that ran on real tokens alone."""
     calls, kernel = [], unpadded_encoder.unpadded
     monkeypatch.setattr(unpadded_encoder, "unpadded", lambda *a: calls.append(1) or kernel(*a))
     return calls
@@ -135,7 +135,7 @@ def name_of(change):
 
 
 def trained(model, change, run, batch):
-    """What a run returns, what the change has seen, and every gradient by its plain name."""
+    """Return the result of a run, what the change has seen, and every gradient by its plain name."""
     seen = []
     change(model, seen)
     try:
@@ -200,7 +200,9 @@ def cells(*columns):
 
 @pytest.mark.one_in(9)
 @pytest.mark.parametrize(("case", "layout", "change"), cells(*CHANGES))
-def test_changed_model_keeps_padding_and_equals_plain(case, layout, change, root, packed):
+def test_model_changed_by_the_user_keeps_padding_and_equals_plain(
+    case, layout, change, root, packed
+):
     compare(case, layout, change, root)
     assert not packed
 

@@ -44,7 +44,7 @@ def _tensor(found):
 
 
 def on(layout, work, *args):
-    """What the ranks of a layout return, in their order."""
+    """Return the results of the ranks of a layout, in their order."""
     options = LAYOUTS.get(layout, {"pp": 2})
     sizes = tuple(options.get(name, 1) for name in ("tp", "pp", "dp"))
     if sizes == (1, 1, 1):
@@ -63,7 +63,7 @@ def root(tmp_path_factory):
 
 
 def inputs(family, name, step):
-    """What a part is given: rows of other lengths than those of the whole model's batch."""
+    """Return the inputs of a submodule: rows of other lengths than those of the full model's batch."""
     batch = batch_of(FAMILIES[family][0], step)
     if family == "vit" or name == "images":
         return {"pixel_values": batch["pixel_values"]}
@@ -128,7 +128,7 @@ def assert_alike(found, wanted, name):
 
 
 @pytest.mark.parametrize("family, layout", GRID)
-def test_part_called_alone_equals_plain(family, layout, root):
+def test_submodule_called_alone_equals_plain(family, layout, root):
     folder = folder_of(family, root)
     wanted, outputs = plain_life(family, folder)
     ranks = on(layout, scheduled_life, family, folder)
@@ -156,14 +156,14 @@ def refused(options, family, folder):
     return said
 
 
-def test_part_called_alone_in_a_pipeline_is_refused(root):
+def test_submodule_called_alone_in_a_pipeline_is_refused(root):
     for said in on("pp2", refused, "bert", folder_of("bert", root)):
         assert said
         assert all("outside the model" in words for words in said)
 
 
 class StopError(Exception):
-    """Of a forward that fails midway."""
+    """Error of a forward that fails midway."""
 
 
 def fails(options, folder, what):
@@ -191,7 +191,7 @@ def fails(options, folder, what):
 
 @pytest.mark.parametrize("what", ["whole", "part", "step"])
 @pytest.mark.parametrize("layout", ["1", pytest.param("tp2-sp", marks=pytest.mark.slow)])
-def test_failed_call_of_a_part_leaves_no_state(what, layout, root):
+def test_failed_call_of_a_submodule_leaves_no_state(what, layout, root):
     folder = folder_of("bert", root)
     plain = transformers.BertForMaskedLM.from_pretrained(folder).eval()
     wanted = plain.bert(**inputs("bert", "", 1))[0].detach()

@@ -17,7 +17,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("case", "precision"), [(T5, "bf16"), (GPT2, "fp16")], ids=str)
-def test_precision_in_one_process_equals_plain_mixed_precision(case, precision, root):
+def test_mixed_precision_in_one_process_equals_plain(case, precision, root):
     folder = checkpoint(case, root)
     result, _ = scheduled(case, folder, (1, 1, 1), precision=precision)
     compare(result, case, folder, precision)
@@ -54,7 +54,7 @@ def ids(value):
 
 
 @pytest.mark.parametrize(("case", "precision", "name"), DIAGONAL, ids=ids)
-def test_precision_on_each_layout_equals_plain_mixed_precision(case, precision, name, root, ranks):
+def test_mixed_precision_on_quick_layouts_equals_plain(case, precision, name, root, ranks):
     folder, (tp, pp, dp) = checkpoint(case, root), LAYOUTS[name][0]
     results = ranks.run(on_mesh, tp * pp * dp, case, folder, name, precision)
     compare(results[0][0], case, folder, precision)
@@ -62,8 +62,8 @@ def test_precision_on_each_layout_equals_plain_mixed_precision(case, precision, 
 
 @pytest.mark.slow  # 60 runs
 @pytest.mark.parametrize(("case", "precision", "name"), GRID, ids=ids)
-def test_precision_on_all_layouts_equals_plain_mixed_precision(case, precision, name, root, ranks):
-    test_precision_on_each_layout_equals_plain_mixed_precision(case, precision, name, root, ranks)
+def test_mixed_precision_on_all_layouts_equals_plain(case, precision, name, root, ranks):
+    test_mixed_precision_on_quick_layouts_equals_plain(case, precision, name, root, ranks)
 
 
 def by_hand(folder, precision):
@@ -74,7 +74,7 @@ def by_hand(folder, precision):
     return {n: p.grad for n, p in model.named_parameters()}
 
 
-def test_precision_in_own_loop_equals_train_step(root):
+def test_mixed_precision_in_a_hand_written_loop_equals_train_step(root):
     """The parameter is the fp32 master for everyone; the recomputation reads the same casts."""
     folder = checkpoint(GPT2, root)
     found, model = (
@@ -94,7 +94,7 @@ def of_logits(output, batch):
 
 
 @pytest.mark.parametrize("case", [GPT2, BERT, T5], ids=ids)
-def test_logits_read_after_the_forward_use_its_casts(case, root):
+def test_logits_read_after_the_forward_use_the_cast_weights_of_that_forward(case, root):
     """They are made of the casts of their forward, also where the weights have changed since."""
     folder, batch = checkpoint(case, root), batch_of(case)
     grads = {}
@@ -130,7 +130,7 @@ def overflow(folder):
     return before, model._slapo.precision.scale, same
 
 
-def test_overflow_on_one_rank_skips_the_step_on_all(root, ranks):
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(root, ranks):
     """Gradients are those of before, and the scale is halved, on all ranks."""
     for before, after, same in ranks.run(overflow, 2, checkpoint(GPT2, root)):
         assert same
@@ -148,7 +148,7 @@ def resumed(folder, out):
     return again._slapo.precision.scale, again._slapo.precision.good_steps
 
 
-def test_saved_files_contain_fp32_masters(root):
+def test_saved_files_contain_fp32_master_weights(root):
     """Masters are saved whole; another dtype is written where asked; the scale goes on."""
     folder, out = checkpoint(GPT2, root), root / "files"
     assert resumed(folder, out) == (64.0, 7)
@@ -174,6 +174,6 @@ def test_saved_files_contain_fp32_masters(root):
         ),
     ],
 )
-def test_unsupported_precisions_are_refused(options, problem, root):
+def test_unsupported_precision_options_are_refused(options, problem, root):
     with pytest.raises(SlapoError, match=problem):
         AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), **options)

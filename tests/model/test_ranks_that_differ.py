@@ -27,7 +27,7 @@ def source(tmp_path_factory):
 
 
 def outcome(folders, mesh, each):
-    """What this rank is told; the arguments of rank 1 differ."""
+    """Return this rank's error; the arguments of rank 1 differ."""
     rank = dist.get_rank()
     try:
         AutoScheduledModel.from_pretrained(folders[rank], **mesh, **each[rank])
@@ -53,7 +53,7 @@ def other_config(source, folder, **changes):
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_ranks_with_other_weights_are_refused(ranks, source, tmp_path, mesh):
+def test_ranks_with_different_weights_are_refused(ranks, source, tmp_path, mesh):
     folders = [source, stale(source, tmp_path / "stale")]
     found = ranks.run(outcome, 2, folders, mesh, [{}, {}])
     for text in found:
@@ -61,14 +61,14 @@ def test_ranks_with_other_weights_are_refused(ranks, source, tmp_path, mesh):
         assert "than rank 0" in text
 
 
-def test_ranks_with_other_files_are_refused(ranks, source, tmp_path):
+def test_ranks_with_different_files_are_refused(ranks, source, tmp_path):
     made = AutoScheduledModel.from_config(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50))
     made.save_pretrained(tmp_path / "three")
     found = ranks.run(outcome, 2, [source, tmp_path / "three"], {"tp": 2}, [{}, {}])
     assert all("ranks [1] read other files than rank 0" in text for text in found)
 
 
-def test_ranks_with_another_config_are_refused(ranks, source, tmp_path):
+def test_ranks_with_different_configs_are_refused(ranks, source, tmp_path):
     folders = [source, other_config(source, tmp_path / "other", resid_pdrop=0.3)]
     found = ranks.run(outcome, 2, folders, {"tp": 2}, [{}, {}])
     assert all("config.resid_pdrop: rank 1 has 0.3, rank 0 has" in text for text in found)
@@ -85,7 +85,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("case", GIVEN)
-def test_ranks_with_other_arguments_are_refused(ranks, source, case):
+def test_ranks_with_different_arguments_are_refused(ranks, source, case):
     one, other, problem = GIVEN[case]
     mesh = {} if case == "layout" else {"tp": 2}
     found = ranks.run(outcome, 2, [source, source], mesh, [one, other])
@@ -106,7 +106,7 @@ def other_schedule(source):
     return "accepted"
 
 
-def test_ranks_with_another_schedule_are_refused(ranks, source):
+def test_ranks_with_different_schedules_are_refused(ranks, source):
     found = ranks.run(other_schedule, 2, source)
     assert all("on ranks [1] it differs from rank 0's" in text for text in found), found
 
@@ -120,7 +120,7 @@ def from_other_config():
     return "accepted"
 
 
-def test_from_config_with_different_configs_is_refused(ranks):
+def test_from_config_with_different_configs_on_ranks_is_refused(ranks):
     found = ranks.run(from_other_config, 2)
     assert all("config.n_layer: rank 1 has 3, rank 0 has 2" in text for text in found), found
 
@@ -137,11 +137,11 @@ def test_device_and_paths_may_differ_between_ranks(ranks, source, tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 19_299_072])
-def test_samples_of_huge_tensors_are_taken_from_valid_places(count):
+def test_sampled_elements_of_huge_weights_have_valid_indices(count):
     assert set(_samples({"w": torch.ones(1).expand(count)})["w"]) == {1.0}
 
 
-def test_uninstalled_checkout_has_a_version(source, monkeypatch):
+def test_uninstalled_source_checkout_reports_its_version(source, monkeypatch):
     """A bare machine runs it by its path: no package metadata says which version it is."""
     installed = metadata.distribution
 

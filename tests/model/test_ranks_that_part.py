@@ -41,7 +41,7 @@ def skip_once(by_hand):
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_replica_that_skipped_a_step_raises_at_the_next_backward(by_hand):
+def test_dp_replica_that_skipped_a_step_raises_at_the_next_backward(by_hand):
     with pytest.raises(MeshError, match="dp ranks have different weights") as caught:
         emulate(skip_once, by_hand, mesh=(1, 1, 2))
     assert "step on all ranks or on none" in caught.value.hint
@@ -109,7 +109,7 @@ def with_a_backward_in_it():
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_nested_backward_keeps_gradients_so_far():
+def test_backward_inside_a_loss_keeps_accumulated_gradients():
     one, other = emulate(with_a_backward_in_it, mesh=(1, 1, 2))
     for name, grad in one.items():
         torch.testing.assert_close(grad, other[name], msg=name)
@@ -121,7 +121,7 @@ def autograd_over_stages():
     torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
 
-def test_autograd_grad_over_stages_is_refused():
+def test_autograd_grad_over_pipeline_stages_is_refused():
     """It asked this rank's stage for a gradient of which it knows nothing, and got None."""
     with pytest.raises(SlapoError, match="model with pp > 1"):
         emulate(autograd_over_stages, mesh=(1, 2, 1))
@@ -214,7 +214,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_step_taken_by_some_ranks_raises_on_all(name, monkeypatch):
+def test_step_run_by_only_some_ranks_raises_on_all_ranks(name, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     loop, mesh = LEFT[name]
     told = {}
@@ -251,7 +251,7 @@ def wait_alone(what):
 
 
 @pytest.mark.parametrize("what", ["logits", "backward"])
-def test_timeout_names_the_lines_of_all_ranks(what, monkeypatch):
+def test_timeout_error_names_the_source_line_of_every_rank(what, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     monkeypatch.setattr(process_group, "ERROR_WAIT_S", 0.2)
     monkeypatch.setattr(process_group, "SILENT_S", 0.2)
@@ -262,7 +262,7 @@ def test_timeout_names_the_lines_of_all_ranks(what, monkeypatch):
     assert "rank 1 is at test_ranks_that_part.py" in told, told
 
 
-def test_accumulated_gradients_keep_their_memory():
+def test_accumulated_gradients_are_added_in_place():
     model = made()
     model.train_step(rows_of(model))
     before = {name: (p.grad, 2 * p.grad) for name, p in model.named_parameters()}

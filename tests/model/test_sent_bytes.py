@@ -18,7 +18,7 @@ def zero():
         sys.path.remove(CI)
 
 
-def test_a_step_sends_no_more_than_fsdp2(zero):
+def test_dp_shard_step_sends_no_more_bytes_than_fsdp2(zero):
     for found in zero.on_ranks(zero.measured, zero.RANKS, 32, 3, "bf16", 0):
         (mine, _), (theirs, _) = found["ours"], found["FSDP2"]
         parameters = sum(p.numel() for p in zero.plain(zero.config_of(32, 3)).parameters())

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 
 
 class Prompted(nn.Module):
-    """What a user writes: a table of his own before a model that knows nothing of it."""
+    """Module as a user writes it: an embedding table of its own before an unchanged model."""
 
     def __init__(self, folder, even=False):
         super().__init__()
@@ -115,7 +115,7 @@ def by_hand(folder, tp, dp, options):
     ("tp", "dp", "options"),
     [(1, 2, {}), (2, 1, {"sequence_parallel": True}), (2, 2, {}), (1, 2, {"dp_shard": 2})],
 )
-def test_soft_prompt_trains_in_own_loop(folder, tp, dp, options):
+def test_soft_prompt_trains_in_a_hand_written_loop(folder, tp, dp, options):
     _, want = plain(folder, dp, even=True)
     for _, mine in emulate(by_hand, folder, tp, dp, options, mesh=(tp, 1, dp)):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
@@ -138,7 +138,7 @@ def test_soft_prompts_that_differ_between_ranks_raise(folder, tp, dp, by_hand):
 
 
 def with_a_perturbation(folder, dp):
-    """What is no parameter belongs to the rows of one rank."""
+    """Return the gradient of an input perturbation, which is no parameter and belongs to the rows of one rank."""
     model = AutoScheduledModel.from_pretrained(folder, dp=dp).train()
     rows = IDS.tensor_split(dp)[model.mesh.coord("dp")]
     batch = Prompted(folder, even=True).batch(rows)
@@ -147,7 +147,7 @@ def with_a_perturbation(folder, dp):
     return added.grad
 
 
-def test_a_perturbation_of_rows_keeps_their_gradient(folder):
+def test_input_perturbation_over_dp_keeps_the_gradient_of_its_rows(folder):
     (whole,) = emulate(with_a_perturbation, folder, 1, mesh=(1, 1, 1))
     parts = emulate(with_a_perturbation, folder, 2, mesh=(1, 1, 2))
     torch.testing.assert_close(torch.cat(parts) / 2, whole)
@@ -175,7 +175,7 @@ def method(folder, config, tp, pp, dp, options):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("config", METHODS, ids=lambda config: config.peft_type.value)
 @pytest.mark.parametrize(("tp", "dp", "sp"), [(1, 2, False), (2, 1, False), (2, 1, True)])
-def test_prompts_of_peft_train_as_on_one_rank(folder, config, tp, dp, sp):
+def test_peft_prompt_tuning_trains_as_on_one_rank(folder, config, tp, dp, sp):
     (whole,) = emulate(method, folder, config, 1, 1, 1, {}, mesh=(1, 1, 1))
     options = {"sequence_parallel": sp}
     if tp > 1 and isinstance(config, peft.PrefixTuningConfig):
@@ -205,7 +205,7 @@ def embeds_beside_the_model(folder):
     model.train_step(prompted.batch(IDS))
 
 
-def test_embedding_called_outside_its_stage_raises_on_all_ranks(folder):
+def test_embedding_called_outside_its_pipeline_stage_raises_on_all_ranks(folder):
     """The stage that holds it goes on and waits for the others: it must learn of their error."""
     began = time.monotonic()
     with pytest.raises(SlapoError, match="inputs_embeds: of a table of your own"):

@@ -61,7 +61,7 @@ def test_streamed_weights_equal_saved_files(family, layout, tmp_path, ranks):
     assert all(not each for each in found[1:])
 
 
-def test_stream_weights_to_two_ranks_in_bfloat16(tmp_path, ranks):
+def test_stream_weights_sends_bfloat16_tensors_to_two_ranks(tmp_path, ranks):
     case, out = CASES["gpt2"], tmp_path / "out"
     folder = checkpoint(case, tmp_path)
     found = ranks.run(streamed, 4, folder, case, {"tp": 2, "pp": 2}, out, "bfloat16", (1, 2))
@@ -72,7 +72,7 @@ def test_stream_weights_to_two_ranks_in_bfloat16(tmp_path, ranks):
         assert all(torch.equal(each[key], want[key].bfloat16()) for key in want)
 
 
-def test_bad_stream_arguments_raise(tmp_path):
+def test_stream_weights_with_bad_arguments_raises(tmp_path):
     model = AutoScheduledModel.from_pretrained(checkpoint(CASES["gpt2"], tmp_path))
     with pytest.raises(SlapoError, match="ranks"):
         next(model.stream_weights(ranks=(1,)))
@@ -104,7 +104,7 @@ def most_held(folder, bucket):
     return most
 
 
-def test_stream_holds_at_most_one_bucket(tmp_path, ranks):
+def test_stream_weights_holds_at_most_one_bucket_in_memory(tmp_path, ranks):
     """The largest tensor takes 39600 bytes, the model 166 kB."""
     case = Case("GPT2LMHeadModel", ("tokens",), (("vocab_size", 330),))
     folder = checkpoint(case, tmp_path)

@@ -1,4 +1,4 @@
-"""What people do to a model of `transformers` between two steps, and then save it."""
+"""Changes that people make to a model of `transformers` between two steps before they save it."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def cast(folder, layout, out, resume):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_model_that_was_cast_trains_and_is_saved(layout, tmp_path, ranks):
+def test_model_cast_to_bfloat16_trains_and_is_saved(layout, tmp_path, ranks):
     folder, options = checkpoint(GPT2, tmp_path), LAYOUTS[layout]
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder).to(torch.bfloat16).train()
     want = [plain(**batch_of(GPT2)).loss.item()]
@@ -89,7 +89,7 @@ def with_value_head(folder, layout, out):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_module_that_was_added_is_saved(layout, tmp_path, ranks):
+def test_module_added_by_the_user_is_saved(layout, tmp_path, ranks):
     from safetensors.torch import load_file
 
     folder, options, out = checkpoint(LLAMA, tmp_path), LAYOUTS[layout], tmp_path / "out"

@@ -23,7 +23,7 @@ OLD = 60  # of 99 rows
 
 
 def square_mean(output, batch):
-    """Of every row alike, so that dp ranks and micro-batches have equal shares."""
+    """Return a loss that weighs every row alike, so that dp ranks and micro-batches have equal shares."""
     return output.logits.square().mean()
 
 
@@ -121,7 +121,7 @@ LINEAR = (
 @pytest.mark.one_in(27)
 @pytest.mark.parametrize(("family", "layout", "by_hand"), CELLS)
 @pytest.mark.parametrize("name", HOOKS)
-def test_user_hook_gets_the_unsharded_gradient(name, family, layout, by_hand, tmp_path):
+def test_user_gradient_hook_gets_the_unsharded_gradient(name, family, layout, by_hand, tmp_path):
     if by_hand and layout == "dp2" and name not in LINEAR:
         pytest.skip("over dp a hook in a loop by hand sees the gradient of its rank")
     compare(family, layout, by_hand, tmp_path, HOOKS[name])
@@ -136,7 +136,7 @@ def with_a_local_mask(folder, layout):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2-shard"])
-def test_hook_with_a_mask_of_own_rows_is_refused(layout, tmp_path):
+def test_gradient_hook_with_a_mask_of_local_rows_is_refused(layout, tmp_path):
     options = LAYOUTS[layout]
     mesh = tuple(options.get(dim, 1) for dim in ("tp", "pp", "dp"))
     with pytest.raises(MeshError, match=r"whole tensor \[99, 30\]"):
@@ -150,7 +150,7 @@ def hooked_on_rank_0(folder):
     model.train_step(batch(FAMILIES["gpt2"], 0, model), loss_fn=square_mean)
 
 
-def test_hooks_on_some_ranks_only_are_refused(tmp_path):
+def test_gradient_hooks_on_some_ranks_only_are_refused(tmp_path):
     with pytest.raises(MeshError, match=r"stage 0 have \[0, 1\] hooks on sharded"):
         emulate(hooked_on_rank_0, checkpoint(FAMILIES["gpt2"], tmp_path), mesh=(2, 1, 1))
 
@@ -178,16 +178,16 @@ TERMS = {"l2": l2, "ewc": ewc}
 @pytest.mark.one_in(11)
 @pytest.mark.parametrize(("family", "layout", "by_hand"), [c for c in CELLS if c[1] != "pp2"])
 @pytest.mark.parametrize("name", TERMS)
-def test_loss_term_on_weights_counts_once(name, family, layout, by_hand, tmp_path):
+def test_weight_penalty_in_the_loss_counts_once_over_ranks(name, family, layout, by_hand, tmp_path):
     compare(family, layout, by_hand, tmp_path, term=TERMS[name])
 
 
-def test_loss_term_on_a_tied_weight_counts_once_over_stages(tmp_path):
+def test_weight_penalty_on_a_tied_weight_counts_once_over_stages(tmp_path):
     compare("gpt2", "pp2", False, tmp_path, term=of_tied)
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_loss_term_on_weights_with_pipeline_is_refused(name, tmp_path):
+def test_weight_penalty_with_pipeline_is_refused(name, tmp_path):
     with pytest.raises(MeshError, match="after train_step add its gradient"):
         compare("llama", "pp2", False, tmp_path, term=TERMS[name])
 
@@ -202,6 +202,6 @@ MIXED = {
 @pytest.mark.parametrize(
     ("name", "layout"), [("mean", "tp2"), ("norm", "dp2-shard"), ("root", "tp2")]
 )
-def test_loss_term_that_mixes_elements_of_a_shard_is_refused(name, layout, tmp_path):
+def test_weight_penalty_that_needs_the_unsharded_weight_is_refused(name, layout, tmp_path):
     with pytest.raises(MeshError, match="needs the unsharded weight"):
         compare("gpt2", layout, False, tmp_path, term=MIXED[name])

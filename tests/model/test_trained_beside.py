@@ -80,7 +80,7 @@ CASES = [
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("mesh", "options", "as_module"), CASES)
-def test_a_head_within_a_loss_has_the_whole_gradient(
+def test_user_head_inside_a_loss_has_the_full_batch_gradient(
     folder, want, mesh, options, as_module, micro_batches
 ):
     close = {"rtol": 2e-2, "atol": 1e-3} if "precision" in options else {"rtol": 1e-4, "atol": 1e-6}
@@ -91,7 +91,7 @@ def test_a_head_within_a_loss_has_the_whole_gradient(
                 torch.testing.assert_close(mine, times * whole, **close)
 
 
-def test_loss_with_own_parameters_in_a_pipeline_is_refused(folder):
+def test_loss_with_user_parameters_in_a_pipeline_is_refused(folder):
     args = (folder, (1, 2, 1), {}, 1, False, 1)
     with pytest.raises(SlapoError, match="that the other stages"):
         emulate(step, *args, mesh=(1, 2, 1), timeout_s=5)
@@ -107,7 +107,7 @@ def fails(folder):
     return head.grads()
 
 
-def test_a_step_that_fails_leaves_the_gradients_of_a_head(folder):
+def test_failed_step_keeps_the_gradients_of_a_user_head(folder):
     for grads in emulate(fails, folder, mesh=(1, 1, 2)):
         assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
 
@@ -124,7 +124,7 @@ def with_little_gradients(folder):
     optimizer.step()
 
 
-def test_unequal_head_gradients_are_found_beside_large_weights(folder):
+def test_small_gradient_differences_of_a_user_head_between_dp_ranks_raise(folder):
     with pytest.raises(MeshError, match="dp ranks have different values or gradients"):
         emulate(with_little_gradients, folder, mesh=(1, 1, 2))
 
@@ -144,7 +144,7 @@ def by_hand(folder, mesh, seeds, wraps):
 
 
 @pytest.mark.parametrize(("mesh", "wraps"), [((2, 1, 1), False), ((1, 1, 2), True)])
-def test_own_head_in_own_loop_has_the_whole_gradient(folder, want, mesh, wraps):
+def test_user_head_in_a_hand_written_loop_has_the_full_batch_gradient(folder, want, mesh, wraps):
     for found in emulate(by_hand, folder, mesh, 0, wraps, mesh=mesh):
         for mine, whole in zip(found, want, strict=True):
             torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-6)
@@ -153,7 +153,7 @@ def test_own_head_in_own_loop_has_the_whole_gradient(folder, want, mesh, wraps):
 @pytest.mark.parametrize(
     ("mesh", "seeds", "which"), [((2, 1, 1), 1, "tp"), ((1, 1, 2), 0, "dp"), ((1, 1, 2), 1, "dp")]
 )
-def test_own_head_that_differs_between_ranks_is_refused(folder, mesh, seeds, which):
+def test_user_head_that_differs_between_ranks_is_refused(folder, mesh, seeds, which):
     with pytest.raises(
         MeshError, match=rf"{which} ranks .* parameters outside the model: \[2, 32\]"
     ):
@@ -165,6 +165,6 @@ def fed_unlike(folder):
     model(IDS.roll(model.mesh.rank, 0)).last_hidden_state.sum().backward()
 
 
-def test_own_loop_with_different_batches_on_tp_ranks_raises(folder):
+def test_hand_written_loop_with_different_batches_on_tp_ranks_raises(folder):
     with pytest.raises(MeshError, match=r"ranks \[1\] were fed another batch than rank 0"):
         emulate(fed_unlike, folder, mesh=(2, 1, 1))

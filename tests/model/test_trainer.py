@@ -109,7 +109,7 @@ def test_scheduled_trainer_equals_plain_trainer(layout, accumulation, tmp_path, 
 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_scheduled_trainer_equals_plain_for_other_families(family, tmp_path, ranks):
+def test_scheduled_trainer_equals_plain_trainer_for_other_families(family, tmp_path, ranks):
     """tp2, unaccumulated: their plain Trainer takes a mean of means."""
     folder = checkpoint(CASES[family], tmp_path)
     changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
@@ -216,7 +216,7 @@ def accelerated(folder, layout):
     return losses, torch.cat(seen), gathered
 
 
-def test_a_loop_with_accelerate_equals_plain(tmp_path, ranks):
+def test_training_loop_with_accelerate_equals_plain(tmp_path, ranks):
     folder = checkpoint(CASE, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -305,7 +305,7 @@ QUICK = {"compute_loss": (1, 1, 2), "compute_loss_func": (2, 1, 1), "bf16": (2, 
         if (option, name) != ("neftune", "dp2")
     ],
 )  # dp ranks draw NEFTune's noise for other rows than one process does, as under DDP
-def test_options_are_those_of_the_plain_trainer(option, layout, tmp_path, ranks):
+def test_scheduled_trainer_options_work_as_in_the_plain_trainer(option, layout, tmp_path, ranks):
     folder = checkpoint(CASE, tmp_path)
     want = ranks.run(optioned, 1, folder, tmp_path, None, option, 4)[0]
     args = (folder, tmp_path, layout, option, 4 // layout[2])
@@ -348,7 +348,7 @@ def in_fp16(folder, out, layout, rows_each, given, clip):
     "given", [{}, {"compute_loss_func": squared}], ids=["its loss", "own loss"]
 )
 @pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
-def test_a_model_in_fp16_trains_by_the_trainer(layout, given, clip, tmp_path, ranks):
+def test_scheduled_trainer_trains_an_fp16_model(layout, given, clip, tmp_path, ranks):
     args = (checkpoint(CASE, tmp_path), tmp_path, layout, 4 // layout[1], given, clip)
     for whole, half in ranks.run(in_fp16, 2, *args, timeout=200):
         torch.testing.assert_close(half[0], whole[0], atol=0.01, rtol=0.005)
@@ -396,5 +396,5 @@ def wrapped(folder, layout, out):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["tp2", "pp2", "dp2"])
-def test_plain_trainer_with_a_sharded_model_raises(layout, tmp_path, ranks):
+def test_plain_trainer_refuses_a_sharded_model(layout, tmp_path, ranks):
     ranks.run(wrapped, 2, checkpoint(CASE, tmp_path), layout, tmp_path)

@@ -77,7 +77,7 @@ def check_same_model(start, one, two):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_trl_trains_as_in_one_process(kind, layout, start, tmp_path, ranks):
+def test_trl_trainers_train_as_in_one_process(kind, layout, start, tmp_path, ranks):
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     want = ranks.run(plain, 1, kind, start[kind], one, timeout=200)[0]
     assert len(want) == 3
@@ -88,7 +88,7 @@ def test_trl_trains_as_in_one_process(kind, layout, start, tmp_path, ranks):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "dp", "parts"), [(2, 1, 2), (2, 2, 1)])
-def test_answers_to_a_prompt_are_compared_with_each_other(tp, dp, parts, start, tmp_path, ranks):
+def test_grpo_with_tp_compares_all_answers_to_a_prompt(tp, dp, parts, start, tmp_path, ranks):
     """TRL counts tp peers as readers of other rows; with parts of a step it left rows out."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     ranks.run(plain, 1, "grpo", start["grpo"], one, 1, 3, parts, timeout=200)
@@ -110,7 +110,7 @@ def model_on(*sizes):
     return found
 
 
-def test_rows_of_a_generation_are_counted_over_dp():
+def test_grpo_generation_batch_size_counts_dp_ranks_only():
     args = asked()
     refuse_options(model_on(2, 1, 3), args, "")
     assert args.generation_batch_size == 4 * 3 * 2

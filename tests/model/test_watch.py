@@ -25,7 +25,7 @@ def rows(kind, mesh):
 
 
 def fed(kind, interval, tp, pp, dp):
-    """What this rank says of two steps."""
+    """Run two steps; return this rank's error, or "ok"."""
     model = AutoScheduledModel.from_config(CONFIG, tp=tp, pp=pp, dp=dp, seed=0).train()
     if interval is not None:
         model.input_check_interval = interval
@@ -39,17 +39,17 @@ def fed(kind, interval, tp, pp, dp):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
-def test_peers_with_different_batches_stop_on_every_rank(layout):
+def test_different_batches_on_tp_peers_raise_on_every_rank(layout):
     for said in emulate(fed, "by rank", None, *layout, mesh=layout):
         assert "were fed another batch than rank" in said
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
-def test_equal_batches_on_tp_peers_pass(layout):
+def test_equal_batches_on_tp_peers_are_accepted(layout):
     assert set(emulate(fed, "by dp", None, *layout, mesh=layout)) == {"ok"}
 
 
-def test_dp_ranks_with_the_same_batch_warn():
+def test_same_batch_on_all_dp_ranks_warns():
     with pytest.warns(InputWarning, match="fed the same rows"):
         assert set(emulate(fed, "same", None, 1, 1, 2, mesh=(1, 1, 2))) == {"ok"}
 
@@ -97,7 +97,7 @@ def broken(where, how, tp, pp):
     [("transformer.h.1.mlp.c_fc", "forward", "transformer.h.1.mlp.c_fc, output"),
      ("transformer.h.1.ln_1", "backward", "transformer.h.0, gradient of its output")],
 )  # fmt: skip
-def test_the_first_nan_names_module_rank_and_rows(where, how, shows, ranks):
+def test_first_nan_raises_and_names_module_rank_and_rows(where, how, shows, ranks):
     with pytest.raises(NumericsError, match=r"in rows 0\.\.0") as caught:
         ranks.run(broken, 2, where, how, 2, 1)
     assert shows in str(caught.value)
@@ -123,7 +123,7 @@ def shards_drift(zero_stage):
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.numerics.NumericsWarning")
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_replicas_check_compares_equal_shards_of_zero(zero_stage):
+def test_replica_check_compares_matching_zero_shards(zero_stage):
     found = emulate(shards_drift, zero_stage, mesh=(1, 1, 4))
     assert all(same == [] for same, _ in found)
     assert all(
@@ -141,7 +141,7 @@ def drift(tp):
         return same, watch.replicas(), watch.reports
 
 
-def test_replicas_that_drift_are_named():
+def test_dp_replicas_that_drift_apart_are_named():
     with pytest.warns(NumericsWarning, match="ln_f.weight on rank 1"):
         everyone = emulate(drift, 2, mesh=(2, 1, 1))
     for same, found, reports in everyone:
@@ -150,7 +150,7 @@ def test_replicas_that_drift_are_named():
         assert reports == found
 
 
-def test_a_loss_spike_is_reported_and_nothing_is_left_behind():
+def test_loss_spike_warns_and_watch_removes_its_hooks():
     model = AutoScheduledModel.from_config(CONFIG)
     hooks = [len(m._forward_hooks) for m in model.modules()]
     with NumericsWatch(model) as watch:

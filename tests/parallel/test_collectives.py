@@ -85,7 +85,7 @@ def cases():
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize(("name", "axis"), cases())
 @pytest.mark.parametrize("n", [2, 3])
-def test_collectives_are_right_forward_and_backward(n, name, axis, contiguous, ranks):
+def test_collectives_equal_one_process_forward_and_backward(n, name, axis, contiguous, ranks):
     shape = (n * 2, 6, n)
     x_n = inputs(n, shape)
     if name in ("reduce_backward", "scatter"):  # the same on all ranks
@@ -108,17 +108,17 @@ def test_collectives_are_right_forward_and_backward(n, name, axis, contiguous, r
 
 
 def same_bits():
-    """What all ranks computed from different values is the same bits on all of them."""
+    """Return the all-reduced tensor of ranks with different values."""
     g = torch.Generator().manual_seed(dist.get_rank())
     return collectives.summed(torch.randn(1000, generator=g), dist.group.WORLD)
 
 
-def test_all_reduce_is_equal_on_all_ranks(ranks):
+def test_all_reduce_gives_equal_bits_on_all_ranks(ranks):
     first, *others = ranks.run(same_bits, 4)
     assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_collectives_without_group_are_the_identity(name):
+def test_collectives_without_process_group_are_the_identity(name):
     x = torch.randn(4, 2, requires_grad=True)
     assert OURS[name](x, 0, None) is x

@@ -30,7 +30,7 @@ def kept(seeds, x):
 @pytest.mark.parametrize("heads", [(), (0,), range(3, 7), (1, 4, 2)], ids=str)
 @pytest.mark.parametrize("num_rows", [0, 2])
 @pytest.mark.parametrize("step", [0, 1, 12345])
-def test_device_seeds_equal_those_of_the_host(heads, num_rows, step):
+def test_dropout_seeds_made_on_the_device_equal_host_seeds(heads, num_rows, step):
     at = stream(step=step, num_rows=num_rows, seed=2**40 + 1)
     shape = (4, len(heads), 5) if heads else (4, 5)  # two choices per row are flattened
     for first_row in (0, 6):
@@ -39,20 +39,20 @@ def test_device_seeds_equal_those_of_the_host(heads, num_rows, step):
         assert found == at.cells(4, SITE, heads)
 
 
-def test_signed_reinterprets_64_bit_words_as_int64():
+def test_signed_reinterprets_uint64_as_int64():
     for word in (0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1):
         assert torch.tensor(signed(word)).item() & ((1 << 64) - 1) == word & ((1 << 64) - 1)
     assert mix(1, 2) != mix(2, 1)
 
 
-def test_cells_cut_in_parts_have_the_same_mask():
+def test_split_dropout_seeds_give_the_same_mask():
     x = torch.empty(3, 4, 10)
     seeds = stream().seeds(x, SITE)
     assert torch.equal(kept(split_cells(seeds, 4, 10), x), kept(seeds, x))
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_columns_of_a_rank_are_a_slice_of_the_mask(n):
+def test_dropout_mask_of_a_column_shard_is_a_slice_of_the_full_mask(n):
     whole = stream().keep_mask(torch.empty(2, 3, 8), P, SITE)
     for r in range(n):
         run = (r * 8 // n, (r + 1) * 8 // n)
@@ -62,7 +62,7 @@ def test_columns_of_a_rank_are_a_slice_of_the_mask(n):
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_tokens_of_a_rank_are_a_slice_of_the_mask(flat):
+def test_dropout_mask_of_a_token_shard_is_a_slice_of_the_full_mask(flat):
     shape = (2 * 6, 5) if flat else (2, 6, 5)
     whole = (stream().keep_mask(torch.empty(shape), P, SITE) > 0).float().view(2, 6, 5)
     for r in range(3):
@@ -71,7 +71,7 @@ def test_tokens_of_a_rank_are_a_slice_of_the_mask(flat):
         assert torch.equal(found, whole[:, 2 * r : 2 * r + 2])
 
 
-def test_packed_tokens_get_their_part_of_the_mask():
+def test_dropout_mask_of_unpadded_tokens_is_a_slice_of_the_full_mask():
     real = torch.tensor([[1, 1, 0, 1], [0, 1, 0, 0]]).bool()
     at = stream()
     whole = at.keep_mask(torch.empty(2, 4, 6), P, SITE) > 0
@@ -108,13 +108,13 @@ def launches_of_a_step(sites):
     return found
 
 
-def test_one_pass_and_no_copy_per_step_whatever_the_number_of_sites():
+def test_dropout_seeds_take_one_kernel_per_step_for_any_number_of_dropouts():
     one, many = launches_of_a_step(1), launches_of_a_step(30)
     assert one.count == many.count < 50
     assert one.from_host == many.from_host == 0
 
 
-def test_a_dry_run_leaves_nothing_behind():
+def test_dry_run_leaves_dropout_seeds_unchanged():
     at, x = stream(), torch.empty(2, 5)
     want = at.cells(2, SITE)
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -123,7 +123,7 @@ def test_a_dry_run_leaves_nothing_behind():
     assert len(at.device_seeds.plans) == 1
 
 
-def test_batches_of_many_sizes_take_no_more_memory():
+def test_dropout_seed_cache_stays_small_for_many_batch_sizes():
     held = DeviceSeeds()
     for rows in range(1, 100):
         held.find(torch.device("cpu"), 0, (1, 0, rows), 5, rows, ())

@@ -61,12 +61,12 @@ def undisturbed_and_killed(tmp_path, steps, kills):
 
 
 @pytest.mark.slow
-def test_a_killed_rank_costs_one_step(tmp_path):
+def test_torchrun_restart_after_a_killed_rank_repeats_one_step(tmp_path):
     assert undisturbed_and_killed(tmp_path, 4, ["2:1"]) == [2]
 
 
 @pytest.mark.soak
-def test_training_survives_five_random_kills(tmp_path):
+def test_elastic_training_survives_five_random_kills(tmp_path):
     draw = random.Random(time.time_ns() if os.environ.get("SLAPO_ZOO_RANDOM") else 0)
     kills = [f"{step}:{draw.randrange(2)}" for step in sorted(draw.sample(range(1, 15), 5))]
     starts = undisturbed_and_killed(tmp_path, 16, kills)
@@ -77,7 +77,7 @@ def meet(store, number, rank, answers):
     answers[number, rank] = agree_on_round(store, rank, 3, 20)
 
 
-def test_restart_reads_nothing_of_an_earlier_start():
+def test_elastic_restart_ignores_store_entries_of_earlier_starts():
     """Three starts over one store; the ranks of each come in another order."""
     store, answers = dist.HashStore(), {}
     for number, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 0, 2)]):
@@ -92,7 +92,7 @@ def test_restart_reads_nothing_of_an_earlier_start():
     assert len(set.union(*found)) == 3
 
 
-def test_start_without_rank_0_raises():
+def test_elastic_start_without_rank_0_raises():
     store = dist.HashStore()
     store.set("slapo_zoo/round", "left by an earlier start")
     store.set("left by an earlier start/answers", "one two")
@@ -104,7 +104,7 @@ def fail():
     raise ValueError("on purpose")
 
 
-def test_no_zombie_is_left_by_a_failing_job(ranks):
+def test_failing_job_leaves_no_zombie_process(ranks):
     with pytest.raises(ValueError, match="on purpose"):
         ranks.run(fail, 2)
     deadline = time.monotonic() + 20

@@ -43,7 +43,7 @@ def train(tp=1, pp=1, dp=1, **options):
     [(2, 1, 1, {}), (1, 2, 1, {}), (2, 2, 1, {}), (2, 1, 2, {}), (4, 1, 1, {}),
      (2, 1, 1, {"sequence_parallel": True}), (1, 2, 1, {"pipeline_order": "zbv"})],
 )  # fmt: skip
-def test_results_are_those_of_one_process(tp, pp, dp, options):
+def test_emulated_training_equals_one_process(tp, pp, dp, options):
     losses, weights = train()
     results = emulate(train, tp, pp, dp, **options, mesh=(tp, pp, dp))
     for found, _ in results:
@@ -58,7 +58,7 @@ def fail():
     dist.barrier()
 
 
-def test_the_first_error_comes_out_and_nothing_is_left_behind():
+def test_emulate_raises_the_first_error_and_cleans_up():
     world = dist.distributed_c10d._world
     with pytest.raises(ValueError, match="rank 1 fails"):
         emulate(fail, mesh=(2, 1, 1), timeout_s=5)
@@ -80,12 +80,12 @@ def raised_within_itself():
     raise first
 
 
-def test_emulate_raises_an_error_with_circular_causes():
+def test_emulate_raises_an_error_whose_causes_form_a_circle():
     with pytest.raises(ValueError, match="first"):
         emulate(raised_within_itself, mesh=(1, 1, 1))
 
 
-def test_rank_waiting_in_own_group_gets_the_error_of_a_peer():
+def test_rank_waiting_in_a_user_process_group_gets_the_error_of_its_peer():
     """Its limit is torch's half an hour, and the error's frames keep the group of the other open."""
     began = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 fails"):
@@ -103,7 +103,7 @@ def fail_in_the_last_stage(said):
         raise
 
 
-def test_waiting_stage_gets_the_error_of_a_failed_stage():
+def test_waiting_pipeline_stage_gets_the_error_of_a_failed_stage():
     said = {}
     with pytest.raises(StageError, match="found one beyond") as raised:
         emulate(fail_in_the_last_stage, said, mesh=(1, 2, 1), timeout_s=5)
@@ -115,7 +115,7 @@ def nested():
     emulate(fail, mesh=(2, 1, 1))
 
 
-def test_an_emulation_within_another_is_refused():
+def test_nested_emulate_is_refused():
     with pytest.raises(MeshError, match="process group already"):
         emulate(nested, mesh=(2, 1, 1), timeout_s=5)
 
@@ -125,7 +125,7 @@ def agree_five_times():
     return [together(mesh, "a step", lambda: mesh.rank) for _ in range(5)]
 
 
-def test_emulated_ranks_can_call_together_repeatedly():
+def test_emulated_ranks_can_gather_objects_repeatedly():
     """Each has a group of its own to wait on: none takes another thread's."""
     for _ in range(3):
         assert emulate(agree_five_times, mesh=(2, 1, 1)) == [[[0, 1]] * 5] * 2
@@ -155,7 +155,7 @@ def set_aside(fail):
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_emulate_freezes_and_unfreezes_garbage_collection(fail):
+def test_emulate_freezes_objects_for_the_garbage_collector_and_unfreezes_them(fail):
     """Torch and transformers are passed by meanwhile; what somebody else froze stays frozen."""
     expected = pytest.raises(ZeroDivisionError) if fail else nullcontext()
     assert gc.get_freeze_count() == 0
@@ -179,7 +179,7 @@ def native_threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_after_an_emulation_no_thread_is_left_and_processes_start():
+def test_emulate_leaves_no_thread_and_processes_can_fork_after():
     """A forked rank that frees a group of its parent would wait for threads that it lacks."""
     emulate(agree_five_times, mesh=(2, 1, 1))
     before = native_threads()
@@ -212,7 +212,7 @@ def summed():
 
 
 @pytest.mark.parametrize("start", ["threads", "processes"])
-def test_a_start_that_loses_a_peer_is_tried_once_more(start, monkeypatch):
+def test_start_of_ranks_is_retried_once_when_a_peer_is_lost(start, monkeypatch):
     losing_first(monkeypatch, 1)
     if start == "threads":
         assert emulate(summed, mesh=(2, 1, 1)) == [2.0, 2.0]
@@ -220,7 +220,7 @@ def test_a_start_that_loses_a_peer_is_tried_once_more(start, monkeypatch):
         assert run_local(summed, 2, start="fork", threads=1) == [2.0, 2.0]
 
 
-def test_a_start_that_loses_a_peer_twice_is_an_error(monkeypatch):
+def test_start_of_ranks_raises_when_a_peer_is_lost_twice(monkeypatch):
     losing_first(monkeypatch, 2)
     with pytest.raises((RankError, RuntimeError), match="closed by peer"):
         emulate(summed, mesh=(2, 1, 1), timeout_s=5)

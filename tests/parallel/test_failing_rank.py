@@ -31,7 +31,7 @@ def sources(tmp_path_factory):
 
 
 def error_of_step(folder, tp, pp, guilty, how):
-    """What this rank saw when rank `guilty` raised; then its process ends."""
+    """Return the error of this rank after rank `guilty` raised; then the process ends."""
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp).train()
     model.train_step(batch_of(GPT2))
     if dist.get_rank() == guilty:
@@ -65,7 +65,7 @@ def sabotage(model, how):
 @pytest.mark.parametrize(
     ("tp", "pp", "guilty"), [(2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
 )
-def test_all_ranks_stop_with_the_error_of_one(tp, pp, guilty, how, sources):
+def test_error_on_one_rank_stops_all_ranks_with_that_error(tp, pp, guilty, how, sources):
     arguments = (sources["gpt2"], tp, pp, guilty, how)
     results = run_local(error_of_step, tp * pp, arguments, threads=1, timeout=60)
     for rank, (kind, text, seconds) in enumerate(results):
@@ -96,7 +96,7 @@ def full(*args):
     raise OSError(errno.ENOSPC, "No space left on device", "x")
 
 
-def test_a_handled_error_is_not_the_cause_of_a_later_one(sources, tmp_path):
+def test_earlier_handled_error_is_not_reported_as_cause(sources, tmp_path):
     arguments = (sources["gpt2"], tmp_path / "out")
     guilty, other = run_local(error_after_a_handled_one, 2, arguments, threads=1, timeout=60)
     assert guilty == ("ValueError", "the disk of this node is on fire")
@@ -112,7 +112,7 @@ def train_until_it_fails(folder):
         model.train_step(batch_of(GPT2, step))
 
 
-def test_run_local_raises_the_error_of_one(sources):
+def test_run_local_raises_the_error_of_the_failed_rank(sources):
     begin = time.monotonic()
     with pytest.raises(RankError, match=r"rank 1: .*: ValueError: the disk .* on fire") as caught:
         run_local(train_until_it_fails, 2, (sources["gpt2"],), threads=1)
@@ -129,7 +129,7 @@ train_until_it_fails(sys.argv[1])
 
 
 @pytest.mark.slow
-def test_torchrun_shows_the_error_of_one(sources, tmp_path):
+def test_torchrun_shows_the_error_of_the_failed_rank(sources, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", "--redirects=3", f"--log-dir={tmp_path / 'log'}", "train.py"]
@@ -165,7 +165,7 @@ dist.destroy_process_group()
 
 
 def test_program_that_destroys_its_process_group_exits_cleanly(tmp_path):
-    """As loops of one's own and Accelerate do: no thread of ours is in the store when Python ends."""
+    """Destroy the process group as hand-written loops and Accelerate do: no thread uses the store when Python ends."""
     (tmp_path / "leaves.py").write_text(LEAVES)
     with socket.socket() as free:
         free.bind(("", 0))

@@ -12,7 +12,7 @@ from tiny_models import BASE
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def test_single_pair_per_batch_is_refused():
+def test_contrastive_training_refuses_a_single_pair_per_batch():
     from slapo_zoo.cli.training.checks import check_pairs
 
     with pytest.raises(ConfigError, match="--batch-size: found 1, expected more"):
@@ -52,7 +52,7 @@ def scheduled(folder, tp, pp):
 @pytest.mark.parametrize(
     ("tp", "pp", "world"), [(1, 1, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 2, 4)]
 )
-def test_gradients_are_those_of_the_whole_batch(tp, pp, world, tmp_path, ranks):
+def test_contrastive_gradients_over_dp_equal_the_full_batch(tp, pp, world, tmp_path, ranks):
     from transformers import BertConfig, BertModel
 
     BertModel(BertConfig(**BASE, **QUIET)).save_pretrained(tmp_path)

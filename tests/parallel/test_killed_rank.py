@@ -48,7 +48,7 @@ def on_call(module, nth, action):
 
 
 def outcome(model):
-    """What a training step ends with on this rank, and after how many seconds."""
+    """Return how a training step ends on this rank, and after how many seconds."""
     begin = time.monotonic()
     try:
         model.train_step(batch_of(GPT2))
@@ -73,7 +73,7 @@ def killed_in_step(folder, tp, pp, order, guilty):
         pytest.param(2, 2, "1f1b", 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_rank_stops_all_others(tp, pp, order, guilty, folder):
+def test_killed_rank_stops_all_other_ranks(tp, pp, order, guilty, folder):
     """Without a launcher that would stop them: here the parent only listens."""
     ranks = []
     job = ("cpu", "killed_in_step", killed_in_step, (folder, tp, pp, order, guilty))
@@ -122,7 +122,7 @@ def fails_in_step(folder, order, guilty, how):
         ("zbv", "backward", 0),
     ],
 )
-def test_an_error_names_stage_module_and_micro_batch(order, how, guilty, folder):
+def test_pipeline_error_names_stage_module_and_micro_batch(order, how, guilty, folder):
     from slapo_zoo.parallel.ranks.launch import run_local
 
     results = run_local(fails_in_step, 2, (folder, order, guilty, how), threads=1, timeout=90)
@@ -138,7 +138,7 @@ def test_an_error_names_stage_module_and_micro_batch(order, how, guilty, folder)
         assert same_stream
 
 
-def test_lost_peer_check_ends_with_circular_causes():
+def test_lost_peer_check_terminates_on_circular_error_causes():
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_lost_peer(first)

@@ -83,7 +83,7 @@ def assert_nothing_is_left():
             assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_results_come_in_rank_order():
+def test_run_local_results_come_in_rank_order():
     results = run_local(rank_sum, 3, (10,), threads=1)
     assert [(rank, value.item()) for rank, value, _, _ in results] == [(0, 33), (1, 33), (2, 33)]
     assert [threads for *_, threads in results] == [1, 1, 1]
@@ -91,13 +91,13 @@ def test_results_come_in_rank_order():
     assert_nothing_is_left()
 
 
-def test_spawned_ranks_give_the_same():
+def test_spawned_ranks_return_the_same_results_as_forked_ranks():
     (result,) = run_local(rank_sum, 1, (5,), start="spawn", threads=2)
     assert (result[0], result[1].item(), result[3]) == (0, 5, 2)
 
 
 @pytest.mark.parametrize("guilty", [0, 1, 2])
-def test_the_first_error_stops_all_ranks(guilty):
+def test_run_local_stops_all_ranks_at_the_first_error(guilty):
     begin = time.monotonic()
     with pytest.raises(RankError, match=rf"rank {guilty}: fail_on: ValueError: a bad") as caught:
         run_local(fail_on, 3, (guilty, raise_value_error), threads=1)
@@ -107,7 +107,7 @@ def test_the_first_error_stops_all_ranks(guilty):
     assert_nothing_is_left()
 
 
-def test_an_error_of_ours_keeps_its_parts():
+def test_slapo_error_of_a_rank_keeps_where_and_hint():
     with pytest.raises(RankError, match=r"ScheduleError: h\.0: shard: found 1, exp") as caught:
         run_local(fail_on, 2, (1, raise_schedule_error), threads=1)
     assert (caught.value.where, caught.value.hint) == ("rank 1", "do this")
@@ -117,13 +117,13 @@ def test_an_error_of_ours_keeps_its_parts():
     ("how", "problem"),
     [(kill_self, "killed by SIGKILL"), (give_up, "ended with exit code 3 and no result")],
 )
-def test_a_rank_that_dies_stops_all_ranks(how, problem):
+def test_run_local_stops_all_ranks_when_one_dies(how, problem):
     with pytest.raises(RankError, match=f"rank 0: fail_on: {problem}"):
         run_local(fail_on, 2, (0, how), threads=1)
     assert_nothing_is_left()
 
 
-def test_a_timeout_names_the_ranks_that_run_and_ends_them():
+def test_run_local_timeout_names_and_ends_the_running_ranks():
     begin = time.monotonic()
     with pytest.raises(RankError, match=r"rank 0, 1: fail_on: still running after 0\.5 s"):
         run_local(fail_on, 2, (1, ignore_sigterm_and_hang), timeout=0.5, threads=1)
@@ -131,7 +131,7 @@ def test_a_timeout_names_the_ranks_that_run_and_ends_them():
     assert_nothing_is_left()
 
 
-def test_unpicklable_result_raises():
+def test_run_local_with_unpicklable_result_raises():
     with pytest.raises(RankError, match="rank 0: unpicklable:"):
         run_local(unpicklable, 1, threads=1)
 
@@ -141,7 +141,7 @@ def test_run_local_with_0_ranks_raises():
         run_local(rank_sum, 0)
 
 
-def test_ranks_die_with_their_parent(tmp_path):
+def test_local_ranks_exit_when_their_parent_dies(tmp_path):
     code = (
         f"from test_launch import *; run_local(write_pid_and_wait, 2, (Path({str(tmp_path)!r}),))"
     )
@@ -166,7 +166,7 @@ def test_ranks_die_with_their_parent(tmp_path):
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_process_without_launcher_is_no_rank(monkeypatch):
+def test_process_without_launcher_variables_is_not_distributed(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert not is_distributed_launch()
@@ -176,7 +176,7 @@ def test_process_without_launcher_is_no_rank(monkeypatch):
         raise ValueError("as it was")
 
 
-def test_slurm_variables_make_a_distributed_launch(monkeypatch):
+def test_slurm_variables_are_detected_as_a_distributed_launch(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name in ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"):
@@ -201,7 +201,7 @@ def guarded(guilty):
     return None
 
 
-def test_peers_stop_with_the_error_of_the_guilty_rank(ranks):
+def test_peer_ranks_raise_the_error_of_the_failed_rank(ranks):
     begin = time.monotonic()
     first, guilty, third = ranks.run(guarded, 3, 1)
     assert time.monotonic() - begin < 20
@@ -224,7 +224,7 @@ def vanish():
     return None
 
 
-def test_peer_that_exits_silently_raises(ranks):
+def test_rank_exiting_without_error_raises_on_its_peers(ranks):
     text, nothing = ranks.run(vanish, 2)
     assert text.startswith("rank 0: step: lost contact with ")
     assert nothing is None
@@ -241,7 +241,7 @@ with rank_guard("step"):
 """
 
 
-def test_torchrun_peers_stop_with_the_error_of_the_guilty_rank(tmp_path):
+def test_torchrun_peer_ranks_raise_the_error_of_the_failed_rank(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", "--redirects=3", f"--log-dir={tmp_path}", "train.py"]

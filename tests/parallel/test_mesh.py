@@ -17,7 +17,7 @@ SIZES = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 3), (1, 5, 2)]
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)
-def test_ranks_map_to_coordinates_and_back(tp, pp, dp):
+def test_mesh_ranks_map_to_coordinates_and_back(tp, pp, dp):
     """tp is the fastest mesh dim, then dp, then pp; every rank has coordinates of its own."""
     seen = {}
     for rank in range(tp * pp * dp):
@@ -29,7 +29,7 @@ def test_ranks_map_to_coordinates_and_back(tp, pp, dp):
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)
-def test_peers_partition_the_ranks(tp, pp, dp):
+def test_mesh_peers_partition_the_ranks(tp, pp, dp):
     world = Mesh(tp, pp, dp).world_size
     for mesh_dim in MESH_DIMS:
         groups = {tuple(Mesh(tp, pp, dp, rank).peers(mesh_dim)) for rank in range(world)}
@@ -59,7 +59,7 @@ def groups_of(tp, pp, dp):
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)])
-def test_groups_hold_the_peers(tp, pp, dp, ranks):
+def test_mesh_process_groups_contain_the_peer_ranks(tp, pp, dp, ranks):
     for rank, found in enumerate(ranks.run(groups_of, 4, tp, pp, dp)):
         mesh = Mesh(tp, pp, dp, rank)
         for mesh_dim in MESH_DIMS:
@@ -69,7 +69,7 @@ def test_groups_hold_the_peers(tp, pp, dp, ranks):
 
 
 def timeouts():
-    """Of each group of a mesh, beside that of the whole process group."""
+    """Return the timeout of each group of a mesh, and that of the default process group."""
     mesh, cpu = Mesh(2, 2, 1, dist.get_rank()), torch.device("cpu")
     groups = [dist.group.WORLD, mesh.group("tp"), mesh.group("pp")]
     return [group._get_backend(cpu).options._timeout for group in groups]
@@ -93,7 +93,7 @@ def test_mesh_groups_have_the_timeout_of_the_default_group(ranks):
         ({"rank": -1}, "rank", "found -1, expected 0..0"),
     ],
 )
-def test_impossible_meshes_are_refused(arguments, what, problem):
+def test_invalid_mesh_sizes_and_ranks_are_refused(arguments, what, problem):
     with pytest.raises(MeshError) as caught:
         Mesh(**arguments)
     assert (caught.value.where, caught.value.what) == ("mesh", what)
@@ -101,7 +101,7 @@ def test_impossible_meshes_are_refused(arguments, what, problem):
     assert caught.value.hint
 
 
-def test_an_unknown_mesh_dim_and_no_process_group():
+def test_mesh_refuses_unknown_dim_and_missing_process_group():
     with pytest.raises(MeshError, match="expected one of") as caught:
         Mesh().size("ep")
     assert "mesh_dim='ep'" in str(caught.value)
@@ -111,7 +111,7 @@ def test_an_unknown_mesh_dim_and_no_process_group():
     assert Mesh(tp=2).group("pp") is None  # of size 1: no group is needed
 
 
-def test_slapo_errors_survive_pickling():
+def test_slapo_error_keeps_its_parts_when_pickled():
     error = MeshError("mesh", "rank", "found 2, expected 0..1", "do this")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is MeshError

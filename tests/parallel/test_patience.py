@@ -49,7 +49,7 @@ def entry(rank, size, port, fn, args, pipe):
 
 
 def as_by_srun(fn, size, *args, timeout=120):
-    """What every rank ended with, and after how many seconds; None for one that died."""
+    """Run ranks as srun starts them; return the result or error and the seconds of each, None for one that died."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
@@ -88,7 +88,7 @@ def ring_with_a_failure(rank, guilty):
     return "went on"
 
 
-def test_an_error_reaches_every_rank_without_a_launcher():
+def test_error_reaches_every_rank_without_a_launcher():
     found = as_by_srun(ring_with_a_failure, 4, 1)
     for rank, (text, seconds) in enumerate(found):
         assert "the disk of this node is on fire" in text, found
@@ -121,7 +121,7 @@ def stalled(rank, place, seconds):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", ["start", "before", "first"])
-def test_together_waits_longer_than_the_collective_timeout(place):
+def test_object_gather_waits_longer_than_the_collective_timeout(place):
     found = as_by_srun(stalled, 2, place, 4.0)
     assert [text for text, _ in found] == [[0, 1], [0, 1]], found
 
@@ -148,7 +148,7 @@ def stalled_save(rank, folder, place, seconds):
 
 
 @pytest.mark.parametrize("place", ["create", "publish"])
-def test_a_slow_disk_fails_no_save(tmp_path, place):
+def test_slow_disk_does_not_fail_a_save(tmp_path, place):
     found = as_by_srun(stalled_save, 2, tmp_path / "out", place, 4.0)
     assert [text for text, _ in found] == ["saved", "saved"], found
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -156,7 +156,7 @@ def test_a_slow_disk_fails_no_save(tmp_path, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["start", "before", "first"])
-def test_together_waits_two_minutes(place):
+def test_object_gather_waits_two_minutes_for_a_slow_rank(place):
     found = as_by_srun(stalled, 2, place, 120.0, timeout=300)
     assert [text for text, _ in found] == [[0, 1], [0, 1]], found
 
@@ -184,7 +184,7 @@ def waits_for_a_stopped_rank(rank, where, silence):
 
 
 @pytest.mark.parametrize("where", ["together", pytest.param("collective", marks=pytest.mark.slow)])
-def test_a_stopped_rank_is_named(where):
+def test_stopped_rank_is_named_in_the_error(where):
     (text, seconds), other = as_by_srun_but_first(waits_for_a_stopped_rank, where, 6.0)
     assert seconds < 90
     assert "rank 1" in text
@@ -216,7 +216,7 @@ def as_by_srun_but_first(fn, *args):
             process.join()
 
 
-def test_timeout_is_set_by_argument_or_variable(monkeypatch):
+def test_process_group_timeout_is_set_by_argument_or_variable(monkeypatch):
     assert process_group.timeout_of(None) == 60
     monkeypatch.setenv(process_group.VARIABLE, "300")
     assert process_group.timeout_of(None) == 300
@@ -227,13 +227,13 @@ def test_timeout_is_set_by_argument_or_variable(monkeypatch):
             process_group.timeout_of(None)
 
 
-def test_a_rank_that_never_starts_is_named():
+def test_rank_that_never_starts_is_named_in_the_error():
     store = local_store()
     with pytest.raises(dist.DistStoreError, match=r"timed out after 0.2 s waiting for rank 1, 2"):
         process_group.meet(store, 0, 3, 0.2)
 
 
-def test_a_local_store_listens_on_the_loopback_only():
+def test_local_store_listens_on_the_loopback_interface_only():
     store = local_store()
     listening = Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()
     port = f":{store.port:04X}"
@@ -254,7 +254,7 @@ def error_in_a_step(folder):
     return together(mesh, "again", lambda: mesh.rank)
 
 
-def test_a_step_that_failed_can_be_followed_by_another(ranks, tmp_path):
+def test_failed_step_can_be_followed_by_a_good_step(ranks, tmp_path):
     assert ranks.run(error_in_a_step, 2, tmp_path) == [[0, 1], [0, 1]]
 
 
@@ -282,7 +282,7 @@ def late_to_a_patient_group(rank):
     return float(x)
 
 
-def test_a_patient_group_waits_longer_than_it_may_take_to_be_made():
+def test_process_group_with_long_timeout_waits_longer_than_its_setup_limit():
     assert [text for text, _ in as_by_srun(late_to_a_patient_group, 2)] == [2.0, 2.0]
 
 
@@ -296,7 +296,7 @@ def gone_before_the_group(rank):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_before_the_group_is_made_is_noticed():
+def test_rank_that_dies_before_the_group_is_created_raises_on_its_peers():
     found = as_by_srun(gone_before_the_group, 2)
     text, seconds = found[0]
     assert text.startswith("RankError"), found

@@ -25,7 +25,7 @@ def indices(runs):
 
 @settings(max_examples=200, deadline=None)
 @given(divided())
-def test_ranks_partition_the_axis(case):
+def test_placement_shards_partition_the_axis(case):
     placement, size, n = case
     assert placement.problem(size, n) == ""
     held = [indices(placement.runs(size, n, r)) for r in range(n)]
@@ -40,7 +40,7 @@ def test_ranks_partition_the_axis(case):
 
 @settings(max_examples=200, deadline=None)
 @given(divided())
-def test_placement_keeps_units_and_shards_groups_alike(case):
+def test_placement_never_splits_a_head_and_shards_q_k_v_alike(case):
     placement, size, n = case
     start = 0
     for group in placement.groups or (size,):
@@ -57,7 +57,7 @@ def test_placement_keeps_units_and_shards_groups_alike(case):
 
 @settings(max_examples=200, deadline=None)
 @given(COUNTS, st.integers(1, 4), RANKS)
-def test_padding_gives_every_rank_the_same_length(units, unit, n):
+def test_placement_with_padding_gives_every_rank_the_same_length(units, unit, n):
     """Also with more ranks than units: the last ones hold padding alone."""
     placement, size = Placement(0, unit=unit, pad=True), units * unit
     assert placement.problem(size, n) == ""
@@ -72,7 +72,7 @@ def test_padding_gives_every_rank_the_same_length(units, unit, n):
 
 @settings(max_examples=200, deadline=None)
 @given(COUNTS, st.integers(1, 4), RANKS)
-def test_replicated_units_are_shared_by_neighbours(units, unit, n):
+def test_placement_replicates_units_on_neighbouring_ranks(units, unit, n):
     placement, size = Placement(0, unit=unit, replicate=True), units * unit
     assert placement.problem(size, n) == ""
     runs = [placement.runs(size, n, r) for r in range(n)]
@@ -88,7 +88,7 @@ def test_replicated_units_are_shared_by_neighbours(units, unit, n):
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3), RANKS)
-def test_query_heads_stay_with_their_kv_head(kv_heads, together, unit, n):
+def test_placement_keeps_query_heads_with_their_kv_head(kv_heads, together, unit, n):
     """Grouped queries: whole runs per rank, or equal parts of one, beside the KV head they share."""
     queries = Placement(0, unit=unit, together=together)
     keys = Placement(0, unit=unit, replicate=True)
@@ -109,7 +109,7 @@ def test_query_heads_stay_with_their_kv_head(kv_heads, together, unit, n):
         ]
 
 
-def test_keys_of_a_fused_projection_stay_beside_their_queries():
+def test_placement_keeps_fused_qkv_keys_with_their_queries():
     """Phi-3: [q | k | v] of 6 query heads over 3 KV heads, each of 2 columns."""
     fused = Placement(0, groups=(12, 6, 6), unit=2, together=2)
     assert [fused.runs(24, 2, r) for r in range(2)] == [
@@ -118,7 +118,7 @@ def test_keys_of_a_fused_projection_stay_beside_their_queries():
     ]
 
 
-def test_placement_shards_the_shared_end_separately():
+def test_placement_shards_query_heads_and_shared_kv_columns_separately():
     """Falcon-7B: 5 query heads of 4 columns, then k and v of the only KV head."""
     fused = Placement(0, unit=4, shared=8)
     assert fused.units(28) == [5]
@@ -147,7 +147,7 @@ def test_placement_shards_the_shared_end_separately():
         (Placement(0, groups=(8, 8, 8), together=4), 24, 2, "groups of [8, 8] units beside 2 runs of 4"),
     ],
 )  # fmt: skip
-def test_placement_that_does_not_divide_is_refused(placement, size, n, problem):
+def test_placement_on_an_indivisible_axis_is_refused(placement, size, n, problem):
     assert problem in placement.problem(size, n)
 
 
@@ -159,6 +159,6 @@ def test_placement_of_fused_qkv_shards_each_third():
     assert placement.local_shape((7, 30), 2, 1) == (7, 12)
 
 
-def test_a_spec_knows_its_local_shape():
+def test_tensor_spec_returns_its_local_shape():
     assert TensorSpec("w", (7, 4), "float32").local_shape(4, 3) == (7, 4)
     assert TensorSpec("w", (7, 4), "float32", Placement(0, pad=True)).local_shape(4, 3) == (2, 4)

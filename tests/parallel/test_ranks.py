@@ -72,7 +72,7 @@ def assert_works(ranks, nprocs=2):
     assert [result[0] for result in ranks.run(all_reduce, nprocs, Box(0))] == list(range(nprocs))
 
 
-def test_results_come_in_rank_order(ranks):
+def test_rank_pool_results_come_in_rank_order(ranks):
     results = ranks.run(all_reduce, 3, Box(10))
     assert [result[:3] for result in results] == [(0, 3, 33.0), (1, 3, 33.0), (2, 3, 33.0)]
     assert [result[3] for result in results] == ranks.pids[:3]
@@ -87,20 +87,20 @@ def test_rank_pool_reuses_its_workers(ranks):
     assert (time.perf_counter() - begin) / 20 < 0.5
 
 
-def test_every_rank_starts_from_the_seed_with_one_thread(ranks):
+def test_rank_pool_starts_every_rank_with_equal_seed_and_one_thread(ranks):
     (first, rank, threads), (second, other, _) = ranks.run(draw, 2)
     assert torch.equal(first, second)
     assert (rank, other, threads) == ("0", "1", 1)
 
 
-def test_groups_of_one_job_do_not_reach_into_the_next(ranks):
+def test_rank_pool_jobs_have_separate_process_groups(ranks):
     assert ranks.run(mesh, 2, (2, 1)) == [2.0] * 2
     assert ranks.run(mesh, 4, (2, 2)) == [2.0] * 4
     assert ranks.run(mesh, 3, (3, 1)) == [3.0] * 3
     assert ranks.run(mesh, 1, (1, 1)) == [1.0]
 
 
-def test_an_exception_arrives_as_it_was_raised(ranks):
+def test_rank_pool_raises_the_original_exception(ranks):
     with pytest.raises(ScheduleError, match="expected 2") as caught:
         ranks.run(fail_on, 3, 1, raise_schedule_error)
     assert caught.value.hint == "do this"
@@ -108,7 +108,7 @@ def test_an_exception_arrives_as_it_was_raised(ranks):
     assert_works(ranks, 3)
 
 
-def test_warnings_obey_the_filters_of_the_test(ranks):
+def test_rank_pool_warnings_obey_the_filters_of_the_test(ranks):
     with pytest.raises(FutureWarning, match="old name"):
         ranks.run(warn, 1)
     with warnings.catch_warnings():
@@ -116,7 +116,7 @@ def test_warnings_obey_the_filters_of_the_test(ranks):
         ranks.run(warn, 1)
 
 
-def test_a_killed_rank_is_named(ranks):
+def test_rank_pool_names_a_killed_rank(ranks):
     ranks.run(all_reduce, 3, Box(0))
     pids = ranks.pids
     with pytest.raises(RankError, match=r"rank 2: fail_on: killed by SIGKILL"):
@@ -125,7 +125,7 @@ def test_a_killed_rank_is_named(ranks):
     assert_works(ranks, 3)
 
 
-def test_a_hang_is_stopped_and_shown(ranks):
+def test_rank_pool_stops_a_hanging_job_and_shows_its_stack(ranks):
     assert_works(ranks)
     begin = time.monotonic()
     with pytest.raises(RankError, match="still running after 1") as caught:
@@ -135,7 +135,7 @@ def test_a_hang_is_stopped_and_shown(ranks):
     assert_works(ranks)
 
 
-def test_unpicklable_function_kills_no_worker(ranks):
+def test_rank_pool_survives_an_unpicklable_function(ranks):
     assert_works(ranks)
     before = ranks.pids
     with pytest.raises((AttributeError, TypeError), match="local object"):
@@ -143,7 +143,7 @@ def test_unpicklable_function_kills_no_worker(ranks):
     assert ranks.pids == before
 
 
-def test_no_worker_outlives_the_pool():
+def test_rank_pool_close_ends_all_workers():
     from ranks import RankPool
 
     pool = RankPool()

@@ -86,7 +86,7 @@ BEHAVIOURS = {
 
 
 def plain(value):
-    """What a person sees: the full logits."""
+    """Return the full logits, as a user sees them."""
     if isinstance(value, VocabLogits):
         return value.gathered().detach()
     if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
@@ -114,7 +114,7 @@ def same(name, found, want):
 
 @pytest.mark.parametrize("size", [5, 11])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_sharded_logits_behave_as_full_ones(n, size, ranks):
+def test_sharded_logits_behave_as_full_logits(n, size, ranks):
     """Also with V=5 on 4 ranks, of which the last holds nothing but padding."""
     full = torch.randn(2, 3, size)
     want = {name: plain(of(full)) for name, of in BEHAVIOURS.items()}
@@ -188,7 +188,7 @@ def compare_losses(full, targets, n, r, found):
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_loss_and_gradient_equal_torch(n, scale, ranks):
+def test_vocab_parallel_loss_and_gradient_equal_torch(n, scale, ranks):
     """Huge logits too: no overflow, and padded columns that hold 1e9 never enter."""
     full = torch.randn(2, 5, 11) * scale
     for r, found in enumerate(ranks.run(parallel_losses, n, full, TARGETS)):
@@ -255,7 +255,7 @@ def with_huge_padding(folder, batch):
 
 
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_padding_of_the_vocabulary_never_wins_argmax(cls, ranks, tmp_path):
+def test_padded_vocabulary_rows_never_win_argmax(cls, ranks, tmp_path):
     case = Case(cls, ("tokens",))
     folder, batch = checkpoint(case, tmp_path), batch_of(case)
     model = tiny_config(case)[1].from_pretrained(folder).eval()
@@ -305,7 +305,7 @@ def gather_equal(group, x):
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 3)])
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_tied_weight_on_two_stages_stays_equal(cls, tp, pp, ranks, tmp_path):
+def test_weight_tied_over_two_stages_stays_equal(cls, tp, pp, ranks, tmp_path):
     """Embedding on the first stage, head on the last: the same bits after every step.
 
     With three stages the middle one holds neither.
@@ -342,7 +342,7 @@ def out_of_range(folder, batch):
 
 @pytest.mark.parametrize("bad", [99, 1000, -1])
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
-def test_ids_beyond_the_vocabulary_raise(name, bad, ranks, tmp_path):
+def test_vocab_parallel_embedding_with_ids_beyond_the_vocabulary_raises(name, bad, ranks, tmp_path):
     """Zeros for an id that no rank holds would train in silence; nn.Embedding raises too."""
     case = Case("GPT2LMHeadModel", ("tokens",))
     batch = batch_of(case)

@@ -1,4 +1,4 @@
-"""What models do to sharded logits between the head and the loss."""
+"""Operations of models on sharded logits between the head and the loss."""
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ def losses_of_heads(full, targets):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_scales_caps_and_constant_biases_keep_the_columns_apart(n, ranks):
-    """What has a gradient of its own needs the gradient of every column: the logits are gathered."""
+def test_scaled_or_capped_logits_stay_sharded_and_other_logits_are_gathered(n, ranks):
+    """An operation with a learned parameter needs the gradient of every column, so the logits are gathered."""
     full, targets = torch.randn(6, 11), torch.arange(6)
     for r, found in enumerate(ranks.run(losses_of_heads, n, full, targets)):
         for name, (change, stays) in HEADS.items():

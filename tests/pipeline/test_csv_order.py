@@ -53,12 +53,12 @@ def write_order(folder, name, pp, micro_batches):
         ("(0F0;0F1)OVERLAP_F_B,\n1F0,1B0\n", "stage 0: found no cell 0B0"),
     ],
 )  # fmt: skip
-def test_csv_order_mistake_names_its_cell(text, problem, tmp_path):
+def test_pipeline_order_csv_mistake_raises_and_names_its_cell(text, problem, tmp_path):
     with pytest.raises(MeshError, match=problem):
         read_order(write(tmp_path, text), pp=2)
 
 
-def test_csv_order_missing_file_or_other_micro_batches_raise(tmp_path):
+def test_missing_or_mismatched_pipeline_order_csv_raises(tmp_path):
     with pytest.raises(MeshError, match="No such file"):
         StageMap.make(str(tmp_path / "none.csv"), 2, None)
     places = StageMap.make(write(tmp_path, GOOD), 2, None)
@@ -69,7 +69,7 @@ def test_csv_order_missing_file_or_other_micro_batches_raise(tmp_path):
 
 
 @pytest.mark.parametrize("name", ORDERS)
-def test_built_in_orders_are_valid_csv_orders(name, tmp_path):
+def test_built_in_pipeline_orders_are_valid_as_csv(name, tmp_path):
     places = StageMap.make(name, 4, None)
     custom = StageMap.make(write_order(tmp_path, name, 4, 8), 4, None)
     assert [list(a) for a in custom.custom.actions] == places.actions(8)
@@ -78,7 +78,7 @@ def test_built_in_orders_are_valid_csv_orders(name, tmp_path):
 
 
 @pytest.mark.parametrize("text", [GOOD, BLOCKED])
-def test_torch_reads_csv_orders_alike(text, tmp_path):
+def test_pipeline_order_csv_is_read_as_torch_reads_it(text, tmp_path):
     """`_load_csv` of torch is semi-private: this tells when it moves."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
@@ -108,7 +108,7 @@ def train(folder, path):
 
 
 @pytest.mark.parametrize("kind", ["blocked", "zbv"])
-def test_csv_order_trains_as_plain_transformers(kind, tmp_path, ranks):
+def test_pipeline_order_from_csv_trains_as_plain_transformers(kind, tmp_path, ranks):
     """Two neighbouring stages on one rank, which no built-in order has; and a written ZBV."""
     text = BLOCKED if kind == "blocked" else ""
     path = write(tmp_path, text) if text else write_order(tmp_path, "zbv", 2, 4)
@@ -127,7 +127,7 @@ def train_on_own_file(folder, root):
         train(folder, write(mine, text))
 
 
-def test_ranks_compare_the_content_of_csv_orders(tmp_path):
+def test_pipeline_order_csvs_are_compared_between_ranks_by_content(tmp_path):
     found = []
     for text in (GOOD, GOOD.replace("0F1,,0B0", "0F1,0B0")):
         options = LoaderOptions(pipeline_order=str(write(tmp_path, text)))
@@ -135,5 +135,5 @@ def test_ranks_compare_the_content_of_csv_orders(tmp_path):
     assert found[0] != found[1]
 
 
-def test_ranks_with_different_files_stop(tmp_path, ranks):
+def test_ranks_with_different_pipeline_order_csvs_are_refused(tmp_path, ranks):
     ranks.run(train_on_own_file, 2, checkpoint(GPT2, tmp_path), tmp_path)

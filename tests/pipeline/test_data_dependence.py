@@ -52,7 +52,7 @@ def calls_of(mask):
     return calls
 
 
-def test_dry_run_reads_inputs_and_guesses_block_output_shapes():
+def test_dry_run_of_data_dependent_forward_assumes_block_output_shapes():
     calls = calls_of(torch.tensor([True, True, False]))
     assert [call.leaves[0].shape for call in calls] == [(3, 4), (2, 4)]
     assert all(call.guessed and call.leaves[0].requires_grad for call in calls)
@@ -61,7 +61,7 @@ def test_dry_run_reads_inputs_and_guesses_block_output_shapes():
     ] * 2
 
 
-def test_block_output_with_unexpected_shape_raises():
+def test_block_output_of_another_shape_than_assumed_raises():
     leaves, spec = tree_flatten(torch.zeros(2, 3))
     call = Call("h.0", spec, (Shape((2, 3), torch.float32, True),), frozenset(), guessed=True)
     call.check(leaves[0])
@@ -70,14 +70,14 @@ def test_block_output_with_unexpected_shape_raises():
             call.check(other)
 
 
-def test_micro_batches_with_different_plans_are_refused():
+def test_micro_batches_with_different_pipeline_plans_are_refused():
     looking = SimpleNamespace(depends_on_data=True, plans=lambda part: part["n"])
     assert Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 1}]) == 1
     with pytest.raises(ScheduleError, match="differs between micro-batches"):
         Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 2}])
 
 
-def test_computing_with_weights_of_another_stage_raises():
+def test_use_of_weights_of_another_stage_raises():
     """A sum of a real tensor and one without data is that real tensor, in torch: nothing would tell."""
     with torch.device("meta"):
         unit = Chooser().half()

@@ -88,13 +88,13 @@ def sent_bytes(folder, order):
 
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
-def test_sent_tensors_are_released(order, root, ranks):
+def test_tensors_sent_between_stages_are_released(order, root, ranks):
     first, second = ranks.run(sent_bytes, 2, checkpoint(GPT2, root), order)
     assert (first, second) == ([4] * 8, [])  # one number each
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_send_buffers_are_released_once_received(order):
+def test_send_buffers_are_released_when_received_in_every_pipeline_order(order):
     """Sent gradients that a rank holds are of micro-batches in flight; none is given up unsent."""
     places = StageMap.make(order, 4, None)
     ranks = places.actions(64)
@@ -147,7 +147,7 @@ BLOCK_INPUT = 2 * 64 * 64 * 4  # bytes for a micro-batch of GPT2
      (GPT2, (2, 1, 2), "", {"dp_shard": 2, "precision": "bf16"}, 1)],
     ids=str,
 )  # fmt: skip
-def test_sharded_policy_shards_kept_inputs_over_tp(
+def test_sharded_checkpoint_policy_shards_saved_inputs_over_tp(
     case, layout, order, options, least, root, ranks
 ):
     """least: inputs of blocks by which the fullest moment shrinks; 0: the tokens are divided already."""

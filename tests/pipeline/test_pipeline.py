@@ -46,14 +46,14 @@ def test_pipeline_equals_plain_transformers(case, order, layout, root, ranks):
     compare(results[0][0], plains, truth)
 
 
-def test_a_parameter_beside_the_units_is_held_by_every_stage():
+def test_parameter_outside_the_blocks_is_held_by_every_stage():
     """CLIP's `logit_scale` is read after both towers: as one of the first stage, it would not be trained."""
     held = {"vision": (0,), "text": (1, 2)}
     assert stages_of("logit_scale", held) == (0, 1, 2)
     assert stages_of("text.norm.weight", held) == (1, 2)
 
 
-def test_each_order_places_stages_on_ranks():
+def test_each_pipeline_order_places_stages_on_ranks():
     assert [StageMap.make("zbv", 4, None).stages_of(r) for r in range(4)] == [
         [0, 7],
         [1, 6],
@@ -74,18 +74,18 @@ def test_each_order_places_stages_on_ranks():
         (lambda: balanced_cuts([1, 1], [0, 1], 4), "the model has 2 places to cut"),
     ],
 )  # fmt: skip
-def test_bad_pipeline_sizes_are_named(make, problem):
+def test_invalid_pipeline_sizes_are_refused(make, problem):
     with pytest.raises(MeshError, match=problem):
         make()
 
 
-def test_cuts_count_the_cost_of_the_head():
+def test_pipeline_cuts_count_the_cost_of_the_head():
     """A head that costs two blocks moves the cut forward."""
     assert balanced_cuts([0, 1, 1, 1, 1, 2], [1, 2, 3, 4], 2) == [3]
     assert balanced_cuts([1] * 12, range(11), 4) == [2, 5, 8]
 
 
-def test_balanced_cuts_equal_the_best_of_all_cuts():
+def test_balanced_pipeline_cuts_equal_the_best_of_all_cuts():
     """Against every choice of cuts."""
     from itertools import combinations
 
@@ -116,7 +116,7 @@ def _dropout_folder(root):
 
 
 @pytest.mark.parametrize("order", ["gpipe", "zbv"])
-def test_dropout_is_the_same_in_every_order(order, root, ranks):
+def test_dropout_is_the_same_in_every_pipeline_order(order, root, ranks):
     folder = _dropout_folder(root)
     (one,) = ranks.run(dropped, 1, folder, "1f1b", 1, 1)
     for losses in ranks.run(dropped, 2, folder, order, 4, 2):

@@ -1,4 +1,4 @@
-"""What else happens while stages train: other lengths, accumulation, recomputation, evaluation, logits."""
+"""Pipeline training with other lengths, accumulation, recomputation, evaluation and logits."""
 
 import functools
 
@@ -65,7 +65,7 @@ RUNS = [
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "layout", "options"), RUNS)
-def test_stages_train_as_one_process(case, layout, options, root, ranks):
+def test_pipeline_stages_train_as_one_process(case, layout, options, root, ranks):
     """Dropout, recomputation, four lengths, accumulated gradients, and evaluation between steps."""
     folder = folder_of(case, root)
     ((want, gradients),) = ranks.run(losses_and_gradients, 1, case, folder, (1, 1, 1))
@@ -108,7 +108,7 @@ def logits_of_step(case, folder, layout, order):
         (QA, (1, 1, 1), "1f1b"),
     ],
 )
-def test_logits_of_a_step_are_on_every_rank(case, layout, order, root, ranks):
+def test_pipeline_step_returns_logits_on_every_rank(case, layout, order, root, ranks):
     results = ranks.run(logits_of_step, layout[0] * layout[1] * layout[2],
                         case, folder_of(case, root), layout, order)  # fmt: skip
     names = {"start_logits", "end_logits"} if case is QA else {"logits"}

@@ -32,7 +32,7 @@ def costs_of(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_costs_of_repeated_blocks_equal_a_full_run(family, monkeypatch):
+def test_estimated_costs_with_repeated_blocks_skipped_equal_a_full_run(family, monkeypatch):
     short = costs_of(family)
     monkeypatch.setattr(costs, "skip_repeated", lambda *_: None)
     whole = costs_of(family)
@@ -41,7 +41,7 @@ def test_costs_of_repeated_blocks_equal_a_full_run(family, monkeypatch):
     assert short == whole
 
 
-def test_repeated_blocks_run_only_twice(monkeypatch):
+def test_cost_estimate_runs_only_two_of_many_equal_blocks(monkeypatch):
     """Mutation of the idea: were nothing skipped, all twelve would run."""
     ran = []
     block = transformers.models.gpt2.modeling_gpt2.GPT2Block

@@ -1,4 +1,4 @@
-"""What several stages share stays one: equal after every step, saved once; shards cross as shards."""
+"""Weights that several stages share: equal after every step, saved once; token shards are sent as shards."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ CASES = [(T5, T5_NAMES, 3), (ALBERT, (BLOCK,), 4)]  # case, names of what is sha
 
 
 def train_and_save(case, folder, names, out):
-    """What this rank holds of the shared tensors after each step; then all save."""
+    """Return this rank's shared tensors after each step; then all ranks save."""
     model = AutoScheduledModel.from_pretrained(folder, pp=4, auto_class=case.cls).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps = []
@@ -46,7 +46,9 @@ def train_and_save(case, folder, names, out):
 
 
 @pytest.mark.parametrize(("case", "names", "owners"), CASES, ids=lambda x: getattr(x, "cls", None))
-def test_shared_weights_stay_equal_and_are_saved_once(case, names, owners, tmp_path, ranks):
+def test_weights_shared_by_stages_stay_equal_and_are_saved_once(
+    case, names, owners, tmp_path, ranks
+):
     folder = checkpoint(case, tmp_path)
     results = ranks.run(train_and_save, 4, case, folder, names, tmp_path / "out")
     holders = [steps for steps in results if steps[0][0]]
@@ -65,7 +67,7 @@ def test_shared_weights_stay_equal_and_are_saved_once(case, names, owners, tmp_p
 
 
 @pytest.mark.parametrize(("sequence_parallel", "tokens"), [(False, 12), (True, 6)])
-def test_shards_of_tokens_cross_a_cut_as_shards(sequence_parallel, tokens):
+def test_sequence_shards_are_sent_between_stages_without_gathering(sequence_parallel, tokens):
     config, cls = tiny_config(GPT2)
     outline = Outline(config, cls, Mesh(tp=2, pp=2), torch.float32,
                       sequence_parallel=sequence_parallel)  # fmt: skip
@@ -137,13 +139,13 @@ def as_plain(case, folder, change, dp=1, **options):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "part"), FROZEN, ids=lambda x: getattr(x, "cls", x))
-def test_what_is_frozen_under_either_name_of_a_tie_stays(case, part, tmp_path):
+def test_tied_weight_frozen_under_either_name_does_not_train(case, part, tmp_path):
     as_plain(case, checkpoint(case, tmp_path), lambda m: PARTS[part](m).requires_grad_(False))
 
 
 @pytest.mark.parametrize("part", ["head", "table"])
 @pytest.mark.parametrize("case", [GPT2, SEQ2SEQ[0]], ids=lambda x: x.cls)
-def test_a_hook_under_either_name_of_a_tie_sees_the_gradient_once(case, part, tmp_path):
+def test_hook_on_either_name_of_a_tied_weight_sees_the_gradient_once(case, part, tmp_path):
     def halved(model):
         PARTS[part](model).weight.register_hook(lambda grad: grad / 2)
 
@@ -158,7 +160,7 @@ def changed_on_one_stage(folder):
     model.train_step(batch_of(GPT2))
 
 
-def test_copies_of_a_tie_that_come_apart_are_found(tmp_path):
+def test_tied_weight_that_differs_between_stages_raises(tmp_path):
     with pytest.raises(MeshError, match="its copies on the stages that share it differ"):
         emulate(changed_on_one_stage, checkpoint(GPT2, tmp_path), mesh=PP2)
 
@@ -171,11 +173,11 @@ def frozen_on_one_stage(folder):
     return [model.lm_head.weight.requires_grad, model.transformer.wte.weight.grad]
 
 
-def test_a_tie_that_one_stage_freezes_is_frozen_on_all(tmp_path):
+def test_tied_weight_frozen_on_one_stage_is_frozen_on_all(tmp_path):
     assert emulate(frozen_on_one_stage, checkpoint(GPT2, tmp_path), mesh=PP2) == [[False, None]] * 2
 
 
-def test_a_tie_of_which_dp_ranks_hold_rows_is_frozen_too(tmp_path):
+def test_frozen_tied_weight_with_dp_shard_does_not_train(tmp_path):
     def frozen(model):
         model.get_output_embeddings().requires_grad_(False)
 

@@ -39,7 +39,7 @@ FORMULAS = {  # bubble of p ranks, m micro-batches, v stages per rank
 @pytest.mark.parametrize("micro_batches", [8, 16])
 @pytest.mark.parametrize("pp", [2, 4])
 @pytest.mark.parametrize("name", ORDERS)
-def test_simulated_bubbles_equal_the_formulas(name, pp, micro_batches):
+def test_simulated_pipeline_bubbles_equal_the_published_formulas(name, pp, micro_batches):
     places = StageMap.make(name, pp, None)
     order = places.actions(micro_batches)
     found = bubble(simulate(order, cost))
@@ -73,7 +73,7 @@ class Noted:
 
 @pytest.mark.parametrize("count", [3, 4, 24])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
-def test_simulated_order_equals_the_executed_order(name, count, monkeypatch):
+def test_simulated_pipeline_order_equals_the_executed_order(name, count, monkeypatch):
     """Classes of torch run these two, which send and receive at once; the order is ours all the same."""
     places = StageMap.make(name, 4, None)
     for rank, actions in enumerate(places.actions(count)):
@@ -84,12 +84,12 @@ def test_simulated_order_equals_the_executed_order(name, count, monkeypatch):
         assert stage.told == actions
 
 
-def test_bubble_with_three_stages_per_rank_equals_the_formula():
+def test_bubble_of_three_stages_per_rank_equals_the_formula():
     places = StageMap.make("interleaved_1f1b", 2, 3)
     assert bubble(simulate(places.actions(8), cost)) == pytest.approx(1 / (3 * 8 + 1))
 
 
-def test_micro_batches_in_flight_of_each_order():
+def test_each_pipeline_order_holds_the_expected_micro_batches_in_flight():
     """1F1B holds as many as there are stages to come; GPipe holds all."""
     flights = {name: [most_in_flight(a) for a in StageMap.make(name, 4, None).actions(8)]
                for name in ("1f1b", "gpipe", "zbv")}  # fmt: skip
@@ -98,14 +98,14 @@ def test_micro_batches_in_flight_of_each_order():
     assert most_in_flight(forward_and_back, lambda stage: [3.0, 5.0][stage]) == 8.0
 
 
-def test_deadlocked_order_raises_stuck():
+def test_simulated_pipeline_deadlock_raises_stuck_error():
     order = [[Action(0, "F", 0), Action(0, "B", 0)], [Action(1, "B", 0), Action(1, "F", 0)]]
     with pytest.raises(Stuck) as caught:
         simulate(order, cost)
     assert caught.value.positions == {0: 1, 1: 0}
 
 
-def test_work_and_gaps_fill_the_time_of_every_rank():
+def test_simulated_work_and_idle_time_fill_the_step_of_every_rank():
     """Every rank's time is work, communication or idle; a transfer shows as communication."""
     spans = simulate(StageMap.make("1f1b", 2, None).actions(2), cost, transfer=0.25)
     found = gaps(spans)
@@ -119,6 +119,6 @@ def test_work_and_gaps_fill_the_time_of_every_rank():
     ]
 
 
-def test_transfer_during_compute_is_no_gap():
+def test_simulated_transfer_during_compute_is_not_idle_time():
     spans = [Span(0, Action(0, "F", 0), 0.0, 1.0), Span(1, Action(1, "F", 0), 1.0, 2.0)]
     assert [(g.rank, g.kind) for g in gaps(spans)] == [(0, "idle"), (1, "idle")]

@@ -1,4 +1,4 @@
-"""What tests of the command line share: a tokenizer without a download, and how a command fails."""
+"""Helpers for tests of the command line: a tokenizer without a download, and the error of a command."""
 
 import pytest
 
@@ -25,7 +25,7 @@ WORDS = [
 
 
 def tokenizer(more=(), **special):
-    """Of bytes, with special tokens by role, and more without one."""
+    """Make a byte tokenizer, with special tokens by role, and `more` without one."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -62,7 +62,7 @@ class Letters:
 
 
 def failure(capsys, *arguments):
-    """What a command that must fail prints on stderr."""
+    """Return what a command that must fail prints on stderr."""
     with pytest.raises(SystemExit) as caught:
         main(list(map(str, arguments)))
     assert caught.value.code == 2

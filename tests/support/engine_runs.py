@@ -62,7 +62,7 @@ def trained(case, folder, layout, target, options, micro_batches=None, saved=Non
 
 
 class Run:
-    """What a comparison looks at."""
+    """Result of a run that a comparison reads."""
 
     def __init__(self, losses, weights):
         self.losses, self.weights = losses, weights

@@ -1,4 +1,4 @@
-"""How much of the activations of a pipeline one rank holds, by its order."""
+"""Activations of a pipeline that one rank holds, by its order."""
 
 from collections.abc import Callable, Sequence
 

@@ -1,4 +1,4 @@
-"""What every kernel is held to, on whatever path runs: reference, opcheck, one graph."""
+"""Checks of every kernel, on whatever path runs: reference, opcheck, one graph."""
 
 import contextlib
 from importlib import import_module

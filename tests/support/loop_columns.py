@@ -30,7 +30,7 @@ WAIT_S, SILENCE_S = 20.0, 150.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a cell ended: "equal", "refused", "WRONG", "traceback" or "hang", and the words for it."""
+    """Outcome of a loop on a layout: "equal", "refused", "WRONG", "traceback" or "hang", and its text."""
 
     kind: str
     said: str = ""
@@ -115,7 +115,7 @@ def run_column(
 def _until_one_fails(
     names: list[str], family: str, layout: str, root: Any, begin: Callable[[str], None]
 ) -> dict[str, list]:
-    """What each rank left of each loop, a Trained or its error, up to the first that parts the ranks."""
+    """Return each rank's result of each loop, a Trained or its error, up to the first loop that desynchronises the ranks."""
     sizes = CELL_LAYOUTS[layout]
     mesh = tuple(sizes.get(dim, 1) for dim in ("tp", "pp", "dp"))
     meet = threading.Barrier(mesh[0] * mesh[1] * mesh[2], action=seed_all)

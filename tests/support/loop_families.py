@@ -33,7 +33,7 @@ class Family:
 
     @property
     def case(self) -> Case:
-        """As the grid of parity names it."""
+        """Return the case of tests/support/parity.py for this family."""
         return Case(self.cls, self.labels, self.config)
 
 

@@ -22,7 +22,7 @@ from parity import FLOOR, saved_names, tiny_config
 
 @dataclass
 class Trained:
-    """What a run of a loop left.
+    """Result of a run of a loop.
 
     Args:
         shown: name@dp rank --> what the loop showed.
@@ -134,14 +134,14 @@ def folder_for(name: str, family: str, root: Any) -> Any:
 
 @cache
 def weights_before(cls: str, folder: Any) -> dict[str, torch.Tensor]:
-    """Of the checkpoint, under the names of `Trained.weights`."""
+    """Return the weights of the checkpoint, under the names of `Trained.weights`."""
     model = _plain_model(cls, folder, torch.float32)
     return {n: p.detach() for n, p in saved_names(model)}
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a value may be from the fp64 truth: `times` plain fp32's own error, and parts of the largest.
+    """Tolerance of a value against fp64: `times` plain fp32's own error, plus fractions of the largest value.
 
     Args:
         tensor: of the tensor's own largest value.
@@ -172,7 +172,7 @@ def assert_cell(found: Trained, name: str, family: str, folder: Any) -> None:
 
 
 def first_difference(found: Trained, truth: Trained, own: Trained, before: Any) -> str | None:
-    """Where a rank's run is not that of plain `transformers`, in words."""
+    """Return the first difference between a rank's run and plain `transformers`, in words."""
     kinds = [
         (
             "loss",
@@ -226,7 +226,7 @@ def _differences(found: dict, truth: dict, own: dict, allow: Tolerance) -> Itera
 
 
 def first_drift(ranks: list[Trained]) -> str | None:
-    """Where copies that ranks hold of one parameter have come apart, in words."""
+    """Return the first parameter whose replicas differ between ranks, in words."""
     seen: dict[tuple, torch.Tensor] = {}
     for found in ranks:
         for name, (place, p) in found.copies.items():

@@ -1,4 +1,4 @@
-"""What a training loop is given, on a plain model and on a scheduled one alike; the loops are in `loop_table` and `loops_*`."""
+"""Trainee: all that a training loop gets, for a plain and for a scheduled model; the loops are in `loop_table` and `loops_*`."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -46,7 +46,7 @@ class Loop:
     weights: bool = True
 
     def words(self, layout: dict[str, Any], name: str = "") -> str | None:
-        """Of the refusal on a mesh, or None where the loop has to train."""
+        """Return the text of the expected error on a mesh, or None where the loop has to train."""
         return next((words for dim, words in self.refused if layout.get(dim, 1) > 1 or dim == name), None)  # fmt: skip
 
 
@@ -96,7 +96,7 @@ class Trainee:
 
     @property
     def scheduled(self) -> bool:
-        """Whether it is a model of AutoScheduledModel."""
+        """Return True where the model is of AutoScheduledModel."""
         return self.mesh is not None
 
     def batch(
@@ -211,7 +211,7 @@ class Trainee:
         self.losses.append(float(total))
 
     def no_sync(self) -> Any:
-        """Of the model where it has one."""
+        """Return the model's `no_sync` context, or an empty one where it has none."""
         return self.model.no_sync() if self.scheduled else nullcontext()
 
     def in_pairs(self) -> dict[str, int]:

@@ -69,7 +69,7 @@ def _classes(family: Any) -> str:
     **dict.fromkeys(("tp", "pp", "dp"), "modules_to_save"),
 )
 def classifier(t: Trainee) -> None:
-    """As peft writes it: the head beside the matrices."""
+    """Train a peft classifier: the head beside the LoRA matrices."""
     t.model.load_adapter(str(_saved_adapter(t.family.cls)))
     t.model.eval()
     with torch.no_grad():

@@ -52,7 +52,7 @@ def layerwise(t: Trainee) -> None:
 
 @loop("a hook on the backbone", **WHOLE, unlike=("pp2",))
 def on_the_backbone(t: Trainee) -> None:
-    """What the backbone returned, at padding too."""
+    """Train on the backbone's output, at padding too."""
     seen: list[Any] = []
     t.backbone.register_forward_hook(lambda _m, _i, out: seen.append(out.last_hidden_state))
 

@@ -129,7 +129,7 @@ def seeded(t: Trainee) -> None:
 
 @loop("fork_rng", **PART, **DROP)
 def forked(t: Trainee) -> None:
-    """What is drawn within leaves no trace after it."""
+    """Draw dropout inside `fork_rng`, which leaves the state after it unchanged."""
     for part in t.parts(0):
         torch.manual_seed(5)
         with torch.random.fork_rng():

@@ -190,7 +190,7 @@ def _made_up(t: Trainee) -> torch.Tensor:
 
 
 def _beside(t: Trainee) -> dict[str, Any]:
-    """What a rotary block needs beside its input."""
+    """Return what a rotary block needs beside its input."""
     if "Llama" not in t.family.cls and "Qwen" not in t.family.cls:
         return {}
     hidden = _made_up(t)
@@ -296,7 +296,7 @@ def embedded_by_hand(t: Trainee) -> None:
 
 @loop("a call that failed", families=ONE_STACK, **PART)
 def failed_call(t: Trainee) -> None:
-    """What a call sets up ends with it, also where it raises."""
+    """Call a submodule that raises; the state that its call sets up has to end with it."""
     for step in range(STEPS):
         _own(t, step)
         for part in t.parts(step + 10):

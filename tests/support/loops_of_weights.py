@@ -233,7 +233,7 @@ INTO_GRAD = "autograd.grad"
 
 @loop("autograd.grad into .grad", families=(*TEXT, "vit"), pp=CALL_TRAIN_STEP, dp=INTO_GRAD)
 def by_autograd(t: Trainee) -> None:
-    """As PCGrad and MAML do it."""
+    """Take gradients by `torch.autograd.grad`, as PCGrad and MAML do."""
     wanted = [p for p in t.model.parameters() if p.requires_grad]
     for step in range(3):
         for part in t.parts(step):

@@ -75,7 +75,7 @@ def _convolution_backward(grad, x, weight, *rest):
 
 
 def _grouped_mm(*args, **kwargs):
-    """As on an H100: a kernel for bfloat16; any other type goes group by group, as the host reads them."""
+    """Multiply in groups as on an H100: one kernel for bfloat16; any other dtype group by group, which the host reads."""
     for watch in _WATCHES if args[0].dtype != torch.bfloat16 else ():
         watch.note("groups of a product to cpu")
     return _run(torch.ops.aten._grouped_mm.default, args, kwargs)
@@ -246,7 +246,7 @@ class DeviceOnly(TorchDispatchMode):
 
 
 def in_layers():
-    """Whether the forward of a class of transformers, or a backward, is on the stack."""
+    """Return True where the forward of a class of transformers, or a backward, is on the stack."""
     frame = sys._getframe(1)
     while frame is not None:
         if (

@@ -51,7 +51,7 @@ class Case:
 
 @dataclass
 class Result:
-    """What one run computed; tensors are full ones under their HuggingFace names."""
+    """Result of one run: full tensors under their HuggingFace names."""
 
     loss: torch.Tensor
     outputs: dict[str, torch.Tensor]
@@ -310,7 +310,7 @@ def scheduled(case, folder, layout, micro_batches=None, seed=0, out=None, **opti
 
 
 def own_error(plains, truth, what):
-    """How far the plain fp32 runs are from the truth, at most."""
+    """Return the largest difference of the plain fp32 runs from the fp64 truth."""
     return max(float((what(plain).double() - what(truth).double()).abs().max()) for plain in plains)
 
 

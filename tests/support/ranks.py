@@ -55,7 +55,7 @@ def seed_all(seed=SEED):
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs before it can unpickle the function and its arguments."""
+    """Job of a worker: what it needs before it can unpickle the function and its arguments."""
 
     number: int
     rank: int
@@ -68,7 +68,7 @@ class Job:
 
 
 def forkserver():
-    """What makes processes that have imported `warm`."""
+    """Return the fork server whose processes have imported `warm`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
     with patch.dict(os.environ, PYTHONPATH=str(Path(__file__).parent)):
@@ -142,7 +142,7 @@ class RankPool:
                 worker.pipe.send_bytes(data)
 
     def _stacks_of(self, workers):
-        """Where each rank that still lives stands now."""
+        """Return the stack of each rank that still lives."""
         living = [worker for worker in workers if worker.process.is_alive()]
         for worker in living:
             os.kill(worker.process.pid, signal.SIGUSR1)

@@ -1,4 +1,4 @@
-"""What the tests of bad input share: two checkpoints, and the parts of the error on every rank."""
+"""Helpers for tests of bad input: two checkpoints, and the parts of the error on every rank."""
 
 import torch.distributed as dist
 

@@ -1,4 +1,4 @@
-"""What the tests of loading and saving share: small models, and slicing done the slow way."""
+"""Helpers for tests of loading and saving: small models, and slicing done the slow way."""
 
 from types import SimpleNamespace
 
@@ -52,7 +52,7 @@ def cut(full, placement, mesh):
 
 
 def local_tensors(specs, full, mesh):
-    """What one rank holds."""
+    """Return the local tensors of one rank."""
     stage = mesh.coord("pp")
     return {s.name: cut(full[s.name], s.placement, mesh) for s in specs if s.stage == stage}
 

@@ -76,7 +76,7 @@ def batch_for(model, rows, tokens):
 
 
 def call_of(model, path, batch):
-    """What the module at `path` gets and returns when the model runs on a batch."""
+    """Return the arguments and the result of the module at `path` when the model runs on a batch."""
     seen = {}
 
     def keep(_module, args, kwargs, output):

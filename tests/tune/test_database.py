@@ -12,7 +12,7 @@ from slapo_zoo import Database
 from slapo_zoo.tune.database import Scope
 
 
-def test_a_committed_result_is_loaded_again(tmp_path):
+def test_tuning_database_loads_committed_results(tmp_path):
     path = tmp_path / "runs" / "db.jsonl"
     one = Database(path)
     one.commit("a", {"throughput": 1.5})
@@ -29,7 +29,7 @@ def test_a_committed_result_is_loaded_again(tmp_path):
 
 @settings(max_examples=60, deadline=None)
 @given(cut=st.integers(0, 200))
-def test_a_file_cut_anywhere_keeps_every_whole_line(cut, tmp_path_factory):
+def test_truncated_tuning_database_keeps_every_complete_line(cut, tmp_path_factory):
     path = tmp_path_factory.mktemp("db") / "db.jsonl"
     whole = Database(path)
     ends = []
@@ -56,7 +56,7 @@ for i in range(100000):
 """
 
 
-def test_killed_writers_lose_nothing_that_was_committed(tmp_path):
+def test_tuning_database_keeps_commits_of_killed_writers(tmp_path):
     """Two processes write to one file and are killed in the middle of it."""
     path = tmp_path / "db.jsonl"
     command = [sys.executable, "-c", WRITER, str(path)]
@@ -76,7 +76,7 @@ def test_killed_writers_lose_nothing_that_was_committed(tmp_path):
     assert "after" in Database(path).load()
 
 
-def test_a_full_disk_is_an_error(monkeypatch, tmp_path):
+def test_tuning_database_on_a_full_disk_raises(monkeypatch, tmp_path):
     def full(*_):
         raise OSError(28, "No space left on device")
 
@@ -86,7 +86,7 @@ def test_a_full_disk_is_an_error(monkeypatch, tmp_path):
         db.commit("a", 1)
 
 
-def test_database_key_contains_all_conditions():
+def test_tuning_database_key_contains_all_conditions():
     scope = Scope("cpu x2", "gpt2 1a2b", versions={"torch": "2.13"}, setting={"seq_len": 128})
     key = scope.key({"b": 1, "a": 2}, 5)
     assert key == scope.key({"a": 2, "b": 1}, 5)

@@ -49,7 +49,7 @@ def test_forecast_flops_equal_torch_counter(case, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.cls)
-def test_activations_are_those_that_autograd_saves(case):
+def test_forecast_activations_equal_those_saved_by_autograd(case):
     """To 10 %: a fused attention on real tensors may copy what one on fake tensors views."""
     config, cls = tiny_config(case)
     config.architectures = [cls.__name__]
@@ -77,7 +77,7 @@ def planner_of(case):
     return Planner(config, find_hardware("a100"), 12, "fp32", auto_class=cls)
 
 
-def test_memory_and_bubble_follow_the_order():
+def test_forecast_memory_and_bubble_follow_the_pipeline_order():
     planner = planner_of(GPT2)
     one, whole = forecast(planner, Layout(micro_batches=8))
     runs = {order: forecast(planner, Layout(pp=4, micro_batches=8, pipeline_order=order))
@@ -94,7 +94,7 @@ def test_memory_and_bubble_follow_the_order():
     assert sum(rank.weights for rank in found.ranks) == one.ranks[0].weights + tied
 
 
-def test_recomputation_trades_memory_for_operations():
+def test_forecast_recomputation_saves_memory_and_adds_flops():
     planner, at = planner_of(GPT2), Layout(pp=2, micro_batches=4)
     (kept, before), (again, after) = (
         forecast(planner, replace(at, checkpoint_ratio=ratio)) for ratio in (0.0, 1.0)
@@ -114,7 +114,9 @@ ANSWERS = [  # a layout of each family at every run, all of them in the slow gri
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "tp", "pp", "order"), ANSWERS)
-def test_plan_and_search_give_the_same_forecast(case, tp, pp, order, tmp_path, capsys):
+def test_plan_of_a_layout_and_plan_search_give_the_same_forecast(
+    case, tp, pp, order, tmp_path, capsys
+):
     """`plan` of a layout and `plan --gpus`, which looks at it among others: to the byte."""
     planner = planner_of(case)
     virtual = places_of(Layout(pp=pp, pipeline_order=order)).per_rank
@@ -127,7 +129,7 @@ def test_plan_and_search_give_the_same_forecast(case, tp, pp, order, tmp_path, c
     assert [s.rank for s in stages] == [places_of(at).rank_of(i) for i in range(len(stages))]
 
 
-def test_expensive_head_or_decoder_moves_the_cuts():
+def test_expensive_head_or_decoder_moves_the_pipeline_cuts():
     plain = outline_of(GPT2, Mesh(pp=2)).state.cuts
     dear = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8), ("vocab_size", 6000)))
     assert plain == [("transformer.h.3", 0)]
@@ -137,7 +139,7 @@ def test_expensive_head_or_decoder_moves_the_cuts():
     assert t5.state.cuts[0][0].startswith("decoder.block")
 
 
-def test_cost_of_a_data_dependent_head_is_estimated():
+def test_forecast_estimates_the_cost_of_a_data_dependent_head():
     """T5's classifier takes the last end token of each row, which no dry run can know."""
     case = Case("T5ForSequenceClassification", ("class",), (("num_labels", 3),))
     found = costs.unit_costs(outline_of(case).skeleton, outline_of(case).units, seq_len=8)
@@ -145,7 +147,7 @@ def test_cost_of_a_data_dependent_head_is_estimated():
     assert all(cost.forward > 0 for cost in found)
 
 
-def test_experts_are_counted_by_the_tokens_they_get():
+def test_forecast_counts_expert_flops_by_routed_tokens():
     case = Case("MixtralForCausalLM", ("tokens",))
     outline = outline_of(case)
     found = costs.unit_costs(outline.skeleton, outline.units, seq_len=8)
@@ -156,7 +158,7 @@ def test_experts_are_counted_by_the_tokens_they_get():
     assert table_for("mixtral").model_type == "mixtral"
 
 
-def test_plan_prints_cost_memory_and_bubble(tmp_path, capsys):
+def test_plan_command_prints_flops_memory_and_bubble(tmp_path, capsys):
     folder = checkpoint(GPT2, tmp_path)
     with pytest.raises(SystemExit) as caught:
         main(["plan", str(folder), "--pp", "2", "--tp", "2", "--pipeline-order", "zbv",

@@ -8,7 +8,7 @@ from slapo_zoo import Space, Symbol, get_logger
 from slapo_zoo.tune.space import SpaceError
 
 
-def test_unfixed_symbol_compares_false():
+def test_unfixed_tuning_symbol_compares_false():
     symbol = Symbol("batch_size", [8, 16])
     assert not any([symbol > 1, symbol >= 1, symbol < 100, symbol <= 100])
     with pytest.raises(ValueError, match="is not fixed yet"):
@@ -23,7 +23,7 @@ def test_unfixed_symbol_compares_false():
         symbol.fix_at(3)
 
 
-def test_create_symbol_keeps_fixed_symbols():
+def test_create_symbol_keeps_the_value_of_a_fixed_symbol():
     space = Space()
     space.create_symbol("a", [1, 2]).fix_at(1)
     assert space.create_symbol("a", [7]).value == 2
@@ -40,7 +40,7 @@ def test_create_symbol_keeps_fixed_symbols():
         copy.to_dict()
 
 
-def test_candidates_may_depend_on_values_fixed_before():
+def test_tuning_candidates_may_depend_on_earlier_symbols():
     space = Space()
     space.create_symbol("tp", [1, 2, 4])
     space.create_symbol("pp", lambda tp: [n for n in (1, 2, 4) if tp * n <= 4])
@@ -61,7 +61,7 @@ def polyhedral(arguments, space):
     return space
 
 
-def test_a_function_of_the_space_is_walked(caplog):
+def test_tuning_space_lists_all_points_of_a_space_function(caplog):
     space = Space()
     logger = get_logger("slapo_zoo")
     logger.addHandler(caplog.handler)  # it does not propagate
@@ -75,7 +75,7 @@ def test_a_function_of_the_space_is_walked(caplog):
     }
 
 
-def test_invalid_space_raises_space_error():
+def test_invalid_tuning_space_raises_space_error():
     space = Space()
     space.create_symbol("a", [1])
     with pytest.raises(SpaceError, match="its rule needs 'b'"):
@@ -90,7 +90,7 @@ def test_invalid_space_raises_space_error():
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=3),
        st.integers(0, 12))  # fmt: skip
-def test_points_are_the_product_that_the_constraint_leaves(values, most):
+def test_tuning_space_points_are_the_product_filtered_by_the_constraint(values, most):
     from itertools import product
 
     names, space = "abc", Space()

@@ -24,7 +24,7 @@ def cli(*words):
     return caught.value.code or 0
 
 
-def test_probe_loss_that_differs_is_reported():
+def test_tune_command_reports_configuration_whose_loss_differs():
     job = Job("gpt2", {}, probe=2.0)
     assert differs(2.0001, job) == ""
     assert "the plain schedule's 2" in differs(2.1, job)
@@ -32,7 +32,7 @@ def test_probe_loss_that_differs_is_reported():
     assert differs(2.05, Job("gpt2", {}, probe=2.0, dtype="bfloat16")) == ""
 
 
-def test_tune_writes_the_best_configuration_beside_a_card(tmp_path):
+def test_tune_command_writes_the_best_configuration_beside_a_card(tmp_path):
     card = tmp_path / "gpt2"
     shutil.copytree(Path(__file__).parents[2] / "hub_cards" / "gpt2", card)
     scope = Scope("a cpu x2", "gpt2 1a", versions={"torch": "2"}, setting={"seq_len": 16})
@@ -43,7 +43,7 @@ def test_tune_writes_the_best_configuration_beside_a_card(tmp_path):
     assert found["another"]["-"]["rows_per_s"] == 4.0
 
 
-def test_tuned_values_are_used_for_that_model_only(tmp_path, monkeypatch):
+def test_tuned_values_apply_to_the_tuned_model_only(tmp_path, monkeypatch):
     """Attention and kernels of the best point; another size, dtype or device is not served."""
     card = tmp_path / "gpt2"
     shutil.copytree(Path(__file__).parents[2] / "hub_cards" / "gpt2", card)
@@ -94,7 +94,7 @@ TINY = (
 
 
 @pytest.mark.slow
-def test_the_space_of_the_familys_table(tmp_path, capsys):
+def test_tune_command_searches_the_default_space_of_the_family(tmp_path, capsys):
     changes = [word for field in TINY for word in ("--change", field)]
     words = ("tune", "gpt2", *changes, "--seq", 16, "--steps", 1, "--evaluations", 1)
     assert cli(*words, "--db", tmp_path / "db.jsonl") == 0
@@ -102,7 +102,7 @@ def test_the_space_of_the_familys_table(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_model_in_fresh_workers(tmp_path, capsys):
+def test_tune_command_measures_configurations_in_worker_processes(tmp_path, capsys):
     changes = [word for field in TINY for word in ("--change", field)]
     words = ("tune", "gpt2", *changes, "--seq", 16, "--symbol", "batch_size=2,4", "--symbol",
              "kernels=,layer_norm", "--steps", 1, "--search", "exhaustive")  # fmt: skip

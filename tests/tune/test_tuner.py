@@ -50,20 +50,20 @@ def assert_found(surface, start, grid=None):
 
 @pytest.mark.parametrize("name", SURFACES)
 @pytest.mark.parametrize("start", [0, 45, 90])
-def test_the_optimum_is_found_soon(name, start):
+def test_tuner_finds_the_optimum_in_few_evaluations(name, start):
     assert_found(SURFACES[name], start)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SURFACES)
-def test_the_optimum_is_found_soon_from_every_start(name):
+def test_tuner_finds_the_optimum_in_few_evaluations_for_every_seed(name):
     for start in starts(1):
         assert_found(SURFACES[name], start)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SURFACES)
-def test_the_optimum_is_found_soon_in_every_range(name):
+def test_tuner_finds_the_optimum_in_few_evaluations_for_every_batch_range(name):
     """Ranges of batch sizes that end anywhere, each from its largest batch with all recomputed."""
     for end in range(4, len(BATCHES) + 1):
         grid = Grid(space(BATCHES[:end]).all_points())
@@ -82,25 +82,25 @@ def assert_found_in_silence(name, batches, every):
 
 
 @pytest.mark.parametrize("name", CLIFFS)
-def test_the_optimum_is_found_without_measured_peaks(name):
+def test_tuner_finds_the_optimum_without_measured_memory_peaks(name):
     assert_found_in_silence(name, BATCHES, 18)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLIFFS)
-def test_the_optimum_is_found_without_measured_peaks_from_every_start(name):
+def test_tuner_finds_the_optimum_without_measured_memory_peaks_for_every_seed(name):
     for end in range(4, len(BATCHES)):
         assert_found_in_silence(name, BATCHES[:end], 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLIFFS)
-def test_the_optimum_of_the_whole_range_is_found_from_every_start(name):
+def test_tuner_finds_the_optimum_of_the_full_range_for_every_seed(name):
     assert_found_in_silence(name, BATCHES, 1)
 
 
 @pytest.mark.parametrize("search", STRATEGIES)
-def test_every_strategy_ends_and_measures_nothing_twice(search):
+def test_every_tuner_strategy_terminates_and_measures_nothing_twice(search):
     if search == "optuna":
         pytest.importorskip("optuna")
     found = tune(SURFACES["half"], 20, 91, search)
@@ -113,7 +113,7 @@ def test_every_strategy_ends_and_measures_nothing_twice(search):
         assert len(numbers) + sum(found.pruned.values()) == 91
 
 
-def test_configurations_above_a_memory_failure_are_skipped():
+def test_tuner_skips_configurations_larger_than_an_out_of_memory_one():
     grid = Grid(space().all_points())
     found = tune(SURFACES["little"], 0, 91, "exhaustive", grid)
     failed = [t for t in found.trials if t.outcome.kind == OUT_OF_MEMORY]
@@ -121,7 +121,7 @@ def test_configurations_above_a_memory_failure_are_skipped():
     assert found.best.outcome.throughput == truth(SURFACES["little"], grid)
 
 
-def test_planner_refusals_and_patience_shorten_the_search():
+def test_tuner_search_is_shortened_by_planner_refusals_and_patience():
     grid = Grid(space().all_points())
     refused = {i: "needs more" for i, p in enumerate(grid.points) if SURFACES["half"](p).kind != OK}
     found = tune(SURFACES["half"], 0, 91, "exhaustive", grid, refused=refused)
@@ -131,7 +131,7 @@ def test_planner_refusals_and_patience_shorten_the_search():
     assert len(short.trials) < 60
 
 
-def test_slow_points_are_given_up_after_a_few_steps():
+def test_tuner_stops_slow_configurations_after_a_few_steps():
     asked = []
 
     def measure(point, steps):
@@ -149,7 +149,7 @@ def test_slow_points_are_given_up_after_a_few_steps():
     assert found.best.outcome.throughput == truth(SURFACES["flat"], grid)
 
 
-def test_stored_outcome_is_not_measured_again(tmp_path):
+def test_tuner_does_not_measure_a_stored_result_again(tmp_path):
     path, scope = tmp_path / "db.jsonl", Scope("cpu", "gpt2")
     first = tune(SURFACES["half"], database=Database(path), scope=scope)
     again = tune(lambda *_: pytest.fail("measured"), database=Database(path).load(), scope=scope)
@@ -159,7 +159,7 @@ def test_stored_outcome_is_not_measured_again(tmp_path):
     assert not any(trial.was_known for trial in other.trials)
 
 
-def test_configuration_that_killed_the_tuner_twice_is_skipped(tmp_path):
+def test_tuner_skips_a_configuration_that_killed_it_twice(tmp_path):
     class Dead(BaseException):
         pass
 
@@ -205,7 +205,7 @@ print(len(db), db.damaged)
 """
 
 
-def test_kills_at_random_points_lose_no_finished_measurement(tmp_path):
+def test_tuner_killed_at_random_loses_no_finished_measurement(tmp_path):
     """Started again and again and killed at random; at most what was running is repeated."""
     generator, kills = random.Random(5), 0
     command = [sys.executable, "-c", TUNER, str(tmp_path), os.path.dirname(surfaces.__file__)]
@@ -249,7 +249,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_worker_failures_are_classified(kind):
+def test_tuner_classifies_worker_failures(kind):
     outcome = run_trial(
         [sys.executable, "-S", "-c", PROGRAMS[kind]], 1.0 if kind == TIMEOUT else 30.0
     )
@@ -260,7 +260,7 @@ def test_worker_failures_are_classified(kind):
         assert "SIGSEGV" in outcome.message
 
 
-def test_a_search_is_written_and_drawn(tmp_path):
+def test_tuner_writes_its_trials_and_a_plot(tmp_path):
     grid = Grid(space().all_points())
     found = tune(SURFACES[next(iter(SURFACES))], grid=grid)
     assert f"{found.best.outcome.throughput:.4g}" in show.line_of(found.best)
@@ -273,7 +273,7 @@ def test_a_search_is_written_and_drawn(tmp_path):
     assert str(rows[0]["batch_size"]) == str(found.trials[0].point["batch_size"])
 
 
-def test_unknown_strategies_are_named():
+def test_unknown_tuner_strategy_raises():
     with pytest.raises(SlapoError, match="no such strategy"):
         find_strategy("magic")
     assert Outcome.from_dict(Outcome(OK, 1.0).to_dict()) == Outcome(OK, 1.0)

@@ -43,7 +43,7 @@ def load(card, **options):
     return str(len(model.schedule.history))
 
 
-def test_a_wrong_card_is_refused_on_every_rank(tmp_path, ranks):
+def test_wrong_card_fails_verification_on_every_rank(tmp_path, ranks):
     broken(zoo_card(CONFIG, None, Mesh(2), "gpt2")).write(tmp_path / "card")
     for said in ranks.run(load, 2, str(tmp_path / "card")):
         assert "its schedule is wrong" in said
@@ -56,18 +56,18 @@ def load_unverified(card):
 
 
 @pytest.mark.slow
-def test_a_right_card_is_replayed(tmp_path, ranks):
+def test_correct_card_passes_verification_and_is_replayed(tmp_path, ranks):
     zoo_card(CONFIG, None, Mesh(2), "gpt2").write(tmp_path / "card")
     assert all(said.isdigit() for said in ranks.run(load, 2, str(tmp_path / "card")))
 
 
-def test_an_unknown_level_is_refused(tmp_path):
+def test_unknown_verification_level_is_refused(tmp_path):
     zoo_card(CONFIG, None, Mesh(1), "gpt2").write(tmp_path / "card")
     with pytest.raises(CardError, match="verify='fast'"):
         AutoScheduledModel.from_config(CONFIG, schedule=str(tmp_path / "card"), verify="fast")
 
 
-def test_verify_writes_its_outcome_into_the_card(tmp_path, capsys):
+def test_verify_command_writes_its_result_into_the_card(tmp_path, capsys):
     folder = tmp_path / "card"
     CONFIG.save_pretrained(tmp_path / "model")
     zoo_card(CONFIG, None, Mesh(2), "gpt2").write(folder)

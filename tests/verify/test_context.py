@@ -66,7 +66,7 @@ def test_correct_schedule_passes_verification(eval_mode):
     [((no_backward, row), "backward", "0"), ((column, no_forward), "forward", "3")],
     ids=["backward", "forward"],
 )
-def test_a_missing_collective_is_named(parts, phase, suspect):
+def test_verify_names_the_module_of_a_missing_collective(parts, phase, suspect):
     for report in emulate(step, [parts], mesh=(2, 1, 1)):
         assert not report.ok
         assert report.divergence.phase == phase
@@ -74,7 +74,7 @@ def test_a_missing_collective_is_named(parts, phase, suspect):
         assert f"sch['{suspect}'].shard" in str(report)
 
 
-def test_second_verify_block_starts_from_the_first():
+def test_second_verify_context_compares_with_the_result_of_the_first():
     steps = [(column, row), (lambda sch: sch["1"].checkpoint(),)]
     assert all(report.ok for report in emulate(step, steps, mesh=(2, 1, 1)))
 
@@ -83,7 +83,7 @@ def replaced(sch):
     sch["1"].replace(nn.GELU(approximate="tanh"))
 
 
-def test_changed_function_is_named_in_one_process():
+def test_verify_names_a_module_that_computes_another_function():
     report = step([(replaced,)])
     assert report.divergence.path == "1"
     assert "replace" in str(report)
@@ -106,7 +106,7 @@ class Refuses:
         raise AssertionError(f"touched {name}")
 
 
-def test_no_dropout_reaches_fused_attention_too():
+def test_no_dropout_context_disables_dropout_of_fused_attention():
     x, attention = torch.randn(1, 2, 8, 4), nn.functional.scaled_dot_product_attention
     with NoDropout():
         torch.testing.assert_close(attention(x, x, x, dropout_p=0.9), attention(x, x, x))
@@ -123,7 +123,7 @@ def test_disabled_verify_changes_nothing():
     assert set(vars(verify)) == {"sch", "inputs", "device", "eval_mode", "enable", "report"}
 
 
-def test_enabled_verify_restores_the_model():
+def test_verify_restores_the_model():
     model = two_layers()
     model(INPUTS[0]).sum().backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
@@ -135,7 +135,7 @@ def test_enabled_verify_restores_the_model():
     assert all(p.grad is grads[n] for n, p in model.named_parameters())
 
 
-def test_an_error_of_the_block_comes_out():
+def test_verify_raises_errors_of_its_with_block_unchanged():
     sch = slapo_zoo.create_schedule(two_layers())
     with pytest.raises(slapo_zoo.ScheduleError, match="no parameter"), Verify(sch, INPUTS):
         sch["0"].shard("nothing", 0)
@@ -175,7 +175,7 @@ CAUSAL = torch.ones(5, 5, dtype=torch.bool).tril()
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min, -1e4, None])
-def test_missing_gradient_of_a_mask_passes(least):
+def test_verify_accepts_a_missing_gradient_of_attention_masks(least):
     mask = CAUSAL if least is None else torch.zeros(5, 5).masked_fill(~CAUSAL, least)
     for report in emulate(attend, mask, True, mesh=(2, 1, 1)):
         assert report.ok, str(report)
@@ -198,14 +198,14 @@ def on_meta(parts):
     return verify.report, {n: tuple(p.shape) for n, p in sch.model.named_parameters()}
 
 
-def test_a_model_on_meta_gets_values_meanwhile():
+def test_verify_initializes_a_meta_model_temporarily():
     for report, shapes in emulate(on_meta, (column, row), mesh=(2, 1, 1)):
         assert report.ok
         assert shapes["0.weight"] == (8, 8)
     assert not emulate(on_meta, (column, no_forward), mesh=(2, 1, 1))[0][0].ok
 
 
-def test_probe_loss_factors_ignore_the_shared_generator(monkeypatch):
+def test_verify_probe_loss_ignores_the_shared_random_generator(monkeypatch):
     """Another rank, a thread, may put torch's generator back between a seed and a draw."""
     draw, seeds = torch.randn, iter(range(100))
 

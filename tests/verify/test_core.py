@@ -37,7 +37,7 @@ OPTIONAL = {"dropout", "collectives"}  # a family without dropout; one rank of t
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("family", "layout"), GRID)
-def test_correct_schedules_have_no_false_alarm(family, layout):
+def test_correct_schedules_pass_verification(family, layout):
     config, head = config_of(family)
     sizes, knobs = LAYOUTS[layout]
     if family in ("wideresnet", "swin") and knobs:
@@ -55,7 +55,7 @@ def test_correct_schedules_have_no_false_alarm(family, layout):
 
 
 @pytest.mark.parametrize(("family", "seed"), [("mt5", 1), ("wideresnet", 3)])
-def test_lucky_rounding_is_no_finding(family, seed):
+def test_verify_accepts_differences_within_rounding(family, seed):
     """One rank's rounding is lucky in one gradient; one rank's ReLU gets 1e-7, the other's -1e-7."""
     config, head = config_of(family)
     report = verify(
@@ -64,7 +64,7 @@ def test_lucky_rounding_is_no_finding(family, seed):
     assert report.ok, str(report)
 
 
-def test_a_report_is_data_and_text(capfd):
+def test_verify_report_converts_to_json_and_text(capfd):
     config = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
     transformers.logging.enable_progress_bar()  # a command that ran before may have put them out
     report = verify(config)
@@ -85,7 +85,7 @@ def test_a_report_is_data_and_text(capfd):
      ("LlamaConfig", {"num_attention_heads": 8, "num_key_value_heads": 1}, (8, 1)),
      ("BertConfig", {}, (4, 4))],
 )  # fmt: skip
-def test_the_small_config_keeps_proportions(cls, fields, heads):
+def test_reduced_config_keeps_proportions(cls, fields, heads):
     config = getattr(transformers, cls)(**fields)
     before = config.to_dict()
     small = shrink(config, Mesh(2))
@@ -97,7 +97,7 @@ def test_the_small_config_keeps_proportions(cls, fields, heads):
 
 
 @pytest.mark.parametrize("family", families())
-def test_every_family_shrinks(family):
+def test_every_family_config_can_be_reduced(family):
     config, head = config_of(family)
     small = shrink(config, Mesh(4), num_stages=2)
     assert (
@@ -107,7 +107,7 @@ def test_every_family_shrinks(family):
 
 
 @pytest.mark.parametrize("family", families())
-def test_every_small_model_runs_in_float64(family):
+def test_every_reduced_model_runs_in_float64(family):
     """The truth of a verification is a number: rows see a real token, rotary columns fit a head."""
     config, head = config_of(family)
     small = shrink(config, Mesh(4), num_stages=2)
@@ -124,7 +124,7 @@ def test_every_small_model_runs_in_float64(family):
 
 
 @pytest.mark.parametrize("family", ["whisper", "clip", "vit", "bert"])
-def test_collectives_are_predicted_whatever_the_main_input_is(family):
+def test_collectives_are_predicted_for_any_kind_of_model_input(family):
     config, head = config_of(family)
     small = shrink(config, Mesh(2))
     cls = hf.resolve_class(small, hf.resolve_class(config, usual_head(config, head)).__name__)
@@ -134,14 +134,14 @@ def test_collectives_are_predicted_whatever_the_main_input_is(family):
     assert counts["reduce_scatter"] > 0
 
 
-def test_verify_auto_uses_the_zoo_or_refuses():
+def test_verify_of_schedule_auto_uses_the_zoo_schedule_or_is_refused():
     small = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
     assert known_schedule(small, "auto") == known_schedule(small, "zoo") == "zoo"
     with pytest.raises(ArchitectureError, match="slapo-zoo derive MODEL"):
         verify(transformers.ConvBertConfig(), "AutoModelForMaskedLM", schedule="auto")
 
 
-def test_the_hint_names_directives_only_where_some_are_named():
+def test_verify_hint_refers_to_directives_only_when_some_are_named():
     wrong = Report("m", {}, "small", {}, error="it differs")
     with pytest.raises(VerifyError, match="hint: add the directive that is missing"):
         wrong.raise_if_wrong("m")

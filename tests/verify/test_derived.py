@@ -108,21 +108,21 @@ SAME = {
 
 
 def caught(search, kinds=None):
-    """How many mutants there are, and those that the proof lets pass."""
+    """Return the number of mutants, and those that the proof accepts."""
     found = [(name, table) for name, table in mutants(table_of(search))
              if (search.config.model_type, name) not in SAME
              and (kinds is None or name.rpartition(": ")[2] in kinds)]  # fmt: skip
     return len(found), [name for name, table in found if not problem_of(Trial(search.case, (2, 1, 1), table))]  # fmt: skip
 
 
-def test_wrong_derived_table_is_rejected(searches):
+def test_wrong_derived_schedule_is_rejected(searches):
     """A few of each kind; all of them in the slow test."""
     count, passed = caught(searches("bloom"), {"no gradient sum", "no attribute"})
     assert count >= 4
     assert passed == []
 
 
-def test_dropout_that_differs_on_replicas_is_rejected(searches):
+def test_derived_schedule_with_different_dropout_on_replicas_is_rejected(searches):
     """Without dropout nothing would show."""
     search = searches("distilbert")
     table, width = table_of(search), search.case.config.dim
@@ -134,13 +134,13 @@ def test_dropout_that_differs_on_replicas_is_rejected(searches):
 
 
 @pytest.mark.slow
-def test_forty_wrong_derived_tables_are_rejected(searches):
+def test_forty_wrong_derived_schedules_are_rejected(searches):
     counts = [caught(searches(name)) for name in MUTATED]
     assert sum(count for count, _ in counts) >= 40
     assert [name for _, passed in counts for name in passed] == []
 
 
-def test_derived_table_is_right_on_a_pipeline():
+def test_derived_schedule_is_correct_on_a_pipeline():
     config = tiny(transformers.ElectraConfig())
     proof = derive(config, transformers.ElectraForSequenceClassification, (1, 2, 1))
     assert proof.table.blocks == ("encoder.layer.*",)
@@ -148,7 +148,7 @@ def test_derived_table_is_right_on_a_pipeline():
     assert "proven on tp=1, pp=2" in proof.words()[0]
 
 
-def test_a_model_without_stacks_has_no_pipeline(searches):
+def test_derived_schedule_without_block_stacks_refuses_a_pipeline(searches):
     search = searches("bloom")
     table = dataclasses.replace(table_of(search), blocks=())
     assert "2 stages, but the model has 0 blocks" in problem_of(
@@ -156,7 +156,7 @@ def test_a_model_without_stacks_has_no_pipeline(searches):
     )
 
 
-def test_derivation_that_never_works_is_refused_with_reason(searches):
+def test_failed_derivation_is_refused_with_the_first_reason(searches):
     """A fault that no module's division explains: the first problem is told."""
     search = searches("distilbert")
     broken = Search(search.config, search.case, (2, 1, 1), {"pipeline_order": "no such order"})
@@ -164,7 +164,7 @@ def test_derivation_that_never_works_is_refused_with_reason(searches):
         broken.run()
 
 
-def test_a_card_keeps_the_table(searches):
+def test_derived_schedule_survives_a_card_round_trip(searches):
     from slapo_zoo.zoo.derivation.table_document import freeze
 
     for name in ("bloom", "qwen2_moe"):
@@ -173,7 +173,7 @@ def test_a_card_keeps_the_table(searches):
         assert from_document(to_document(frozen)) == frozen
 
 
-def test_the_source_of_a_table_is_python_that_makes_it(searches):
+def test_python_source_of_a_derived_schedule_recreates_it(searches):
     from slapo_zoo.zoo.table import ZOO
 
     search = searches("distilbert")
@@ -187,7 +187,7 @@ def test_the_source_of_a_table_is_python_that_makes_it(searches):
         ZOO.pop("another", None)
 
 
-def test_a_tiny_config_keeps_ratios_and_kinds():
+def test_tiny_config_keeps_head_ratios_and_layer_kinds():
     config = transformers.Qwen2Config(num_attention_heads=28, num_key_value_heads=4)
     small = tiny(config)
     assert (small.num_attention_heads, small.num_key_value_heads) == (4, 1)
@@ -198,7 +198,7 @@ def test_a_tiny_config_keeps_ratios_and_kinds():
     assert swin.embed_dim == 32
 
 
-def test_stacks_are_found_in_stages():
+def test_block_stacks_are_detected_inside_stages_and_towers():
     with torch.device("meta"):
         resnet = transformers.ResNetForImageClassification(tiny(transformers.ResNetConfig()))
         bart = transformers.BartModel(tiny(transformers.BartConfig()))
@@ -206,8 +206,8 @@ def test_stacks_are_found_in_stages():
     assert find_stacks(bart) == ["encoder.layers.*", "decoder.layers.*"]
 
 
-def test_a_tower_that_cannot_be_cut_is_held_as_a_whole(searches, monkeypatch):
-    """Of several stacks each is tried alone; here all together, and the first alone, are wrong."""
+def test_derivation_keeps_a_tower_that_cannot_be_split_on_one_stage(searches, monkeypatch):
+    """Each of several block stacks is tried alone; here all together, and the first alone, are wrong."""
     config = tiny(transformers.BartConfig())
     with tempfile.TemporaryDirectory() as scratch:
         cls = transformers.BartForConditionalGeneration
@@ -235,7 +235,7 @@ def test_a_tower_that_cannot_be_cut_is_held_as_a_whole(searches, monkeypatch):
         "falcon_h1",
     ],
 )
-def test_derivation_handles_special_needs_of_a_class(name):
+def test_derivation_handles_unusual_model_classes(name):
     """Heads defined before their embedding; a constructor that looks at its numbers; rows of padding;
     experts that are chosen in a block; a forward that looks at its inputs; weights that are read, and parts
     that are called, beside their modules; other masks without a cache; buffers that a module above sets."""
@@ -246,7 +246,7 @@ def test_derivation_handles_special_needs_of_a_class(name):
         assert problem_of(Trial(case, (1, 2, 1), found._gathered(case.config, found.small))) == ""
 
 
-def test_a_plan_that_does_not_serve_the_real_config_is_left_out():
+def test_derivation_ignores_a_tp_plan_that_does_not_fit_the_real_config():
     """Its tiny model has no dropout, for which a plan has no place."""
     config = tiny(transformers.SeedOssConfig(residual_dropout=0.1))
     proof = derive(config, transformers.SeedOssForCausalLM, (2, 1, 1))
@@ -255,7 +255,7 @@ def test_a_plan_that_does_not_serve_the_real_config_is_left_out():
 
 
 @pytest.mark.parametrize("name", ["T5", "Dinov2", "CLIP"])
-def test_a_tiny_model_trains(name, tmp_path):
+def test_tiny_model_of_each_tested_class_trains(name, tmp_path):
     """A decoder gets its first token, a backbone its last stage, an image its size from where it stands."""
     cls = getattr(
         transformers,
@@ -268,7 +268,7 @@ def test_a_tiny_model_trains(name, tmp_path):
     assert case.truth.loss > 0
 
 
-def test_a_single_expert_is_not_divided():
+def test_derived_schedule_does_not_shard_a_single_expert():
     config = tiny(transformers.HunYuanMoEV1Config())
     assert config.num_experts == 1
     with torch.device("meta"):
@@ -277,7 +277,7 @@ def test_a_single_expert_is_not_divided():
     assert rows["model.layers.*.mlp.experts"] == ()
 
 
-def test_small_stacks_count_where_there_is_no_large_one():
+def test_small_block_stacks_are_used_when_there_is_no_large_one():
     with torch.device("meta"):
         small = torch.nn.ModuleDict(
             {"h": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(2)])}
@@ -286,7 +286,7 @@ def test_small_stacks_count_where_there_is_no_large_one():
     assert find_stacks(small) == ["h.*"]
 
 
-def test_spelling_is_found_by_content():
+def test_checkpoint_key_renames_are_detected_from_tensor_values():
     g = torch.Generator().manual_seed(0)
     experts, gate = torch.randn(2, 6, 4, generator=g), torch.randn(2, 4, generator=g)
     model = {"layers.0.mlp.experts.gate_up_proj": experts, "layers.0.mlp.gate.weight": gate}
@@ -302,12 +302,12 @@ def test_spelling_is_found_by_content():
     assert piece.names == (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")
 
 
-def test_unexplained_keys_of_files_are_named():
+def test_checkpoint_keys_without_a_rename_are_named():
     tensor = torch.arange(6.0).view(2, 3)
     assert find_spelling({"w_t": tensor.t()}, {"w": tensor}).unknown == ("w_t",)
 
 
-def test_spelling_by_whole_keys_where_no_part_of_a_name_tells():
+def test_checkpoint_keys_are_renamed_in_full_when_parts_are_ambiguous():
     """Two parts of one file name become two parts of the model that other names share."""
     g = torch.Generator().manual_seed(0)
     pairs = [
@@ -326,7 +326,7 @@ def test_spelling_by_whole_keys_where_no_part_of_a_name_tells():
     assert keys.to_file("layers.17.post_norm.weight") == "llm.layers.17.norm.weight"
 
 
-def test_a_tensor_that_files_hold_in_parts_of_its_first_axis():
+def test_checkpoint_tensor_stored_in_slices_of_its_first_axis_is_detected():
     g = torch.Generator().manual_seed(0)
     whole = torch.randn(6, 1, 4, generator=g)
     files = {
@@ -345,7 +345,7 @@ def test_a_tensor_that_files_hold_in_parts_of_its_first_axis():
 
 
 @pytest.mark.parametrize("name", ["Lilt", "RecurrentGemma", "Gemma4", "ProphetNet"])
-def test_the_first_size_that_trains_is_taken(name, tmp_path):
+def test_tiny_config_search_takes_the_first_size_that_trains(name, tmp_path):
     """Widths that are parts of each other, kinds of layers further down, heads of a layer's own size; or none."""
     ends = {"Lilt": "ForSequenceClassification"}
     cls = getattr(transformers, name + ends.get(name, "ForCausalLM"))
@@ -361,7 +361,7 @@ def test_the_first_size_that_trains_is_taken(name, tmp_path):
     assert 0 < sum(grad.numel() for grad in case.truth.grads.values()) < 4e6
 
 
-def test_tokens_are_divided_between_the_parts_of_a_block():
+def test_derived_schedule_shards_tokens_between_submodules_of_a_block():
     """A residual beside the input of a part (ERNIE) is joined with it; what divides none was not seen to be right."""
     asked = {"sequence_parallel": True}
     found = derive(transformers.ErnieConfig(), transformers.ErnieForMaskedLM, (2, 1, 1), **asked)
@@ -374,7 +374,7 @@ def test_tokens_are_divided_between_the_parts_of_a_block():
         derive(transformers.ConvNextConfig(), transformers.ConvNextForImageClassification, (2, 1, 1), **asked)  # fmt: skip
 
 
-def test_every_parameter_that_sees_some_tokens_is_summed():
+def test_derived_schedule_all_reduces_gradients_of_parameters_on_sharded_tokens():
     """Whatever its name, and where the block itself holds it."""
     config = tiny(transformers.Dinov2Config())
     with torch.device("meta"):
@@ -390,7 +390,7 @@ def test_every_parameter_that_sees_some_tokens_is_summed():
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
-def test_an_encoder_and_a_decoder_of_two_families(mesh, caplog):
+def test_derivation_handles_encoder_decoder_of_two_families(mesh, caplog):
     """And nothing is printed of a dry run that does not suit it."""
     encoder, decoder = transformers.BertConfig(), transformers.GPT2Config()
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)

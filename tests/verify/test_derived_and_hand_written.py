@@ -1,4 +1,4 @@
-"""What a derivation divides, beside what the table that is written by hand for the family divides.
+"""Shards of a derived table, compared with those of the table written by hand for the family.
 
 A derived table gathers what heads make, so that the product after an attention is divided by its outputs, not
 its inputs. All else that it divides in another way, or not at all, is named here with its reason.
@@ -50,7 +50,7 @@ def divided(config, cls, table):
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("family", sorted(set(families()) - {WIDERESNET}))
-def test_a_derived_table_divides_what_a_hand_written_one_does(family, tmp_path):
+def test_derived_schedule_shards_the_same_weights_as_the_hand_written_one(family, tmp_path):
     name = family if family in model_types() else family.replace("_", "-")
     cls = getattr(transformers, model_types()[name][0])
     case = tiny_case(default_config(name, cls), cls, tmp_path, Sizes())

@@ -31,7 +31,7 @@ def step(folder, config, cls, batch, given, tp):
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("cls", CLASSES)
-def test_ranks_draw_as_one_does(cls, tmp_path, ranks):
+def test_derived_schedule_dropout_on_several_ranks_equals_one_rank(cls, tmp_path, ranks):
     known = getattr(transformers, cls)
     case = tiny_case(default_config(known.config_class.model_type, known), known, tmp_path, Sizes())
     config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -58,7 +58,7 @@ WRONG = [("FocalNetForImageClassification", {}, "after"), ("XLNetForSequenceClas
 
 
 @pytest.mark.parametrize(("cls", "knobs", "said"), WRONG)
-def test_other_elements_than_one_rank_drops_are_seen(cls, knobs, said, tmp_path):
+def test_verify_detects_dropout_of_other_elements_than_on_one_rank(cls, knobs, said, tmp_path):
     """Replicas agree: what goes wrong is within what each rank has alone."""
     known, mesh = getattr(transformers, cls), (2, 1, 1)
     config = known.config_class()
@@ -89,7 +89,7 @@ def trained(mesh):
     return loss, float(model.clip_grad_norm_(1e9))
 
 
-def test_attention_of_torch_drops_by_row_on_every_mesh():
+def test_torch_attention_dropout_is_independent_for_each_row_on_every_mesh():
     """Emulated ranks share torch's generator: each run gave another loss."""
     wanted = trained((1, 1, 1))
     for mesh in ((2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):

@@ -38,14 +38,14 @@ def right_table(search):
     return search.candidates()[0](search.case.config, search.small)
 
 
-def test_a_right_table_passes(case, search):
+def test_correct_schedule_table_passes_the_proof(case, search):
     """Also in fp32: the tolerance of a case is that of its dtype."""
     found = judge(Trial(case, MESH, right_table(search), SP))
     assert not found.findings
     assert {"outputs", "loss", "gradients", "replicas", "dropout"} <= found.counts.keys()
 
 
-def test_ranks_that_drop_their_tokens_alike_are_seen(case, search):
+def test_verify_detects_equal_dropout_masks_on_ranks_with_different_tokens(case, search):
     """Each rank alone looks right: it drops the elements of its own tokens that the others drop of theirs."""
     table = right_table(search)
     rows = [
@@ -59,8 +59,8 @@ def test_ranks_that_drop_their_tokens_alike_are_seen(case, search):
     assert "error" in found.words()
 
 
-def test_replicas_that_come_apart_are_seen(case, search):
-    """Where nobody sums the gradient before a divided product, each rank trains other norms."""
+def test_verify_detects_replicated_weights_that_drift_apart(case, search):
+    """Without an all-reduce of the gradient before a sharded product, each rank trains different norms."""
     table = right_table(search)
     unsummed = tuple(
         (row[0], tuple(d for d in row[1] if getattr(d, "mode", "") != "bwd_post"))
@@ -73,8 +73,8 @@ def test_replicas_that_come_apart_are_seen(case, search):
     assert drifts[0].problem == "differs from that of rank 0, as its gradient does"
 
 
-def test_infinities_of_a_mask_are_no_difference():
-    """Where the truth is minus infinity the same is right, and a number is not; NaN never is."""
+def test_verify_accepts_equal_infinities_of_a_mask_and_rejects_nan():
+    """Only minus infinity is right where the expected value is minus infinity; NaN never is."""
     truth = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
     near = FixedTolerance(Result(outputs={"logits": truth}), 1e-4)
     for found, right in (

@@ -36,7 +36,7 @@ def verified(monkeypatch):
     return seen
 
 
-def test_equal_layers_are_verified_once(verified):
+def test_layerwise_verify_checks_equal_layers_once(verified):
     report = verify_layers(config_of("gpt2", n_layer=9))
     assert report.ok, str(report)
     assert report.config == "layer by layer"
@@ -52,7 +52,7 @@ def test_equal_layers_are_verified_once(verified):
         pytest.param(8, 2, marks=pytest.mark.slow),
     ],
 )
-def test_a_wrong_layer_is_named_as_it_is(layer, runs, verified):
+def test_layerwise_verify_names_the_wrong_layer(layer, runs, verified):
     """A single forgotten backward sum, in one layer of nine."""
     config = config_of("gpt2", n_layer=9)
     every = [(f"transformer.h.{i}.mlp", d) for p, d in steps_of(config)
@@ -68,7 +68,7 @@ def test_a_wrong_layer_is_named_as_it_is(layer, runs, verified):
     assert f"transformer.h.{layer}." in named
 
 
-def test_layers_of_two_kinds_are_each_verified(verified):
+def test_layerwise_verify_checks_each_kind_of_layer(verified):
     """GPT-Neo's seventh layer begins another pair than the others do."""
     kinds = [["global", "local"], 3]
     report = verify_layers(
@@ -79,24 +79,24 @@ def test_layers_of_two_kinds_are_each_verified(verified):
 
 
 @pytest.mark.slow
-def test_tokens_are_divided_in_every_stretch(verified):
+def test_layerwise_verify_shards_tokens_in_every_group_of_layers(verified):
     report = verify_layers(config_of("llama", num_hidden_layers=6), sequence_parallel=True)
     assert report.ok, str(report)
 
 
-def test_a_shared_block_is_verified_once(verified):
+def test_layerwise_verify_checks_a_shared_block_once(verified):
     report = verify_layers(config_of("albert", num_hidden_layers=6))
     assert report.ok, str(report)
     assert len(verified) == 1
 
 
-def test_few_layers_keeps_all_widths():
+def test_layerwise_config_keeps_all_widths():
     config = transformers.T5Config(num_layers=24, num_decoder_layers=24)
     few = few_layers(config, 10)
     assert (few.num_layers, few.num_decoder_layers, few.d_model) == (2, 2, config.d_model)
 
 
-def test_layerwise_verify_beyond_memory_is_refused():
+def test_layerwise_verify_of_layers_larger_than_memory_is_refused():
     """Refused before anything is made, not killed half way."""
     with pytest.raises(SlapoError, match=r"needs about \d+ GB, \d+ GB are free"):
         verify_layers(transformers.LlamaConfig(hidden_size=16384, intermediate_size=65536))

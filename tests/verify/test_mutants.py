@@ -39,14 +39,14 @@ def every_other(mutants):
     return [m if i % 2 else pytest.param(m, marks=pytest.mark.slow) for i, m in enumerate(mutants)]
 
 
-def test_mutant_corpus_is_large():
+def test_broken_schedule_corpus_is_large():
     assert len(MUTANTS) >= 40
     assert len({mutant.cls for mutant in MUTANTS}) >= 10
 
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("mutant", every_other(MUTANTS), ids=label)
-def test_mutant_is_found_and_named(mutant):
+def test_broken_schedule_is_detected_and_its_module_named(mutant):
     report = verified(mutant)
     assert not report.ok, f"not caught: {mutant}"
     place = named(mutant, report)
@@ -54,13 +54,13 @@ def test_mutant_is_found_and_named(mutant):
     assert place <= 4, f"named late: {report}"
 
 
-def test_a_tie_that_a_schedule_loses_is_refused_and_named():
+def test_schedule_that_loses_a_weight_tie_is_refused_and_named():
     report = verified(next(m for m in MUTANTS if m.name == "head untied"))
     assert "lm_head.weight: it was tied to transformer.wte.weight" in report.error
     assert report.divergence.path == "lm_head"
 
 
-def test_a_tensor_of_another_shape_is_a_finding():
+def test_verify_reports_a_tensor_of_another_shape():
     """The checks go on, and the place is told."""
     plain, found = Result(loss=1.0, weights={"w": torch.zeros(3)}), Comparison.empty()
     near = Tolerance(plain, [plain])

@@ -86,7 +86,7 @@ def start(folder, victim, where):
 
 
 def warm_up():
-    """What torch imports at its first use, it imports here, once, and not in every rank."""
+    """Import once what torch would import at its first use in every rank."""
     specs, full = model(1)
     with tempfile.TemporaryDirectory() as folder:
         save.save_folder(folder, specs, full, Mesh())

@@ -101,7 +101,7 @@ def fails(out, ask):
 
 
 @pytest.mark.parametrize("ask", [True, False])
-def test_failed_async_save_raises_and_keeps_the_old_folder(ranks, tmp_path, ask):
+def test_failed_async_save_raises_and_keeps_the_old_checkpoint(ranks, tmp_path, ask):
     found = ranks.run(fails, 2, tmp_path / "out", ask)
     assert [kind for kind, *_ in found] == [RankError, WeightsError]
     for _, text, before, after in found:

@@ -56,7 +56,7 @@ def full_name(name, keys):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_missing_keys_are_refused_by_name(name, folders, ranks):
+def test_checkpoint_with_missing_keys_is_refused_and_names_them(name, folders, ranks):
     """A part of a block, then a whole block: neither is a head that may be new."""
     key = full_name(name, load_file(folders[name] / "model.safetensors"))
     rewrite(folders[name], lambda t: {k: v for k, v in t.items() if k != key})
@@ -70,7 +70,7 @@ def test_missing_keys_are_refused_by_name(name, folders, ranks):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_unexpected_keys_are_refused_by_name(name, folders):
+def test_checkpoint_with_unexpected_keys_is_refused_and_names_them(name, folders):
     """A block too many, or an odd tensor in a block."""
     extra = {k.replace(".1.", ".3.", 1) for k in load_file(folders[name] / "model.safetensors") if BLOCK[name] in k}  # fmt: skip
     rewrite(folders[name], lambda t: t | {k.replace(".1.", ".3.", 1): v.clone() for k, v in t.items() if BLOCK[name] in k})  # fmt: skip
@@ -91,14 +91,16 @@ def test_unexpected_keys_are_refused_by_name(name, folders):
         ("bert", {"intermediate_size": 80}, "found shape [70, 30], expected [80, 30]"),
     ],
 )
-def test_misshaped_keys_are_refused_by_name(name, changes, shape, sources, ranks):
+def test_checkpoint_with_wrong_shapes_is_refused_and_names_the_keys(
+    name, changes, shape, sources, ranks
+):
     text = refused(WeightsError, sources[name], ranks, 2, tp=2, **changes)
     assert shape in text
     assert "tensors do not fit the model" in text
     assert "another architecture, size or vocabulary?" in text
 
 
-def test_a_checkpoint_of_another_family_is_refused(sources, folders):
+def test_checkpoint_of_another_family_is_refused(sources, folders):
     shutil.copy(sources["bert"] / "model.safetensors", folders["gpt2"] / "model.safetensors")
     text = refused(WeightsError, folders["gpt2"])
     assert "missing" in text
@@ -108,7 +110,7 @@ def test_a_checkpoint_of_another_family_is_refused(sources, folders):
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1, -4096])
-def test_a_truncated_safetensors_file_is_refused(keep, folders, ranks):
+def test_truncated_safetensors_file_is_refused(keep, folders, ranks):
     path = folders["gpt2"] / "model.safetensors"
     data = path.read_bytes()
     path.write_bytes(data[:keep])
@@ -118,13 +120,13 @@ def test_a_truncated_safetensors_file_is_refused(keep, folders, ranks):
     assert all("found" in p[3] for p in parts)
 
 
-def test_a_text_that_calls_itself_safetensors_is_refused(folders):
+def test_text_file_named_safetensors_is_refused(folders):
     path = folders["gpt2"] / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
     assert attempt(folders["gpt2"], {})[0] is WeightsError
 
 
-def test_pickles_are_refused_unless_asked_for(folders, ranks):
+def test_pickle_checkpoint_is_refused_unless_requested(folders, ranks):
     folder = folders["gpt2"]
     want = logits_of("GPT2LMHeadModel", folder, batch_of(GPT2))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -144,7 +146,7 @@ def forward(folder, batch, options):
     return AutoScheduledModel.from_pretrained(folder, **options)(**batch).logits.detach()
 
 
-def test_index_with_a_missing_file_is_refused(folders, ranks):
+def test_checkpoint_index_with_a_missing_file_is_refused(folders, ranks):
     model = transformers.GPT2LMHeadModel.from_pretrained(folders["gpt2"])
     (folders["gpt2"] / "model.safetensors").unlink()
     model.save_pretrained(folders["gpt2"], max_shard_size="30KB")
@@ -159,7 +161,7 @@ def test_index_with_a_missing_file_is_refused(folders, ranks):
     assert "fetch the missing file" in text
 
 
-def test_an_empty_folder_is_refused(folders):
+def test_empty_checkpoint_folder_is_refused(folders):
     (folders["gpt2"] / "model.safetensors").unlink()
     text = attempt(folders["gpt2"], {})
     assert text[0] is WeightsError
@@ -185,7 +187,7 @@ NEW_HEADS = {
 
 
 @pytest.mark.parametrize("cls", NEW_HEADS)
-def test_a_missing_head_is_new_and_alike_everywhere(cls, sources, ranks):
+def test_head_missing_in_checkpoint_is_initialized_equally_on_every_layout(cls, sources, ranks):
     name, new = NEW_HEADS[cls]
     layouts = [(1, 1), (2, 1), (1, 2), (2, 2)]
     fulls = []
@@ -213,7 +215,7 @@ def test_a_missing_head_is_new_and_alike_everywhere(cls, sources, ranks):
 
 
 def old_gpt2(tensors):
-    """As gpt2 on the Hub: no prefix, causal masks in the file, no head."""
+    """Return tensors as in gpt2 on the Hub: no prefix, causal masks in the file, no head."""
     old = {k.removeprefix("transformer."): v for k, v in tensors.items() if k != "lm_head.weight"}
     for i in range(3):
         old[f"h.{i}.attn.bias"] = torch.ones(1, 1, 16, 16).tril()
@@ -222,7 +224,7 @@ def old_gpt2(tensors):
 
 
 def old_bert(tensors):
-    """As bert-base-uncased on the Hub: gamma and beta, position ids, the bias of the head."""
+    """Return tensors as in bert-base-uncased on the Hub: gamma and beta, position ids, the bias of the head."""
     old = {
         k.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): v
         for k, v in tensors.items()
@@ -236,7 +238,7 @@ def old_bert(tensors):
 @pytest.mark.parametrize(
     ("case", "old"), [(GPT2, old_gpt2), (BERT, old_bert)], ids=["gpt2", "bert"]
 )
-def test_old_layouts_of_files_load(case, old, tp, pp, folders, ranks):
+def test_checkpoints_with_old_key_names_load(case, old, tp, pp, folders, ranks):
     name = "gpt2" if case is GPT2 else "bert"
     folder, batch = folders[name], batch_of(case)
     want, source = logits_of(case.cls, folder, batch), load_file(folder / "model.safetensors")
@@ -263,7 +265,7 @@ def with_own_head(tensors):
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=["one", "tp2", "pp2"])
-def test_tied_head_with_other_values_is_refused(layout, folders, ranks):
+def test_checkpoint_whose_tied_head_has_other_values_is_refused(layout, folders, ranks):
     """Refused; told to untie, it is what plain transformers makes of the file."""
     folder, batch, n = folders["gpt2"], batch_of(GPT2), 2 if layout else 1
     rewrite(folder, with_own_head)
@@ -276,7 +278,7 @@ def test_tied_head_with_other_values_is_refused(layout, folders, ranks):
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
 
 
-def test_file_with_a_tied_tensor_twice_loads(folders):
+def test_checkpoint_with_a_tied_tensor_stored_twice_loads(folders):
     batch = batch_of(GPT2)
     want = logits_of(GPT2.cls, folders["gpt2"], batch)
     rewrite(folders["gpt2"], lambda t: {**t, "lm_head.weight": t["transformer.wte.weight"].clone()})
@@ -288,7 +290,9 @@ def saved_again(folder, out, layout):
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
-def test_old_key_names_are_saved_unchanged(layout, folders, tmp_path, ranks):
+def test_checkpoint_with_old_key_names_is_saved_under_the_same_names(
+    layout, folders, tmp_path, ranks
+):
     folder, plain, mine = folders["bert"], tmp_path / "plain", tmp_path / "mine"
     rewrite(folder, lambda t: {k: v for k, v in old_bert(t).items() if "seq_rel" not in k})
     transformers.BertForMaskedLM.from_pretrained(folder).save_pretrained(plain)

@@ -1,4 +1,4 @@
-"""What a saved folder holds beside the weights, and files that hold nothing but NaN, or cannot be read."""
+"""Files of a saved folder beside the weights; files that hold nothing but NaN, or cannot be read."""
 
 import json
 import shutil
@@ -40,7 +40,7 @@ def resave(source, out, size):
     model.save_pretrained(out, max_shard_size=size)
 
 
-def test_save_carries_configs_tokenizer_and_file_sizes(ranks, source, tmp_path):
+def test_save_copies_configs_and_tokenizer_and_keeps_the_shard_size(ranks, source, tmp_path):
     out, theirs = tmp_path / "out", tmp_path / "theirs"
     ranks.run(resave, 2, source, out, "30KB")
     config = GPT2Config.from_pretrained(source)  # a loaded one would be packed in the files' order
@@ -70,7 +70,7 @@ def test_save_keeps_an_existing_tokenizer(ranks, source, tmp_path):
     assert (tmp_path / "out" / "notes.md").exists()
 
 
-def test_a_folder_that_holds_a_tokenizer_alone_takes_the_model(source, tmp_path):
+def test_save_into_a_tokenizer_folder_works_and_into_other_files_is_refused(source, tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"mine": 1}')
     AutoScheduledModel.from_pretrained(source).save_pretrained(tmp_path)
@@ -83,7 +83,7 @@ def test_a_folder_that_holds_a_tokenizer_alone_takes_the_model(source, tmp_path)
         AutoScheduledModel.from_pretrained(source).save_pretrained(other)
 
 
-def test_all_nan_checkpoint_loads_without_warning(source, tmp_path, recwarn):
+def test_checkpoint_of_only_nan_loads_without_warning(source, tmp_path, recwarn):
     folder = shutil.copytree(source, tmp_path / "nan")
     full = load_file(folder / "model.safetensors")
     save_file(
@@ -118,7 +118,7 @@ def half_way(source):
     return None, ""
 
 
-def test_failed_read_on_one_rank_stops_all(ranks, source):
+def test_failed_read_on_one_rank_stops_all_ranks(ranks, source):
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     kinds, texts = zip(*ranks.run(half_way, 2, source), strict=True)
     assert kinds == (RankError, WeightsError)

@@ -31,7 +31,7 @@ def load_onto(device, folder, mesh):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
-def test_pieces_of_any_placement_arrive_equal(tmp_path, monkeypatch, mesh):
+def test_tensors_of_any_placement_arrive_equal_through_staging_buffers(tmp_path, monkeypatch, mesh):
     """The buffers work on the CPU too: `load_tensors` copies through them as it would for a GPU."""
     copies, cpu = [], torch.device("cpu")
     monkeypatch.setattr(
@@ -49,12 +49,12 @@ def test_tensors_are_cast_on_the_way_to_the_device():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
-def test_copies_to_a_gpu_are_equal(tmp_path, mesh):
+def test_tensors_copied_to_a_gpu_are_equal(tmp_path, mesh):
     load_onto(torch.device("cuda"), tmp_path, mesh)
 
 
 @pytest.mark.gpu
-def test_buffers_are_not_filled_before_they_are_empty():
+def test_staging_buffers_are_not_refilled_before_the_copy_completes():
     device = torch.device("cuda")
     source = torch.arange(1 << 22, dtype=torch.int64)
     target = torch.empty_like(source, device=device)

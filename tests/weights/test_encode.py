@@ -1,4 +1,4 @@
-"""What optimizers and schedulers remember survives JSON exactly."""
+"""States of optimizers and schedulers survive JSON exactly."""
 
 import json
 import math
@@ -26,21 +26,21 @@ def there_and_back(value):
 
 
 @given(VALUES)
-def test_values_survive_encoding(value):
+def test_python_values_survive_json_encoding(value):
     found = there_and_back(value)
     assert found == value
     assert repr(found) == repr(value)  # 1 == 1.0 == True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16])
-def test_small_tensors_survive_encoding(dtype):
+def test_small_tensors_survive_json_encoding(dtype):
     for tensor in (torch.ones((), dtype=dtype), torch.zeros(2, 3, dtype=dtype)):
         found = there_and_back({"step": tensor})["step"]
         assert found.dtype == dtype
         assert torch.equal(found, tensor)
 
 
-def test_kinds_of_dictionaries_survive_encoding():
+def test_counter_and_ordered_dict_survive_json_encoding():
     milestones = there_and_back(Counter({30: 1, 80: 2}))
     assert isinstance(milestones, Counter)
     assert sorted(milestones.elements()) == [30, 80, 80]
@@ -49,6 +49,6 @@ def test_kinds_of_dictionaries_survive_encoding():
 
 
 @pytest.mark.parametrize("value", [len, {1, 2}, torch.ones(5000), object()])
-def test_unsupported_value_is_named(value):
+def test_json_encoding_of_unsupported_value_raises_and_names_it(value):
     with pytest.raises(WeightsError, match=r"scheduler.a\[1\]: found a "):
         encode({"a": [0, value]}, "scheduler")

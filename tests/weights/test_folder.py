@@ -26,7 +26,7 @@ def two_files(tmp_path):
     return tmp_path
 
 
-def test_only_needed_files_are_opened(two_files):
+def test_checkpoint_folder_opens_only_needed_files(two_files):
     with open_checkpoint(two_files) as folder:
         assert folder.keys() == ["a", "b"]
         assert folder.key_to_file == {"a": A, "b": B}
@@ -39,14 +39,14 @@ def test_only_needed_files_are_opened(two_files):
             folder.view("c")
 
 
-def test_a_single_file_goes_before_an_index(two_files):
+def test_single_weight_file_takes_precedence_over_an_index(two_files):
     save_file({"a": torch.full((2,), 5.0)}, two_files / "model.safetensors")
     with open_checkpoint(two_files) as folder:
         assert folder.view("a").tolist() == [5, 5]
         assert folder.files_opened == 1
 
 
-def test_files_in_a_subfolder_are_found(tmp_path):
+def test_weight_files_in_a_subfolder_are_read(tmp_path):
     (tmp_path / "part").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "part" / A)
     write_index(tmp_path, {"a": f"part/{A}"})
@@ -54,7 +54,7 @@ def test_files_in_a_subfolder_are_found(tmp_path):
         assert folder.view("a").tolist() == [1, 1]
 
 
-def test_an_absent_file_of_the_index_is_refused(two_files):
+def test_absent_file_of_the_index_is_refused(two_files):
     (two_files / B).unlink()
     with pytest.raises(WeightsError, match=rf"{B}.* 1 tensors in this file, but it is not there"):
         open_checkpoint(two_files)
@@ -70,7 +70,7 @@ def test_index_with_names_outside_the_folder_is_refused(two_files, name):
         open_checkpoint(two_files)
 
 
-def test_links_out_of_the_folder_are_refused(tmp_path):
+def test_symlinks_out_of_the_checkpoint_folder_are_refused(tmp_path):
     (tmp_path / "inside").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "outside.safetensors")
     (tmp_path / "inside" / A).symlink_to(tmp_path / "outside.safetensors")
@@ -83,7 +83,7 @@ def test_links_out_of_the_folder_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", A])
-def test_links_in_a_circle_are_refused(two_files, name):
+def test_circular_symlinks_in_a_checkpoint_are_refused(two_files, name):
     (two_files / name).unlink(missing_ok=True)
     (two_files / name).symlink_to("circle")
     (two_files / "circle").symlink_to(name)
@@ -93,7 +93,7 @@ def test_links_in_a_circle_are_refused(two_files, name):
         open_checkpoint(two_files / "circle")
 
 
-def test_links_within_the_hub_cache_are_followed(tmp_path):
+def test_symlinks_within_the_hub_cache_are_followed(tmp_path):
     repo = tmp_path / "models--org--name"
     snapshot = repo / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -110,13 +110,13 @@ def test_links_within_the_hub_cache_are_followed(tmp_path):
         open_checkpoint(snapshot)
 
 
-def test_named_pipe_in_the_folder_is_refused_without_hang(tmp_path):
+def test_named_pipe_in_a_checkpoint_folder_is_refused_without_hanging(tmp_path):
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(WeightsError, match="no regular file"):
         open_checkpoint(tmp_path)
 
 
-def test_an_index_that_disagrees_with_its_files_is_refused(two_files):
+def test_index_that_disagrees_with_its_files_is_refused(two_files):
     write_index(two_files, {"a": A, "b": B, "c": B})
     folder = open_checkpoint(two_files)
     with pytest.raises(WeightsError, match=r"'c'.*which does not hold it"):
@@ -140,13 +140,13 @@ def test_an_index_that_disagrees_with_its_files_is_refused(two_files):
         ('{"weight_map": {"a": "x", "a": "y"}}', "expected one file"),
     ],
 )
-def test_a_broken_index_is_refused(tmp_path, text, problem):
+def test_malformed_index_is_refused(tmp_path, text, problem):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(WeightsError, match=problem):
         open_checkpoint(tmp_path)
 
 
-def test_a_folder_without_weights_is_refused(tmp_path):
+def test_checkpoint_folder_without_weights_is_refused(tmp_path):
     (tmp_path / "README.md").touch()
     with pytest.raises(WeightsError, match=r"found README.md; expected model.safetensors"):
         open_checkpoint(tmp_path)
@@ -154,7 +154,7 @@ def test_a_folder_without_weights_is_refused(tmp_path):
         open_checkpoint(tmp_path / "none")
 
 
-def test_file_truncated_while_read_raises(two_files):
+def test_weight_file_truncated_while_read_raises(two_files):
     """A page beyond the end of a mapped file would kill the process without a word."""
     with open_checkpoint(two_files) as folder:
         folder.view("a")
@@ -164,7 +164,7 @@ def test_file_truncated_while_read_raises(two_files):
 
 
 @pytest.mark.parametrize("new_format", [True, False])
-def test_pickle_is_refused_unless_allowed(tmp_path, new_format):
+def test_pickle_weight_file_is_refused_unless_allowed(tmp_path, new_format):
     state = {"a": torch.randn(3, 2), "b": torch.nn.Parameter(torch.ones(2))}
     path = tmp_path / "pytorch_model.bin"
     torch.save(state, path, _use_new_zipfile_serialization=new_format)
@@ -192,14 +192,14 @@ class Evil:
 
 
 @pytest.mark.parametrize("state", [{"a": Evil()}, {"a": 3}, [torch.ones(1)]])
-def test_a_pickle_of_anything_but_tensors_is_refused(tmp_path, capsys, state):
+def test_pickle_of_anything_but_tensors_is_refused(tmp_path, capsys, state):
     torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsError, match="found"):
         open_checkpoint(tmp_path, allow_pickle=True)
     assert capsys.readouterr().out == ""
 
 
-def test_a_broken_pickle_is_refused(tmp_path):
+def test_malformed_pickle_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nonsense")
     with pytest.raises(WeightsError, match="no plain state dict"):
         open_checkpoint(tmp_path, allow_pickle=True)

@@ -74,23 +74,23 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD, ids=str)
-def test_bad_headers_are_refused(tmp_path, case):
+def test_invalid_safetensors_headers_are_refused(tmp_path, case):
     content, *texts = BAD[case]
     refused(tmp_path / "bad.safetensors", content, *texts)
 
 
-def test_every_truncation_is_refused(tmp_path):
+def test_safetensors_header_truncated_anywhere_is_refused(tmp_path):
     for length in range(len(GOOD)):
         refused(tmp_path / "bad.safetensors", GOOD[:length])
 
 
-def test_valid_header_is_read(tmp_path):
+def test_valid_safetensors_header_is_read(tmp_path):
     path = tmp_path / "good.safetensors"
     path.write_bytes(GOOD)
     with SafetensorsFile(path) as file:
         assert file.view("a").tolist() == [0, 0]
 
 
-def test_an_absent_file_is_refused(tmp_path):
+def test_absent_safetensors_file_is_refused(tmp_path):
     with pytest.raises(WeightsError, match="cannot be opened"):
         SafetensorsFile(tmp_path / "none")

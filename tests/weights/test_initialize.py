@@ -20,7 +20,7 @@ def bart(**changes):
     return config
 
 
-def test_modules_outside_the_blocks_are_initialised(monkeypatch):
+def test_parameters_outside_the_blocks_are_initialized(monkeypatch):
     """`final_logits_bias` is the model's own; storage that was freed before must not shine through."""
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty(*a, **k).fill_(7))
@@ -45,7 +45,7 @@ class Held(torch.nn.Module):
             torch.nn.init.uniform_(module.scale)
 
 
-def test_a_tensor_around_the_units_is_drawn_once_and_alike():
+def test_parameter_outside_the_blocks_is_initialized_once_from_the_seed():
     def drawn(seed):
         found = {}
         names = {"scale", "block.weight", "block.bias"}
@@ -58,19 +58,19 @@ def test_a_tensor_around_the_units_is_drawn_once_and_alike():
     assert not torch.equal(one["scale"], other["scale"])
 
 
-def test_tensor_without_initialisation_is_refused_by_name():
+def test_tensor_without_an_initializer_is_refused_and_named():
     with pytest.raises(WeightsError, match=r"scale.*does not set it"):
         initialize_weights(Held(begins=False), ["block"], {"scale"}, 0, lambda *_: None)
 
 
 @pytest.mark.parametrize("name", ["encoder_layerdrop", "decoder_layerdrop"])
-def test_layers_that_are_left_out_need_one_stage(name):
+def test_layerdrop_with_several_pipeline_stages_is_refused(name):
     with pytest.raises(MeshError, match=rf"{name} with pp=2.*expected 0"):
         Assembly(bart(**{name: 0.1}), None, Mesh(pp=2), torch.float32, BuildOptions())
     AutoScheduledModel.from_config(bart(**{name: 0.1}))
 
 
-def test_a_number_that_the_constructor_gives_is_the_weight():
+def test_weight_set_by_the_constructor_keeps_its_value():
     """CLIP's scale: no initialisation of `transformers` sets it."""
     model = AutoScheduledModel.from_config(tiny_config(HEADS["clip"][0])[0], seed=0)
     scale = dict(model.named_parameters())["logit_scale"]
@@ -94,7 +94,7 @@ class Tables(torch.nn.Module):
                 getattr(module, name).fill_(1)
 
 
-def test_a_buffer_is_set_by_the_innermost_model_or_one_above_it_or_refused():
+def test_buffer_without_an_initializer_in_any_enclosing_model_is_refused():
     """Storage that nobody sets holds what was in memory before, and it is never served."""
     outer = Tables()
     outer.inner = Tables("own")

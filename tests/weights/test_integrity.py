@@ -50,7 +50,7 @@ def saved(source, tmp_path_factory):
     return out, made, optimizer
 
 
-def test_combined_checksums_equal_zlib_of_the_whole():
+def test_combined_checksums_equal_zlib_crc_of_all_bytes():
     draw = random.Random(1)
     data = draw.randbytes(37 * 1000)
     for columns in ((0, 1000), (0, 300, 600, 900, 1000), (0, 1, 999, 1000)):
@@ -69,7 +69,7 @@ def save_divided(folder, tp, pp, dp):
     save_folder(folder, specs, local_tensors(specs, full, mesh), mesh, max_shard_size=300)
 
 
-def test_ranks_that_write_slices_make_the_checksums_of_whole_tensors(ranks, tmp_path):
+def test_slice_checksums_of_all_ranks_combine_to_full_tensor_checksums(ranks, tmp_path):
     ranks.run(save_divided, 4, tmp_path / "out", 2, 2, 1)
     count, found = damages_of(tmp_path / "out")
     assert count > 5
@@ -111,16 +111,16 @@ def check_flips(folder, count):
         assert any(path.name in str(error) for error in found), (path.name, bit, str(found[0]))
 
 
-def test_every_flipped_bit_is_found(saved):
+def test_checksum_detects_every_flipped_bit(saved):
     check_flips(saved[0], FLIPS)
 
 
 @pytest.mark.slow
-def test_a_thousand_flipped_bits_are_found(saved):
+def test_checksum_detects_a_thousand_random_flipped_bits(saved):
     check_flips(saved[0], 1000)
 
 
-def test_a_resume_refuses_a_flipped_bit_and_touches_nothing(saved):
+def test_resume_refuses_a_flipped_bit_and_changes_nothing(saved):
     out, made, optimizer = saved
     before = [p.detach().clone() for p in made.parameters()]
     for path, bit in flips(out, 40, seed=5):
@@ -138,7 +138,9 @@ def resume(folder, out):
     return load_checkpoint(made, out, optimizer).step
 
 
-def test_ranks_divide_the_check_and_all_refuse(ranks, source, saved, tmp_path):
+def test_resume_on_several_ranks_refuses_a_flipped_bit_on_every_rank(
+    ranks, source, saved, tmp_path
+):
     out = saved[0]
     path = min(out.glob("model*.safetensors"))
     bit = (path.stat().st_size - 3) * 8
@@ -162,7 +164,7 @@ def test_check_command_names_damaged_file_and_tensor(saved):
     assert f"{path.name}: tensor 'transformer." in found.output.replace("\n", "")
 
 
-def test_files_of_two_saves_are_refused(source, saved, tmp_path):
+def test_checkpoint_mixed_from_two_saves_is_refused(source, saved, tmp_path):
     out, made, optimizer = saved
     other = tmp_path / "other"
     save_checkpoint(made, other, optimizer, step=2, max_shard_size="60KB")
@@ -175,7 +177,7 @@ def test_files_of_two_saves_are_refused(source, saved, tmp_path):
         load_checkpoint(made, other, optimizer)
 
 
-def test_reshard_of_a_damaged_checkpoint_is_refused(saved, tmp_path):
+def test_reshard_command_refuses_a_damaged_checkpoint(saved, tmp_path):
     out, made, optimizer = saved
     reshard(out, tmp_path / "again", "30KB")
     assert not damages_of(tmp_path / "again")[1]
@@ -189,7 +191,7 @@ def test_reshard_of_a_damaged_checkpoint_is_refused(saved, tmp_path):
     assert not (tmp_path / "third").exists()
 
 
-def test_damaged_checksum_file_is_named(saved):
+def test_damaged_checksum_file_raises_and_is_named(saved):
     path = saved[0] / "checksums.json"
     text = path.read_text()
     for broken in ("{", "[]", json.dumps({"format": "x"}), text.replace("save", "sav", 1)):

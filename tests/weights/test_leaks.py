@@ -26,7 +26,7 @@ def counted():
 
 
 def long_run(folder, out, steps, every):
-    """What this rank holds at the end of each tenth of the run, right after a save was waited for."""
+    """Return this rank's memory, files and threads at the end of each tenth of the run, right after a save."""
     model = AutoScheduledModel.from_pretrained(folder, tp=2, pp=2).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     found = []
@@ -67,6 +67,6 @@ def check(runs, most):
 
 
 @pytest.mark.slow
-def test_two_thousand_steps_leak_nothing(ranks, tmp_path):
+def test_two_thousand_steps_leak_no_memory_files_or_threads(ranks, tmp_path):
     folder = checkpoint(GPT2, tmp_path)
     check(ranks.run(long_run, 4, folder, tmp_path / "out", 2000, 20, timeout=1500), most=1024)

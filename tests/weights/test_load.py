@@ -39,7 +39,7 @@ def placed(draw):
 
 @settings(max_examples=80, deadline=None)
 @given(placed())
-def test_loaded_slices_equal_cuts_of_the_full_tensor(case):
+def test_loaded_slices_equal_slices_of_the_full_tensor(case):
     shape, placement, mesh = case
     full = torch.randn(shape)
     expected = cut(full, placement, mesh)
@@ -57,7 +57,7 @@ def test_loaded_slices_equal_cuts_of_the_full_tensor(case):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
-def test_tensors_of_all_placements_load(tmp_path, mesh):
+def test_tensors_of_every_placement_load(tmp_path, mesh):
     specs, full = model()
     save_file(full, tmp_path / "model.safetensors")
     expected = local_tensors(specs, full, mesh)
@@ -72,7 +72,7 @@ def test_tensors_of_all_placements_load(tmp_path, mesh):
         assert torch.equal(target.tensor, expected[name]), name
 
 
-def test_tensors_are_cast_into_parameters(tmp_path):
+def test_loaded_tensors_are_cast_to_the_parameter_dtype(tmp_path):
     full = torch.randn(4, 6)
     save_file({"w": full}, tmp_path / "model.safetensors")
     local = torch.nn.Parameter(torch.empty(4, 3, dtype=torch.bfloat16))
@@ -167,7 +167,7 @@ class Terminal:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_0_shows_a_bar_on_a_terminal(tmp_path, monkeypatch, rank):
+def test_load_shows_a_progress_bar_on_rank_0_in_a_terminal(tmp_path, monkeypatch, rank):
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     monkeypatch.setattr("slapo_zoo.weights.progress.LEAST", 1)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
@@ -177,7 +177,7 @@ def test_rank_0_shows_a_bar_on_a_terminal(tmp_path, monkeypatch, rank):
     assert ("loading" in terminal.text) == (rank == 0)
 
 
-def test_a_log_file_gets_no_bar(tmp_path, monkeypatch, capsys):
+def test_load_shows_no_progress_bar_in_a_log_file(tmp_path, monkeypatch, capsys):
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
     monkeypatch.setattr("slapo_zoo.weights.progress.LEAST", 1)
     with open_checkpoint(tmp_path) as folder:

@@ -18,21 +18,21 @@ def bare(names):
     return [name.removeprefix("transformer.") for name in names]
 
 
-def test_old_gpt2_without_prefix_and_with_masks():
+def test_old_gpt2_keys_without_prefix_match_and_mask_buffers_are_ignored():
     found = [*bare(GPT2), "h.0.attn.bias", "h.0.attn.masked_bias"]
     names = match_names(HEAD, found, "transformer", tied=TIED)
     assert names.source == dict(zip(HEAD, [*bare(GPT2), "wte.weight"], strict=True))
     assert names.missing == names.unexpected == []
 
 
-def test_base_model_reads_a_head_model():
+def test_base_model_loads_from_a_checkpoint_with_head():
     names = match_names(bare(GPT2), [*GPT2, "score.weight"], "transformer")
     assert names.source == dict(zip(bare(GPT2), GPT2, strict=True))
     assert names.missing == []
     assert names.unexpected == ["score.weight"]
 
 
-def test_gpt_neo_masks_are_leftovers_only_where_the_model_has_no_place():
+def test_gpt_neo_mask_buffers_are_ignored_unless_the_model_has_them():
     mask = "transformer.h.0.attn.attention.bias"
     assert match_names([], [mask], "transformer").unexpected == []
     assert match_names([mask], [mask], "transformer").source == {mask: mask}
@@ -50,62 +50,62 @@ def test_bert_gamma_and_beta_map_to_weight_and_bias():
     )
 
 
-def test_gamma_of_another_module_is_not_renamed():
+def test_gamma_key_of_another_module_is_not_renamed():
     assert match_names(["ls.weight"], ["ls.gamma"]).unexpected == ["ls.gamma"]
 
 
 @pytest.mark.parametrize("held", [TIED.keys(), TIED.values(), [*TIED.keys(), *TIED.values()]])
-def test_tied_names_fill_each_other(held):
+def test_tied_parameter_loads_from_the_key_of_either_name(held):
     rest = GPT2[1:]
     names = match_names(HEAD, [*held, *rest], "transformer", tied=TIED)
     assert names.missing == names.unexpected == []
     assert {names.source[name] for name in ("lm_head.weight", GPT2[0])} == set(held)
 
 
-def test_file_key_of_unlisted_tied_name_is_used():
+def test_tied_parameter_loads_from_a_key_that_is_not_in_the_model():
     names = match_names(GPT2, HEAD, "transformer", tied=TIED)
     assert names.unexpected == []
     names = match_names(GPT2, HEAD[1:], "transformer", tied=TIED)
     assert names.source[GPT2[0]] == "lm_head.weight"
 
 
-def test_chains_of_ties_are_followed():
+def test_chains_of_tied_names_are_followed():
     tied = {"encoder.e": "shared", "decoder.e": "encoder.e", "lm_head": "shared"}
     expected = ["shared", *tied]
     for held in expected:
         assert match_names(expected, [held], tied=tied).source == dict.fromkeys(expected, held)
 
 
-def test_circular_ties_terminate():
+def test_circular_tied_names_terminate():
     assert match_names(["a", "b"], ["a"], tied={"a": "b", "b": "a"}).source["a"] == "a"
 
 
 @pytest.mark.parametrize("found", [["h.0.w", "transformer.h.0.w"], ["transformer.h.0.w", "h.0.w"]])
-def test_exact_key_wins_over_renamed_key(found):
+def test_exact_checkpoint_key_wins_over_renamed_key(found):
     names = match_names(["transformer.h.0.w"], found, "transformer")
     assert names.source == {"transformer.h.0.w": "transformer.h.0.w"}
     assert names.unexpected == ["h.0.w"]
 
 
-def test_missing_unexpected_and_ignored_keys_are_listed():
+def test_key_matching_lists_missing_unexpected_and_ignored_keys():
     names = match_names(["a", "b"], ["b", "c", "x.1"], ignore=[r"^x\."])
     assert names.source == {"b": "b"}
     assert names.missing == ["a"]
     assert names.unexpected == ["c"]
 
 
-def test_rotary_tables_are_leftovers():
+def test_rotary_frequency_buffers_in_a_checkpoint_are_ignored():
     key = "model.layers.0.self_attn.rotary_emb.inv_freq"
     assert match_names([], [key], "model").unexpected == []
 
 
-def test_a_file_that_holds_a_tied_tensor_twice_says_so():
+def test_tied_tensor_stored_twice_is_reported():
     names = match_names(HEAD, HEAD, "transformer", tied=TIED)
     assert names.doubles == [("transformer.wte.weight", "lm_head.weight")]
     assert match_names(HEAD, GPT2, "transformer", tied=TIED).doubles == []
 
 
-def test_what_every_layer_of_old_files_holds_is_one_tensor_of_the_model():
+def test_tensor_repeated_per_layer_in_old_files_maps_to_one_model_tensor():
     """ESM-2: written under a `*`, read from any layer."""
     keys = KeyMap((("layer.*.rotary.", "rotary."),))
     for key in (
@@ -118,7 +118,7 @@ def test_what_every_layer_of_old_files_holds_is_one_tensor_of_the_model():
     assert keys.to_model("esm.layer.0.key.weight") == "esm.layer.0.key.weight"
 
 
-def test_pieces_of_rows_sharded_over_dp_are_split_for_the_file():
+def test_row_shards_over_dp_are_split_at_tensor_boundaries_of_the_file():
     """Parts of axis 0 in a tensor of which a rank keeps rows 4..7."""
     keys = KeyMap((), (Pieces("conv.weight", ("q.weight", "k.weight", "v.weight")),))
     spec = TensorSpec("conv.weight", (9, 2), "float32")

@@ -39,7 +39,7 @@ def load(folder, tp, pp, dp):
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_planned_reads_equal_actual_reads(ranks, folder, sizes):
+def test_load_plan_lists_the_bytes_that_a_load_reads(ranks, folder, sizes):
     found = ranks.run(load, sizes[0] * sizes[1] * sizes[2], folder, *sizes)
     plan = plan_weights(folder, *sizes)
     tp, _, dp = sizes
@@ -51,7 +51,7 @@ def test_planned_reads_equal_actual_reads(ranks, folder, sizes):
     assert plan.missing == plan.unexpected == []
 
 
-def test_plan_reads_no_weights(folder, monkeypatch):
+def test_load_plan_reads_no_weights(folder, monkeypatch):
     def refuse(*args):
         raise AssertionError("a weight was read")
 
@@ -59,7 +59,7 @@ def test_plan_reads_no_weights(folder, monkeypatch):
     assert plan_weights(folder, 2, 3, 64).mesh.world_size == 384
 
 
-def test_a_model_of_the_hub_is_planned_by_its_headers(folder, monkeypatch):
+def test_load_plan_of_a_hub_model_reads_only_file_headers(folder, monkeypatch):
     """The answer of the Hub is made up here: no network in tests."""
     tensors = {
         key: SimpleNamespace(dtype=CODES[source.dtype], shape=list(source.shape))
@@ -74,7 +74,7 @@ def test_a_model_of_the_hub_is_planned_by_its_headers(folder, monkeypatch):
     assert remote.ranks[0].files == {"x"}
 
 
-def test_an_unknown_model_is_refused(monkeypatch):
+def test_load_plan_of_an_unknown_model_is_refused(monkeypatch):
     def offline(*args, **kwargs):
         raise OSError("offline")
 
@@ -83,7 +83,7 @@ def test_an_unknown_model_is_refused(monkeypatch):
         plan_weights("org/name")
 
 
-def test_a_checkpoint_of_another_size_is_refused(folder, tmp_path):
+def test_load_plan_of_a_checkpoint_of_another_size_is_refused(folder, tmp_path):
     config = transformers.AutoConfig.from_pretrained(folder)
     for file in folder.iterdir():
         (tmp_path / file.name).symlink_to(file)
@@ -98,7 +98,7 @@ def test_a_checkpoint_of_another_size_is_refused(folder, tmp_path):
         plan_weights(tmp_path)
 
 
-def test_the_command_prints_what_every_rank_reads(folder, capsys):
+def test_load_plan_command_prints_the_bytes_of_every_rank(folder, capsys):
     with pytest.raises(SystemExit) as caught:
         main(["plan", str(folder), "--weights", "--tp", "2", "--pp", "2", "--dp", "8"])
     assert caught.value.code == 0

@@ -39,7 +39,7 @@ def model():
     return AutoScheduledModel.from_config(CONFIG, auto_class="GPT2LMHeadModel")
 
 
-def test_push_creates_repository_then_saves_then_uploads(hub, model, tmp_path):
+def test_push_to_hub_creates_repository_then_saves_then_uploads(hub, model, tmp_path):
     out = tmp_path / "name"
     model.save_pretrained(out, push_to_hub=True, token="t", private=True, commit_message="first")
     (_, repo, token, options), (_, upload) = hub.calls
@@ -50,7 +50,7 @@ def test_push_creates_repository_then_saves_then_uploads(hub, model, tmp_path):
     assert (out / "model.safetensors").exists()
 
 
-def test_push_without_access_saves_nothing(hub, model, tmp_path, monkeypatch):
+def test_push_to_hub_without_write_access_saves_nothing(hub, model, tmp_path, monkeypatch):
     def refuse(self, repo_id, **options):
         raise OSError("no token")
 
@@ -60,7 +60,7 @@ def test_push_without_access_saves_nothing(hub, model, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_failed_upload_leaves_the_saved_model(hub, model, tmp_path, monkeypatch):
+def test_failed_upload_to_the_hub_leaves_the_saved_model(hub, model, tmp_path, monkeypatch):
     def fail(self, **options):
         raise OSError("broken line")
 
@@ -70,7 +70,7 @@ def test_a_failed_upload_leaves_the_saved_model(hub, model, tmp_path, monkeypatc
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-def test_arguments_that_mean_nothing_are_refused(model, tmp_path):
+def test_save_pretrained_refuses_unknown_or_unused_hub_arguments(model, tmp_path):
     with pytest.raises(SlapoError, match="private: no such argument"):
         model.save_pretrained(tmp_path / "out", private=True)
     with pytest.raises(SlapoError, match="flavour: no such argument"):

@@ -35,7 +35,7 @@ def read(folder, stem="model"):
         return {key: opened.view(key).clone() for key in opened.keys()}  # noqa: SIM118
 
 
-def test_resharding_there_and_back_gives_the_same_bits(source, tmp_path):
+def test_reshard_there_and_back_gives_the_same_bits(source, tmp_path):
     reshard(source, tmp_path / "many", max_shard_size=150)
     assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
     assert_same(read(tmp_path / "many"), single().full)
@@ -48,7 +48,7 @@ def test_resharding_there_and_back_gives_the_same_bits(source, tmp_path):
     assert_same(load_file(tmp_path / "many" / "model.safetensors"), single().full)
 
 
-def test_reshard_casts_to_another_dtype(source, tmp_path):
+def test_reshard_command_casts_to_another_dtype(source, tmp_path):
     main_ok(["reshard", str(source), str(tmp_path / "half"), "--dtype", "bfloat16"])
     for name, tensor in single().full.items():
         found = read(tmp_path / "half")[name]
@@ -63,7 +63,7 @@ def main_ok(arguments):
     assert caught.value.code == 0
 
 
-def test_the_optimizer_comes_along_in_its_own_dtype(source, tmp_path):
+def test_reshard_keeps_the_dtype_of_optimizer_states(source, tmp_path):
     with safe_open(next(source.glob("model*.safetensors")), "pt") as file:
         metadata = file.metadata()  # the id of the save: files of another are refused
     save_file({"a.exp_avg": torch.ones(3)}, source / "optimizer.safetensors", metadata)
@@ -74,7 +74,7 @@ def test_the_optimizer_comes_along_in_its_own_dtype(source, tmp_path):
     assert (tmp_path / "out" / "training_state.json").exists()
 
 
-def test_bad_arguments_of_reshard_are_refused(source, tmp_path):
+def test_reshard_with_invalid_arguments_is_refused(source, tmp_path):
     with pytest.raises(WeightsError, match=r"found torch.int8, expected one of float64"):
         reshard(source, tmp_path / "out", dtype=torch.int8)
     with pytest.raises(WeightsError, match="max_shard_size: found '-5GB': expected a size above 0"):
@@ -84,7 +84,7 @@ def test_bad_arguments_of_reshard_are_refused(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_reshard_holds_one_tensor_in_memory(source, tmp_path):
+def test_reshard_holds_at_most_one_tensor_in_memory(source, tmp_path):
     """Bounds are one tensor apart: what a first call imports and a counter's lag are smaller."""
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")

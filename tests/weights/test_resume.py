@@ -81,7 +81,7 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1), (2, 1, 2)], ids=str)
-def test_a_resume_on_the_same_mesh_is_bit_for_bit(ranks, source, tmp_path, layout):
+def test_resume_on_the_same_mesh_is_bit_exact(ranks, source, tmp_path, layout):
     folder = checkpoint(DROPOUT, source)
     size = layout[0] * layout[1] * layout[2]
     ranks.run(stop_and_go, size, folder, tmp_path / "out", layout)
@@ -157,7 +157,7 @@ def test_training_resumes_on_another_mesh(ranks, source, tmp_path, one, other):
         assert error <= 2 * worst + FLOOR, f"{name}: error {error:.2e}, plain {worst:.2e}"
 
 
-def test_dropout_continues_on_another_mesh(ranks, source, tmp_path):
+def test_resumed_dropout_continues_unchanged_on_another_mesh(ranks, source, tmp_path):
     """With dropout too: the stream is where it was, and does not depend on the mesh."""
     folder, out = checkpoint(DROPOUT, source), tmp_path / "out"
     whole = ranks.run(stop_and_go, 1, folder, tmp_path / "one", (1, 1, 1))[0]
@@ -182,7 +182,7 @@ def test_checkpoint_folder_contains_weights_optimizer_and_state(ranks, source, t
     assert len(state["torch_random"]["cpu"]["states"]) == 1  # equal on all ranks: kept once
 
 
-def test_save_pretrained_removes_older_training_state(source, tmp_path):
+def test_save_pretrained_removes_the_training_state_of_an_older_checkpoint(source, tmp_path):
     folder, out = checkpoint(PLAIN, source), tmp_path / "out"
     first_half(folder, out, (1, 1, 1), PLAIN)
     model = start(folder, (1, 1, 1), PLAIN)[0]
@@ -193,7 +193,7 @@ def test_save_pretrained_removes_older_training_state(source, tmp_path):
 
 
 class Factored(torch.optim.SGD):
-    """As Adafactor: its state has other shapes than the parameters."""
+    """Optimizer like Adafactor: its state has other shapes than the parameters."""
 
     def step(self):
         for p in self.param_groups[0]["params"]:
@@ -216,7 +216,7 @@ BAD_SAVES = {
 
 
 @pytest.mark.parametrize("case", BAD_SAVES)
-def test_unsupported_state_is_refused_before_saving(source, tmp_path, case):
+def test_unsupported_optimizer_state_is_refused_before_saving(source, tmp_path, case):
     kind, prepare, options, problem = BAD_SAVES[case]
     model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
     optimizer = kind(model.parameters(), lr=0.1)
@@ -248,7 +248,9 @@ def a_stranger(model):
         (a_stranger, "that is not in the model"),
     ],
 )
-def test_another_optimizer_is_refused_and_nothing_is_touched(source, tmp_path, make, problem):
+def test_resume_with_another_optimizer_is_refused_and_changes_nothing(
+    source, tmp_path, make, problem
+):
     folder = checkpoint(PLAIN, source)
     first_half(folder, tmp_path / "out", (1, 1, 1), PLAIN)
     model = start(folder, (1, 1, 1), PLAIN)[0]
@@ -258,7 +260,7 @@ def test_another_optimizer_is_refused_and_nothing_is_touched(source, tmp_path, m
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_a_checkpoint_without_an_optimizer_loads(source, tmp_path):
+def test_checkpoint_without_optimizer_state_loads(source, tmp_path):
     folder, out = checkpoint(PLAIN, source), tmp_path / "out"
     model, optimizer, scheduler = start(folder, (1, 1, 1), PLAIN)
     save_checkpoint(model, out, step=7)
@@ -278,7 +280,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_broken_state_is_refused(source, tmp_path, case):
+def test_malformed_training_state_is_refused(source, tmp_path, case):
     model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
     save_checkpoint(model, tmp_path / "out")
     (tmp_path / "out" / "training_state.json").write_text(BROKEN[case][0])
@@ -315,7 +317,7 @@ def load_experts(out, again, tp, pp):
     return model.consolidated_state_dict()
 
 
-def test_experts_stored_one_by_one_resume(ranks, tmp_path):
+def test_training_with_experts_stored_one_by_one_resumes(ranks, tmp_path):
     saved = ranks.run(save_experts, 2, tmp_path / "a", 2, 1)[0]
     found = ranks.run(load_experts, 2, tmp_path / "a", tmp_path / "b", 1, 2)[0]
     assert saved.keys() == found.keys()

@@ -120,7 +120,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("case", EDITS)
-def test_damaged_state_is_refused_before_anything_changes(saved, case):
+def test_damaged_training_state_is_refused_before_anything_changes(saved, case):
     out, state, (model, optimizer, scheduler) = saved
     file = out / "training_state.json"
     before = [p.detach().clone() for p in model.parameters()]
@@ -141,13 +141,13 @@ def test_damaged_state_is_refused_before_anything_changes(saved, case):
         assert all(torch.equal(one[key], value) for key, value in then.items())
 
 
-def test_valid_checkpoint_loads(saved):
+def test_valid_training_state_loads(saved):
     out, _, made = saved
     found = load_checkpoint(made[0], out, *made[1:])
     assert (found.step, found.data_position) == (1, {"rows": 4})
 
 
-def test_python_and_numpy_generators_resume(source, tmp_path):
+def test_python_and_numpy_random_states_resume(source, tmp_path):
     model = start(source)[0]
     random.seed(5)
     np.random.seed(6)
@@ -174,7 +174,7 @@ def load_own_place(folder, out, tp, dp):
         return str(error), found.data_positions
 
 
-def test_each_dp_rank_resumes_its_own_data_position(ranks, source, tmp_path):
+def test_each_dp_rank_resumes_its_data_position(ranks, source, tmp_path):
     ranks.run(save_own_place, 4, source, tmp_path / "out", 2, 2)
     found = ranks.run(load_own_place, 4, source, tmp_path / "out", 2, 2)
     assert found == [({"rank": r // 2, "rows": 100 + r // 2}, [r // 2]) for r in range(4)]
@@ -188,7 +188,7 @@ def save_equal_extra(folder, out):
     save_checkpoint(model, out, data_position=4, extra={"schedule": [1, 2]})
 
 
-def test_an_extra_that_is_equal_on_all_ranks_resumes_on_any_dp(ranks, source, tmp_path):
+def test_extra_state_equal_on_all_ranks_resumes_on_any_dp(ranks, source, tmp_path):
     """A place in the data does not: the rows of a rank are others at another dp."""
     ranks.run(save_equal_extra, 2, source, tmp_path / "out")
     found = load_checkpoint(start(source)[0], tmp_path / "out")
@@ -205,13 +205,13 @@ def save_at_two_steps(folder, out, what):
 
 
 @pytest.mark.parametrize("what", ["step", "data_position"])
-def test_tp_peers_with_different_positions_are_refused(ranks, source, tmp_path, what):
+def test_tp_peers_with_different_data_positions_are_refused(ranks, source, tmp_path, what):
     with pytest.raises(WeightsError, match=rf"{what}: rank 1"):
         ranks.run(save_at_two_steps, 2, source, tmp_path / "out", what)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_generator_with_numbers_beyond_its_words(saved):
+def test_numpy_random_state_with_out_of_range_numbers_is_refused(saved):
     """Found by ci/fuzz.py: NumPy raises OverflowError for it."""
     out, state, made = saved
     numbers = base64.b64encode(json.dumps(["MT19937", [2**40] * 624, 1, 0, 0.0]).encode()).decode()

@@ -80,7 +80,7 @@ def staged(specs, mesh):
 
 
 def save(folder, specs, sizes, local):
-    """What save_folder does, without a process group."""
+    """Save as `save_folder` does, without a process group."""
     layout = plan_layout(staged(specs, Mesh(*sizes)), 100, {})
     folder.mkdir()
     for name, header in layout.headers.items():
@@ -119,7 +119,7 @@ def as_bytes(tensors):
 
 @settings(max_examples=60, deadline=None)
 @given(models(), LAYOUTS, LAYOUTS, LAYOUTS)
-def test_a_checkpoint_of_any_layout_loads_on_any(case, a, b, c):
+def test_checkpoint_of_any_layout_loads_on_any_other_layout(case, a, b, c):
     specs, full = case
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name, step) for step in "abc"]

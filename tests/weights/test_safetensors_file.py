@@ -19,7 +19,7 @@ def raw_file(path, code, values):
 
 
 @pytest.mark.parametrize("code", DTYPES)
-def test_every_dtype_is_read_at_any_alignment(tmp_path, code):
+def test_safetensors_of_every_dtype_are_read_at_any_alignment(tmp_path, code):
     values = torch.arange(48, dtype=torch.uint8)
     values = values % 2 if code == "BOOL" else values
     values = values.view(DTYPES[code]).reshape(2, -1)
@@ -49,13 +49,13 @@ def test_files_of_the_safetensors_library_are_read(tmp_path):
             assert torch.equal(file.view(name), tensor)
 
 
-def test_a_file_without_tensors_is_read(tmp_path):
+def test_safetensors_file_without_tensors_is_read(tmp_path):
     save_file({}, tmp_path / "x.safetensors")
     with SafetensorsFile(tmp_path / "x.safetensors") as file:
         assert file.entries == {}
 
 
-def test_views_outlive_the_file_and_do_not_write_to_it(tmp_path):
+def test_tensor_views_outlive_the_closed_file_and_never_write_to_it(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"x": torch.ones(5000)}, path)
     before = path.read_bytes()

@@ -34,7 +34,7 @@ def names(folder):
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_small_model_is_saved_into_one_file(tmp_path):
+def test_small_model_is_saved_into_one_file(tmp_path):
     one = single()
     local = {
         name: tensor.requires_grad_(tensor.is_floating_point()) for name, tensor in one.full.items()
@@ -45,7 +45,7 @@ def test_a_small_model_is_saved_into_one_file(tmp_path):
     assert_same(load_file(tmp_path / "new" / "out" / "model.safetensors"), one.full)
 
 
-def test_saved_files_have_the_bytes_of_the_library(tmp_path):
+def test_saved_files_equal_those_of_the_safetensors_library(tmp_path):
     full = {name: torch.randn(3, 5) for name in ("h.10.w", "h.2.w", "é")}
     full |= {"flags": torch.tensor([True] * 3), "half": torch.ones(3).half()}
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).split(".")[1]) for n, t in full.items()]
@@ -58,7 +58,7 @@ def test_saved_files_have_the_bytes_of_the_library(tmp_path):
     assert (ours[:8], ours[end:]) == (theirs[:8], theirs[end:])
 
 
-def test_a_large_model_is_saved_into_files_with_an_index(tmp_path):
+def test_large_model_is_saved_into_several_files_with_an_index(tmp_path):
     one = single()
     save_folder(tmp_path / "out", one.specs, one.full, one.mesh, max_shard_size=200)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
@@ -75,7 +75,7 @@ def test_a_large_model_is_saved_into_files_with_an_index(tmp_path):
         assert_same({key: folder.view(key) for key in one.full}, one.full)
 
 
-def test_a_new_save_replaces_weights_and_keeps_the_rest(tmp_path):
+def test_new_save_replaces_weights_and_keeps_other_files(tmp_path):
     out = tmp_path / "out"
     one = single()
     save_folder(out, one.specs, one.full, one.mesh, max_shard_size=200)
@@ -110,7 +110,7 @@ def fail(path):
     raise KeyError("broken tokenizer")
 
 
-def test_failing_extras_leave_the_old_folder(tmp_path):
+def test_failing_extra_writer_leaves_the_old_folder(tmp_path):
     save_one(tmp_path / "out", write_extras=lambda path: (path / "config.json").write_text("old"))
     with pytest.raises(KeyError, match="broken tokenizer"):
         save_one(tmp_path / "out", 2.0, write_extras=fail)
@@ -119,7 +119,7 @@ def test_failing_extras_leave_the_old_folder(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_extras_that_write_weight_files_are_refused(tmp_path):
+def test_extra_writer_that_changes_weight_files_is_refused(tmp_path):
     def overwrite(path):
         save_file({"other": torch.ones(1)}, path / "model.safetensors")
 
@@ -129,7 +129,7 @@ def test_extras_that_write_weight_files_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("function", ["pwrite", "posix_fallocate"])
-def test_a_full_disk_leaves_the_older_checkpoint(tmp_path, monkeypatch, function):
+def test_save_on_a_full_disk_leaves_the_older_checkpoint(tmp_path, monkeypatch, function):
     save_one(tmp_path / "out")
 
     def full(*args):
@@ -153,7 +153,7 @@ def test_save_survives_short_writes_and_missing_fallocate(tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("has_renameat2", [True, False])
-def test_leftovers_of_killed_saves_are_removed(tmp_path, monkeypatch, has_renameat2):
+def test_temporary_folders_of_killed_saves_are_removed(tmp_path, monkeypatch, has_renameat2):
     if not has_renameat2:
         monkeypatch.setattr(staging, "_renameat2", lambda path, target: False)
     save_one(tmp_path / "out")
@@ -168,7 +168,7 @@ def test_leftovers_of_killed_saves_are_removed(tmp_path, monkeypatch, has_rename
     assert value_in(tmp_path / "out") == 2
 
 
-def test_interrupted_rename_is_restored(tmp_path):
+def test_interrupted_rename_of_a_checkpoint_is_restored(tmp_path):
     """Without renameat2 a kill can hit between two renames: the old files are not lost."""
     save_one(tmp_path / "out")
     (tmp_path / "out" / "README.md").write_text("mine")
@@ -178,7 +178,7 @@ def test_interrupted_rename_is_restored(tmp_path):
     assert (tmp_path / "out" / "README.md").read_text() == "mine"
 
 
-def test_running_save_is_not_swept(tmp_path):
+def test_temporary_folder_of_a_running_save_is_not_removed(tmp_path):
     alive = staging.Staging(tmp_path / "out")
     alive.create()
     save_one(tmp_path / "out")
@@ -187,7 +187,7 @@ def test_running_save_is_not_swept(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_a_folder_of_another_kind_is_refused(tmp_path):
+def test_save_into_a_folder_of_other_files_is_refused(tmp_path):
     (tmp_path / "thesis").mkdir()
     save_one(tmp_path / "thesis")  # empty: fine
     (tmp_path / "thesis" / "model.safetensors").rename(tmp_path / "thesis" / "chapter1.tex")
@@ -202,14 +202,14 @@ def test_a_folder_of_another_kind_is_refused(tmp_path):
     assert names(tmp_path) == ["thesis"]
 
 
-def test_the_working_directory_is_refused(tmp_path, monkeypatch):
+def test_save_into_the_working_directory_is_refused(tmp_path, monkeypatch):
     save_one(tmp_path / "out")
     monkeypatch.chdir(tmp_path / "out")
     with pytest.raises(WeightsError, match="working directory"):
         save_one(".")
 
 
-def test_a_link_to_a_folder_stays_a_link(tmp_path):
+def test_save_into_a_symlinked_folder_keeps_the_symlink(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "latest").symlink_to("real")
     save_one(tmp_path / "latest")
@@ -230,18 +230,18 @@ def test_a_link_to_a_folder_stays_a_link(tmp_path):
         ([TensorSpec("w", (1,), "float32", None, 1)], {"w": torch.ones(1)}, "expected 0..0"),
     ],
 )
-def test_unfitting_tensors_are_refused_before_writing(tmp_path, specs, local, problem):
+def test_mismatched_tensors_are_refused_before_writing(tmp_path, specs, local, problem):
     with pytest.raises(WeightsError, match=problem):
         save_folder(tmp_path / "out", specs, local, Mesh())
     assert names(tmp_path) == []
 
 
-def test_a_bad_shard_size_is_refused(tmp_path):
+def test_invalid_max_shard_size_is_refused(tmp_path):
     with pytest.raises(WeightsError, match="max_shard_size"):
         save_one(tmp_path / "out", max_shard_size="5 potatoes")
 
 
-def test_every_element_is_written_once():
+def test_ranks_together_write_every_element_once():
     """The ranks of any mesh together cover each tensor; all but the shares stay silent."""
     from slapo_zoo.weights.write import shares
 
@@ -264,7 +264,7 @@ def test_save_on_a_mesh_without_process_group_raises(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_failure_at_any_write_keeps_the_old_checkpoint(tmp_path, monkeypatch, code):
+def test_failure_at_any_write_call_keeps_the_old_checkpoint(tmp_path, monkeypatch, code):
     """Whichever call fails: the old checkpoint or the new one is there, and nothing beside it."""
     one, calls = single(), []
     originals = {
@@ -306,7 +306,7 @@ def test_failure_at_any_write_keeps_the_old_checkpoint(tmp_path, monkeypatch, co
     assert {"pwrite", "posix_fallocate", "fsync"} <= set(outcomes)
 
 
-def test_a_target_in_a_circle_of_links_is_refused(tmp_path):
+def test_save_target_in_a_circle_of_symlinks_is_refused(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(WeightsError, match=r"expected a folder|is no folder"):
@@ -318,7 +318,7 @@ def test_a_target_in_a_circle_of_links_is_refused(tmp_path):
     assert (tmp_path / "out" / "circle").is_symlink()
 
 
-def test_save_flushes_only_own_pages(tmp_path, monkeypatch):
+def test_save_flushes_only_pages_written_by_its_rank(tmp_path, monkeypatch):
     """Rows that share a page with another rank's would be waited for, or read back."""
     specs = [
         TensorSpec("columns", (512, 8192), "float32", Placement(1)),

@@ -52,7 +52,7 @@ def run_cases(cases, **variables):
     subprocess.run(command, check=True, timeout=500, capture_output=True, env=env)
 
 
-def test_a_killed_rank_leaves_the_older_checkpoint(tmp_path):
+def test_rank_killed_during_a_save_leaves_the_older_checkpoint(tmp_path):
     cases = {tmp_path / "a": (1, "write"), tmp_path / "b": (0, "finish")}
     run_cases(cases)
     for out, (victim, _) in cases.items():
@@ -63,14 +63,14 @@ def test_a_killed_rank_leaves_the_older_checkpoint(tmp_path):
         assert load_file(out / "model.safetensors")["old"].tolist() == [0, 0]
 
 
-def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(tmp_path):
+def test_save_killed_at_any_point_leaves_a_complete_checkpoint(tmp_path):
     """20 points of a save, on ranks drawn by a seed: the old checkpoint or the new one, whole."""
     kill_at(tmp_path, POINTS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [{}, {"NO_EXCHANGE": "1"}], ids=["exchange", "renames"])
-def test_fifty_kills_leave_a_whole_checkpoint(tmp_path, variables):
+def test_save_killed_fifty_times_leaves_a_complete_checkpoint(tmp_path, variables):
     kill_at(tmp_path, 50, **variables)
 
 
@@ -98,7 +98,7 @@ def kill_at(tmp_path, count, **variables):
 
 
 def whole(out):
-    """Which checkpoint the folder holds, all of it; anything else fails."""
+    """Return which checkpoint the folder holds completely; anything else fails."""
     with open_checkpoint(out) as folder:
         found = {key: folder.view(key).clone() for key in folder.key_to_file}
     if list(found) == ["old"]:

@@ -76,7 +76,7 @@ class Writer:
         self.thread.join()
 
 
-def test_load_during_a_save_reads_one_save(tmp_path, monkeypatch):
+def test_load_during_a_save_reads_one_complete_save(tmp_path, monkeypatch):
     """Published right after the state was read: the load takes the new one whole."""
     writer = Writer(tmp_path / "out")
     writer.save()
@@ -115,7 +115,7 @@ def test_from_pretrained_reads_config_and_weights_of_one_save(tmp_path, monkeypa
     assert (model.config.n_layer, len(model.h)) == (3, 3)
 
 
-def test_load_of_a_constantly_replaced_folder_raises(tmp_path, monkeypatch):
+def test_load_of_a_continuously_replaced_folder_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "TRIES", 3)
     writer = Writer(tmp_path / "out")
     writer.save()
@@ -132,7 +132,7 @@ def test_load_of_a_constantly_replaced_folder_raises(tmp_path, monkeypatch):
 
 
 def race(out, writers, loads):
-    """How many of so many loads, or more until two saves were met, found numbers of several saves."""
+    """Count the loads that found numbers of several saves, of `loads` or more until two saves were met."""
     started, mixed, found = [Writer(out, 1 + 1_000_000 * n) for n in range(writers)], 0, set()
     model, optimizer = tiny()
     for one in started:
@@ -151,7 +151,7 @@ def race(out, writers, loads):
 
 
 @pytest.mark.parametrize(("writers", "loads"), [(1, 40), (2, 20)])
-def test_loads_beside_writers_read_one_save(tmp_path, writers, loads):
+def test_concurrent_loads_during_saves_read_one_complete_save(tmp_path, writers, loads):
     mixed, saves = race(tmp_path / "out", writers, loads)
     assert mixed == 0
     assert saves > 1  # they did meet
@@ -159,14 +159,14 @@ def test_loads_beside_writers_read_one_save(tmp_path, writers, loads):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writers", [1, 2])
-def test_five_hundred_loads_beside_writers(tmp_path, writers):
+def test_five_hundred_loads_during_saves_each_read_one_complete_save(tmp_path, writers):
     mixed, saves = race(tmp_path / "out", writers, 500)
     print(f"{writers} writers: {mixed} of 500 loads mixed, {saves} saves seen")
     assert mixed == 0
 
 
 def save_and_load(out, rounds):
-    """What each load of this rank found."""
+    """Return the numbers that each load of this rank found."""
     model, optimizer = tiny(tp=2)
     found = []
     for _ in range(rounds):
@@ -174,14 +174,14 @@ def save_and_load(out, rounds):
     return found
 
 
-def test_all_ranks_read_the_same_save_beside_a_writer(ranks, tmp_path):
+def test_all_ranks_load_the_same_save_while_another_is_written(ranks, tmp_path):
     with Writer(tmp_path / "out"):
         found = ranks.run(save_and_load, 2, tmp_path / "out", 15)
     assert found[0] == found[1]
     assert all(len(seen) == 1 for seen in found[0])
 
 
-def test_concurrent_saves_keep_all_files(tmp_path):
+def test_concurrent_saves_keep_all_other_files_of_the_folder(tmp_path):
     """Each makes its folder while others sweep; what a person keeps there is in every save."""
     out, failed = tmp_path / "out", []
     kept = {f"notes/{n}.txt": f"mine {n}" for n in range(20)}

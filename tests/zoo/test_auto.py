@@ -105,7 +105,7 @@ def cells():
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("name", "layout"), [*cells()])
-def test_a_derived_table_equals_plain_transformers(name, layout, root, ranks):
+def test_derived_schedule_equals_plain_transformers(name, layout, root, ranks):
     case, sizes = DERIVED[name], LAYOUTS[layout]
     folder = checkpoint(case, root)
     home_of(root)
@@ -115,13 +115,13 @@ def test_a_derived_table_equals_plain_transformers(name, layout, root, ranks):
     compare(results[0][0], plains, truth)
 
 
-def test_auto_prefers_the_table_of_the_zoo(root):
+def test_schedule_auto_prefers_the_zoo_schedule(root):
     folder = checkpoint(Case("GPT2LMHeadModel", ("tokens",)), root)
     model = AutoScheduledModel.from_pretrained(folder, schedule="auto")
     assert str(model.schedule) == str(AutoScheduledModel.from_pretrained(folder).schedule)
 
 
-def test_error_of_unknown_family_mentions_auto(root):
+def test_unknown_family_error_suggests_schedule_auto(root):
     text = refused(ArchitectureError, checkpoint(DERIVED["arcee"], root))
     assert "model_type='arcee'" in text
     assert "nearest: [" in text
@@ -130,7 +130,7 @@ def test_error_of_unknown_family_mentions_auto(root):
 
 
 @pytest.mark.slow  # the process that proves it imports torch and transformers anew
-def test_a_first_load_proves_and_a_second_reads_the_proof(tmp_path):
+def test_schedule_auto_proves_at_the_first_load_and_caches_the_proof(tmp_path):
     home_of(tmp_path)
     config = transformers.MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4)
     first, second = (emulate(load_on_two, config, mesh=(2, 1, 1))[0] for _ in range(2))
@@ -158,7 +158,7 @@ TINY.setdefault("olmoe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2})
 
 @pytest.mark.one_in(3)  # a derivation takes a second or two
 @pytest.mark.parametrize("name", ALONE)
-def test_auto_on_one_rank_splits_batches_as_proven(name, root, ranks):
+def test_schedule_auto_on_one_rank_with_micro_batches_equals_plain(name, root, ranks):
     case = ALONE[name]
     folder = checkpoint(case, root)
     home_of(root)
@@ -168,7 +168,7 @@ def test_auto_on_one_rank_splits_batches_as_proven(name, root, ranks):
 
 
 @pytest.mark.slow
-def test_auto_on_one_rank_draws_the_masks_of_two(root, ranks):
+def test_schedule_auto_on_one_rank_draws_the_dropout_of_two_ranks(root, ranks):
     case = Case("PegasusForCausalLM", ("tokens",), dropout=0.25)
     folder = checkpoint(case, root)
     home_of(root)
@@ -179,7 +179,7 @@ def test_auto_on_one_rank_draws_the_masks_of_two(root, ranks):
     assert found[0].losses == pytest.approx(found[1].losses, rel=1e-6)
 
 
-def test_auto_on_one_rank_runs_unproven_models_unsplit(monkeypatch):
+def test_schedule_auto_refuses_micro_batches_of_an_unproven_model(monkeypatch):
     monkeypatch.setattr(
         derived, "_document", lambda *_: {"error_of": ["zoo", "auto", "no", "none"]}
     )
@@ -192,7 +192,7 @@ def test_auto_on_one_rank_runs_unproven_models_unsplit(monkeypatch):
         model.train_step(batch, micro_batches=2)
 
 
-def test_a_config_with_an_infinite_number_reaches_the_process_that_proves(monkeypatch, tmp_path):
+def test_schedule_auto_accepts_a_config_with_an_infinite_number(monkeypatch, tmp_path):
     """Mamba's hybrids have one; json of transformers spells it as a dict."""
     config, asked = transformers.BambaConfig(num_hidden_layers=1), []
 
@@ -208,7 +208,7 @@ def test_a_config_with_an_infinite_number_reaches_the_process_that_proves(monkey
     assert again.time_step_limit[1] == float("inf")
 
 
-def test_abandoned_proof_process_is_killed(tmp_path, monkeypatch):
+def test_schedule_auto_kills_an_abandoned_proof_process(tmp_path, monkeypatch):
     started = ProcessApart([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
 
     def interrupted(mesh, what, action):

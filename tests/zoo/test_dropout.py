@@ -139,7 +139,7 @@ def record_masks(stream):
 
 
 def peers_hold_the_same(model):
-    """Whether replicated weights are the same bits on all tp ranks."""
+    """Return True where replicated weights are the same bits on all tp ranks."""
     placed = model.schedule.state.placed
     whole = [p.detach().flatten() for n, p in model.named_parameters() if n not in placed]
     mine, group = torch.cat(whole), model.mesh.group("tp")
@@ -197,7 +197,7 @@ def test_dropout_equals_one_process_with_the_same_masks(name, run_name, root, ra
 
 
 @pytest.mark.parametrize("run_name", ["one", "tp2", "dp2", "tp2-dp2"])
-def test_dropout_without_padding_equals_one_process(run_name, root, ranks):
+def test_dropout_of_unpadded_tokens_equals_one_process(run_name, root, ranks):
     """The real tokens have the masks that they have among padding."""
     case, (layout, options) = CASES["bert"], RUNS[run_name]
     folder = checkpoint(case, root)
@@ -234,7 +234,7 @@ def _masks_are_slices(results, whole):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_masks_differ_where_activations_do(name, root, ranks):
+def test_dropout_masks_differ_between_heads_rows_steps_layers_and_seeds(name, root, ranks):
     """Heads on two tp ranks, two rows, two steps, two sites, two seeds: never the same mask."""
     first, second = (r[1] for r in run(name, "tp2", checkpoint(CASES[name], root), ranks))
     attention = [
@@ -309,7 +309,7 @@ CELLS = {"native": drawn_cells, "hashed": hashed_cells}
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("draw", CELLS)
-def test_dropout_rates_are_within_5_sigma(draw, p):
+def test_dropout_rates_are_within_5_standard_deviations(draw, p):
     """Over all, per cell and per column: within 5 standard deviations of p."""
     cells, size = 200, 2000
     kept = CELLS[draw](torch.empty(cells, size), p, list(range(cells)))
@@ -321,7 +321,7 @@ def test_dropout_rates_are_within_5_sigma(draw, p):
 
 
 @pytest.mark.parametrize("draw", CELLS)
-def test_dropout_cells_are_independent(draw):
+def test_dropout_masks_are_uncorrelated(draw):
     """No correlation between neighbours of one cell, nor between cells of consecutive seeds."""
     kept = CELLS[draw](torch.empty(400, 1000), 0.5, list(range(400))) - 0.5
     for shift in (1, 2, 8, 64):
@@ -333,7 +333,7 @@ def test_dropout_cells_are_independent(draw):
     assert torch.equal(kept, again)
 
 
-def test_dropout_keeps_the_expectation():
+def test_dropout_keeps_the_expected_value():
     x = torch.ones(8, 50_000)
     y = dropout(x, P, RandomStream(SEED), "site")
     assert float(y.mean()) == pytest.approx(1.0, abs=5 * (P / (1 - P) / x.numel()) ** 0.5)
@@ -341,8 +341,8 @@ def test_dropout_keeps_the_expectation():
     assert dropout(x, 0.0, RandomStream(SEED), "site") is x
 
 
-def test_zero_dropout_draws_nothing(monkeypatch):
-    """As with torch's own dropout: a mask of ones costs a pass over the activations each way."""
+def test_dropout_with_p_zero_draws_nothing(monkeypatch):
+    """At p = 0 no mask is made, as in torch: a mask of ones costs a pass over the activations each way."""
 
     def drawn(*args, **kwargs):
         raise AssertionError("a mask was drawn")

@@ -86,7 +86,9 @@ def by_seeds(monkeypatch):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_neo"])  # it has no seam
-def test_fused_attention_by_seeds_equals_explicit(name, padded, by_seeds, monkeypatch):
+def test_fused_attention_with_seeded_dropout_equals_explicit_masks(
+    name, padded, by_seeds, monkeypatch
+):
     batch = batch_of(name, padded)
     want = step_of(explicit(model_of(name)), batch)
     model = model_of(name)
@@ -97,14 +99,14 @@ def test_fused_attention_by_seeds_equals_explicit(name, padded, by_seeds, monkey
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_by_seeds_equal_explicit(name, padded, by_seeds, monkeypatch):
+def test_kernels_with_seeded_dropout_equal_explicit_masks(name, padded, by_seeds, monkeypatch):
     batch = batch_of(name, padded)
     want = step_of(explicit(model_of(name)), batch)
     monkeypatch.setattr(RandomStream, "keep_mask", None)
     assert_same(step_of(model_of(name, KERNELS[name]), batch), want)
 
 
-def test_unpadded_dropout_by_seeds_equals_padded(by_seeds, monkeypatch):
+def test_seeded_dropout_of_unpadded_encoder_equals_padded(by_seeds, monkeypatch):
     batch = batch_of("bert", padded=True)
     want = step_of(explicit(model_of("bert")), batch)
     monkeypatch.setattr(RandomStream, "keep_mask", None)
@@ -121,7 +123,7 @@ def of_rank(name, kernels, tp):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_two_ranks_draw_slices_of_one_mask(name, ranks):
+def test_seeded_dropout_on_two_ranks_equals_one_rank(name, ranks):
     kernels = KERNELS.get(name, "reference")
     (want,), found = (
         ranks.run(of_rank, 1, name, kernels, 1),

@@ -32,7 +32,7 @@ def load_and_save(folder, layout, out):
 
 
 @pytest.mark.parametrize("layout", ["1x1x1", "4x1x1", "2x2x1", "2x1x2"])
-def test_expert_files_equal_plain_transformers(folder, layout, ranks, tmp_path):
+def test_saved_expert_files_equal_plain_transformers(folder, layout, ranks, tmp_path):
     sizes = LAYOUTS[layout]
     ledgers = ranks.run(
         load_and_save, sizes[0] * sizes[1] * sizes[2], folder, sizes, tmp_path / "o"
@@ -47,8 +47,8 @@ def test_expert_files_equal_plain_transformers(folder, layout, ranks, tmp_path):
         assert not ledger.unexpected
 
 
-def test_file_with_fused_experts_loads(folder, tmp_path):
-    """As `state_dict()` has them: nothing is in pieces then."""
+def test_checkpoint_with_fused_experts_loads(folder, tmp_path):
+    """The file holds experts as `state_dict()` does, fused into one tensor."""
     plain = tiny_config(CASE)[1].from_pretrained(folder)
     save_file({k: v.contiguous() for k, v in plain.state_dict().items()}, tmp_path / FILE)
     plain.config.save_pretrained(tmp_path)
@@ -58,7 +58,7 @@ def test_file_with_fused_experts_loads(folder, tmp_path):
         assert torch.equal(model.get_parameter(name), parameter), name
 
 
-def test_missing_expert_in_a_file_raises(folder, tmp_path):
+def test_checkpoint_with_a_missing_expert_raises(folder, tmp_path):
     weights = load_file(folder / FILE)
     gone = next(key for key in weights if ".experts.3.w3" in key)
     save_file({key: tensor for key, tensor in weights.items() if key != gone}, tmp_path / FILE)
@@ -90,12 +90,12 @@ def compare(folder, options, ranks, layout):
         torch.testing.assert_close(results[0][1][name], grad, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_the_auxiliary_loss_equals_plain(folder, ranks):
+def test_router_auxiliary_loss_equals_plain(folder, ranks):
     assert plain_step(folder, tuple(AUX.items()))[0] > plain_step(folder, (*AUX.items(),)[2:])[0]
     compare(folder, AUX, ranks, (2, 1, 1))
 
 
-def test_auxiliary_loss_needs_the_whole_batch(folder):
+def test_router_auxiliary_loss_with_micro_batches_is_refused(folder):
     model = load(folder, **AUX).train()
     with pytest.raises(MeshError, match=r"output_router_logits=True.*micro_batches=2"):
         model.train_step(batch_of(CASE), micro_batches=2)
@@ -121,7 +121,7 @@ def test_unused_experts_get_zero_gradients(folder, ranks):
     assert ranks.run(lonely_tokens, 4, folder, (4, 1, 1)) == [[]] * 4
 
 
-def test_more_ranks_than_experts_are_refused(folder):
+def test_more_tp_ranks_than_experts_are_refused(folder):
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.outline import Outline
 

@@ -54,7 +54,7 @@ def prompts(model):
 
 
 def every_way(model, ways):
-    """How --> tokens and logits of each."""
+    """Generate in every way; return way --> tokens and logits."""
     found = {}
     for how in ways:
         torch.manual_seed(SEED)
@@ -141,7 +141,7 @@ def with_cache(folder):
         model(**prompts(model), past_key_values=transformers.DynamicCache())
 
 
-def test_a_pipeline_refuses_a_cache(root, ranks):
+def test_generate_with_cache_on_a_pipeline_is_refused(root, ranks):
     ranks.run(with_cache, 2, checkpoint(GPT2, root))
 
 
@@ -157,7 +157,7 @@ def after_training(folder, tp, pp):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_generation_between_steps_changes_no_training(layout, root, ranks):
+def test_generation_between_steps_does_not_change_training(layout, root, ranks):
     tp, pp = LAYOUTS[layout]
     folder = checkpoint(Case("GPT2LMHeadModel", ("tokens",), dropout=0.1), root)
     ((want, loss),) = ranks.run(after_training, 1, folder, 1, 1)

@@ -91,7 +91,7 @@ def scheduled(model, family, mesh, ratio=0.5):
 
 
 @pytest.mark.parametrize("family", families())
-def test_program_equals_golden_file(family, request):
+def test_schedule_of_a_family_equals_its_golden_file(family, request):
     sch = scheduled(on_meta(family), family, Mesh(tp=2, pp=2))
     path, text = GOLDEN / f"{family}.txt", f"{sch}\n"
     if request.config.getoption("update_golden"):
@@ -100,13 +100,13 @@ def test_program_equals_golden_file(family, request):
     assert text == path.read_text(encoding="utf-8"), "on purpose? then run with --update-golden"
 
 
-def test_every_golden_file_has_a_table():
+def test_every_golden_file_belongs_to_a_zoo_family():
     assert {path.stem for path in GOLDEN.glob("*.txt")} == {*families()}
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", families())
-def test_every_rank_has_the_same_program(family):
+def test_schedule_is_the_same_on_every_rank(family):
     """On meta and without a process group; only the local shapes differ."""
     sizes = {"tp": 2, "pp": 2, "dp": 2}
     schedules = [scheduled(on_meta(family), family, Mesh(**sizes, rank=r)) for r in range(8)]
@@ -125,7 +125,7 @@ def test_every_rank_has_the_same_program(family):
 
 
 @pytest.mark.parametrize("family", families())
-def test_replay_gives_the_same_model(family):
+def test_replayed_schedule_gives_the_same_model(family):
     torch.manual_seed(0)
     config = config_of(family)
     if table_for(family).seam:
@@ -157,7 +157,7 @@ def _ties(model):
 
 
 @pytest.mark.parametrize("family", families())
-def test_the_table_names_every_parameter_and_no_other(family):
+def test_schedule_table_covers_every_parameter_and_no_other(family):
     """Over all head classes and variants: each base parameter has a row, each row a module."""
     table, unused = table_for(family), None
     for changes in [{}, *VARIANTS.get(family, [])]:
@@ -185,7 +185,7 @@ def _every_parameter_has_a_row(model, found, cls):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", families())
-def test_every_class_takes_the_table(family):
+def test_schedule_table_shards_every_head_class_and_variant(family):
     """Every head class, variant and mesh: nothing raises, and what is sharded is a whole model."""
     for changes in [{}, *VARIANTS.get(family, [])]:
         for cls in classes_of(family):
@@ -198,7 +198,7 @@ def test_every_class_takes_the_table(family):
             assert sum(local.values()) < sum(before.values())
 
 
-def test_tables_are_short():
+def test_schedule_tables_of_the_zoo_are_short():
     """Peers take 61 to 2,900 lines; the whole entry of a family is its file here."""
     files = (Path(__file__).parents[2] / "schedules").glob("*.py")
     lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
@@ -206,7 +206,7 @@ def test_tables_are_short():
     assert max(lines.values()) <= 100, lines
 
 
-def test_extended_table_replaces_rows():
+def test_extended_schedule_table_replaces_only_given_entries():
     """Rows that differ are data; all else is the base's."""
     llama, mixtral = table_for("llama"), table_for("mixtral")
     assert set(llama.body) - set(mixtral.body) == {r for r in llama.body if ".mlp" in r[0]}
@@ -215,7 +215,7 @@ def test_extended_table_replaces_rows():
         extend("llama", "other", "nowhere", without=("layers.*.ffn",))
 
 
-def test_what_a_table_does_not_divide_is_refused_over_tp():
+def test_config_options_unsupported_with_tp_are_refused_only_with_tp():
     """BLOOM's exact path reads the weights of its rows past their sums."""
     model = on_meta("bloom", slow_but_exact=True, pretraining_tp=2)
     assert scheduled(model, "bloom", Mesh(pp=2)).history
@@ -226,7 +226,7 @@ def test_what_a_table_does_not_divide_is_refused_over_tp():
         scheduled(on_meta("falcon", attention_dropout=0.1, alibi=True), "falcon", Mesh(tp=2))
 
 
-def test_what_a_table_does_not_divide_over_tokens_is_refused_with_sequence_parallelism_only():
+def test_options_unsupported_with_sequence_parallelism_are_refused_only_with_it():
     table, options = table_for("deberta-v2"), BuildOptions(sequence_parallel=True)
     for mesh in (Mesh(tp=2), Mesh(pp=2)):
         sch = Schedule(on_meta("deberta-v2", conv_kernel_size=3), mesh)
@@ -236,7 +236,7 @@ def test_what_a_table_does_not_divide_over_tokens_is_refused_with_sequence_paral
         apply_table(sch, table, options)
 
 
-def test_diff_shows_what_changed():
+def test_schedule_diff_shows_the_changed_directives():
     family = "gpt2"
     a = scheduled(on_meta(family), family, Mesh(tp=2, pp=2), ratio=0.0)
     b = scheduled(on_meta(family), family, Mesh(tp=2, pp=2), ratio=1.0)

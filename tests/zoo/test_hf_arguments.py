@@ -66,7 +66,7 @@ def test_unsupported_transformers_argument_is_refused_with_hint(options, words, 
     assert words in refused(SlapoError, checkpoint(GPT2, root), **options)
 
 
-def test_config_argument_replaces_the_checkpoint_config(root):
+def test_config_argument_overrides_the_checkpoint_config(root):
     folder = checkpoint(GPT2, root)
     config = transformers.AutoConfig.from_pretrained(folder)
     config.scale_attn_weights = False
@@ -86,7 +86,7 @@ def fresh_head(folder, layout, options):
     return logits(model, BERT), model.ledger.newly_initialized, model.consolidated_state_dict()
 
 
-def test_another_number_of_labels_makes_a_new_head(root, ranks):
+def test_different_num_labels_requires_a_flag_and_initializes_a_new_head(root, ranks):
     """5 labels over a checkpoint of 3: told what to pass, and then a new head on the old body."""
     folder = checkpoint(BERT, root)
     assert "ignore_mismatched_sizes=True" in refused(SlapoError, folder, num_labels=5)
@@ -106,7 +106,7 @@ def saved(folder, out, layout, options):
 
 
 @pytest.mark.parametrize("size", ["5GB", 9000], ids=["one file", "sharded"])
-def test_variant_and_subfolder_are_loaded_and_saved(size, root, tmp_path, ranks):
+def test_checkpoint_variant_and_subfolder_are_loaded_and_saved(size, root, tmp_path, ranks):
     folder, out = checkpoint(GPT2, root), tmp_path / "all" / "inner"
     options = {"variant": "fp16", "is_main_process": True, "safe_serialization": True,
                "state_dict": None, "max_shard_size": size}  # fmt: skip
@@ -131,7 +131,7 @@ def test_variant_and_subfolder_are_loaded_and_saved(size, root, tmp_path, ranks)
     ],
     ids=["pickle", "state_dict", "unknown"],
 )
-def test_unsupported_save_argument_is_refused_with_hint(options, words, root, tmp_path):
+def test_unsupported_save_pretrained_argument_is_refused_with_hint(options, words, root, tmp_path):
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
     with pytest.raises(SlapoError, match=words):
         model.save_pretrained(tmp_path / "out", **options)
@@ -146,7 +146,7 @@ def test_resize_token_embeddings_is_refused(root):
         model.resize_token_embeddings(120)
 
 
-def test_quantized_checkpoints_are_named_so(root, tmp_path):
+def test_quantized_checkpoint_is_refused_and_named_quantized(root, tmp_path):
     folder = shutil.copytree(checkpoint(GPT2, root), tmp_path / "fp8")
     config = json.loads((folder / "config.json").read_text())
     named = {**config, "quantization_config": {"quant_method": "fp8"}}

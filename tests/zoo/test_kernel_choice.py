@@ -52,7 +52,7 @@ def cells():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "layout"), [*cells()])
-def test_all_kernels_equal_plain_transformers(family, layout, root, ranks):
+def test_model_with_all_kernels_equals_plain_transformers(family, layout, root, ranks):
     """Outputs, loss, every gradient and four steps, with all kernels that apply switched on."""
     case, sizes = CASES[family], LAYOUTS[layout]
     folder = checkpoint(case, root)
@@ -74,7 +74,7 @@ def with_kernels(case, folder, sizes, names):
     return scheduled(case, folder, sizes, kernels=names)
 
 
-def test_named_kernel_is_the_only_one_accepted(root):
+def test_kernels_option_with_one_name_enables_only_that_kernel(root):
     """Exactly what was asked for; the rest says that it was not."""
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="bias_gelu")
     verdicts = {choice.kernel: choice for choice in model.schedule.kernels}
@@ -86,7 +86,7 @@ def test_named_kernel_is_the_only_one_accepted(root):
     assert not any("linear_cross_entropy" in step for step in steps)
 
 
-def test_kernels_reference_disables_all(root):
+def test_kernels_reference_disables_all_kernels(root):
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="reference").train()
     assert not model.schedule.kernels
     assert not any("replace" in str(directive) for _, directive in model.schedule.history)
@@ -106,11 +106,11 @@ def test_kernels_reference_disables_all(root):
         (GPT2, 3, "expected auto, reference, the name of a kernel or a list of them"),
     ],
 )
-def test_unknown_or_unusable_kernel_is_refused(case, asked, said, root):
+def test_unknown_or_unsupported_kernel_is_refused(case, asked, said, root):
     assert said in refused(SlapoError, checkpoint(case, root), kernels=asked)
 
 
-def test_kernels_auto_follows_the_table_of_the_device(root, monkeypatch, tmp_path):
+def test_kernels_auto_follows_the_timings_of_the_device(root, monkeypatch, tmp_path):
     """A default that loses is switched off, and so is what was not measured."""
     table = {"bias_gelu:float32:64": "ours", "linear_cross_entropy:float32:32": "torch"}
     ratios = {"bias_gelu:float32:64": 3.0, "linear_cross_entropy:float32:32": 0.5}
@@ -130,7 +130,9 @@ def test_kernels_auto_follows_the_table_of_the_device(root, monkeypatch, tmp_pat
     (BERT, {"sparse_mlm_head_loss", "unpadded_encoder"}),
     *((CASES[family], {"linear_cross_entropy"}) for family in ("gpt2", "t5", "gpt_neo", "llama")),
 ])  # fmt: skip
-def test_unmeasured_gpu_gets_kernels_that_need_no_timing(case, least, monkeypatch, tmp_path):
+def test_kernels_auto_on_an_unmeasured_gpu_enables_kernels_estimated_faster(
+    case, least, monkeypatch, tmp_path
+):
     for name, value in (("MEASURED", tmp_path), ("_kept", {})):
         monkeypatch.setattr(tables, name, value)
     config, cls = tiny_config(case)
@@ -151,7 +153,7 @@ def test_unmeasured_gpu_gets_kernels_that_need_no_timing(case, least, monkeypatc
         (BERT, "bias_gelu", torch.bfloat16, {"without": True}, "Triton is not installed"),
     ],
 )
-def test_kernel_a_device_cannot_run_is_reported_before_launch(
+def test_kernel_unsupported_by_the_device_is_reported_before_launch(
     case, kernel, dtype, sizes, said, monkeypatch
 ):
     """The kernel that was asked for stays, as torch operations, with the reason; "auto" leaves it out."""
@@ -188,7 +190,7 @@ def measured_by_rank_0(folder, cache):
     return [str(choice) for choice in model.schedule.kernels]
 
 
-def test_kernels_measure_runs_once_for_all_ranks(root, ranks, tmp_path, monkeypatch):
+def test_kernels_measure_times_kernels_once_for_all_ranks(root, ranks, tmp_path, monkeypatch):
     kept = [{"what": name, "shape": "1", "dtype": "float32", "bucket": f"{name}:float32:32",
              "eager / ours": 0.25} for name in SHAPES if name != "bias_gelu"]  # fmt: skip
     content = {"device": "cpu", "rows": kept, "dispatch": {}, "ratios": {}}
@@ -232,7 +234,7 @@ def test_logits_on_demand_are_computed_when_read(case, name, root):
     assert type(model.eval()(**batch).logits) is torch.Tensor
 
 
-def test_logits_read_after_a_weight_change_raise(root):
+def test_logits_on_demand_read_after_a_weight_change_raise(root):
     """The weights have moved on: an error, not logits of another step."""
     model = of(GPT2, root, "linear_cross_entropy")
     output = model(**batch_of(GPT2))
@@ -242,7 +244,7 @@ def test_logits_read_after_a_weight_change_raise(root):
         output.logits.argmax(-1)
 
 
-def test_logits_of_a_training_step(root):
+def test_train_step_returns_the_same_logits_with_and_without_kernel(root):
     """`return_logits` and micro-batches: as without the kernel."""
     outputs = []
     for kernels in ("reference", "linear_cross_entropy"):
@@ -252,7 +254,7 @@ def test_logits_of_a_training_step(root):
     torch.testing.assert_close(outputs[1].logits, outputs[0].logits)
 
 
-def test_a_program_with_kernels_is_replayed_in_a_new_process(root):
+def test_schedule_with_kernels_is_replayed_in_a_new_process(root):
     """The names are looked up in the registry, whether its files were imported or not."""
     model = of(GPT2, root, ["bias_gelu", "linear_cross_entropy"])
     steps = [step for step in model.schedule.history if step[1].name == "replace"]
@@ -294,7 +296,7 @@ def test_unpadded_encoder_equals_padded_run(p, sizes, root, ranks):
         torch.testing.assert_close(grad, want_grads[name], msg=name)
 
 
-def test_padding_with_labels_is_kept(root):
+def test_unpadded_encoder_keeps_padding_that_has_labels(root):
     """A label at padding, or hidden states that are asked for: nothing is left out."""
     labels = torch.randint(3, 99, (4, 12))
     for options in ({"labels": labels}, {"output_hidden_states": True}):
@@ -302,7 +304,7 @@ def test_padding_with_labels_is_kept(root):
         assert seen == [(2, 12), (2, 12)]
 
 
-def test_kernels_inside_an_encoder_that_leaves_out_padding_run_too():
+def test_unpadded_encoder_runs_the_kernels_of_its_layers():
     """It runs the layers as they are; ALBERT's activation lies in them all."""
     config, cls = tiny_config(Case("AlbertForMaskedLM", ("tokens",)))
     sch = Outline(

@@ -26,7 +26,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize("entry", ["from_pretrained", "from_config"])
-def test_every_knob_is_a_documented_argument(entry):
+def test_every_loader_option_is_a_documented_argument(entry):
     arguments = inspect.signature(getattr(AutoScheduledModel, entry)).parameters
     for field in dataclasses.fields(LoaderOptions):
         assert arguments[field.name].default == field.default, field.name
@@ -46,7 +46,7 @@ def test_every_knob_is_a_documented_argument(entry):
         ("pipeline_order", None, "a name"),
     ],
 )
-def test_a_knob_of_the_wrong_type_is_refused(name, value, expected, root):
+def test_loader_option_of_wrong_type_is_refused(name, value, expected, root):
     text = refused(SlapoError, checkpoint(GPT2, root), **{name: value})
     assert name in text
     assert expected in text
@@ -60,19 +60,19 @@ def test_a_knob_of_the_wrong_type_is_refused(name, value, expected, root):
         ("n_hed", "n_head"),
     ],
 )
-def test_unknown_knob_names_the_nearest(name, near, root):
+def test_unknown_loader_option_error_names_the_nearest_option(name, near, root):
     text = refused(SlapoError, checkpoint(GPT2, root), **{name: 2})
     assert f"{name}= | no such argument" in text
     assert near in text
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_ignored_transformers_arguments_are_refused(name, root):
+def test_transformers_arguments_without_effect_are_refused(name, root):
     text = refused(SlapoError, checkpoint(GPT2, root), **{name: "x"})
     assert f"{name}= | it has no effect here | {INSTEAD[name]}" in text
 
 
-def test_config_fields_are_accepted_as_arguments(root):
+def test_config_fields_are_accepted_as_loader_arguments(root):
     folder = checkpoint(BERT, root)
     model = AutoScheduledModel.from_pretrained(
         folder, auto_class="AutoModelForSequenceClassification", num_labels=5, attention="eager"
@@ -80,14 +80,14 @@ def test_config_fields_are_accepted_as_arguments(root):
     assert model.classifier.out_features == 5
 
 
-def test_dtype_reaches_a_base_model_that_an_auto_class_builds(root):
+def test_dtype_argument_applies_to_a_base_model(root):
     folder = checkpoint(HEADS["llama"][1], root)
     model = AutoScheduledModel.from_pretrained(folder, dtype="float64")
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
 @pytest.mark.parametrize("family", families())
-def test_each_table_declares_its_tuning_space(family):
+def test_schedule_table_declares_its_tuning_space(family):
     space = table_for(family).tunable
     assert {"tp", "pp", "micro_batches", "checkpoint_ratio"} <= space.keys() <= KNOBS.keys()
     assert all(KNOBS[name].fits(value) for name, values in space.items() for value in values)
@@ -95,7 +95,7 @@ def test_each_table_declares_its_tuning_space(family):
     assert bool(space.get("attention")) == (family not in ("mamba", "wideresnet"))
 
 
-def test_tunable_refuses_unknown_knobs():
+def test_tuning_space_refuses_unknown_loader_options():
     with pytest.raises(SlapoError, match=r"nearest: attention"):
         tunable(atention=("eager",))
 
@@ -114,7 +114,7 @@ QUICK = ("bert", "t5", "llama")
         ),
     ],
 )  # fmt: skip
-def test_eager_attention_is_as_exact_as_plain(family, layout, root, ranks):
+def test_eager_attention_is_as_accurate_as_plain_transformers(family, layout, root, ranks):
     """The family's own function: as near to the truth as plain transformers is with it."""
     case, sizes = HEADS[family][0], LAYOUTS[layout]
     folder = checkpoint(case, root)
@@ -166,12 +166,12 @@ def test_unsupported_attention_backend_is_refused(case, name, found, root):
     assert found in refused(SlapoError, checkpoint(case, root), attention=name)
 
 
-def test_xformers_is_refused_here(root):
+def test_xformers_attention_is_refused_where_it_cannot_run(root):
     text = refused(ArchitectureError, checkpoint(GPT2, root), attention="xformers")
     assert "not installed" in text or "no kernel for cpu" in text
 
 
-def test_save_matmuls_gives_equal_gradients(root, ranks):
+def test_save_matmuls_recomputation_gives_equal_gradients(root, ranks):
     """Recomputation that keeps products gives the same gradients; an unknown policy is an error."""
     folder = checkpoint(GPT2, root)
     truth, plains = references(GPT2, folder)
@@ -188,7 +188,7 @@ def test_save_matmuls_gives_equal_gradients(root, ranks):
     ("name", "value"),
     [("attention", "eager"), ("checkpoint_ratio", 0.5), ("sequence_parallel", True)],
 )
-def test_knobs_beside_an_own_schedule_are_refused(name, value, root):
+def test_loader_options_beside_a_user_schedule_are_refused(name, value, root):
     text = refused(SlapoError, checkpoint(GPT2, root), schedule=[], **{name: value})
     assert f"{name}={value!r} | your own schedule decides this" in text
 
@@ -199,7 +199,7 @@ def with_options(case, folder, sizes, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash", "flex", "xformers"])
-def test_attention_backends_on_a_gpu_equal_eager(name, root):
+def test_attention_backends_on_a_gpu_equal_eager_attention(name, root):
     """Loss and gradients of each back end that is there, beside eager in float32."""
     folder = checkpoint(Case("LlamaForCausalLM", ("tokens",), (("head_dim", 16),)), root)
     ids = torch.randint(3, 99, (2, 16), device="cuda")

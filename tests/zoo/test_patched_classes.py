@@ -39,7 +39,7 @@ def root(tmp_path_factory):
 
 
 def doubled(own):
-    """What a recipe may do to a forward: its first output is 1.25 times as large."""
+    """Wrap a forward as a recipe may do: its first output is 1.25 times as large."""
 
     @functools.wraps(own)
     def forward(self, *args, **kwargs):
@@ -98,7 +98,7 @@ CELLS = [
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "cls", "how", "tp"), CELLS)
-def test_a_patched_module_runs_as_patched(family, cls, how, tp, root, monkeypatch):
+def test_module_patched_by_the_user_runs_as_patched(family, cls, how, tp, root, monkeypatch):
     case, kinds = CASES[family], {"instances": of_instances, "subclass": of_subclass}
     folder = checkpoint(case, root)
     plain = getattr(transformers, case.cls).from_pretrained(folder).train()

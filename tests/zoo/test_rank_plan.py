@@ -26,12 +26,12 @@ def outline_of(family, tp, pp, dp=1, rank=0, **options):
     return Outline(config, golden.main_class(family), mesh, torch.float32, **options)
 
 
-def test_every_family_has_a_golden_plan():
+def test_every_family_has_a_golden_rank_plan():
     assert {path.stem for path in (golden.GOLDEN / "plans").glob("*.txt")} == set(families())
 
 
 @pytest.mark.parametrize("family", families())
-def test_plan_of_last_rank_equals_golden(family, request):
+def test_rank_plan_of_the_last_rank_equals_its_golden_file(family, request):
     tp, pp = (1, 1) if family in ("mamba", "wideresnet") else (2, 2)
     plan = outline_of(family, tp, pp, dp=2, rank=2 * tp * pp - 1, sequence_parallel=False).plan
     file = golden.GOLDEN / "plans" / f"{family}.txt"
@@ -44,7 +44,7 @@ def test_plan_of_last_rank_equals_golden(family, request):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bert"])
 @pytest.mark.parametrize("tp,pp,dp", MESHES)
-def test_rows_are_the_same_on_all_ranks_and_shapes_are_those_of_the_model(family, tp, pp, dp):
+def test_rank_plan_is_the_same_on_all_ranks_with_the_shapes_of_the_model(family, tp, pp, dp):
     digests = set()
     for rank in range(tp * pp * dp):
         outline = outline_of(family, tp, pp, dp, rank)
@@ -56,7 +56,7 @@ def test_rows_are_the_same_on_all_ranks_and_shapes_are_those_of_the_model(family
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "albert"])
 @pytest.mark.parametrize("tp,pp,dp", MESHES)
-def test_each_gradient_sum_partitions_the_ranks(family, tp, pp, dp):
+def test_each_gradient_all_reduce_partitions_the_ranks(family, tp, pp, dp):
     plan = outline_of(family, tp, pp, dp, sequence_parallel=tp > 1).plan
     for one in {one for row in plan.tensors.values() for one in row.sum_over}:
         of = {rank: one.ranks(replace(plan.mesh, rank=rank)) for rank in range(tp * pp * dp)}
@@ -66,7 +66,7 @@ def test_each_gradient_sum_partitions_the_ranks(family, tp, pp, dp):
     assert all(len(ranks) > 1 for ranks in plan.groups())
 
 
-def test_sums_of_tied_replicated_and_partial_tensors():
+def test_rank_plan_lists_gradient_all_reduces_of_tied_and_replicated_tensors():
     gpt2 = outline_of("gpt2", 2, 2, 2, sequence_parallel=True).plan
     wte, norm = gpt2.of("transformer.wte.weight"), gpt2.of("transformer.ln_f.weight")
     assert [one.why for one in wte.sum_over] == [TIED, DATA]
@@ -85,7 +85,7 @@ def test_sums_of_tied_replicated_and_partial_tensors():
 @pytest.mark.parametrize(
     ("family", "tp", "pp"), [("gpt2", 2, 2), ("llama", 4, 2), ("t5", 2, 3), ("albert", 2, 3)]
 )
-def test_summing_ranks_have_the_same_tensors_in_one_order(family, tp, pp):
+def test_ranks_of_a_gradient_all_reduce_list_the_same_tensors_in_order(family, tp, pp):
     """Ranks whose order differs would wait for each other for ever."""
     took = {}
     for rank in range(tp * pp):
@@ -100,7 +100,7 @@ def test_summing_ranks_have_the_same_tensors_in_one_order(family, tp, pp):
             assert shared == [one for one in theirs if rank in one[0]]
 
 
-def test_plan_digest_depends_on_placement_shape_and_stage():
+def test_rank_plan_digest_depends_on_placement_shape_and_stage():
     plan = outline_of("gpt2", 2, 1).plan
     row = plan.of("transformer.ln_f.weight")
     for change in ({"shape": (31,)}, {"stages": (1,)}, {"tied_to": "x"}, {"row_shards": 2}):

@@ -1,4 +1,4 @@
-"""What `schedule=` takes beside the zoo and cards: the file of to_json, and the zoo's schedule extended."""
+"""Other values of `schedule=` than the zoo and cards: the file of to_json, and the zoo's schedule extended."""
 
 from dataclasses import replace
 
@@ -31,7 +31,7 @@ def test_schedule_argument_takes_a_json_file(folder, tmp_path):
     assert torch.equal(loss_of(again), loss_of(model))
 
 
-def test_extend_applies_a_function_after_the_table(folder):
+def test_extend_applies_a_function_after_the_zoo_schedule(folder):
     plain = AutoScheduledModel.from_pretrained(folder)
     model = AutoScheduledModel.from_pretrained(
         folder, schedule=extend(lambda sch: sch["transformer.h.0"].checkpoint())
@@ -43,7 +43,7 @@ def test_extend_applies_a_function_after_the_table(folder):
         assert torch.equal(mine.grad, theirs.grad), name
 
 
-def test_schedule_argument_takes_a_table(folder):
+def test_schedule_argument_takes_a_schedule_table(folder):
     unsharded = replace(table_for("gpt2"), body=(), heads=())
     plain = AutoScheduledModel.from_pretrained(folder)
     model = AutoScheduledModel.from_pretrained(folder, schedule=table_for("gpt2"))
@@ -53,7 +53,7 @@ def test_schedule_argument_takes_a_table(folder):
     assert torch.allclose(loss_of(bare), loss_of(plain))
 
 
-def test_extend_without_a_function_raises():
+def test_schedule_extend_without_a_function_raises():
     with pytest.raises(SlapoError, match="pass a function of one argument"):
         extend([])
 

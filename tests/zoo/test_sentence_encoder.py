@@ -106,7 +106,7 @@ def embed_and_save(folder, out, batch, tp, pp):
     return embed(model, batch), model.ledger, type(model).__name__
 
 
-def test_the_sentences_are_real(tokens, plain):
+def test_sentence_inputs_are_distinct_and_padded(tokens, plain):
     assert len(set(sentences())) == ENOUGH >= 50
     assert tokens["attention_mask"].sum(1).min() < tokens["input_ids"].shape[1]  # padded
     found = plain[0]
@@ -143,7 +143,7 @@ def _bit_identical(folder, out, names):
         assert torch.equal(tensor, source[name]), name
 
 
-def test_shards_add_up_to_the_file(ranks, folder):
+def test_ranks_together_read_the_bytes_of_the_file_once(ranks, folder):
     """Every rank reads its own part: vocabulary rows by fourths, heads by threes, and so on."""
     source = load_file(folder / "model.safetensors")
     total = sum(tensor.nbytes for name, tensor in source.items() if name not in LEFTOVERS)

@@ -39,7 +39,7 @@ def run(*arguments):
     return stop.value.code
 
 
-def test_list_as_json_names_every_family(capsys):
+def test_list_command_as_json_names_every_family(capsys):
     assert run("list", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == families()
@@ -48,7 +48,7 @@ def test_list_as_json_names_every_family(capsys):
     assert all(has["tp"] and has["pp"] for has in features().values())
 
 
-def test_show_prints_a_family(capsys):
+def test_show_command_prints_a_family(capsys):
     assert run("show", "gpt2", "--tp", "4", "--pp", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["total_parameters"] == 124_439_808
@@ -66,7 +66,7 @@ def test_show_prints_a_family(capsys):
     }  # fmt: skip
 
 
-def test_show_prints_a_folder(root, capsys):
+def test_show_command_prints_a_checkpoint_folder(root, capsys):
     folder = checkpoint(CASES[0], root)
     assert run("show", str(folder), "--tp", "2", "--sequence-parallel") == 0
     printed = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_show_prints_a_folder(root, capsys):
     assert "reduce_scatter" in printed
 
 
-def test_show_of_a_missing_folder_exits_with_hint(capsys):
+def test_show_command_on_a_missing_folder_exits_with_hint(capsys):
     assert run("show", "no/such/folder") == 2
     assert "slapo-zoo list" in capsys.readouterr().err
 
@@ -86,7 +86,7 @@ def held(folder, case, layout):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_survey_counts_parameters_per_rank(case, root, ranks):
+def test_show_command_counts_parameters_per_rank(case, root, ranks):
     """Uneven parts, tied tensors on two stages and divided experts are counted as they are held."""
     folder = checkpoint(case, root)
     outline = Outline(tiny_config(case)[0], case.cls, Mesh(2, 2, 1), torch.float32)
@@ -95,7 +95,7 @@ def test_survey_counts_parameters_per_rank(case, root, ranks):
 
 
 def sent_and_explained(folder, case, options):
-    """What this rank really sends in one training step, and what its schedule says beforehand."""
+    """Return what this rank sends in one training step, and what its schedule predicts."""
     from slapo_zoo.parallel import collectives
 
     model = AutoScheduledModel.from_pretrained(
@@ -141,7 +141,7 @@ OPTIONS = {
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_surveyed_collectives_equal_those_that_run(case, how, root, ranks):
+def test_predicted_collectives_equal_those_that_run(case, how, root, ranks):
     """Each one and its bytes: forward, backward, recomputation, the loss, and sums of gradients."""
     folder, options = checkpoint(case, root), OPTIONS[how]
     for sent, explained, _ in ranks.run(sent_and_explained, 2, folder, case, options):
@@ -181,7 +181,7 @@ def explained_alone(folder, case, pp):
     ],
     ids=lambda c: c.cls,
 )
-def test_explain_of_each_stage_lists_its_part(case, root, ranks):
+def test_explain_of_each_pipeline_stage_lists_its_share(case, root, ranks):
     """The parts of all stages, together, are what one stage that holds everything has."""
     folder = checkpoint(case, root)
     parts = ranks.run(explained_alone, 4, folder, case, 2)
@@ -205,7 +205,7 @@ transformer.h.*.mlp.c_fc  (each of 3)
 """
 
 
-def test_explain_prints_where_what_and_how_much(root, ranks):
+def test_explain_prints_collectives_with_module_kind_and_bytes(root, ranks):
     case = CASES[0]
     *_, text = ranks.run(sent_and_explained, 2, checkpoint(case, root), case, {})[0]
     assert EXPLAINED in text

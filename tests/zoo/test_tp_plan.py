@@ -46,7 +46,7 @@ def by_their_tp(folder, case, plan):
 
 
 @pytest.mark.parametrize("cls", SAID)
-def test_transformers_tp_trains_by_our_tp_plan(cls, ranks, tmp_path):
+def test_transformers_tensor_parallelism_trains_with_the_exported_tp_plan(cls, ranks, tmp_path):
     case = Case(cls, ("tokens",), SAID[cls])
     folder = checkpoint(case, tmp_path)
     want = losses(getattr(transformers, cls).from_pretrained(folder).train(), case)
@@ -59,6 +59,6 @@ def test_transformers_tp_trains_by_our_tp_plan(cls, ranks, tmp_path):
     ("cls", "words"),
     [("GPT2LMHeadModel", "num_heads counts the heads"), ("MixtralForCausalLM", "MixtralExperts")],
 )
-def test_table_without_tp_plan_styles_is_refused(cls, words):
+def test_tp_plan_export_of_unsupported_rules_is_refused(cls, words):
     with pytest.raises(ArchitectureError, match=words):
         plan_of(Case(cls, ("tokens",)))

@@ -149,12 +149,12 @@ def test_wideresnet_equals_one_process(folder, ranks, layout):
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1)])
-def test_micro_batches_are_gradient_accumulation(folder, ranks, layout):
+def test_wideresnet_micro_batches_equal_gradient_accumulation(folder, ranks, layout):
     check(folder, ranks, layout, micro_batches=2)
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 2)])
-def test_recomputation_moves_no_statistics(folder, ranks, layout):
+def test_wideresnet_recomputation_does_not_update_batch_norm_statistics(folder, ranks, layout):
     check(folder, ranks, layout, checkpoint_ratio=1.0)
 
 
@@ -163,18 +163,18 @@ GRID_OF_ORDERS = [(order, pp) for order in ORDERS for pp in (2, 4)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("order", "pp"), GRID_OF_ORDERS)
-def test_wideresnet_orders_equal_gradient_accumulation(deep, ranks, order, pp):
+def test_wideresnet_pipeline_orders_equal_gradient_accumulation(deep, ranks, order, pp):
     count = 8 if (order, pp) == ("dualpipev", 4) else 4
     check_order(deep, ranks, (1, pp, 1), count, 8, pipeline_order=order)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_with_tensor_parallelism(deep, ranks, order):
+def test_wideresnet_pipeline_orders_with_tp_equal_gradient_accumulation(deep, ranks, order):
     check_order(deep, ranks, (2, 2, 1), 4, 8, pipeline_order=order)
 
 
-def test_wideresnet_with_split_backward_equals_accumulation(deep, ranks):
+def test_wideresnet_with_split_backward_equals_gradient_accumulation(deep, ranks):
     check_order(deep, ranks, (1, 2, 1), 4, 8, pipeline_order="zbv")
 
 
@@ -184,7 +184,7 @@ def unsaid(folder):
         return float(model.train_step(batch_of(0)))
 
 
-def test_by_default_statistics_are_those_of_the_whole_batch(folder, ranks):
+def test_wideresnet_batch_norm_statistics_default_to_the_full_batch(folder, ranks):
     want = plain(folder, torch.float64, False).losses[0]
     assert ranks.run(unsaid, 2, folder) == pytest.approx([want] * 2, rel=1e-5)
 
@@ -197,7 +197,7 @@ def uneven_rows(folder):
     return model.consolidated_state_dict(grads=True), model.consolidated_state_dict()
 
 
-def test_dp_ranks_with_different_numbers_of_rows_equal_one_process(folder, ranks):
+def test_wideresnet_dp_ranks_with_different_batch_sizes_equal_one_process(folder, ranks):
     plain = WideResNetForImageClassification.from_pretrained(folder).train()
     plain(**batch_of(0)).loss.backward()
     grads, weights = ranks.run(uneven_rows, 2, folder)[0]
@@ -212,7 +212,7 @@ def save(folder, out):
     model.save_pretrained(out)
 
 
-def test_wideresnet_is_saved_bit_for_bit(folder, ranks, tmp_path):
+def test_wideresnet_is_saved_bit_exactly(folder, ranks, tmp_path):
     ranks.run(save, 4, folder, tmp_path / "out")
     want, found = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert found.keys() == want.keys()
@@ -284,7 +284,7 @@ def test_wideresnet_learns_handwritten_digits(ranks):
     assert all(accuracy == right for _, accuracy in others)
 
 
-def test_sequence_parallelism_is_refused():
+def test_wideresnet_with_sequence_parallelism_is_refused():
     """Images have no axis of tokens to divide."""
     config = WideResNetConfig(**TINY["wideresnet"])
     model = hf.build_on_meta(WideResNetForImageClassification, config, torch.float32)

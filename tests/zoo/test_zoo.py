@@ -129,7 +129,9 @@ def save(folder, out):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "case"), main_cases())
-def test_saved_files_load_in_plain_transformers(family, case, root, ranks, tmp_path):
+def test_saved_files_of_every_family_load_in_plain_transformers(
+    family, case, root, ranks, tmp_path
+):
     """`from_pretrained` finds every key, and the weights are the same bits."""
     folder, out = checkpoint(case, root), tmp_path / "saved"
     ranks.run(save, 4, folder, out)
@@ -152,7 +154,7 @@ def as_saved(config):
 @pytest.mark.one_in(2)
 @pytest.mark.grid
 @pytest.mark.parametrize(("case", "layout"), UNEVEN, ids=lambda x: getattr(x, "cls", str(x)))
-def test_uneven_heads_equal_plain_transformers(case, layout, root, ranks, tmp_path):
+def test_uneven_heads_over_tp_equal_plain_transformers(case, layout, root, ranks, tmp_path):
     folder, out = checkpoint(case, root), tmp_path / "saved"
     truth, plains = references(case, folder)
     results = ranks.run(scheduled, size(layout), case, folder, layout, None, 0, out)
@@ -171,7 +173,9 @@ def headless_cells():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "case", "layout"), [*headless_cells()])
-def test_base_models_equal_plain_transformers(family, case, layout, root, ranks, tmp_path):
+def test_base_models_without_head_equal_plain_transformers(
+    family, case, layout, root, ranks, tmp_path
+):
     """Outputs on every rank, and the saved file: nothing to train without a loss."""
     sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
     arguments = (case, folder, sizes, None, 0, out)
@@ -207,7 +211,9 @@ def dropout_cells():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "case", "layout"), [*dropout_cells()])
-def test_dropout_draws_as_one_process_does(family, case, layout, root, ranks, record_property):
+def test_dropout_of_every_family_equals_one_process(
+    family, case, layout, root, ranks, record_property
+):
     """Against the one-process run with the same seed, which for GPT-2 and BERT equals plain
     `transformers` under the same masks (tests/zoo/test_dropout.py), and without dropout everywhere.
     """
@@ -268,7 +274,7 @@ def heads_of_transformers(model_type):
 
 
 @pytest.mark.parametrize("family", families())
-def test_no_head_of_transformers_is_missing(family):
+def test_every_transformers_head_class_of_a_family_is_tested(family):
     covered = {case.cls for case in HEADS.get(family, ())} | {case.cls for case in HEADLESS}
     missing = heads_of_transformers(family) - covered - ELSEWHERE.keys()
     assert not missing, (

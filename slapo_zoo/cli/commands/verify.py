@@ -57,7 +57,7 @@ def verify(
 
 
 def _refuse_beside_card(given: dict[str, Any]) -> None:
-    """Raise SlapoError for a flag of the layout that the card's program sets itself."""
+    """Raise SlapoError for a command-line flag that the schedule of the given card sets itself."""
     from slapo_zoo.errors import SlapoError
 
     for name, value in given.items():

@@ -103,7 +103,7 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
 
 
 def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: Any) -> Stream:
-    """Return the batches of a data set that is read during training; its name and columns are checked now."""
+    """Return the batches of a data set that is read during training; raise DataError for a wrong name or column."""
     if options.eval_share:
         problem = "a stream has no known end to hold rows out of"
         raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
@@ -156,7 +156,7 @@ def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "--
 
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
-    """Return the task with attention masks between documents, if the options want them and the model can."""
+    """Return the task with attention masks between documents, if the options ask for masks and the model supports them."""
     if not isinstance(task, Causal):
         if options.document_masks:
             problem = f"found task {options.task}, which packs no documents into one row"

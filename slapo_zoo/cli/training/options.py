@@ -267,7 +267,7 @@ def changes(options: TrainOptions) -> str:
 
 
 def _value(key: str, value: Any, where: str) -> Any:
-    """Return a value converted to the type of option `key`; raise ConfigError if it is illegal."""
+    """Return `value` converted to the type of option `key`; raise ConfigError if the value is illegal."""
     known = KINDS | PASSED
     if key not in known:
         for names, why in REFUSED.items():

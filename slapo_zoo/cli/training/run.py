@@ -146,7 +146,7 @@ class Run(ScheduledTrainer):
         return [next(epoch_iterator)], None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run one optimizer step of the engine, record its measurements, and return the loss."""
+        """Run one optimizer step of the engine, record the step's measurements, and return the loss."""
         lr = self._get_learning_rate()
         for group in self.engine.optimizer.param_groups:
             group["lr"] = lr
@@ -232,7 +232,7 @@ class Ending(TrainerCallback):
         self.run, self.stop = run, stop
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Save the model if this evaluation is the best; all ranks decide alike, on equal figures."""
+        """Save the model if this evaluation is the best so far; all ranks have equal figures and decide alike."""
         run, options = self.run, self.run.options
         found = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         if run.best.judge(run.done, found) and options.best is not None:

@@ -86,7 +86,7 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
 
 
 def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
-    """Return the plain model's loss on rank 0; NaN on other ranks, or if it needs over half the free memory."""
+    """Return the plain model's loss on rank 0; NaN on other ranks, or if the model needs over half the free memory."""
     plain_class: Any = model.unscheduled_class
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = 4 * sum(math.prod(spec.shape) for spec in model._slapo.specs)

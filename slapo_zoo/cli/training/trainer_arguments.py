@@ -35,7 +35,7 @@ def arguments_of(options: TrainOptions) -> TrainingArguments:
 
 
 def place_of_logs(options: TrainOptions) -> str:
-    """Return the folder for files of trackers; it is beside the output folder, which a save replaces."""
+    """Return the folder for files of trackers, which is beside the output folder: a save replaces the output folder."""
     if not options.report_to:
         return "."  # nothing is written there
     run = options.output or options.checkpoint or options.best or "slapo-zoo"

@@ -101,7 +101,7 @@ class Call:
                 raise ScheduleError(self.where or "(the model)", "trace", problem, hint)
 
     def inputs(self) -> dict[str, Any]:
-        """Return the example value of each placeholder, by name."""
+        """Return {name of a placeholder: its value in the example call}."""
         values = {a.name: a.value for a in self.arguments}
         return {**values, f"**{self.others}": {}}
 

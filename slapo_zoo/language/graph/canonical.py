@@ -60,7 +60,7 @@ class ModuleTensor:
 
 @dataclass
 class Operation:
-    """The operation of a graph node in canonical form, so that two spellings of it compare as equal.
+    """Operation of a graph node in a canonical form, in which different spellings of one operation are equal.
 
     Args:
         name: canonical name such as "add", or the function or module class itself.
@@ -122,7 +122,7 @@ def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Opera
 
 
 def _function_name(target: Any) -> Any:
-    """Return the name of a function of torch, math or operator; return any other function itself."""
+    """Return the name of a function of torch, math or operator; return a function of any other package itself."""
     module = getattr(target, "__module__", None) or "torch"
     name = getattr(target, "__name__", None)
     return name if name and module.split(".")[0] in TORCH else target

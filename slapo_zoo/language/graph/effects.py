@@ -11,7 +11,7 @@ WRITING_OPERATORS |= {"imatmul"}
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Return whether a node must be kept when its result is unused: checks, writes, random draws, module calls."""
+    """Return whether a node must stay although its result is unused: a check, a write, a random draw, a module call."""
     if node.op in ("placeholder", "output", "call_module"):
         return True
     if node.op == "call_method":

@@ -20,7 +20,7 @@ class Function(nn.Module):
         self.__signature__ = inspect.signature(function)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped function."""
+        """Call the wrapped function with the arguments of the module."""
         return self.function(*args, **kwargs)
 
 

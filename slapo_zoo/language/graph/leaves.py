@@ -40,7 +40,7 @@ def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, s
 
 
 def leaf_below(path: str, leaf: Leaf) -> Leaf:
-    """Translate a leaf, given relative to the traced root, so that it is relative to the module at `path`."""
+    """Translate a leaf from a path relative to the traced root to one relative to the module at `path`."""
     if isinstance(leaf, str):
         return leaf.removeprefix(path + ".")
     if isinstance(leaf, type):

@@ -174,7 +174,7 @@ class Matcher:
             yield from self._all(rest, found)
 
     def _alignments(self, p: fx.Node, v: fx.Node) -> Iterator[list[tuple[Any, Any, int]]]:
-        """Yield each way to pair the arguments of a pattern node with those of a graph node (two if commutative)."""
+        """Yield each way to pair the arguments of a pattern node with those of a graph node; two if it is commutative."""
         regex = self._regex(p)
         if regex:
             if v.op == "call_module" and name_matches(regex, str(v.target)):

@@ -46,7 +46,7 @@ _isinstance = isinstance
 
 
 def _is_instance(value: Any, classes: Any) -> bool:
-    """Replacement of `isinstance` during a trace: a proxy is tested by its example value.
+    """Replacement of `isinstance` during a trace, which tests the example value of a proxy instead of the proxy.
 
     A false `__class__` would not do, because torch's C code would take the proxy for a tensor.
     """

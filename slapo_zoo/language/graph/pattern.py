@@ -40,11 +40,8 @@ class ModulePattern(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """Raise ScheduleError: this call is only traced and matched, never run."""
-        raise ScheduleError(
-            "pattern",
-            f"ModulePattern({self.name!r})",
-            "a pattern is matched in a graph, and cannot be called",
-        )
+        problem = "a pattern is matched in a graph, and cannot be called"
+        raise ScheduleError("pattern", f"ModulePattern({self.name!r})", problem)
 
 
 def call_module(regex: str, *args: Any) -> Any:

@@ -57,7 +57,7 @@ def _selects_by_mask(index: Any) -> bool:
 
 
 class Unknown:
-    """Type of `UNKNOWN`, the value of a traced tensor for which there is no example, so no shape either."""
+    """Type of `UNKNOWN`, the value of a traced tensor without an example, and so without a shape."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(Tensor, name)
@@ -168,7 +168,7 @@ def has_proxy(*values: Any) -> bool:
 
 
 def _tracer(proxy: ValueProxy) -> Any:
-    """Return the ValueTracer of a proxy (untyped: its module imports this one)."""
+    """Return the ValueTracer of a proxy, typed as Any, because the tracer's module imports this one."""
     return proxy.tracer
 
 
@@ -181,7 +181,7 @@ def _unpacked_into(frame: FrameType) -> int:
 
 
 def _decided_for_any_draw(node: Any) -> bool | None:
-    """Return the result of comparing `torch.rand` with a constant if it is the same for every draw, else None.
+    """Return the result of comparing `torch.rand` with a constant, if every possible draw gives the same; else None.
 
     `rand < 0.0`, as in a layer drop of rate 0, is False for each number in [0, 1).
     """

@@ -127,9 +127,8 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
 def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedModule, Calls]:
     module, where = call.module, call.where or "(the model)"
     if isinstance(module, fx.GraphModule):
-        raise ScheduleError(
-            where, "trace", "it is traced already", "trace it once, and rewrite that graph"
-        )
+        hint = "trace it once, and rewrite that graph"
+        raise ScheduleError(where, "trace", "it is traced already", hint)
     if "forward" in module.__dict__:
         problem = "its forward was changed, by checkpoint or fork_rng for example"
         raise ScheduleError(where, "trace", problem, "trace before that directive")

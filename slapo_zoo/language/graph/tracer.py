@@ -90,7 +90,7 @@ class ValueTracer(fx.Tracer):
         return node
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any):
-        """Return a proxy for a new node; None where its value is None, so that `x is None` is true in the forward."""
+        """Return a proxy for a new node; None if the node's value is None, so that `x is None` is true in the forward."""
         proxy: Any = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         node = proxy.node
         if node.meta["value"] is not None or kind in ("placeholder", "get_attr"):

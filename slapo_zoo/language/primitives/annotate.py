@@ -30,11 +30,8 @@ class Annotate(Directive):
             has = ", ".join(site.module._parameters) or "none"
             raise self.fail(site, f"no parameter {self.param_name!r}", f"choose one of: {has}")
         if self.key not in parameter.__dict__ and hasattr(parameter, self.key):
-            raise self.fail(
-                site,
-                f"{self.key!r} means something to torch",
-                "choose another key for the annotation",
-            )
+            hint = "choose another key for the annotation"
+            raise self.fail(site, f"{self.key!r} means something to torch", hint)
 
     def apply(self, site: Site) -> None:
         setattr(site.module._parameters[self.param_name], self.key, self.value)

@@ -61,18 +61,14 @@ class Checkpoint(Directive):
     def check(self, site: Site) -> None:
         if self.policy not in (known := ("", OFFLOAD, SHARDED, *POLICIES)):
             problem = f"found policy {self.policy!r}, expected one of {sorted(known[1:])}"
-            raise self.fail(
-                site, problem, "choose one of these, or leave policy out to recompute everything"
-            )
+            hint = "choose one of these, or leave policy out to recompute everything"
+            raise self.fail(site, problem, hint)
         if self.subgraph is not None:
             for subgraph in resolve(site, self, self.subgraph):
                 insertion_point(subgraph)
         elif site.path in site.state.checkpointed:
-            raise self.fail(
-                site,
-                "this module is checkpointed already",
-                "remove one of the two checkpoint() directives",
-            )
+            hint = "remove one of the two checkpoint() directives"
+            raise self.fail(site, "this module is checkpointed already", hint)
 
     def apply(self, site: Site) -> None:
         if self.subgraph is None:
@@ -143,7 +139,7 @@ def _in_a_graph(
 def restoring(
     state: State, kept: set[Any] | None = None
 ) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Return the contexts of the first forward and of its recomputation, which draws the same random numbers.
+    """Return (context of a forward, context of its recomputation); the recomputation draws the same random numbers.
 
     Args:
         state: state of the schedule.

@@ -46,11 +46,8 @@ class Decompose(Directive):
             problem = f"found {type(site.module).__name__}, expected Linear or Conv1D"
             raise self.fail(site, problem, "select only the linear layers")
         if "forward" in site.module.__dict__:
-            raise self.fail(
-                site,
-                "its forward was changed",
-                "call decompose() before the directive that changed it",
-            )
+            hint = "call decompose() before the directive that changed it"
+            raise self.fail(site, "its forward was changed", hint)
         if site.placed("weight") is not None:
             problem = f"its weight is divided by {site.state.placed[site.name('weight')].directive}"
             raise self.fail(site, problem, "decompose() comes before shard()")

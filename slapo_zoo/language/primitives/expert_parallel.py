@@ -59,7 +59,7 @@ class ExpertParallel(Directive):
 
 
 def shapes_only(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Return a tensor like the experts' output in a dry run, where the router's choices are unknown."""
+    """Return a tensor shaped like the experts' output, for a dry run, in which the router's choices are unknown."""
     return hidden_states + 0 * top_k_weights.sum()
 
 

@@ -69,9 +69,8 @@ class ForkRng(Directive):
             problem = (
                 "rows=False: found another module than nn.Dropout, or axis or tokens beside it"
             )
-            raise self.fail(
-                site, problem, "name a Dropout whose input is the same on all ranks, and rows alone"
-            )
+            hint = "name a Dropout whose input is the same on all ranks, and rows alone"
+            raise self.fail(site, problem, hint)
 
     def apply(self, site: Site) -> None:
         applied = site.state.applied.setdefault(site.path, set())
@@ -197,7 +196,7 @@ class OwnDropout(TorchFunctionMode):
         return dropout(x, **_drawn(self.site, x, p, name, self.tokens))
 
     def _generated(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a random function of torch; if ranks are threads, restore this rank's generator `state` around it."""
+        """Run a random function of torch; if ranks are threads, use this rank's own generator state for the call."""
         if self.state is None or getattr(func, "__name__", "") not in DRAWS:
             return func(*args, **kwargs)
         with rng.drawn_from(self.state):

@@ -33,11 +33,8 @@ class Hook(Directive):
     def check(self, site: Site) -> None:
         if self._mode() not in MODES:
             problem = f"found mode {self.mode!r}, expected one of {tuple(MODES)}"
-            raise self.fail(
-                site,
-                problem,
-                "use fw_pre before the forward, fw_post after it, bw_post on gradients",
-            )
+            hint = "use fw_pre before the forward, fw_post after it, bw_post on gradients"
+            raise self.fail(site, problem, hint)
         if not callable(self.func):
             hint = "pass a function as torch.nn.Module.register_forward_hook takes it"
             raise self.fail(site, f"found func {self.func!r}, expected a callable", hint)

@@ -73,7 +73,7 @@ def _wanted(site: Site, group: Any) -> bool:
 
 
 def _columns(site: Site, shared: bool) -> list[ColumnForward]:
-    """Return the column-parallel layers within a module (with `shared`, within its parent); they are found once."""
+    """Return the column-parallel layers within a module (with `shared`, within its parent), found at the first call."""
     root = site.path.rpartition(".")[0] if shared else site.path
     key = ("overlap", root)
     if key not in site.state.shared:
@@ -84,7 +84,7 @@ def _columns(site: Site, shared: bool) -> list[ColumnForward]:
 
 
 def _column(site: Site) -> ColumnForward | None:
-    """Return a forward that can delay its weight gradient, installed in a column-parallel Linear or Conv1D; else None."""
+    """Return a module's forward that can delay its weight gradient; None if it is no column-parallel Linear or Conv1D."""
     module: Any = site.module
     forward = module.__dict__.get("forward")
     if isinstance(forward, ColumnForward):

@@ -33,12 +33,8 @@ def register_primitive() -> Callable[[type], type]:
             return primitive(name)(cls)
         if not callable(name) or not callable(apply):
             problem = "found no static methods name() and apply(sch, ...)"
-            raise ScheduleError(
-                "register_primitive",
-                cls.__name__,
-                problem,
-                "define both (help(slapo_zoo.register_primitive) shows them)",
-            )
+            hint = "define both (help(slapo_zoo.register_primitive) shows them)"
+            raise ScheduleError("register_primitive", cls.__name__, problem, hint)
         primitive(str(name()))(_adapt(cls))
         return cls
 
@@ -58,7 +54,7 @@ class SiteView:
 
     @property
     def path(self) -> str:
-        """Return the path of the module."""
+        """Return the path of the module in the model."""
         return self.site.path
 
     @property

@@ -49,11 +49,8 @@ class ReplaceAll(Directive):
             raise self.fail(site, f"no kernel {self.make_mod_fn!r}", hint)
         for path, module in found:
             if reason := KERNELS[self.make_mod_fn].refuses(module):
-                raise self.fail(
-                    Site(path, module, site.state),
-                    reason,
-                    "select the modules that the kernel serves, and call replace() on them",
-                )
+                hint = "select the modules that the kernel serves, and call replace() on them"
+                raise self.fail(Site(path, module, site.state), reason, hint)
 
     def _found(self, site: Site) -> list[tuple[str, nn.Module]]:
         def matches(module: nn.Module) -> bool:

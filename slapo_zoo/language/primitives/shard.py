@@ -28,7 +28,7 @@ class ShardRule:
 
 
 def _divide_depthwise(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """Set groups and input channels of a depthwise convolution to the sharded number of output channels."""
+    """Set `groups` and `in_channels` of a depthwise convolution to the number of its sharded output channels."""
     module: Any = site.module
     if directive.axis == 0 and param_name == "weight" and module.groups == module.in_channels:
         module.groups = module.in_channels = module.out_channels
@@ -105,7 +105,7 @@ class Shard(Directive):
 
     @property
     def placement(self) -> Placement:
-        """Return the placement that this directive gives its tensor."""
+        """Return the placement (axis, mesh dim, units) that this directive gives the tensor."""
         return Placement(
             self.axis,
             self.mesh_dim,
@@ -121,9 +121,8 @@ class Shard(Directive):
         tensor = site.tensor(self.param_name)
         if tensor is None:
             has = ", ".join(site.tensor_names()) or "none"
-            raise self.fail(
-                site, f"no parameter or buffer {self.param_name!r}", f"choose one of: {has}"
-            )
+            hint = f"choose one of: {has}"
+            raise self.fail(site, f"no parameter or buffer {self.param_name!r}", hint)
         if earlier := site.placed(self.param_name):
             if self._same_through_a_tie(site, earlier):
                 return
@@ -135,14 +134,11 @@ class Shard(Directive):
         self._check_size(site, tensor.shape[self.axis])
         if self.shared and (self.axis != 0 or not isinstance(site.module, nn.Linear)):
             problem = f"shared={self.shared} on axis {self.axis} of a {type(site.module).__name__}"
-            raise self.fail(
-                site,
-                problem,
-                "leave shared= out, or shard axis 0 of a Linear: it counts outputs at the end",
-            )
+            hint = "leave shared= out, or shard axis 0 of a Linear: it counts outputs at the end"
+            raise self.fail(site, problem, hint)
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
-        """Return whether the tensor was sharded through a tied module with the placement of this directive."""
+        """Return whether the tensor was already sharded through a tied module, with the placement of this directive."""
         by_hand = self.param_name in site.state.applied.get(site.path, set())
         return not by_hand and earlier.placement == self.placement
 
@@ -179,7 +175,7 @@ class Shard(Directive):
             site.module.register_forward_hook(lambda _m, _a, y: self._joined(site, y, run))
 
     def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
-        """Gather the shared outputs: y_r [..., I/n + shared/n] --> [..., I/n + shared]; sum their gradients."""
+        """Gather the shared outputs: y_r [..., I/n + shared/n] --> [..., I/n + shared]; sum their gradients over ranks."""
         mine = run.stop - run.start
         own, end = y.split([y.shape[-1] - mine, mine], -1)
         end = nn.functional.pad(end, (run.start, self.shared - run.stop))

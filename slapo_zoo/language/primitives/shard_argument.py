@@ -51,11 +51,8 @@ class ShardArgument(Directive):
             if not isinstance(x, Tensor) or x.shape[self.axis] % self.size:
                 found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 problem = f"{self.argument!r} is {found}: expected axis {self.axis} to be a multiple of {self.size}"
-                raise self.fail(
-                    site,
-                    problem,
-                    "pass the tensor as a keyword argument, with the rows of all heads",
-                )
+                hint = "pass the tensor as a keyword argument, with the rows of all heads"
+                raise self.fail(site, problem, hint)
             x = collectives.reduce_backward(x, site.group(self)) if x.requires_grad else x
             rows = x.unflatten(self.axis, (-1, self.size))
             part = rows.narrow(self.axis + 1, run.start, run.stop - run.start)

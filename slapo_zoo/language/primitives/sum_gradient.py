@@ -29,11 +29,8 @@ class SumGradient(Directive):
             raise self.fail(site, f"no parameter {self.param_name!r}", f"choose one of: {has}")
         if placed := site.placed(self.param_name):
             problem = f"it is divided by {placed.directive}"
-            raise self.fail(
-                site,
-                problem,
-                "leave the directive out: each rank has the complete gradient of its shard",
-            )
+            hint = "leave the directive out: each rank has the complete gradient of its shard"
+            raise self.fail(site, problem, hint)
 
     def apply(self, site: Site) -> None:
         state = site.state

@@ -21,9 +21,8 @@ def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
 
     def register(op: SyncOp) -> SyncOp:
         if name in SYNC_OPS:
-            raise ScheduleError(
-                "sync op", name, "the name is already registered", "choose another name"
-            )
+            hint = "choose another name"
+            raise ScheduleError("sync op", name, "the name is already registered", hint)
         SYNC_OPS[name] = (modes, op)
         return op
 
@@ -124,9 +123,8 @@ class Sync(Directive):
             return
         if self.mode not in MODES:
             problem = f"found mode {self.mode!r}, expected one of {MODES}"
-            raise self.fail(
-                site, problem, "fwd_pre: inputs, fwd_post: outputs, bwd_post: gradients"
-            )
+            hint = "fwd_pre: inputs, fwd_post: outputs, bwd_post: gradients"
+            raise self.fail(site, problem, hint)
         if callable(self.sync_op_or_fn):
             return
         if self.sync_op_or_fn not in SYNC_OPS:
@@ -227,7 +225,7 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Insert the collective between product and bias of a row-parallel module; False if it has no bias."""
+        """Insert the collective between product and bias of a row-parallel module; False if there is no bias."""
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False

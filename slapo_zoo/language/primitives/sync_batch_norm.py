@@ -31,9 +31,8 @@ class SyncBatchNorm(Directive):
     def check(self, site: Site) -> None:
         found = type(site.module).__name__
         if not isinstance(site.module, nn.BatchNorm2d):
-            raise self.fail(
-                site, f"found {found}, expected BatchNorm2d", "select only modules of this class"
-            )
+            hint = "select only modules of this class"
+            raise self.fail(site, f"found {found}, expected BatchNorm2d", hint)
         if site.module.momentum is None:
             raise self.fail(site, "its momentum is None", "give it a momentum, e.g. 0.1")
 
@@ -68,7 +67,7 @@ def _train(module: Any, x: Tensor, group: Any) -> Tensor:
 
 @torch.no_grad()
 def _statistics(x: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean [C], variance [C] and the number of rows times pixels [1], over all ranks.
+    """Return mean [C], variance [C] and the number of pixels [1] of x [B, C, H, W] over all ranks.
 
     Each rank's variance is taken around its own mean and then moved to the global one (Chan et al. 1979), which
     loses no digits where the mean is far from 0.

@@ -33,7 +33,7 @@ def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("all_reduce_twice", "fwd_post")
 def _all_reduce_twice(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """All-reduce y and, since each rank uses y for other columns or heads, all-reduce dy in the backward, too."""
+    """All-reduce y; in the backward all-reduce dy too, since each rank uses y for other columns or heads."""
     group = site.group(sync)
     return collectives.reduce_backward(collectives.reduce_forward(x, group), group)
 
@@ -66,7 +66,7 @@ def _all_gather(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("join_columns", "fwd_post")
 def _join_columns(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """All-gather the columns of a column-parallel output and cut off padding; the backward slices, without a sum."""
+    """All-gather the columns of a column-parallel output and cut off padding; the backward takes this rank's slice."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     axis = 1 if isinstance(site.module, CONVOLUTIONS) and x.ndim > 2 else -1
@@ -88,7 +88,7 @@ def _scatter(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("vocab_logits", "fwd_post")
 def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Wrap this rank's columns of the logits [..., V/n] so that a loss runs on the shards and other uses gather."""
+    """Wrap this rank's columns of the logits [..., V/n]: a loss runs on the columns, other functions gather all."""
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     group, size, tape = site.group(sync), placed.shape[0], site.state.forward.tape

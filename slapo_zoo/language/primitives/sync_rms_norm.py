@@ -34,17 +34,11 @@ class SyncRMSNorm(Directive):
         if site.placed("weight") is None:
             raise self.fail(site, "its weight is not sharded", "shard('weight', 0) first")
         if not isinstance(getattr(site.module, self.eps, None), float):
-            raise self.fail(
-                site,
-                f"found no attribute {self.eps!r} that is a float",
-                "pass eps=, the name of the attribute that its forward adds to the mean",
-            )
+            hint = "pass eps=, the name of the attribute that its forward adds to the mean"
+            raise self.fail(site, f"found no attribute {self.eps!r} that is a float", hint)
         if "forward" in vars(site.module):
-            raise self.fail(
-                site,
-                "its forward was replaced",
-                "put this directive before the one that replaced it",
-            )
+            hint = "put this directive before the one that replaced it"
+            raise self.fail(site, "its forward was replaced", hint)
 
     def apply(self, site: Site) -> None:
         n, placed = site.mesh.size(self.mesh_dim), site.placed("weight")

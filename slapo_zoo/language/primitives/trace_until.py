@@ -55,7 +55,7 @@ class TraceUntil(Directive):
         put(site, _traced.pop(site.module))
 
     def _below(self, site: Site, path: str) -> str:
-        """Return `path` relative to the site; raise ScheduleError when there is no such module below the site."""
+        """Return `path` relative to the traced module; ScheduleError if that module contains no such path."""
         modules = site.state.modules
         if path and join(site.path, path) in modules:
             return path

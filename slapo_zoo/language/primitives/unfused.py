@@ -25,11 +25,8 @@ class Unfused(Directive):
 
     def check(self, site: Site) -> None:
         if getattr(site.module, "p", 0.0):
-            raise self.fail(
-                site,
-                "found a dropout",
-                "select the module that chooses a fused kernel by its own flag",
-            )
+            hint = "select the module that chooses a fused kernel by its own flag"
+            raise self.fail(site, "found a dropout", hint)
 
     def apply(self, site: Site) -> None:
         if site.mesh.size(self.mesh_dim) == 1:

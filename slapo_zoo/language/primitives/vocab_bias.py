@@ -34,11 +34,8 @@ class VocabBias(Directive):
             hint = f"shard({self.param_name!r}, 0, pad=True) first"
             raise self.fail(site, f"its {self.param_name} is not sharded", hint)
         if "forward" in vars(site.module):
-            raise self.fail(
-                site,
-                "its forward was replaced",
-                "put this directive before the one that replaced it",
-            )
+            hint = "put this directive before the one that replaced it"
+            raise self.fail(site, "its forward was replaced", hint)
 
     def apply(self, site: Site) -> None:
         if site.mesh.size(self.mesh_dim) == 1:

@@ -113,7 +113,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 
 
 def _beside(model: Any, name: str) -> dict[str, Tensor]:
-    """Return {key in peft's files: tensor} of an adapter in a run of one process; {} if there are several."""
+    """Return {key in peft's files: tensor} of an adapter if the run has one process; {} if it has several."""
     from peft import get_peft_model_state_dict
 
     if model.mesh.world_size > 1:
@@ -145,12 +145,8 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
     """Return {key in peft's files: unsharded matrix or gradient} of an adapter on rank 0, {} elsewhere."""
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
-        raise SlapoError(
-            "adapter",
-            repr(name),
-            f"no such adapter; found {known}",
-            "name one of these, or call model.add_adapter(config) first",
-        )
+        hint = "name one of these, or call model.add_adapter(config) first"
+        raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", hint)
     if not grads and (whole := _beside(model, name)):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
@@ -291,7 +287,7 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """Return the directives (for LoRA's A, for its B) that fit how the base weight at `path` is sharded over tp."""
+    """Return the directives that shard LoRA's matrices (for A, for B) to fit the sharded base weight at `path`."""
     if state.mesh.tp == 1:
         return (), ()
     if placed is None:
@@ -300,9 +296,8 @@ def _rule(
         sums = tuple(SumGradient("weight", sequence=tokens) for tokens in kinds)
         return sums, sums
     if placed.placement.pad or any(s.sync_op_or_fn != "all_reduce" for s in syncs):
-        raise _refusal(
-            path, "an adapter beside a sharded vocabulary, or such a sum, is not supported"
-        )
+        problem = "an adapter beside a sharded vocabulary, or such a sum, is not supported"
+        raise _refusal(path, problem)
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - only shard places tensors
     mode = "bwd_post" if placed.placement.axis != input_axis else "fwd_post"
@@ -321,7 +316,7 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError for LoRA dropout whose input columns are sharded unequally: its mask is cut equally."""
+    """Raise SlapoError for LoRA dropout whose input columns are sharded unevenly; its mask can be sliced evenly only."""
     placements = [one.placement for one in of_a if isinstance(one, Shard)]
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
     if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
@@ -333,7 +328,7 @@ def _check_dropout(
 def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]:
     """Return {key: new unsharded matrix} as peft draws them.
 
-    Each is drawn from a generator of its own, so that it is the same on every mesh. Values that peft computes
+    Each matrix is drawn from its own generator, which makes it equal on every mesh. Values that peft computes
     from the weights (PiSSA, on one process) are kept.
     """
     values = {}
@@ -363,7 +358,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Set an unsharded matrix in its module, let its directives shard it, and add an entry for it to the plan."""
+    """Set an unsharded matrix in its module, let the matrix's directives shard it, and add it to the model's plan."""
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)

@@ -58,7 +58,7 @@ def refresh_specs(model: Any, step: str) -> None:
 def written_as(
     dtype: Any, local: dict[str, Tensor], specs: list[TensorSpec]
 ) -> tuple[dict[str, Tensor], list[TensorSpec]]:
-    """Return (this rank's tensors, specs of all tensors) with floating tensors cast to `dtype`; None: unchanged."""
+    """Return (this rank's tensors, specs of all tensors), floating tensors cast to `dtype`; for None both unchanged."""
     if dtype is None:
         return local, specs
     dtype = to_dtype(dtype)

@@ -61,7 +61,7 @@ def load_checkpoint(
 
 
 class _Load:
-    """Steps of one load on one rank; only the last step, `finish`, changes the model."""
+    """State and steps of one load on one rank; only the last step, `finish`, changes the model."""
 
     opened: TrainingFolder
 
@@ -111,9 +111,8 @@ class _Load:
         if wrong := found ^ optimizers.tensor_names(record):
             where = str(self.path / FILE)
             problem = f"{len(wrong)} tensors are listed here or stored in the optimizer's files, but not both"
-            raise WeightsError(
-                where, min(wrong), problem, "copy the folder again: one of its files may be damaged"
-            )
+            hint = "copy the folder again: one of its files may be damaged"
+            raise WeightsError(where, min(wrong), problem, hint)
         if (targets := self.restored.targets) and opened.optimizer is not None:
             source = {key: key for key in targets}
             load_tensors(targets, opened.optimizer, source, self.model.mesh)

@@ -154,7 +154,7 @@ def refuse_adapters(model: Any, step: str) -> None:
 
 
 class _Save:
-    """Steps of one save on one rank."""
+    """State and steps of one save of a training checkpoint on one rank."""
 
     def __init__(
         self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
@@ -171,9 +171,9 @@ class _Save:
         self.texts: Mapping[str, str] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
-        """Return what ranks exchange before a save, and keep the part of it that describes this rank.
+        """Return what ranks exchange before a save, and store this rank's part of the state to be saved.
 
-        It is (digest of the optimizer's record, the record or None, states of the random generators by kind,
+        The result is (digest of the optimizer's record, the record or None, states of the random generators by kind,
         {"step": ..., "data_position": ..., "extra": ...}).
         """
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
@@ -231,7 +231,7 @@ class _Save:
         self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
 
     def write(self, max_shard_size: int | str) -> None:
-        """Write model, optimizer and state as one folder."""
+        """Write weights, optimizer and training state as one folder; no file is larger than `max_shard_size`."""
         runtime, mesh, record = self.model._slapo, self.model.mesh, self.state["optimizer"]
         specs, keys, beside = runtime.specs, runtime.keys, []
         if record is not None:
@@ -274,7 +274,7 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def names_of(model: Any, whole: Whole) -> dict[int, str]:
-    """Return {id of a parameter: name of its optimizer tensors in files}."""
+    """Return {id of a parameter: name under which files hold its optimizer state}."""
     tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}
 

@@ -48,9 +48,8 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
     wrong = [rank for rank in ranks if not 0 <= rank < mesh.world_size]
     if wrong or not ranks:
         problem = f"found ranks {list(ranks)}, expected some of 0..{mesh.world_size - 1}"
-        raise SlapoError(
-            "stream_weights", "ranks", problem, "pass ranks of this mesh, e.g. ranks=(0,)"
-        )
+        hint = "pass ranks of this mesh, e.g. ranks=(0,)"
+        raise SlapoError("stream_weights", "ranks", problem, hint)
     cast = None if dtype is None else to_dtype(dtype)
     with rank_guard("stream_weights"):
         refresh_specs(model, "stream_weights")
@@ -89,7 +88,7 @@ class _Held:
 def _buckets(
     specs: Sequence[TensorSpec], cast: torch.dtype | None, most: int
 ) -> Iterator[list[TensorSpec]]:
-    """Yield lists of consecutive tensors that take at most `most` bytes together; a larger tensor is alone.
+    """Yield lists of consecutive tensors that take at most `most` bytes together; a larger tensor has its own list.
 
     The last tensor of a list counts in the next list too, because the caller still holds it.
     """
@@ -145,7 +144,7 @@ def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
 def _send(
     run: _Run, mine: Tensor | None, full: Tensor | None, dtype: torch.dtype, rank: int, to: int
 ) -> None:
-    """Send one run of indices from its rank to rank `to`, in messages of at most PIECE bytes."""
+    """Send one run of indices of a tensor from the rank that holds it to rank `to`, in messages of at most PIECE bytes."""
     source = None if mine is None or rank != run.rank else _cut(mine, run.axis, run.offset, run.length)  # fmt: skip
     target = None if full is None or rank != to else _cut(full, run.axis, run.start, run.length)
     shaped = source if target is None else target
@@ -191,20 +190,15 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
             if shapes.get(key) != shape:
                 expected = list(shapes[key]) if key in shapes else "no tensor of this name"
                 problem = f"found shape {list(shape)}, expected {expected}"
-                raise SlapoError(
-                    "load_stream",
-                    key,
-                    problem,
-                    "pass the pairs that stream_weights of such a model gave",
-                )
+                hint = "pass the pairs that stream_weights of such a model gave"
+                raise SlapoError("load_stream", key, problem, hint)
             left.pop(key, None)
             _spread(by_key.get(key), tensor, shape, dtype, model, rank)
         whole.put_back()
         if left:
             problem = f"{len(left)} tensors are missing from the stream; the others were loaded"
-            raise SlapoError(
-                "load_stream", next(iter(left)), problem, "pass every tensor of the model"
-            )
+            hint = "pass every tensor of the model"
+            raise SlapoError("load_stream", next(iter(left)), problem, hint)
 
 
 def _next(pairs: Any, model: Any, rank: int) -> Any:
@@ -226,7 +220,7 @@ def _spread(
     target: Target | None, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     model: Any, rank: int,
 ) -> None:  # fmt: skip
-    """Broadcast an unsharded tensor from `rank`, some rows at a time; every rank copies its shard into `target`."""
+    """Broadcast an unsharded tensor from `rank`, some rows at a time, and copy this rank's shard into `target`."""
     device = next(model.parameters()).device
     rows = torch.empty(shape or (1,), dtype=dtype, device="meta")
     source = None if tensor is None else tensor.detach().reshape(rows.shape)

@@ -84,7 +84,7 @@ class DataParallel:
         self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Complete a backward of the user's own loop; by default nothing is left, since hooks averaged over dp."""
+        """Complete a backward in the user's own loop; do nothing by default, because hooks have averaged over dp."""
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
@@ -128,7 +128,7 @@ class DataParallel:
 
 @contextmanager
 def within_engine(model: Any) -> Iterator[None]:
-    """Context in which calls of the model run its own forward, because an engine's wrapper makes them."""
+    """Context in which calls of the model run its own forward, because they come from the engine around the model."""
     runtime = model._slapo
     runtime.within_engine = True
     try:
@@ -150,7 +150,7 @@ class Native(DataParallel):
         self.native, self.loss_scale = native, loss_scale
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run the model within the engine's object."""
+        """Run the model by calling the engine's object around it, and return its output."""
         with within_engine(model):
             return self.native(**batch)
 

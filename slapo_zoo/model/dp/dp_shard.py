@@ -64,7 +64,7 @@ class Sharded(DataParallel):
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Context of one micro-batch; ZeRO-1 reduces over dp after the last one."""
+        """Context of one micro-batch; in ZeRO stage 1 the last micro-batch ends with the reduction over dp."""
         with super().micro_batch(is_last):
             yield
         if is_last:
@@ -81,7 +81,7 @@ class Sharded(DataParallel):
             group.sum_waiting()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Average the gradients that are not sharded (adapters) over dp, and drop the gathered blocks."""
+        """Average unsharded gradients (of adapters) over dp, and release the gathered blocks."""
         self.blocks.forget()
         rest = [] if paused else [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(
@@ -182,7 +182,7 @@ def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _require_whole(module: nn.Module, _args: Any) -> None:
-    """Raise MeshError for a module called outside its model's forward: it would compute with some rows only."""
+    """Raise MeshError for a module called outside its model's forward: it has only this rank's rows of its weights."""
     for m, name, p in _parameters_of(module):
         if is_divided(p):
             if name in m.__dict__:

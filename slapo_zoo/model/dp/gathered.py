@@ -57,11 +57,11 @@ class Shards(RowsOfRank):
 
     @property
     def ranks(self) -> int:
-        """Return the number of all dp ranks: those over which rows are sharded, and those with the same rows."""
+        """Return the number of all dp ranks: the ranks that share one replica, times the replicas."""
         return self.size * (1 if self.copies is None else dist.get_world_size(self.copies))
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> list[Tensor]:
-        """All-gather several tensors, of which `parts` are this rank's rows, in one collective.
+        """All-gather several tensors in one collective; `parts` are this rank's rows of them.
 
         `shapes` are the unsharded shapes, `dtype` is that of the result.
         """
@@ -75,7 +75,7 @@ class Shards(RowsOfRank):
         return collective(all_gather_single, out, flat, group=self.group, async_op=True), out, flat
 
     def finish(self, begun: Any, shapes: Sequence[Any]) -> list[Tensor]:
-        """Wait for an all-gather and return the unsharded tensors."""
+        """Wait for an all-gather that `begin` has started; return the unsharded tensors of the given `shapes`."""
         work, out, _ = begun
         explained(work.wait)
         sizes = [self.rows(s) * _inner(s) for s in shapes]
@@ -193,7 +193,7 @@ class Group:
 
 
 class _Gathered(torch.autograd.Function):
-    """All-gather of several parameters; its backward is one reduce-scatter over dp."""
+    """Autograd function that all-gathers several parameters; its backward is one reduce-scatter over dp."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, dtype: Any, *parts: Tensor) -> tuple[Tensor, ...]:

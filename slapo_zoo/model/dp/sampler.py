@@ -103,7 +103,7 @@ def broadcast_batch(
 def _broadcast(
     batch: dict[str, Any] | None, mesh: Mesh, mesh_dim: str, device: torch.device | str | None
 ) -> dict[str, Any]:
-    """Broadcast a batch over one mesh dim: shapes first, then the tensors."""
+    """Broadcast a batch over one mesh dim from its first rank: first shapes, then tensors."""
     first, group = mesh.at(**{mesh_dim: 0}), mesh.group(mesh_dim)
     is_first = mesh.rank == first
     shapes: list[Any] = [None]

@@ -27,14 +27,14 @@ BLOCK = "_slapo_block"  # of a module: its Block
 
 @dataclass(eq=False)
 class Saved(Kept):
-    """Handle that autograd keeps in place of a gathered parameter of a block, or of a view of one."""
+    """Handle that autograd saves instead of a gathered parameter of a block, or instead of a view of it."""
 
     block: "Block"
     place: tuple[int, int]
     layout: tuple[Any, Any, int]
 
     def again(self) -> Tensor:
-        """Return the gathered tensor, gathering the block again if it was dropped."""
+        """Return the gathered tensor; gather the block again if its parameters were released."""
         group, index = self.place
         return self.block.whole()[group][index].as_strided(*self.layout)
 
@@ -108,7 +108,7 @@ class Block:
         hooks.__enter__()
 
     def _require_own(self, module: nn.Module) -> None:
-        """Raise MeshError for a module that was moved into this block: its weights are not gathered with it."""
+        """Raise MeshError for a module that was moved into this block after the load: its weights are not gathered here."""
         reading = {id(at) for at, *_ in self.places}
         for path, m in module.named_modules():
             if id(m) not in reading and any(map(is_divided, m._parameters.values())):
@@ -174,7 +174,7 @@ class Blocks:
         self._kept: list[Block] = []
 
     def add(self, module: nn.Module, groups: Sequence[Group], places: Any, position: int) -> None:
-        """Hook a block so that its parameters are gathered when it runs."""
+        """Hook a block so that its parameters are gathered when it runs; the arguments are those of `Block`."""
         block = self.at[position] = Block(self, groups, places, position)
         module.__dict__[BLOCK], module.__class__ = block, _gathering(type(module))
         module.register_forward_pre_hook(block.before)

@@ -119,7 +119,7 @@ class Calls:
             reducer.uses.note(output, summed)
 
     def _arrived(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
-        """Restore the forward context and the position of dropout's random numbers of a call; its backward begins."""
+        """Begin the backward of a call: restore the call's forward context and its position in dropout's random numbers."""
         if self.task != torch._C._current_graph_task_id():
             self.open()
         self.reducer.token_modes.add(forward.tokens_divided)
@@ -135,7 +135,7 @@ class Calls:
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _end(self) -> None:
-        """End a backward: complete the gradients and check them."""
+        """End a backward: complete the gradients (sums over ranks) and check them."""
         self.task = -1
         try:
             averaged = self.reducer.close()
@@ -147,7 +147,7 @@ class Calls:
             self.guard.complete(named, self.runtime.plan, averaged)
 
     def _leave(self) -> None:
-        """Restore the forward context from before the backward."""
+        """Restore the forward context that was active before the backward."""
         state = self.runtime.schedule.state
         state.forward, state.random.again = self.outside or state.forward, None
         self.outside = None

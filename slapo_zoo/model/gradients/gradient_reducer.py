@@ -58,7 +58,7 @@ class GradientReducer:
         return new
 
     def forget(self) -> None:
-        """Reset the state to that outside a backward."""
+        """Reset the state to that before a backward."""
         self.buckets: list[Bucket] = []
         self.waiting: list[Bucket] = []  # those whose sum has not begun
         self.bucket_of: dict[int, Bucket] = {}
@@ -74,7 +74,7 @@ class GradientReducer:
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Register the gradient hook on a parameter, unless it has it, and return the parameter."""
+        """Register the gradient hook on parameter `p`, unless `p` has it already; return `p`."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -108,8 +108,7 @@ class GradientReducer:
         self.waiting = list(self.buckets)
 
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return the gradient of parameter `p`, summed over ranks as the model's plan prescribes; gradient hooks call
-        it.
+        """Return the gradient of parameter `p`, summed over ranks as the model's plan says; a gradient hook calls this.
 
         `is_leaf` is False for a tensor that replaces the parameter (`functional_call`).
         """
@@ -173,7 +172,7 @@ class GradientReducer:
             self.waiting.pop(0).start()
 
     def close(self) -> bool:
-        """Finish a backward and its all-reduces over dp; return whether its gradients were stored in `.grad`."""
+        """Finish a backward and its all-reduces over dp; return whether the backward stored gradients in `.grad`."""
         self._settle()
         if self.stored is False and not self.in_step:
             where = "torch.autograd.grad with dp > 1"

@@ -81,7 +81,7 @@ def _problem(
 
 
 def _is_within(name: str, other: str) -> bool:
-    """Return whether `other` is `name` with further modules on its path."""
+    """Return whether `other` equals `name` but for wrapper modules on its path."""
     parts, way = (re.split(r"\.(?!\d)", path) for path in (name, other))  # a number with its list
     left = iter(way)
     return parts[-1] == way[-1] and all(part in left for part in parts)

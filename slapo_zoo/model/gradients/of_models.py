@@ -26,11 +26,11 @@ def runtime_of(p: Any) -> Any:
 
 
 def place_of(p: Any) -> tuple[RankPlan, str] | None:
-    """Return (plan of a parameter's model, the parameter's name there), or None."""
+    """Return (plan of the parameter's model, name of the parameter in it), or None for a parameter of no model."""
     runtime = runtime_of(p)
     return None if runtime is None else (runtime.plan, _KNOWN[p][1])
 
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:
-    """Return all parameters of an optimizer."""
+    """Return the parameters of all groups of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]

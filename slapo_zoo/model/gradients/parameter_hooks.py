@@ -34,7 +34,7 @@ class OnWhole:
         return self.on(grad) if reducer.at_once else None
 
     def on(self, grad: Tensor) -> Tensor:
-        """Return this rank's part of the gradient after the hook."""
+        """Return this rank's shard of the gradient after the user's hook has changed the unsharded gradient."""
         runtime, p = self.reducer().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
         mesh, plan, rows = runtime.schedule.mesh, runtime.plan, rows_of(p)
         full, placed = grad, plan.sharded(self.name)
@@ -63,7 +63,7 @@ class OnWhole:
 
 
 def on_parts(model: Any) -> int:
-    """Return the number of the user's gradient hooks on sharded parameters, which need gradients gathered for them."""
+    """Return the number of the user's gradient hooks on sharded parameters, for which gradients are gathered."""
     plan = model._slapo.plan
     parts = (p for name, p in model.named_parameters() if is_divided(p) or plan.sharded(name))
     hooks = (hook for p in parts for hook in (p._backward_hooks or {}).values())
@@ -82,7 +82,7 @@ def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def run_later(reducer: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
-    """Run the user's hooks on the complete gradients of a step, unless they ran in the backward.
+    """Run the user's gradient hooks on the complete gradients of a step, unless they ran in the backward.
 
     `scale` is the loss scale of fp16: gradients are divided by it for the hooks. An infinite result of a hook
     counts as an overflow.

@@ -282,7 +282,7 @@ def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
 
 
 def _require_own_scaler() -> None:
-    """Raise MeshError if torch's GradScaler runs this step: with it one rank alone may skip a step."""
+    """Raise MeshError if torch's own GradScaler runs this step, since it could skip the step on one rank alone."""
     frame: Any = sys._getframe(1)
     for _ in range(12):
         if frame is None:

@@ -49,12 +49,8 @@ class ScheduledTrainer(Trainer):
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
         if not hasattr(model, "_slapo"):
             problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
-            raise SlapoError(
-                "ScheduledTrainer",
-                "model",
-                problem,
-                "load it by AutoScheduledModel, or use transformers.Trainer",
-            )
+            hint = "load it by AutoScheduledModel, or use transformers.Trainer"
+            raise SlapoError("ScheduledTrainer", "model", problem, hint)
         self._own_loss = _own_loss(type(self), args, kwargs)
         _add_adapter(type(self), model, kwargs)
         refuse_options(model, args, self._own_loss)
@@ -104,7 +100,7 @@ class ScheduledTrainer(Trainer):
         return batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward of a batch; return its share of the loss of the step."""
+        """Run forward and backward of a batch; return the batch's share of the step's loss."""
         if self._own_loss:
             return super().training_step(model, inputs, num_items_in_batch)
         self._scheduled.train()
@@ -115,7 +111,7 @@ class ScheduledTrainer(Trainer):
             return self._scheduled.train_step(batch, targets=self._targets)
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Return the autocast context of `bf16=True`, which Accelerate sets only in models that it wraps."""
+        """Return the autocast context of `bf16=True`; Accelerate enters it only in models that it wraps."""
         if not self.args.bf16:
             return nullcontext()
         kind, dtype = self.args.device.type, torch.bfloat16
@@ -250,7 +246,7 @@ def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
-    """Return a `gather_for_metrics` that returns each row once, though all ranks of a dp replica hold it."""
+    """Return a `gather_for_metrics` that returns each row once, though several ranks (tp, pp) hold the same rows."""
     from accelerate.utils import recursively_apply
 
     firsts = mesh.peers("batch")
@@ -267,12 +263,8 @@ def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
     def gather(data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
             problem = "objects of ranks that read the same samples cannot be distinguished"
-            raise SlapoError(
-                "gather_for_metrics",
-                "use_gather_object",
-                problem,
-                "gather tensors instead of objects",
-            )
+            hint = "gather tensors instead of objects"
+            raise SlapoError("gather_for_metrics", "use_gather_object", problem, hint)
         return recursively_apply(pick, accelerator.gather(data))
 
     return gather

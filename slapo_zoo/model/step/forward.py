@@ -108,7 +108,7 @@ def _run_own(model: Any, runtime: Runtime, batch: Mapping[str, Any]) -> Any:
 
 
 def _without_backward(model: Any, output: Any) -> Any:
-    """Return the output of a pipeline so that its backward raises SlapoError with the hint to call train_step."""
+    """Return the output of a pipeline's forward, changed so that its backward raises SlapoError (use train_step)."""
     asks = torch.zeros((), requires_grad=True), *model.parameters()
     for name in list(output) if hasattr(output, "keys") else ():
         x = output[name]

@@ -16,7 +16,7 @@ CACHES = ("past_key_values", "cache_params")
 
 
 class SourceTokens(dict):
-    """Dict of encoder inputs, passed in place of encoder outputs; `generate` repeats its rows for beams."""
+    """Encoder inputs as a dict, passed in place of encoder outputs; `generate` repeats its rows for beams."""
 
 
 class LateEncoder(nn.Module):
@@ -92,7 +92,7 @@ class Generates:
         return super().get_encoder(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _get_static_cache_init_shape(self) -> Any:
-        """Return None with tp > 1, so that the cache takes its sizes from the first keys: those of local heads."""
+        """Return None if tp > 1, so that the cache takes its shape from the first keys: those of this rank's heads."""
         model: Any = self
         if model.mesh.tp > 1:
             return None

@@ -51,7 +51,7 @@ def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) 
 
 
 def _positions(model: nn.Module, longest: int) -> int | None:
-    """Return the tokens of the longest row that a table of learned positions allows, or None without a table.
+    """Return the longest row, in tokens, that the model's learned positions allow; None if they allow `longest`.
 
     RoBERTa's positions begin after the padding index.
     """

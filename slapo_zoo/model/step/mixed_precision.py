@@ -49,7 +49,7 @@ class MixedPrecision:
 
     @contextmanager
     def computing(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the modules of a model read casts of its parameters; the outermost context makes them."""
+        """Context in which a model's modules read casts of its parameters; the outermost context makes the casts."""
         if self.dtype is None and self.reads is None:
             yield
             return
@@ -114,7 +114,7 @@ class MixedPrecision:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-        """Divide this step's gradients by the loss scale; after an overflow on any rank drop them on all ranks."""
+        """Divide this step's gradients by the loss scale; after an overflow on any rank, drop them on all ranks."""
         if not self.scales:
             return
         held = [p for p in parameters if p.grad is not None]

@@ -30,7 +30,7 @@ class OwnLoss:
         self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
-        """Return loss_fn's value divided by `divisor`; SlapoError unless it has one element and a gradient."""
+        """Return loss_fn's value divided by `divisor`; SlapoError if the value is no scalar or has no gradient."""
         given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
         output, began = whole_output(output), newest()
         loss = self.loss_fn(output, given)
@@ -61,7 +61,7 @@ def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dic
 
 
 def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch that the model's forward takes, without those that `for_loss_alone` has renamed."""
+    """Return the entries of a batch for the model's forward, without those that `for_loss_alone` has renamed."""
     return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
 
 

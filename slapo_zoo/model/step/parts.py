@@ -31,9 +31,9 @@ class Part:
 
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run a part of a model by `run(*args, **kwargs)` and return its output.
+    """Run a submodule of a model by `run(*args, **kwargs)` and return its output.
 
-    If no call of the model is running, set up what such a call sets up: dropout, precision, gradient hooks.
+    If no call of the model is running, set up what a call of the model sets up: dropout, precision, gradient hooks.
     """
     calls, state = model._slapo.calls, model.schedule.state
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):
@@ -70,7 +70,7 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return {name: wrapper} for methods of `cls` like `get_image_features`, so that they run as calls of a part."""
+    """Return {name: wrapper} for methods of `cls` like `get_image_features`, so that users may call them alone."""
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(method)(

@@ -82,7 +82,7 @@ class Runtime:
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """Return the process group of the gradient sum `one`, or None if this rank sums with no other."""
+        """Return the process group of the gradient sum `one`; None if this rank takes no part in the sum."""
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 

@@ -54,7 +54,7 @@ def no_loss(problem: str) -> SlapoError:
 
 
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
-    """Return the number of micro-batches, `asked` or the default; MeshError if it does not divide `rows`."""
+    """Return the number of micro-batches, `asked` or the default; MeshError if `rows` is no multiple of it."""
     count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.table.batch_statistics and mesh.pp > 1:
         warnings.warn(
@@ -83,7 +83,7 @@ def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
 
 
 def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
-    """Raise SlapoError for a tensor whose axis 0 does not have the batch's rows; several images per row are allowed."""
+    """Raise SlapoError for a tensor whose axis 0 is not `rows` long; several images per row are allowed."""
     other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
     other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
@@ -102,7 +102,7 @@ def require_trained(trains: bool) -> None:
 
 
 def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:
-    """Raise SlapoError for post-accumulate hooks with several micro-batches: they see incomplete gradients."""
+    """Raise SlapoError for a user's post-accumulate hook if a step has several micro-batches: gradients are incomplete."""
     if mesh.pp * count > 1 and any(is_taken(p) for p in parameters.values()):
         found = f"pp={mesh.pp}, {count} micro-batches"
         problem = f"{found}: it would step before the gradient is complete"

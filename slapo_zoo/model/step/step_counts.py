@@ -70,11 +70,11 @@ def ask(
     model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
     whole: Mapping[str, Any],
 ) -> StepCounts:  # fmt: skip
-    """Return the counts of a step, for which the host waits once: one tensor, one collective over dp.
+    """Return the counts of a step over all dp ranks, by one collective for which the host waits once.
 
     `tensors` are the entries of the batch that are split by rows, `whole` those that all rows share. `counts`
-    are this rank's targets of each loss term; dp ranks may hold different numbers of `rows`. The tensor is on
-    the batch's device, since nccl needs it there.
+    are this rank's targets of each loss term; dp ranks may hold different numbers of `rows`. The counts are sent from
+    the batch's device, since nccl needs them there.
     """
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device
@@ -119,7 +119,7 @@ def _number(n: float | Tensor, device: torch.device) -> Tensor:
 def _of_rows(
     model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor], whole: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return {kind of count ("targets", "hidden", ...): tensor of this rank's counts, one per row or a single one}."""
+    """Return {kind of count ("targets", "hidden", ...): this rank's counts}, each a tensor [rows], or a single count."""
     found, positions = {}, tensors.get("position_ids")
     if positions is not None and positions.ndim == 2:
         found["packed"] = (positions.diff(dim=1) != 1).any()[None]

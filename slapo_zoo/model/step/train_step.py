@@ -36,7 +36,7 @@ from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, sp
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Arguments of `Scheduled.train_step` beside the batch."""
+    """Arguments of `Scheduled.train_step`, without the batch."""
 
     micro_batches: int | None = None
     return_logits: bool = False
@@ -146,7 +146,7 @@ def check(
 def split(
     model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
 ) -> Step:  # fmt: skip
-    """Return the step of a batch: its counts over all dp ranks, row indices, losses and options."""
+    """Return the `Step` of a batch: its counts over all dp ranks, row indices, losses and options."""
     runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.size("loss")
     state, reducer = runtime.schedule.state, runtime.calls.reducer
     parameters = _trained(model, count, next(iter(tensors.values())).device)

@@ -49,7 +49,7 @@ def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def shifted(class_name: str, labels: Tensor) -> Tensor:
-    """Return the labels that a head's loss compares with: without the first of each row if the head shifts."""
+    """Return the labels that a head's loss compares with; without the first label of each row if the head shifts."""
     return labels[..., 1:] if head_of(class_name).shifts else labels
 
 
@@ -131,7 +131,7 @@ class GlobalMeans(TorchFunctionMode):
         return loss
 
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
-        """Return the number by which a mean loss over the whole, unsplit batch would divide."""
+        """Return the number by which the k-th mean loss divides: targets (or class weights) in the whole batch."""
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
             raise _refusal(f"found more means than labels ({len(self.counts)})")

@@ -77,7 +77,7 @@ class ProcessApart:
         return self.end() if time.monotonic() - self.begin > timeout_s else None
 
     def wait(self, timeout_s: float) -> Ended:
-        """Wait until the process ends, kill it after `timeout_s` seconds, and return its status and output."""
+        """Wait until the process ends, or kill it after `timeout_s` seconds; return its status and output."""
         try:
             with suppress(subprocess.TimeoutExpired):
                 self.process.wait(timeout_s)

@@ -64,7 +64,7 @@ def start(write: Callable[[], None]) -> Saving:
 
 
 def join() -> None:
-    """Wait for the running save, if any, and raise its error unless the caller of `Saving` has seen it already."""
+    """Wait for the running save, if any; raise its error, unless the user has read it from `Saving` already."""
     saving, _Pending.saving = _Pending.saving, None
     if saving is None:
         return

@@ -111,7 +111,7 @@ def _leave_at_once() -> None:
 
 
 def _first_cause(failures: list[tuple[int, BaseException]]) -> BaseException:
-    """Return the first error that is not about a lost peer (a RankError), or else the first error."""
+    """Return the first error that is no consequence of a lost peer (RankError); if there is none, the first error."""
     own = [error for _, error in failures if not isinstance(error, RankError)]
     return (own or [error for _, error in failures])[0]
 

@@ -72,7 +72,7 @@ class Heart:
             self.store.set(_beat(self.rank), ENDED)
 
     def leave(self) -> None:
-        """Ask the thread to end; it then tells the other ranks that this rank has ended without an error."""
+        """Ask the heartbeat thread to end; the thread then tells the other ranks that this rank ended without an error."""
         self._stopped.set()
 
     def stop(self) -> None:
@@ -218,7 +218,7 @@ def stop() -> None:
 
 
 def silent_ranks(seconds: float) -> list[int]:
-    """Watch the other ranks for at most `seconds` and return those without a heartbeat in that time."""
+    """Watch the other ranks for at most `seconds`; return the ranks that sent no heartbeat in that time."""
     heart = current()
     if heart is None:
         return []

@@ -50,7 +50,7 @@ _SIGNAL_HINTS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of a rank, as it is sent to the parent process; `error` is its exception, None if it cannot be pickled."""
+    """Failure of a rank, sent to the parent process; `error` is its exception, None if that cannot be pickled."""
 
     report: RankError
     traceback_text: str = ""
@@ -181,7 +181,7 @@ def _rank_main(
 
 
 def send_outcome(pipe: Connection, rank: int, what: str, job: Callable[[], Any]) -> bool:
-    """Run `job` and send its pickled result or `Failure` to the parent process; return whether it succeeded."""
+    """Run `job` and send its pickled result, or a `Failure`, to the parent process; return whether `job` succeeded."""
     failure = None
     try:
         # plain pickle: multiprocessing's own would lend tensors from memory that dies with us

@@ -154,7 +154,7 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the ranks that have not reached the step `place` `number` times; RankError if one has failed or is silent."""
+    """Return the ranks that have not yet reached step `place` `number` times; RankError if one has failed or is silent."""
     heart = heartbeat.current()
     if heart is None:
         if seconds > LIMIT_S:

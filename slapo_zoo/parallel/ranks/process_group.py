@@ -73,9 +73,8 @@ def timeout_of(timeout_s: float | None) -> float:
             timeout_s = float(text)
         except ValueError:
             problem = f"found {text!r:.40}, expected seconds"
-            raise MeshError(
-                "init_distributed", VARIABLE, problem, "set a number of seconds, e.g. 300"
-            ) from None
+            hint = "set a number of seconds, e.g. 300"
+            raise MeshError("init_distributed", VARIABLE, problem, hint) from None
     if not 0 < timeout_s < 1e8:
         problem = f"found {timeout_s}, expected seconds above 0"
         raise MeshError("init_distributed", "timeout_s", problem, f"pass one, or set {VARIABLE}")
@@ -100,12 +99,8 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
         torch.cuda.set_device(cuda)
     elif device == "cuda":
         problem = f"found {torch.cuda.device_count()} CUDA devices, expected one per local rank"
-        raise MeshError(
-            f"rank {os.environ['RANK']}",
-            "device='cuda'",
-            problem,
-            "start fewer ranks here, or pass device='cpu'",
-        )
+        hint = "start fewer ranks here, or pass device='cpu'"
+        raise MeshError(f"rank {os.environ['RANK']}", "device='cuda'", problem, hint)
     backend = "gloo" if cuda is None else "nccl"
     start_s = START_S if timeout_s is None else timeout_s
     timeout = timedelta(seconds=timeout_of(timeout_s))
@@ -117,9 +112,8 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
     except dist.DistError as exc:
         where = f"rank {os.environ['RANK']}"
         address = f"MASTER_ADDR={os.environ['MASTER_ADDR']} MASTER_PORT={os.environ['MASTER_PORT']}"
-        raise MeshError(
-            where, address, str(exc), "check that rank 0 runs and can be reached at this address"
-        ) from exc
+        hint = "check that rank 0 runs and can be reached at this address"
+        raise MeshError(where, address, str(exc), hint) from exc
     heartbeat.current()
     atexit.register(lambda: shutdown_distributed(failed=hasattr(sys, "last_value")))
     return True
@@ -128,7 +122,7 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
 def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
     """Create the default process group, and return when every rank has joined; try twice if a peer was lost.
 
-    If it returned earlier, an error in one rank's code could close connections that others still make.
+    A rank that returned earlier could fail and close connections that other ranks still open.
     """
     for attempt in (1, 2):
         tried, error = PrefixStore(f"slapo_zoo/start/{attempt}", store), None
@@ -149,7 +143,7 @@ def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
 
 
 def _all_joined(store: Any, size: int, is_one: bool) -> bool:
-    """Report whether this rank has joined (`is_one`); return False if a rank reports a failure within JOIN_S seconds."""
+    """Report that this rank has joined (`is_one`) or failed; return False if any rank reports a failure within JOIN_S."""
     store.add("joined" if is_one else "failed", 1)
     deadline, pause = time.monotonic() + JOIN_S, 1e-4
     while time.monotonic() < deadline:

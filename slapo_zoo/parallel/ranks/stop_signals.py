@@ -23,13 +23,13 @@ class Stop:
     number = 0
 
     def note(self, number: int, frame: Any) -> None:
-        """Record a signal; called as a signal handler. The second Ctrl-C raises KeyboardInterrupt."""
+        """Record a signal, as a signal handler; the second Ctrl-C raises KeyboardInterrupt."""
         if self.number == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.number = number
 
     def agreed(self, device: torch.device) -> int:
-        """Return the number of a signal that reached any rank, the same on all ranks; a collective call."""
+        """Return the number of a signal that reached any rank (0: none), the same on all ranks; a collective call."""
         if not dist.is_initialized():
             return self.number
         found = torch.tensor(self.number, device=device)
@@ -39,9 +39,9 @@ class Stop:
 
 @contextmanager
 def listening() -> Iterator[Stop]:
-    """Context in which signals request a stop of the run; it yields the Stop that records them.
+    """Context in which signals ask the run to stop; it yields the Stop that records the signals.
 
-    A process that started local ranks passes a request on to them as SIGUSR1.
+    A process that started local ranks passes a signal on to them as SIGUSR1.
     """
     stop = Stop()
     is_local_rank = is_distributed_launch() and multiprocessing.parent_process() is not None

@@ -29,7 +29,7 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
     """Return a part of torchrun's store that only this start of the job uses; a collective call of all ranks.
 
     Raises:
-        torch.distributed.DistError: not all ranks came within `timeout_s` seconds.
+        torch.distributed.DistError: a rank did not arrive within `timeout_s` seconds.
     """
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     timeout = timedelta(seconds=timeout_s)

@@ -72,7 +72,7 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
 def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
-    """Custom op: `later(split_cells(seeds, parts, size), first)`."""
+    """Custom op that computes `later(split_cells(seeds, parts, size), first)`, the seeds of a slice of blocks."""
     return later(split_cells(seeds, parts, size), first)
 
 
@@ -94,9 +94,9 @@ def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
 
 
 def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
-    """Return a dropout mask like `hashed_cells`, drawn on the CPU by a generator that each block seeds anew.
+    """Return a dropout mask like `hashed_cells`, drawn on the CPU by a generator that is seeded anew for each block.
 
-    It is eight times as fast as `bernoulli_` and three times as fast as a hash of each element on a CPU; the
+    This is eight times as fast as `bernoulli_` and three times as fast as a hash of each element on a CPU; the
     probability is rounded to a multiple of 2**-16.
     """
     import numpy as np  # not at the top: exported kernels import torch alone
@@ -111,7 +111,7 @@ def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
 
 
 def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
-    """Return whether dropout keeps element number `counter` of a block of elements with seed `key`; the two broadcast."""
+    """Return whether dropout keeps element number `counter` of a block with seed `key`; the two tensors broadcast."""
     return hashed_bits(counter, key) >= int(p * 0x1000000)
 
 
@@ -137,7 +137,7 @@ def _(seeds, p, shape, dtype):
 
 @dataclass
 class _Plan:
-    """Dropout seeds for micro-batches of one number of rows: which (module, row, head) has each seed, and the seeds."""
+    """Dropout seeds of a micro-batch with a fixed number of rows, and the (module, row, head) that each seed is for."""
 
     places: dict[tuple, slice] = field(default_factory=dict)
     words: list[Tensor] = field(default_factory=list)  # 4 x [n]: site, row, rows per row, head

@@ -41,7 +41,7 @@ UNSAFE = [t for n in ("cudagraph_unsafe",) if (t := getattr(torch.Tag, n, None))
 
 
 class _SeedsOfGraphs(threading.local):
-    """Holder of the seeds that compiled code has made, one per thread: ranks may be threads at different steps."""
+    """Seeds that compiled code has computed, one holder per thread, since ranks may be threads at different steps."""
 
     def __init__(self) -> None:
         self.held = DeviceSeeds()
@@ -100,7 +100,7 @@ class RandomStream(StreamPosition):
         return not self.draws_in_blocks(device)
 
     def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
-        """Return the seeds, on the device of x, from which operators hash the mask of `keep_mask` with these arguments.
+        """Return the seeds, on the device of x, from which operators hash the mask that `keep_mask` would return.
 
         x is cut into as many equal blocks as there are seeds.
         """
@@ -129,7 +129,7 @@ class RandomStream(StreamPosition):
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds from which operators hash the mask of `keep_tokens` with these arguments."""
+        """Return the seeds from which operators hash the mask of `keep_tokens` (same arguments, without `p`)."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
         tokens = x.shape[0] // max(self.position()[2], 1)
@@ -199,7 +199,7 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """Return a module path as custom operators take it: (hash of its beginning as a tensor or None, the rest as text)."""
+    """Return a module path in the form that custom operators take: (hash of its beginning or None, the rest as text)."""
     return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
 
 

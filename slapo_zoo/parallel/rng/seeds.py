@@ -35,7 +35,7 @@ class RngTracker:
     always: bool = False
 
     def reset(self) -> None:
-        """Forget all states."""
+        """Forget all named states."""
         self.states.clear()
 
     def add(self, name: str, seed: int) -> None:
@@ -50,7 +50,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Context in which torch draws from the state `name`; the next `fork` of this name continues from its end."""
+        """Context in which torch draws from the state `name`, where the previous `fork` of this name has ended."""
         if name not in self.states:
             problem = f"no such state, found {sorted(self.states)}"
             hint = "call set_random_seed(..., tp_rank=...) first"
@@ -74,7 +74,7 @@ class RngTracker:
 
 
 class GeneratorOfThreads(threading.local):
-    """Wrapper of torch's CPU generator for emulated ranks: threads share it, and each has a `mark` for its own state."""
+    """Wrapper of torch's CPU generator for emulated ranks, which are threads and share it; each thread has its `mark`."""
 
     def __init__(self, own: torch.Generator):
         self.own, self.mark, self.states = own, 0, WeakIdKeyDictionary()

@@ -96,7 +96,7 @@ class StreamPosition:
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
-        """Context for rows without their padding: dropout of [1, N, ...] takes its mask from one for [B, S, ...].
+        """Context for rows without padding: dropout of [1, N, ...] takes elements of the mask for padded [B, S, ...].
 
         `real` [B, S] marks the N tokens that are not padding.
         """
@@ -109,7 +109,7 @@ class StreamPosition:
             self.real_tokens = self.real_at = None
 
     def position(self) -> Position:
-        """Return (step, first row, rows) from which masks are drawn now; in a backward, those of its forward."""
+        """Return the (step, first row, rows) of masks drawn now; in a backward that of the forward it belongs to."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
@@ -166,7 +166,7 @@ class StreamPosition:
         self._seen[mark] = position or self.position()
 
     def place(self, site: Where, rows: int) -> Position:
-        """Return (step, first row, rows) for a draw of `rows` rows; outside a call each draw of a module gets a new step."""
+        """Return (step, first row, rows) for a random draw of `rows` rows; outside a call each draw is its own step."""
         found = self._place(site, rows)
         return found if self.has_rows else (found[0], 0, 0)
 
@@ -190,7 +190,7 @@ class StreamPosition:
 
     @contextmanager
     def without_rows(self) -> Iterator[None]:
-        """Context in which random draws do not depend on the batch rows: they are equal for all micro-batches and dp ranks."""
+        """Context in which random draws do not depend on the batch rows; micro-batches and dp ranks draw the same."""
         self.has_rows = False
         try:
             yield

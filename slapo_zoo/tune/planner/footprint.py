@@ -207,7 +207,7 @@ class Footprint:
         return list(zip(found, before, strict=True))
 
     def _summed_in_place(self, row: Row) -> int | None:
-        """Return the storage into which autograd adds a gradient by operation `row`; None for any other operation.
+        """Return the storage to which an operation `row` of autograd adds a gradient; None for any other operation.
 
         Autograd adds real gradients in place; on fake tensors it allocates a new one.
         """
@@ -235,7 +235,7 @@ class Footprint:
             self.live -= self.alive.pop(storage).size
 
     def _summed(self, storage: int) -> None:
-        """Count a parameter's gradient in `gradients` instead of `live`: it exists for all later micro-batches."""
+        """Count a parameter's gradient in `gradients` instead of `live`, since it exists until the optimizer step."""
         if storage in self.alive:
             self.live -= self.alive[storage].size
             self.gradients += self.alive[storage].size

@@ -68,7 +68,7 @@ class Hardware:
         return self.matmul.get(dtype) or self.matmul.get("bfloat16") or max(self.matmul.values())
 
     def write(self, path: Path) -> None:
-        """Write the profile as JSON, for `--hardware FILE`."""
+        """Write the profile as a JSON file, for the option `--hardware FILE`."""
         path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
 
 

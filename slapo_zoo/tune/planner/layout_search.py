@@ -283,7 +283,7 @@ class Planner:
         return How(self.hardware, self.runtime, self.precision, layout.tp)
 
     def why(self, found: Forecasted) -> str:
-        """Return one line that says why a forecast does not fit: the bytes of each kind against the device's."""
+        """Return one line that says why a layout does not fit: its bytes of each kind, and the bytes of the device."""
         total = (found.memory + self.hardware.reserved) / GIB
         rank = found.ranks[found.fullest]
         sizes = {name: getattr(rank, name) for name in PARTS} | {
@@ -373,7 +373,7 @@ class Planner:
 def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
     """Return the error of a search without candidates; it names the first refused tp size, if any, with the reason.
 
-    `refused` are (tp size, reason) pairs. If there are none, the sizes do not divide each other.
+    `refused` are (tp size, reason) pairs. If there are none, devices and rows cannot be divided evenly.
     """
     near = -(-batch // gpus) * gpus
     problem = f"no layout of {gpus} devices divides {batch} rows"

@@ -111,7 +111,7 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
 
 
 def _note(found: dict[str, str], best: Mixture | None) -> None:
-    """Add a rank's policies to `found` (block --> policy); a block on several ranks gets the one that keeps least."""
+    """Add a rank's policies to `found` (block --> policy); for a block on several ranks keep the policy that saves least."""
     chain = best.choices if best else None
     while chain is not None:
         (name, policy), chain = chain

@@ -189,9 +189,9 @@ class Recompute:
         return min(kept, use.before + use.output + use.matmuls * (policy == "save_matmuls"))
 
     def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
-        """Return for each unit the bytes of its input that other tp ranks keep for this rank ("sharded" policy).
+        """Return for each unit the bytes of its input that other tp ranks save for this rank (policy "sharded").
 
-        `units` are the unit calls of a stage, `uses` their costs.
+        `units` are the calls of units (blocks, embeddings, heads) in a stage, `uses` their costs.
         """
         hidden = min(
             (u.output for n, u in zip(units, uses, strict=True) if n.is_block), default=0.0

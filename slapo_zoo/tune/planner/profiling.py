@@ -63,7 +63,7 @@ class Family:
         self.is_small = small is not None
 
     def lengths(self, seq_len: int) -> list[int]:
-        """Return the tokens per row that each stack of blocks sees."""
+        """Return the numbers of tokens per row in the model's stacks of blocks (encoder, decoder, or a single one)."""
         other = self.table.num_tokens
         return [seq_len, *([other(self.config)] if other else [])]
 
@@ -209,7 +209,7 @@ class _Masks(RandomStream):
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
-        """Return a tensor of the shape that RandomStream.uniform returns, without drawing numbers."""
+        """Return a tensor of the shape that RandomStream.uniform returns, with no random numbers drawn."""
         return torch.empty_like(x)
 
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
@@ -282,7 +282,7 @@ def _loss(tape: Tape, output: Any) -> Tensor:
 
 
 def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
-    """Return the calls with the bytes kept before the first block divided by tp: each rank keeps only its tokens."""
+    """Return the calls with the bytes kept before the first block divided by tp, as each rank keeps its own tokens only."""
     first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
     if calls[first + 1][0] not in blocks:
         return calls
@@ -294,7 +294,7 @@ def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[t
 
 
 def _untie(model: Any, mode: Any) -> None:
-    """Give every module its own copy of tied parameters, because the planner counts shared ones separately."""
+    """Give every module its own copy of tied parameters, since the planner counts shared parameters separately."""
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module._parameters.items():
@@ -306,7 +306,7 @@ def _untie(model: Any, mode: Any) -> None:
 
 
 def _received(calls: list[Call]) -> Iterator[int]:
-    """Yield for each unit call the bytes that a stage which begins with it receives; 0 for the first call."""
+    """Yield, for each unit call, the bytes received by a stage that begins with this call; 0 for the first call."""
     yield 0
     for i in range(1, len(calls)):
         plan = StagePlan(tuple(calls), (0,) * i + (1,) * (len(calls) - i), 0)

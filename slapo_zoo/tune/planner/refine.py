@@ -45,7 +45,7 @@ def refine(
 
 @dataclass(frozen=True)
 class Climb:
-    """Hill climbing from a layout to faster ones, one knob at a time; arguments as in `refine`."""
+    """Hill climbing from a layout to faster layouts, changing one knob at a time; arguments as in `refine`."""
 
     forecast: Forecast
     fits: Fits

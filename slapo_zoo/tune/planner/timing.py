@@ -205,7 +205,7 @@ def _pipeline(
 
 
 def _cost(stage: StageTime, kind: str) -> float:
-    """Return the seconds of one action `kind` of a pipeline order on a stage.
+    """Return the seconds of one action (forward, backward, or half a backward) of a stage; `kind` is its letter.
 
     A backward for inputs alone, or for weights alone, counts as half a backward.
     """

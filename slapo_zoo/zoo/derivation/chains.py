@@ -38,7 +38,7 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """Record, when a module is called, the linears whose output columns are in its arguments."""
+        """Record, when a module is called, which linears' output columns are in its arguments."""
         held = self._columns(args)
         if linear:
             self.feeds.setdefault(path, set()).update(held)
@@ -48,7 +48,7 @@ class Chains:
             self.dropouts.setdefault(path, set()).update(held)
 
     def leave(self, path: str, output: Any) -> None:
-        """Record that a tensor is the output of the linear `path`, so it holds columns of that linear."""
+        """Record that `output` has the output columns of the linear at `path`."""
         if isinstance(output, Tensor):
             self._held[output] = {path}
 
@@ -74,7 +74,7 @@ class Chains:
         return set().union(*found)
 
     def found(self) -> dict[str, list[str]]:
-        """Return {row-parallel linear: its column-parallel linears} for columns that no other module reads."""
+        """Return {row-parallel linear: the column-parallel linears before it}, whose columns no other module reads."""
         return {
             taker: sorted(names)
             for taker, names in self.feeds.items()

@@ -145,7 +145,7 @@ def _dims(config: Any) -> dict[str, Any]:
 def _plan_rows(
     config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[Row]:
-    """Yield the table rows (pattern, rule) of the modules that the tp plan names, grouped by their parent module."""
+    """Yield the (pattern, rule) pairs of the modules that the tp plan names, grouped by their parent module."""
     parents = dict.fromkeys(pattern.rpartition(".")[0] for pattern in plan)
     for parent in parents:
         children = {
@@ -167,7 +167,7 @@ def _plan_rows(
 
 
 def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule:
-    """Return the rule of one linear or norm of the plan; `heads` says that its parent is an attention."""
+    """Return the sharding rule of a linear or norm in the tp plan; `heads` is True if its parent is an attention."""
     unit, together = ("head_dim", "per_kv") if heads else ("", "")
     rules = {
         "rowwise": row(1, unit, together),
@@ -192,7 +192,7 @@ def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule
 
 
 def _head_rows(model: Any) -> Iterator[Row]:
-    """Yield the table row (pattern, rule) of the language-model head, if the class has one."""
+    """Yield the (pattern, rule) of the language-model head, if the model class has one."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         if head is not None and module is head:

@@ -133,7 +133,7 @@ class Watch(TorchFunctionMode):
             self.seen.foreign.update(names)
 
     def close(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the observing hooks from the model."""
         for hook in self._hooks:
             hook.remove()
 

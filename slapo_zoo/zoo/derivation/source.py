@@ -56,7 +56,7 @@ def _rows(rows: Any, per_rank: Mapping[str, str], used: set[str]) -> Iterator[st
 
 
 def rule_source(rule: Rule, used: set[str]) -> str:
-    """Return the source of a rule: the call of a function of `rules`, or else a tuple of directives.
+    """Return the Python source of a sharding rule: a call of a function of `rules`, or else a tuple of directives.
 
     The names that the source needs are added to `used`.
     """

@@ -97,7 +97,7 @@ def _difference(key: str, name: str) -> tuple[str, str]:
 
 
 def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[Pieces, ...]:
-    """Find the tensors of a model that its files hold in parts: one tensor per expert, or equal slices of axis 0."""
+    """Find the tensors of a model that its files store in pieces: one per expert, or equal slices of axis 0."""
     by_digest = {digest_of_tensor(tensor): key for key, tensor in files.items()}
     found: dict[Pieces, None] = {}
     for name, tensor in model.items():
@@ -110,7 +110,7 @@ def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[P
 
 
 def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield each way to split a tensor: (its first expert or the tensor itself, number of equal slices along axis 0)."""
+    """Yield each way to split a tensor into pieces: (its first expert or itself, number of equal slices along axis 0)."""
     for part in (tensor[0], tensor) if tensor.ndim and len(tensor) else ():
         for parts in (1, 2, 3):
             if part.ndim and part.shape[0] % parts == 0 and (part is not tensor or parts > 1):
@@ -120,7 +120,7 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     """Return the `Pieces` of a split tensor: the endings of its name and of its keys, from their last common word on.
 
-    With `numbered` the first number of a key counts the experts.
+    With `numbered` the first number in a key is the index of an expert.
     """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0

@@ -23,7 +23,7 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
 
 
 def _larger(model: nn.Module, seen: Observation | None, least: float) -> list[str]:
-    """Return the patterns of those lists of blocks that hold more than `least` parameters each."""
+    """Return the patterns of the lists of blocks that hold more than `least` parameters."""
     found: list[str] = []
     for path, module in model.named_modules():
         inside = any(star(path) == f[:-2] or star(path).startswith(f) for f in found)
@@ -47,7 +47,7 @@ def _once(path: str, seen: Observation | None) -> bool:
 
 
 def _deepest(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the pattern of a list's modules, or, if each of them holds one list of layers, of these layers."""
+    """Yield the pattern of a list's modules, or of the layers inside them if each module holds one list of layers."""
     inner = {}
     for name, stage in module.named_children():
         lists = [(n, m) for n, m in stage.named_children() if _is_stack(m)]

@@ -15,7 +15,7 @@ PAIRS = ("renames",)
 
 
 def freeze(table: Table, model: Any) -> Table:
-    """Return the table for one model: its patterns are full paths and its numbers plain, so that it contains no code."""
+    """Return a table for one model only: patterns are full paths and numbers are plain, so that it contains no code."""
     return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
 
 
@@ -38,7 +38,7 @@ def to_document(table: Table) -> dict[str, Any]:
 
 
 def from_document(document: dict[str, Any]) -> Table:
-    """Rebuild the table from the document that `to_document` wrote; ScheduleError for an unknown directive."""
+    """Rebuild the table that `to_document` wrote as JSON data; ScheduleError for an unknown directive."""
     rows = []
     for pattern, rule in document["rows"]:
         steps = [[pattern, name, arguments] for name, arguments in rule]

@@ -50,7 +50,7 @@ class Group:
 
 
 def output_axis(module: nn.Module) -> int | None:
-    """Return the axis of a module's weight that belongs to its outputs, or None if they cannot be sharded."""
+    """Return the axis of a module's weight that belongs to its outputs; None if the outputs cannot be sharded."""
     for cls in CONVOLUTIONS:
         if isinstance(module, cls) and type(module).forward is cls.forward:
             return 0 if module.groups == 1 and "weight" in module._parameters else None
@@ -163,7 +163,7 @@ def derive_table(
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
-    """Yield the patterns of children of blocks that hold matrices: under sequence parallelism they get all tokens."""
+    """Yield the patterns of a block's children that hold matrices; under sequence parallelism these get all tokens."""
     found = {}
     for path, module in model.named_modules():
         block, _, child = star(path).rpartition(".")
@@ -173,7 +173,7 @@ def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
 
 
 def _below(pattern: str, others: Iterable[str]) -> bool:
-    """Return whether a pattern equals one of `others`, or names a module below one of them."""
+    """Return whether a pattern equals one of `others`, or matches modules inside one of them."""
     return any(f"{pattern}.".startswith(f"{other}.") for other in others)
 
 
@@ -261,7 +261,7 @@ def _groups(modules: Modules) -> Iterator[Group]:
 
 
 def _rule(modules: Modules, pattern: str) -> Rule:
-    """Return the rule that shards the modules of a pattern by themselves, or `whole` (replicated) if there is none."""
+    """Return the rule that shards a pattern's modules by themselves; `whole` (replicated) if they cannot be sharded."""
     first, own = modules.patterns[pattern][0], modules.own_only(pattern)
     if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
         return whole
@@ -283,7 +283,7 @@ def _large(embedding: nn.Embedding) -> bool:
 def _experts(module: nn.Module) -> Rule:
     """Return the rule that shards a module of stacked experts, or `whole` (replicated) for any other module.
 
-    Its forward takes tokens, expert indices and weights; axis 0 of its parameters counts the experts.
+    The forward of stacked experts takes tokens, expert indices and weights; axis 0 of the parameters counts experts.
     """
     takes = list(inspect.signature(type(module).forward).parameters)[1:]
     if len(takes) != 3 or takes[0] != "hidden_states" or "ind" not in takes[1]:

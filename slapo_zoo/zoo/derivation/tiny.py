@@ -110,7 +110,7 @@ def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
-    """Return {layer type: its fields, shrunken} for a config with fields per layer (Gemma 4), and clear them in the config."""
+    """Return {layer type: its shrunken fields} for a config with fields per layer (Gemma 4), and clear them there."""
     if not getattr(config, "is_heterogeneous", False):
         return {}
     given = config.to_dict()["per_layer_config"]
@@ -189,7 +189,7 @@ class _Rules:
             self.scale = 2.0 ** math.ceil(math.log2(self.scale)) if sizes.widths == HALVED else 1.0
 
     def of(self, name: str, value: Any) -> Any:
-        """Return the shrunken value of the config field `name`."""
+        """Return the value that the config field `name` has in the shrunken config."""
         if type(value) is int and value > 0:
             return self._number(name, value)
         per_layer = isinstance(value, list) and len(value) in self.layers

@@ -51,7 +51,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_pattern_matches_all_spellings_of_an_operation(spelling):
+def test_graph_pattern_matches_all_spellings_of_an_operation(spelling):
     def forward(m, x):
         return SPELLINGS[spelling](m, x * 1)
 
@@ -65,7 +65,7 @@ def softmax_of(x, q, k):
     return torch.softmax(q @ k.transpose(-2, -1) / 2, dim=-1) @ x
 
 
-def test_match_compares_edges_not_order_of_nodes():
+def test_graph_match_compares_edges_not_node_order():
     """The same operations in the same order, with q and k exchanged, are another computation."""
     args = (X, X + 1, X + 2)
 
@@ -87,12 +87,12 @@ def test_match_compares_edges_not_order_of_nodes():
     assert count(lambda m, x: x.exp() + x.tanh(), lambda x: x.tanh() + x.exp()) == 1
 
 
-def test_pattern_argument_stands_for_one_value():
+def test_graph_pattern_argument_matches_one_value_everywhere():
     assert count(lambda m, x: x.exp() + x, lambda x: x.exp() + x) == 1
     assert count(lambda m, x: x.exp() + m.bias, lambda x: x.exp() + x) == 0
 
 
-def test_match_compares_constants():
+def test_graph_match_compares_constants():
     def gelu(m, x):
         return F.gelu(x, approximate="tanh")
 
@@ -111,7 +111,7 @@ def test_match_compares_constants():
     assert count(lambda m, x: m.soft(x), lambda x: torch.softmax(x, -1), soft=nn.Softmax(-1)) == 1
 
 
-def test_pattern_argument_matches_constants_and_parameters():
+def test_graph_pattern_argument_matches_constants_and_parameters():
     (match,) = search(lambda m, x: F.dropout(x, 0.25, True), lambda x, p: F.dropout(x, p))
     assert match.inputs["p"] == 0.25
     norm = nn.LayerNorm(8, eps=1e-6)
@@ -128,7 +128,7 @@ def test_pattern_argument_matches_constants_and_parameters():
     assert count(lambda m, x: m.fc(x), pattern, fc=nn.Linear(8, 8, bias=False)) == 1
 
 
-def test_match_with_inner_value_used_elsewhere_is_refused():
+def test_graph_match_is_refused_when_an_inner_value_is_used_outside():
     def twice(m, x):
         y = x.exp()
         return y.tanh() + y
@@ -140,7 +140,7 @@ def test_match_with_inner_value_used_elsewhere_is_refused():
     assert count(twice, lambda x: (lambda y: y.tanh() + y)(x.exp())) == 1
 
 
-def test_match_with_a_path_around_it_is_refused():
+def test_graph_match_is_refused_when_its_output_feeds_its_own_input():
     """The subgraph would have to run before and after what lies between its parts."""
 
     def forward(m, x):
@@ -154,7 +154,7 @@ def test_match_with_a_path_around_it_is_refused():
     assert "on the way to an input" in found.rejected[0][1]
 
 
-def test_overlapping_matches_keep_the_first_and_are_reported():
+def test_overlapping_graph_matches_keep_the_first_and_report_the_rest():
     found = search(lambda m, x: x.exp().exp().exp(), lambda x: x.exp().exp())
     assert len(found) == 1
     assert len(found.overlapping) == 1
@@ -171,7 +171,7 @@ class ConvNormRelu(Pattern):
         return self.act(self.norm(self.conv(x)))
 
 
-def test_pattern_class_matches_types_whatever_their_sizes():
+def test_pattern_class_matches_module_types_of_any_size():
     modules = {"a": nn.Conv2d(3, 4, 3), "b": nn.BatchNorm2d(4), "c": nn.Conv2d(4, 4, 1)}
     image = torch.rand(2, 3, 5, 5)
 
@@ -185,7 +185,7 @@ def test_pattern_class_matches_types_whatever_their_sizes():
     assert count(forward, ConvNormRelu(), image, **modules) == 0
 
 
-def test_modules_match_by_name():
+def test_graph_pattern_matches_modules_by_name():
     modules = {"query": nn.Linear(8, 8), "key": nn.Linear(8, 8), "keys": nn.Linear(8, 8)}
 
     def forward(m, x):
@@ -208,11 +208,11 @@ def test_modules_match_by_name():
     assert len(predicate) == 2
 
 
-def test_arithmetic_on_sizes_is_no_tensor_operation():
+def test_graph_pattern_ignores_arithmetic_on_sizes():
     assert count(lambda m, x: x.reshape(x.shape[0] * x.shape[1], -1), lambda a, b: a * b) == 0
 
 
-def test_bad_patterns_are_refused():
+def test_invalid_graph_patterns_are_refused():
     for pattern, text in (
         (lambda x, y: x.exp(), r"\['y'\] are not used"),
         (lambda x: x, "computes nothing"),

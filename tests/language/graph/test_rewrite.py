@@ -42,7 +42,7 @@ def assert_same(new, old):
     torch.testing.assert_close(x.grad, z.grad)
 
 
-def test_replacement_inputs_match_by_name_position_and_default():
+def test_replacement_inputs_are_bound_by_name_position_and_default():
     def by_name(right, left, slope=0.0):
         return F.leaky_relu(left - right, slope)
 
@@ -59,7 +59,7 @@ def test_replacement_inputs_match_by_name_position_and_default():
     assert "ByPosition_0" not in dict(traced()[1].named_modules())
 
 
-def test_the_wrong_number_of_arguments_is_refused():
+def test_replacement_with_wrong_number_of_arguments_is_refused():
     net, graph = traced()
     (match,) = find(graph, "", lambda left, right: F.relu(left - right))
     code = graph.code
@@ -71,7 +71,7 @@ def test_the_wrong_number_of_arguments_is_refused():
     assert_same(graph, net)
 
 
-def test_horizontal_replacement_keeps_parameters():
+def test_parallel_linears_replaced_by_one_module_keep_their_parameters():
     class Fused(nn.Module):
         def __init__(self):
             super().__init__()
@@ -88,7 +88,7 @@ def test_horizontal_replacement_keeps_parameters():
     torch.testing.assert_close(graph.Fused_0.weight[8:16], net.b.weight)
 
 
-def test_horizontal_replacement_with_different_inputs_is_refused():
+def test_replacing_modules_with_different_inputs_by_one_is_refused():
     _, graph = traced()
     first = find(graph, "", lambda x: call_module("a", x))
     other = find(graph, "", lambda x: x.tanh())
@@ -96,14 +96,14 @@ def test_horizontal_replacement_with_different_inputs_is_refused():
         replace_horizontal([*first, *other], lambda x: (x, x))
 
 
-def test_a_subgraph_with_several_outputs_is_replaced():
+def test_subgraph_with_several_outputs_is_replaced():
     net, graph = traced()
     (match,) = find(graph, "", lambda x: (call_module("a", x), call_module("b", x)))
     replace_vertical(match, lambda x: (net.a(x), net.b(x)))
     assert_same(graph, net)
 
 
-def test_replace_node_passes_the_arguments_of_the_node():
+def test_replaced_graph_node_passes_its_arguments_on():
     net, graph = traced()
     (node,) = (n for n in graph.graph.nodes if n.name == "relu")
     replace_node(graph, node, lambda input, inplace: torch.clamp_min(input, 0))
@@ -121,7 +121,7 @@ def test_replacing_a_hooked_module_is_refused():
         replace_vertical(match, lambda x: x)
 
 
-def test_match_with_inputs_computed_too_late_is_refused():
+def test_graph_match_is_refused_when_its_inputs_are_computed_later():
     class Late(nn.Module):
         def forward(self, x):
             y = x.exp()
@@ -135,7 +135,7 @@ def test_match_with_inputs_computed_too_late_is_refused():
     assert_same(graph, Late())
 
 
-def test_grouped_module_keeps_names_and_follows_changes():
+def test_grouped_subgraph_keeps_parameter_names_and_uses_replaced_modules():
     net, graph = traced()
     names = list(graph.state_dict())
     (match,) = find(graph, "", lambda x, y: F.relu(call_module("a", x) - y))

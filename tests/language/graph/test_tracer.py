@@ -31,7 +31,7 @@ def assert_exact(mine, theirs):
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "tree"])
 @pytest.mark.parametrize("part", ["attention", "block"])
 @pytest.mark.parametrize("family", MODELS)
-def test_traced_module_is_exact_on_another_input_size(family, part, flatten):
+def test_traced_module_equals_plain_on_another_input_size(family, part, flatten):
     model = shared_model(family)
     path = MODELS[family][2 if part == "attention" else 3]
     if not path:
@@ -48,7 +48,7 @@ def test_traced_module_is_exact_on_another_input_size(family, part, flatten):
 
 
 @pytest.mark.parametrize("family", MODELS)
-def test_traced_model_is_exact_with_a_padding_mask(family):
+def test_traced_model_equals_plain_with_a_padding_mask(family):
     model = shared_model(family)
     args, kwargs = capture(model, "")
     traced = trace_module(model, args, kwargs, flatten=True)
@@ -79,7 +79,7 @@ def test_traced_model_follows_train_and_eval_mode(family):
     assert_exact(traced(**batch), model(**batch))
 
 
-def test_hierarchical_trace_keeps_the_module_tree():
+def test_trace_with_submodules_keeps_the_module_tree():
     model = tiny_model("bert")
     before = dict(model.named_parameters())
     layers = model.bert.encoder.layer
@@ -97,7 +97,7 @@ def test_hierarchical_trace_keeps_the_module_tree():
     assert twin.bert.encoder.layer[0].attention.self.query is not layers[0].attention.self.query
 
 
-def test_traced_on_meta_runs_on_real_values():
+def test_module_traced_on_meta_runs_on_real_tensors():
     with torch.device("meta"):
         meta = tiny_model("gpt2")
     args, kwargs = capture(meta, "transformer.h.1")
@@ -182,7 +182,7 @@ def test_untraceable_forward_raises(how, cause):
     assert set(module.__dict__) == set(Odd("").__dict__)
 
 
-def test_the_error_names_the_inner_module_and_a_leaf_helps():
+def test_trace_error_names_the_inner_module_and_declaring_it_a_leaf_fixes_it():
     module, x = Odd("inner"), torch.ones(2, 3, 4)
     with pytest.raises(ScheduleError, match=r"leaves=\('inner',\)") as caught:
         trace_module(module, (x,), flatten=True, where="h.3")
@@ -191,14 +191,14 @@ def test_the_error_names_the_inner_module_and_a_leaf_helps():
         assert_exact((trace_module(module, (x,), leaves=(leaf,), flatten=True)(x),), (module(x),))
 
 
-def test_branch_on_a_size_is_guarded_in_each_call():
+def test_traced_branch_on_a_size_is_checked_in_each_call():
     traced = trace_module(Odd("shape"), (torch.ones(2, 3, 4),))
     assert_exact((traced(torch.ones(5, 7, 4)),), (traced(torch.ones(5, 7, 4)),))
     with pytest.raises(ScheduleError, match="was True during the trace, this call has False"):
         traced(torch.ones(2, 2, 4))
 
 
-def test_none_and_literal_arguments_are_guarded():
+def test_traced_module_raises_when_none_or_literal_arguments_change():
     x = torch.ones(2, 3, 4)
     traced = trace_module(Odd("flag"), (x,))
     assert_exact((traced(x, None),), (traced(x),))
@@ -214,7 +214,7 @@ def test_none_and_literal_arguments_are_guarded():
         trace_module(Odd("flag"), ())
 
 
-def test_buffers_and_modes_are_restored():
+def test_trace_restores_buffers_and_training_modes():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
     net[1].eval()
     traced = trace_module(net, (torch.rand(2, 3, 5, 5),), flatten=True)
@@ -224,7 +224,7 @@ def test_buffers_and_modes_are_restored():
     assert traced.get_submodule("1") is net[1]
 
 
-def test_module_with_changed_forward_stays_a_leaf():
+def test_trace_keeps_module_with_patched_forward_as_a_leaf():
     net = nn.Sequential(Odd(""), Odd(""))
     net[0].forward = net[0].forward  # as checkpoint and fork_rng do
     net[1].register_forward_hook(lambda m, args, y: y * 3)  # as sync does
@@ -253,7 +253,7 @@ def test_traced_model_runs_in_another_dtype(family):
         assert_exact(compiled(**batch), model(**batch))
 
 
-def test_branch_on_a_dtype_is_guarded():
+def test_traced_branch_on_a_dtype_is_checked_in_each_call():
     model = tiny_model("t5")
     traced = trace_module(model, *capture(model, ""), flatten=True)
     batch = batch_for(model, 3, 11)

@@ -53,7 +53,7 @@ def test_find_works_without_example_inputs():
     "options", [{}, {"flatten": True}, {"leaves": ["a"]}, {"recursive": False}]
 )
 @pytest.mark.parametrize("rows", [2, 3])
-def test_graph_without_example_equals_the_module(options, rows):
+def test_module_traced_without_example_inputs_equals_the_module(options, rows):
     torch.manual_seed(0)
     model, x = Pair().eval(), torch.randn(rows, 5, 8)
     want = model(x, y=x)
@@ -66,7 +66,7 @@ def test_graph_without_example_equals_the_module(options, rows):
 
 
 @pytest.mark.parametrize("model", [Decides(), Unpacked()])
-def test_value_dependent_forward_asks_for_an_example(model):
+def test_trace_of_value_dependent_forward_raises_and_requests_example_inputs(model):
     with pytest.raises(ScheduleError, match="there is no example of it") as caught:
         create_schedule(model).trace()
     assert "pass example_inputs" in str(caught.value)
@@ -81,7 +81,7 @@ class Gelu(nn.Module):
         return nnf.gelu(self.linear(x))
 
 
-def test_a_bias_is_found_beside_a_decomposed_product():
+def test_find_matches_the_bias_of_a_decomposed_linear():
     """Parameters have shapes without an example; sums of unknown shape were taken for sums of sizes."""
     sch = create_schedule(Gelu())
     sch["linear"].decompose()

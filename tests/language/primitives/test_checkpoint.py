@@ -18,7 +18,7 @@ INTERMEDIATE = "bert.encoder.layer.0.intermediate"
 
 
 def flops(model):
-    """Of one training step, recomputation included."""
+    """Count the FLOPs of one training step, recomputation included."""
     counter = FlopCounterMode(display=False)
     with counter:
         train_step(model, batch_for(model, 3, 11))
@@ -30,14 +30,14 @@ def flops(model):
     [{}, {"policy": "save_matmuls"}, {"offload": True}, {"policy": "offload"}],
     ids=["all", "policy", "offload", "kept there"],
 )
-def test_a_checkpointed_module_gives_the_same_gradients(options):
+def test_recomputed_module_has_the_same_gradients(options):
     sch = Schedule(tiny_model("bert"))
     sch[BLOCKS].checkpoint(**options)
     assert_same_step(sch.model, tiny_model("bert"))
     assert str(Schedule(tiny_model("bert")).replay(from_json(sch.to_json()))) == str(sch)
 
 
-def test_a_policy_keeps_matrix_products():
+def test_save_matmuls_policy_does_not_recompute_matmuls():
     plain, whole, selective = (Schedule(tiny_model("bert")) for _ in range(3))
     whole[BLOCKS].checkpoint()
     selective[BLOCKS].checkpoint(policy="save_matmuls")
@@ -48,7 +48,7 @@ LAYERS = ["bert.encoder.layer.0", "bert.encoder.layer.1"]
 
 
 @pytest.mark.parametrize("options", [{"offload": True}, {"policy": "offload"}], ids=str)
-def test_offloaded_activations_return_one_module_ahead(options):
+def test_offloaded_activations_are_prefetched_one_module_ahead(options):
     sch = Schedule(tiny_model("bert"))
     sch[BLOCKS].checkpoint(**options)
     sch.state.offloads.notes = notes = []
@@ -60,7 +60,7 @@ def test_offloaded_activations_return_one_module_ahead(options):
     assert (flops(sch.model) == flops(tiny_model("bert"))) == ("policy" in options)
 
 
-def test_offloaded_views_share_one_copy(monkeypatch):
+def test_offloaded_views_of_a_tensor_share_one_host_copy(monkeypatch):
     """A copy as a GPU makes it: what was kept is another tensor with the same values and strides."""
     made = []
 
@@ -82,7 +82,7 @@ def test_offloaded_views_share_one_copy(monkeypatch):
     assert made
 
 
-def test_checkpoint_does_nothing_in_eval():
+def test_checkpoint_directive_does_nothing_in_eval_mode():
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     sch[BLOCKS].checkpoint(policy="save_matmuls", offload=True)
     batch = batch_for(plain, 3, 11)
@@ -90,7 +90,7 @@ def test_checkpoint_does_nothing_in_eval():
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_a_checkpointed_subgraph_gives_the_same_gradients(by_name):
+def test_recomputed_subgraph_has_the_same_gradients(by_name):
     sch = Schedule(tiny_model("bert"))
     part = sch[INTERMEDIATE]
     part.trace(flatten=True)
@@ -108,7 +108,7 @@ def test_a_checkpointed_subgraph_gives_the_same_gradients(by_name):
             sch.to_json()
 
 
-def test_checkpoint_errors_say_what_to_do():
+def test_checkpoint_directive_errors_give_a_hint():
     sch = Schedule(tiny_model("bert"))
     with pytest.raises(ScheduleError, match="found policy 'all'"):
         sch[BLOCKS].checkpoint(policy="all")
@@ -122,7 +122,7 @@ def test_checkpoint_errors_say_what_to_do():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_function_restores_the_random_stream(use_reentrant):
+def test_checkpoint_function_restores_the_dropout_random_stream(use_reentrant):
     stream = RandomStream(seed=3)
     x = torch.ones(4, 32, requires_grad=True)
     y = checkpoint(
@@ -147,7 +147,7 @@ class Forks(torch.nn.Module):
 
 
 @pytest.mark.parametrize("way", ["directive", True, False], ids=str)
-def test_forked_generators_draw_the_same_again(way):
+def test_forked_rng_draws_the_same_in_recomputation(way):
     set_random_seed(123, None, None, 0)
     run, x = Forks(), torch.ones(1000, requires_grad=True)
     if way == "directive":

@@ -41,20 +41,20 @@ def traced():
 # --- the two tables of primitives ----------------------------------------------------------------
 
 
-def test_replace_new_module():
+def test_replace_accepts_the_documented_new_keyword():
     sch = bert()
     sch[f"{LAYER}.intermediate.intermediate_act_fn"].replace(new=nn.GELU())
     assert_same_step(slapo_zoo.build(sch), tiny_model("bert"))
 
 
-def test_shard_param_name_axis():
+def test_shard_accepts_documented_param_name_and_axis():
     s = slapo_zoo.create_schedule(nn.Sequential(nn.Linear(4, 6)), mesh=Mesh(tp=2))["0"]
     s.shard(param_name="weight", axis=0)
     s.shard("bias", axis=0)
     assert s.mod.weight.shape == (3, 4)
 
 
-def test_sync_mode_op_and_keywords():
+def test_sync_accepts_documented_modes_ops_and_keywords():
     sch = slapo_zoo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
     sch["0"].sync(mode="fwd_pre", sync_op_or_fn="all_gather", axis=1)
     sch["0"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1, tensor_parallel_output_grad=False)  # fmt: skip
@@ -75,7 +75,7 @@ def older_modes(x):
     return y.detach(), net[0].weight.grad
 
 
-def test_sync_by_its_older_modes(ranks):
+def test_sync_accepts_older_mode_names(ranks):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4, bias=False)))  # fmt: skip
     x = torch.randn(3, 4)
@@ -89,7 +89,7 @@ def test_sync_by_its_older_modes(ranks):
     assert [d.mode for _, d in sch.history] == ["fwd_post", "bwd_post"]
 
 
-def test_checkpoint_fork_rng_annotate_hook():
+def test_checkpoint_fork_rng_annotate_and_hook_accept_documented_arguments():
     sch = bert()
     sch[LAYER].checkpoint()
     sch[f"{LAYER}.output.dropout"].fork_rng()
@@ -101,7 +101,7 @@ def test_checkpoint_fork_rng_annotate_hook():
     assert len(sch.history) == 6
 
 
-def test_trace_find_fuse():
+def test_trace_find_and_fuse_accept_documented_arguments():
     sch, s = traced()
     subgraph = s.find(gelu)
     s.fuse(compiler="TorchScript", subgraph=subgraph)
@@ -112,7 +112,7 @@ def test_trace_find_fuse():
     assert [node.target for _, node in s.find("dense")] == ["dense"]
 
 
-def test_find_a_pattern_in_the_modules_of_a_name():
+def test_find_searches_a_pattern_in_modules_of_matching_name():
     sch = bert()
     found = sch["bert.encoder"].find("layer.*.intermediate", gelu)
     assert [s.path for s in found] == [f"bert.encoder.layer.{i}.intermediate.intermediate_act_fn" for i in (0, 1)]  # fmt: skip
@@ -120,7 +120,7 @@ def test_find_a_pattern_in_the_modules_of_a_name():
         sch["bert.encoder"].find("layer.*.nothing", gelu)
 
 
-def test_partial_replace_checkpoint_and_decompose():
+def test_replace_checkpoint_and_decompose_of_a_subgraph_keep_gradients():
     sch, s = traced()
     s.replace(nn.GELU(), s.find(gelu))
     s.checkpoint("dense")
@@ -138,14 +138,14 @@ def test_pipeline_split_and_cut_pipeline_stage_cut_alike():
     assert len(sch.state.cuts) == 2
 
 
-def test_replace_all_with_keywords():
+def test_replace_all_passes_keywords_to_the_module_factory():
     sch = slapo_zoo.create_schedule(nn.Sequential(nn.ReLU(), nn.ReLU()))
     sch.replace_all(nn.ReLU, lambda path, module, slope: nn.LeakyReLU(slope), slope=0.3)
     assert [m.negative_slope for m in sch.model] == [0.3, 0.3]
     assert "options=(('slope', 0.3),)" in str(sch)
 
 
-def test_a_wrong_argument_is_explained():
+def test_wrong_directive_argument_raises_and_shows_the_signature():
     sch = slapo_zoo.create_schedule(nn.Sequential(nn.Linear(4, 6)))
     with pytest.raises(ScheduleError, match=r"0: shard: shard\(\) got an unexpected") as caught:
         sch["0"].shard("weight", axes=0)
@@ -154,7 +154,7 @@ def test_a_wrong_argument_is_explained():
         sch["0"].shard("weight")
 
 
-def test_every_primitive_is_listed_with_help():
+def test_every_documented_primitive_is_listed_with_help():
     assert set(slapo_zoo.list_primitives()) >= {"shard", "sync", "trace", "fuse", "decompose"}
     assert slapo_zoo.list_primitives(name_only=False)["shard"] is PRIMITIVES["shard"]
     page = pydoc.plain(pydoc.render_doc(bert()["bert"].shard))
@@ -181,7 +181,7 @@ def row_convolution(x):
     return y.detach(), x.grad, net[2].bias.grad
 
 
-def test_the_bias_of_a_row_parallel_convolution_is_added_once(ranks):
+def test_row_parallel_convolution_adds_its_bias_once(ranks):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 1))
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
@@ -219,7 +219,7 @@ def test_shard_updates_the_size_attribute_of_its_axis(name):
 
 @pytest.fixture
 def registries():
-    """What a test registers is forgotten afterwards."""
+    """Remove what a test registers after the test."""
     tables = (PRIMITIVES, SYNC_OPS, SHARD_RULES)
     before = [dict(table) for table in tables]
     yield
@@ -229,7 +229,7 @@ def registries():
 
 
 @pytest.mark.usefixtures("registries")
-def test_a_primitive_is_one_decorator():
+def test_new_primitive_is_registered_by_one_decorator():
     @slapo_zoo.register_primitive()
     @dataclass(frozen=True)
     class Scale(Directive):
@@ -250,7 +250,7 @@ def test_a_primitive_is_one_decorator():
 
 
 @pytest.mark.usefixtures("registries")
-def test_a_shard_rule_for_a_class_of_ones_own_is_one_decorator():
+def test_shard_rule_for_a_user_class_is_registered_by_one_decorator():
     seen = []
 
     @slapo_zoo.shard_rule(
@@ -283,7 +283,7 @@ def mean_over_ranks(x):
     return sch.model(x + dist.get_rank()), [(t.kind, t.bytes, t.path) for t in explained]
 
 
-def test_a_sync_op_is_one_decorator(ranks):
+def test_new_sync_op_is_registered_by_one_decorator(ranks):
     for y, explained in ranks.run(mean_over_ranks, 2, torch.ones(3, 2)):
         assert torch.equal(y, torch.full((3, 2), 1.5))
         assert explained == [("all_reduce", 24, "0")]  # what it sends is explained too

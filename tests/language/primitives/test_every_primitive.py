@@ -295,7 +295,7 @@ INDEX = {f"{use.primitive} {use.variant}".strip(): use for use in USES}
 OURS = {n for n, cls in PRIMITIVES.items() if cls.__module__.startswith("slapo_zoo.")}
 
 
-def test_every_primitive_has_a_use():
+def test_every_primitive_has_a_test_example():
     assert {use.primitive for use in USES} == OURS, "add a row to USES"
     assert len(INDEX) == len(USES)
 
@@ -335,12 +335,12 @@ def compare(key, n=1):
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_effect_and_gradients_on_one_rank(key):
+def test_primitive_keeps_outputs_and_gradients_on_one_rank(key):
     compare(key)
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_effect_and_gradients_on_two_ranks(key, ranks):
+def test_primitive_keeps_outputs_and_gradients_on_two_ranks(key, ranks):
     ranks.run(compare, 2, key, 2)
 
 
@@ -355,7 +355,7 @@ def stages(primitive, pp):
 
 
 @pytest.mark.parametrize("primitive", ["cut_pipeline_stage", "pipeline_split"])
-def test_a_cut_divides_the_model_over_two_ranks(primitive, ranks):
+def test_pipeline_cut_over_two_ranks_keeps_loss_and_gradients(primitive, ranks):
     want, wanted = stages(primitive, 1)
     for loss, grads in ranks.run(stages, 2, primitive, 2):
         torch.testing.assert_close(loss, want)
@@ -364,7 +364,7 @@ def test_a_cut_divides_the_model_over_two_ranks(primitive, ranks):
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_an_error_changes_nothing(key):
+def test_failed_primitive_leaves_the_model_unchanged(key):
     use = INDEX[key]
     sch = Schedule(MODELS[use.model]())
     before = {path: type(module) for path, module in sch.model.named_modules()}
@@ -377,7 +377,7 @@ def test_an_error_changes_nothing(key):
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_every_primitive_survives_json(key):
+def test_every_primitive_survives_a_json_round_trip(key):
     """Written, read and replayed it is the same program; a live object is refused, and why."""
     use = INDEX[key]
     sch = Schedule(MODELS[use.model]())

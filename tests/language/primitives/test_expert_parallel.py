@@ -36,7 +36,7 @@ def test_expert_parallel_with_unknown_attribute_is_refused():
         schedule()["0"].expert_parallel("experts")
 
 
-def test_a_dry_run_needs_no_data():
+def test_expert_parallel_dry_run_works_on_meta_tensors():
     sch = Schedule(nn.Sequential(Experts()), Mesh(tp=2, dry_run=True))
     sch["0"].shard("up", 0, uneven=True).expert_parallel()
     with torch.device("meta"):

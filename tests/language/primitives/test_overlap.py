@@ -53,7 +53,7 @@ def assert_same_numbers(folder, case, ranks, **options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_overlap_training_is_bit_identical(case, root, ranks):
+def test_overlap_of_all_reduce_trains_bit_identically(case, root, ranks):
     assert_same_numbers(checkpoint(case, root), case, ranks, tp=2)
 
 
@@ -67,7 +67,7 @@ def test_overlap_training_is_bit_identical(case, root, ranks):
     ],
     ids=["recomputed", "pipeline", "zero-bubble"],
 )
-def test_overlap_is_bit_identical_with_other_options(options, root, ranks):
+def test_overlap_of_all_reduce_is_bit_identical_with_other_options(options, root, ranks):
     case = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),), dropout=0.1)
     assert_same_numbers(checkpoint(case, root), case, ranks, tp=2, **options)
 
@@ -132,7 +132,7 @@ def events_of(two, overlap):
 
 
 @pytest.mark.parametrize("two", [False, True], ids=["one layer", "two layers"])
-def test_overlap_computes_weight_gradients_during_the_all_reduce(two, ranks):
+def test_overlap_computes_weight_gradient_during_the_all_reduce(two, ranks):
     weights = {"up.weight", "gate.weight"} if two else {"up.weight"}
     for events in ranks.run(events_of, 2, two, True):
         begun, waited = events.index("begun"), events.index("waited")
@@ -164,7 +164,7 @@ def falls_back():
     return found
 
 
-def test_overlap_falls_back_where_not_possible(ranks):
+def test_overlap_falls_back_to_blocking_all_reduce_where_unsupported(ranks):
     for found in ranks.run(falls_back, 2):
         for (y, grads), (want, wanted) in found:
             assert torch.equal(y, want)
@@ -175,13 +175,13 @@ def test_overlap_falls_back_where_not_possible(ranks):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo warns about its own code
-def test_overlap_causes_no_graph_break(ranks):
+def test_overlap_of_all_reduce_causes_no_graph_break(ranks):
     for breaks in ranks.run(graph_breaks, 2):
         assert breaks == 0
 
 
 def graph_breaks():
-    """Of the module between the collectives, which an overlap must not add to."""
+    """Count the graph breaks of the module between the collectives; an overlap must add none."""
     net = scheduled(True, True, Mesh(tp=2, rank=dist.get_rank())).model
     net(torch.ones(3, 4)).sum().backward()  # puts its forward into the layers
     return torch._dynamo.explain(net[1].up.forward)(torch.ones(3, 4)).graph_break_count
@@ -190,7 +190,7 @@ def graph_breaks():
 # --- the directive ------------------------------------------------------------------------------
 
 
-def test_overlap_is_refused_in_words_and_survives_json():
+def test_overlap_is_refused_without_all_reduce_and_survives_json():
     net = nn.Sequential(nn.Linear(4, 4))
     with pytest.raises(ScheduleError, match="no gradient is summed at or below it"):
         Schedule(net, Mesh(tp=2)).overlap()

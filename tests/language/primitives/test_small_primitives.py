@@ -45,7 +45,7 @@ def round_trip(sch, mesh=None):
     return again
 
 
-def test_annotation_survives_shard():
+def test_annotate_keeps_its_attribute_after_shard():
     sch = Schedule(net(), Mesh(tp=2, rank=1))
     sch["0"].annotate("weight", "foo", 7).shard("weight", 0)
     assert sch["0"].mod.weight.foo == 7
@@ -58,7 +58,7 @@ def test_annotation_survives_shard():
 
 
 @pytest.mark.parametrize("prefix", ["fw", "fwd"])
-def test_hooks_run_before_and_after_a_module(prefix):
+def test_hook_directive_runs_before_and_after_a_module(prefix):
     model, seen = net().eval(), []
     x = torch.randn(3, 4)
     plain = model(x)
@@ -79,7 +79,7 @@ def test_hooks_run_before_and_after_a_module(prefix):
         sch["0"].hook("fw_pre", "print")
 
 
-def test_pipeline_split_is_cut_pipeline_stage():
+def test_pipeline_split_equals_cut_pipeline_stage():
     sch, other = Schedule(net()), Schedule(net())
     sch["0"].pipeline_split()
     other["0"].cut_pipeline_stage()
@@ -91,7 +91,7 @@ def test_pipeline_split_is_cut_pipeline_stage():
         sch.pipeline_split()
 
 
-def test_replace_puts_another_module_in():
+def test_replace_installs_a_module_and_refuses_functions():
     model = net().eval()
     sch = Schedule(model)
     new = nn.Linear(4, 6)
@@ -108,7 +108,7 @@ def test_replace_puts_another_module_in():
         sch["0"].replace("fast")
 
 
-def test_replace_all_puts_others_in_everywhere():
+def test_replace_all_replaces_every_matching_module():
     sch = Schedule(net())
     made = []
 
@@ -134,7 +134,7 @@ def test_replace_all_puts_others_in_everywhere():
     assert sch.model[0] is before
 
 
-def test_primitives_are_listed_and_have_help():
+def test_list_primitives_gives_every_primitive_with_help():
     assert set(NAMES) <= set(list_primitives())
     assert list_primitives(name_only=False)["shard"] is PRIMITIVES["shard"]
     shard = Schedule(net())["0"].shard
@@ -153,7 +153,7 @@ def registered():
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_third_party_registers_a_directive():
+def test_third_party_directive_is_registered_and_callable():
     @register_primitive()
     @dataclass(frozen=True)
     class Scale(Directive):
@@ -173,7 +173,7 @@ def test_a_third_party_registers_a_directive():
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_third_party_registers_a_class_with_static_methods():
+def test_third_party_primitive_class_with_static_methods_is_registered():
     @register_primitive()
     class Halve:
         """Divide a linear layer by two ranks."""
@@ -211,7 +211,7 @@ def test_a_third_party_registers_a_class_with_static_methods():
         (lambda sch: sch["0"].sync(3), "mode: found 3, expected a text"),
     ],
 )
-def test_arguments_of_another_kind_are_refused(use, problem):
+def test_directive_argument_of_wrong_type_is_refused(use, problem):
     sch = Schedule(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ScheduleError, match="0: ") as caught:
         use(sch)
@@ -219,13 +219,13 @@ def test_arguments_of_another_kind_are_refused(use, problem):
     assert sch.history == []
 
 
-def test_json_argument_of_wrong_type_raises():
+def test_directive_argument_of_wrong_type_in_json_raises():
     text = '{"format": "slapo-zoo-schedule/1", "steps": [["0", "shard", {"param_name": "weight", "axis": "0"}]]}'
     with pytest.raises(ScheduleError, match=r"step 0.*axis: found '0'"):
         from_json(text)
 
 
-def test_a_path_that_is_near_nothing_names_some_that_are_there():
+def test_unknown_module_path_error_names_existing_paths():
     sch = Schedule(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ScheduleError, match=r"nearest paths: \['0'\]"):
         sch["zzz"].checkpoint()
@@ -237,7 +237,7 @@ class Drops(nn.Module):
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_a_dropout_within_draws_per_rank_where_it_is_told_to(per_rank):
+def test_fork_rng_draws_functional_dropout_per_rank_when_requested(per_rank):
     masks = []
     for rank in (0, 1):
         sch = Schedule(nn.Sequential(Drops()), Mesh(tp=2, rank=rank, dry_run=True))
@@ -255,8 +255,8 @@ FORMS = {
 
 @pytest.mark.parametrize("heads", [None, 2])
 @pytest.mark.parametrize("form", FORMS)
-def test_fused_attention_within_drops_probabilities_by_row(form, heads):
-    """Where next to nothing is dropped it is that of torch; where much is, a row has its mask in any batch."""
+def test_fork_rng_draws_sdpa_dropout_independently_for_each_sample(form, heads):
+    """At p = 1e-9 the result equals torch's; at p = 0.5 a row has the same mask in any batch."""
     attention, options, p = nn.functional.scaled_dot_product_attention, FORMS[form], [1e-9]
     shape = (2, 6, 8) if heads is None else (2, heads, 6, 8)
     if heads is None and form == "learned":
@@ -280,7 +280,7 @@ def test_fused_attention_within_drops_probabilities_by_row(form, heads):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_shard_attribute_of_config_changes_one_module_only():
+def test_shard_attribute_changes_the_config_of_one_module_only():
     """The model's config keeps its number of heads, and so do modules without a directive."""
     from types import SimpleNamespace
 

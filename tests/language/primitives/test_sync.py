@@ -49,7 +49,7 @@ def moved(op, mode, x, upstream, is_part):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mode", ["fwd_pre", "fwd_post"])
 @pytest.mark.parametrize("op", FORMS)
-def test_a_reshard_moves_values_forward_and_gradients_back(op, mode, shape, ranks):
+def test_reshard_moves_values_forward_and_gradients_backward(op, mode, shape, ranks):
     source, target = op.split("->")
     x, upstream = torch.randn(shape), torch.randn(2, *shape)
     for r, (y, dx) in enumerate(ranks.run(moved, 2, op, mode, x, upstream, False)):
@@ -58,7 +58,7 @@ def test_a_reshard_moves_values_forward_and_gradients_back(op, mode, shape, rank
 
 
 @pytest.mark.parametrize("op", ["RR->RR", "RS->RR", "SR->RR"])
-def test_partial_gradients_are_all_reduced(op, ranks):
+def test_reshard_all_reduces_partial_gradients(op, ranks):
     source, target = op.split("->")
     x, upstream = torch.randn(4, 6), torch.randn(2, 4, 6)
     for r, (y, dx) in enumerate(ranks.run(moved, 2, op, "fwd_post", x, upstream, True)):
@@ -122,14 +122,14 @@ def uneven(op):
 
 
 @pytest.mark.parametrize("op", ["RR->SR", "RS->SR", "scatter", "reduce_scatter"])
-def test_an_uneven_axis_is_refused_before_anything_is_sent(op, ranks):
+def test_reshard_of_uneven_axis_is_refused_before_communication(op, ranks):
     """A part that is left over would be dropped in silence, or kill the process in C++."""
     for text in ranks.run(uneven, 2, op):
         assert "is not a multiple of tp=2" in text
         assert "pad the axis" in text
 
 
-def test_a_wrong_reshard_is_refused_with_its_position():
+def test_wrong_reshard_is_refused_and_names_its_position():
     sch = Schedule(nn.Sequential(Twice()), Mesh(tp=2, dry_run=True))
     with pytest.raises(ScheduleError, match="backward of fwd_pre 'RR->RS' is this"):
         sch["0"].sync("bwd_post", "RS->RR")
@@ -167,7 +167,7 @@ def test_all_reduce_of_column_shards_is_refused(op):
     "module", [nn.Linear(4, 6), nn.Embedding(4, 6), nn.Conv2d(4, 6, 1)], ids=str
 )
 @pytest.mark.parametrize("op", ["all_reduce", "all_reduce_twice", "reduce_scatter"])
-def test_all_reduce_of_replicated_output_is_refused(module, op):
+def test_all_reduce_of_a_replicated_output_is_refused(module, op):
     sch = Schedule(nn.Sequential(module), Mesh(tp=2))
     with pytest.raises(ScheduleError, match="the sum is 2 times the output"):
         sch["0"].sync("fwd_post", op)

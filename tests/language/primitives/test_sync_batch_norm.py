@@ -8,7 +8,7 @@ from slapo_zoo import Schedule
 from slapo_zoo.errors import ScheduleError
 
 
-def test_one_rank_is_plain_batch_norm():
+def test_sync_batch_norm_on_one_rank_equals_batch_norm():
     plain, mine = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     Schedule(nn.Sequential(mine))["0"].sync_batch_norm()
     for training in (True, True, False):
@@ -30,6 +30,6 @@ def test_recomputation_does_not_update_batch_norm_statistics():
     ("module", "problem"),
     [(nn.Linear(3, 3), "found Linear"), (nn.BatchNorm2d(3, momentum=None), "momentum is None")],
 )
-def test_layers_that_are_no_batch_norm_are_refused(module, problem):
+def test_sync_batch_norm_refuses_other_layers(module, problem):
     with pytest.raises(ScheduleError, match=problem):
         Schedule(nn.Sequential(module))["0"].sync_batch_norm()

@@ -49,7 +49,7 @@ def test_traced_schedule_survives_json():
             other.to_json()
 
 
-def test_the_whole_model_is_traced():
+def test_trace_of_the_full_model_equals_plain():
     model, plain = tiny_model("gpt2"), tiny_model("gpt2")
     sch = Schedule(model)
     sch.trace(flatten=True)
@@ -69,7 +69,7 @@ def test_directive_on_inlined_module_is_refused():
     assert sch["transformer.h.0.attn"].checkpoint()
 
 
-def test_a_failed_trace_changes_nothing():
+def test_failed_trace_leaves_the_model_unchanged():
     model = tiny_model("gpt2")
     model.transformer.h[1].mlp.act = DataDependent()
     modules = dict(model.named_modules())
@@ -84,7 +84,7 @@ def test_a_failed_trace_changes_nothing():
         sch[BLOCK].trace()
 
 
-def test_an_attribute_that_the_graph_has_read_cannot_change():
+def test_shard_attribute_is_refused_when_a_trace_recorded_the_value():
     """A graph that reshapes by the number of heads would be wrong in silence."""
     sch = Schedule(tiny_model("gpt2"), Mesh(tp=2))
     sch[f"{BLOCK}.attn"].trace(flatten=True)
@@ -92,7 +92,7 @@ def test_an_attribute_that_the_graph_has_read_cannot_change():
         sch[f"{BLOCK}.attn"].shard_attribute("num_heads")
 
 
-def test_the_attention_core_is_one_node():
+def test_trace_records_the_attention_core_as_one_node():
     register_attention()
     model, plain = tiny_model("gpt2"), tiny_model("gpt2")
     model.set_attn_implementation(NAME)
@@ -124,7 +124,7 @@ def column_row(seed):
     return y.detach(), x.grad, net[1].weight.grad
 
 
-def test_a_sharded_module_is_traced(ranks):
+def test_sharded_module_can_be_traced(ranks):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)), nn.Linear(4, 2))
     x = torch.randn(3, 4, requires_grad=True)
@@ -140,7 +140,7 @@ class DataDependent(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-def test_examples_may_be_given_outside_of_transformers():
+def test_trace_accepts_example_inputs_for_a_plain_module():
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
     sch = Schedule(net)
     x = torch.randn(3, 4)
@@ -149,7 +149,7 @@ def test_examples_may_be_given_outside_of_transformers():
     torch.testing.assert_close(net(x), y, rtol=0, atol=0)
 
 
-def test_trace_until():
+def test_trace_until_stops_at_the_given_modules():
     sch = Schedule(tiny_model("gpt2"))
     sch.trace_until(["transformer.h.0", "transformer.h.1"])
     graph = sch["transformer"].mod.graph
@@ -164,7 +164,7 @@ def test_trace_until():
         Schedule(tiny_model("gpt2")).trace_until("transformer.h.7")
 
 
-def test_find_traces_and_says_so():
+def test_find_traces_the_module_and_records_a_trace_directive():
     sch = Schedule(tiny_model("bert"))
     layer = sch["bert.encoder.layer.0"]
     found = layer.find("query|key|value")

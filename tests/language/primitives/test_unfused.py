@@ -17,7 +17,7 @@ class Mixer(nn.Module):
 
 
 @pytest.mark.parametrize(("tp", "flag"), [(1, True), (2, False)])
-def test_unfused_changes_the_flag_of_its_module_alone(tp, flag):
+def test_unfused_directive_changes_the_flag_of_its_module_only(tp, flag):
     sch = Schedule(nn.Sequential(Mixer()), Mesh(tp=tp))
     sch["0"].unfused()
     mixer = sch["0"].mod.train()
@@ -25,6 +25,6 @@ def test_unfused_changes_the_flag_of_its_module_alone(tp, flag):
     assert mixer.training
 
 
-def test_unfused_refuses_a_dropout():
+def test_unfused_directive_refuses_a_dropout_module():
     with pytest.raises(ScheduleError, match="found a dropout"):
         Schedule(nn.Sequential(nn.Dropout(0.1)))["0"].unfused()

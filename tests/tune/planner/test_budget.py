@@ -19,7 +19,7 @@ CONFIG = GPT2Config(**SIZES, bos_token_id=1, eos_token_id=2, loss_type="ForCausa
 CONFIG.architectures = ["GPT2LMHeadModel"]
 
 
-def test_chosen_policies_are_the_cheapest_of_all_mixtures():
+def test_activation_budget_chooses_the_fastest_mix_of_recompute_policies():
     """Beside all 256, on a device whose host is far away."""
     planner = Planner(CONFIG, replace(HARDWARE["h100"], host=1e9), 32, "bf16")
     layout = Layout(rows=4, micro_batches=2)
@@ -45,7 +45,7 @@ def test_chosen_policies_are_the_cheapest_of_all_mixtures():
     assert choose(planner, layout, plain.ranks[0].activations + 1)[0] == ("keep",) * 4
 
 
-def test_tp_lowers_the_smallest_possible_budget():
+def test_tp_lowers_the_smallest_possible_activation_budget():
     """Shares of inputs are the last resort, and what is chosen keeps what was asked."""
     planner, layout = Planner(CONFIG, HARDWARE["cpu"], 32, "fp32"), Layout(tp=2, rows=4)
     recomputed = replace(layout, checkpoint_ratio=1.0)
@@ -62,7 +62,7 @@ def load(budget, **more):
     return AutoScheduledModel.from_config(CONFIG, **given)
 
 
-def test_loader_applies_the_chosen_policies():
+def test_loader_applies_the_chosen_recompute_policies():
     batch = {"input_ids": torch.arange(128).reshape(4, 32) % 64}
     batch["labels"] = batch["input_ids"]
     counted = []
@@ -76,7 +76,7 @@ def test_loader_applies_the_chosen_policies():
     assert activations[0] > activations[1] > activations[2]
 
 
-def test_impossible_activation_memory_is_refused():
+def test_too_small_activation_memory_is_refused():
     with pytest.raises(MeshError, match=r"nearest that fits is activation_memory=\"\d+KB\""):
         load(1000)
     with pytest.raises(SlapoError, match=r"micro_batch_shape=\(4, 1024\)"):
@@ -89,7 +89,7 @@ def test_impossible_activation_memory_is_refused():
         AutoScheduledModel.from_config(CONFIG, checkpoint_policy=["keep"])
 
 
-def test_a_budget_below_one_token_is_refused_before_rows_are_asked_for():
+def test_activation_memory_below_one_token_is_refused_at_load():
     config = GPT2Config(architectures=["GPT2LMHeadModel"])
     with pytest.raises(SlapoError, match="activation_memory='1KiB': a block keeps 3072 bytes"):
         AutoScheduledModel.from_config(config, activation_memory="1KiB")

@@ -24,11 +24,11 @@ def check(rows):
 
 
 @pytest.mark.slow
-def test_planned_memory_of_gpt2_meets_measured(memory):
+def test_predicted_memory_of_gpt2_matches_measured_memory(memory):
     check(memory.cells("gpt2", "small", {"1": (1, 1)}, {"blocks": {"checkpoint_ratio": 1.0}}))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "opt", "llama"])
-def test_planned_memory_of_every_family_meets_measured(memory, family):
+def test_predicted_memory_of_every_family_matches_measured_memory(memory, family):
     check(memory.cells(family, "small", memory.LAYOUTS, memory.RECOMPUTE))

@@ -43,7 +43,7 @@ def config_for(case):
 
 
 @pytest.mark.parametrize("case", [GPT2, LLAMA, T5], ids=lambda case: case.cls)
-def test_profile_of_three_blocks_equals_the_whole_model(case):
+def test_planner_profile_of_three_blocks_equals_the_full_model(case):
     short, whole = Family(config_for(case)), Family(config_for(case))
     assert short.is_small
     whole.small, whole.is_small = whole.config, False
@@ -67,7 +67,7 @@ def test_profile_of_three_blocks_equals_the_whole_model(case):
     ("SwinForImageClassification", {"drop_path_rate": 0.1}), ("DebertaV2ForMaskedLM", {}),
     ("Gemma2ForCausalLM", {"num_hidden_layers": 6}), ("WhisperForConditionalGeneration", {}),
 ])  # fmt: skip
-def test_planned_parameters_equal_the_model(cls, changes):
+def test_planner_parameter_counts_equal_the_model(cls, changes):
     """Each unit once, in families of sub-configs, windows, distances, capped scores and layers skipped."""
     config = config_for(Case(cls, ("class",), tuple(changes.items()), dropout=0.1))
     planner = Planner(config, CPU, 12)
@@ -75,7 +75,7 @@ def test_planned_parameters_equal_the_model(cls, changes):
     assert planner.forecast(Layout(rows=2)).ranks[0].weights == pytest.approx(2 * whole, rel=0.01)
 
 
-def test_families_with_different_blocks_are_profiled_whole():
+def test_planner_profiles_all_blocks_of_families_with_different_blocks():
     neo = config_for(Case("GPTNeoForCausalLM", ("tokens",)))
     assert shorter(neo, {4}) is None
     assert not Family(neo).is_small
@@ -87,7 +87,7 @@ def test_families_with_different_blocks_are_profiled_whole():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [GPT2, T5], ids=lambda case: case.cls)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 4)])
-def test_planned_weights_and_cuts_equal_the_outline(case, tp, pp):
+def test_planner_weights_and_pipeline_cuts_equal_the_built_model(case, tp, pp):
     planner = Planner(config_for(case), CPU, 8, "fp32")
     found = planner.forecast(Layout(tp, pp, 1, 1, pp))
     outline = Outline(config_for(case), None, Mesh(tp, pp), torch.float32)
@@ -97,7 +97,7 @@ def test_planned_weights_and_cuts_equal_the_outline(case, tp, pp):
     assert {r: rank.weights for r, rank in enumerate(found.ranks)} == sizes
 
 
-def test_profiled_kept_bytes_equal_autograd():
+def test_planner_activation_bytes_equal_those_saved_by_autograd():
     """On real tensors, with dropout: bytes that a forward leaves alive."""
     config = config_for(Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),), dropout=0.1))
     model = AutoScheduledModel.from_config(config, kernels="reference").train()
@@ -123,7 +123,7 @@ def test_profiled_kept_bytes_equal_autograd():
     ("order", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zbv", 2)]
 )
 @pytest.mark.parametrize("micro_batches", [4, 8, 24])
-def test_micro_batches_in_flight_are_those_of_the_order(order, virtual, micro_batches):
+def test_planner_micro_batches_in_flight_match_the_pipeline_order(order, virtual, micro_batches):
     places = StageMap.make(order, 4, virtual if virtual > 1 else None)
     assert order in ORDERS
     for rank, actions in enumerate(places.actions(micro_batches)):
@@ -136,7 +136,7 @@ def test_micro_batches_in_flight_are_those_of_the_order(order, virtual, micro_ba
     [("1f1b", 1, 8), ("gpipe", 1, 8), ("interleaved_1f1b", 2, 8), ("zbv", 2, 8), ("1f1b", 1, 2),
      ("interleaved_1f1b", 2, 1), ("interleaved_1f1b", 4, 3), ("interleaved_1f1b", 2, 4)],
 )  # fmt: skip
-def test_closed_form_step_time_equals_simulation(order, virtual, count):
+def test_planner_closed_form_step_time_equals_simulation(order, virtual, count):
     """Equal stages, and nothing to send; with fewer micro-batches than ranks too."""
     stage = StageTime(1.0, 2.0, 1.0, 0.0, 0.0, 1)
     layout = Layout(1, 4, 1, 1, count, order, virtual)
@@ -148,13 +148,13 @@ def test_closed_form_step_time_equals_simulation(order, virtual, count):
     assert found.bubble == pytest.approx(1 - count * virtual * 3 / makespan(whole))
 
 
-def test_a_device_without_tf32_multiplies_float32_as_its_data_sheet_says():
+def test_planner_float32_flops_without_tf32_equal_the_data_sheet():
     v100, a100 = (HARDWARE[name] for name in ("v100", "a100"))
     assert v100.flops("float32") / v100.flops("float16") == pytest.approx(15.7 / 125)
     assert a100.flops("float32") / a100.flops("float16") == pytest.approx(0.5)
 
 
-def test_layouts_use_every_device_and_row():
+def test_planner_layouts_use_every_device_and_batch_row():
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     found = list(layouts(2, 24, 96, 6))
     assert {(at.tp * at.pp * at.dp, at.dp * at.rows * at.micro_batches) for at in found} == {
@@ -164,7 +164,7 @@ def test_layouts_use_every_device_and_row():
     assert len(set(found)) == len(found)
 
 
-def test_less_memory_fits_fewer_layouts_and_gives_reasons():
+def test_planner_with_less_memory_fits_fewer_layouts_and_gives_reasons():
     planner = Planner(config_for(GPT2), CPU, 16, "fp32")
     wide = planner.search(4, 32)
     assert wide.feasible
@@ -182,7 +182,7 @@ def test_less_memory_fits_fewer_layouts_and_gives_reasons():
         planner.search(7, 3)
 
 
-def test_recomputation_and_sequence_parallelism_save_memory():
+def test_planner_predicts_memory_savings_of_recomputation_and_sequence_parallelism():
     device = HARDWARE["a100"]
     planner = Planner(config_for(LLAMA), device, 16, "fp32")
     plain = planner.forecast(Layout(2, 1, 1, 8, 2))
@@ -194,7 +194,7 @@ def test_recomputation_and_sequence_parallelism_save_memory():
     assert again.step.flops > plain.step.flops
 
 
-def test_plan_from_the_command_line(tmp_path, capsys):
+def test_plan_command_prints_layouts(tmp_path, capsys):
     folder, written = checkpoint(GPT2, tmp_path / "model"), tmp_path / "schedule.json"
     command = [
         "plan",
@@ -238,7 +238,7 @@ FEW = ("llama", "vit", "whisper", "electra")
     "family",
     [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in families()],
 )
-def test_every_family_is_planned_by_its_name(family):
+def test_plan_command_accepts_every_family_name(family):
     """Half of them have no head in their default config; images and speech ended in tracebacks."""
     found = make_planner(family, None, ("h100", None, "bf16", "eager")).search(1, 2)
     assert found.feasible or "GiB of 80.0" in found.refused[0][1]
@@ -253,14 +253,14 @@ def test_planning_a_model_without_loss_raises():
         planner.search(2, 8)
 
 
-def test_float32_names_mean_the_same_precision():
+def test_all_names_of_float32_select_the_same_precision():
     for name in ("float32", "torch.float32", torch.float32, "fp32"):
         assert find_precision(name) is find_precision("fp32")
         model = AutoScheduledModel.from_config(config_for(GPT2), precision=name, dtype="float32")
         assert next(model.parameters()).dtype == to_dtype(name) == torch.float32
 
 
-def test_calibrated_hardware_file_is_read_again(tmp_path):
+def test_calibrated_hardware_file_is_read_back_unchanged(tmp_path):
     found = calibrate.measure("cpu", ranks=1)
     found.write(tmp_path / "here.json")
     assert find_hardware(str(tmp_path / "here.json")) == found
@@ -275,7 +275,7 @@ def test_calibrated_hardware_file_is_read_again(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["v100", "cpu"])
-def test_long_rows_with_dropout_run_as_the_device_runs_them(name):
+def test_planner_counts_attention_scores_as_each_device_materializes_them(name):
     """On a GPU the scores of all tokens exist at once, on a CPU a block of them does."""
     fields = {"n_layer": 1, "n_embd": 32, "n_head": 8, "vocab_size": 64, "n_positions": 2048}
     config = GPT2Config(**fields, loss_type="ForCausalLMLoss", bos_token_id=1, eos_token_id=2)
@@ -286,7 +286,7 @@ def test_long_rows_with_dropout_run_as_the_device_runs_them(name):
     assert peak > 2 * scores if name == "v100" else peak < scores
 
 
-def test_zero_makes_a_layout_fit_and_costs_time():
+def test_planner_zero_stage_lowers_memory_and_adds_time():
     planner = Planner(config_for(GPT2), HARDWARE["a100"], 16)
     plain = Layout(1, 1, 4, 1, 2)
     whole = planner.forecast(plain)

@@ -58,7 +58,7 @@ def everything(planner: Planner, gpus: int, batch: int) -> Iterator[Layout]:
     [pytest.param(name, space, marks=[slow] * ((name, i) != ("gpt2", 0)))
      for name in SIZES for i, space in enumerate(SPACES)],
 )  # fmt: skip
-def test_refined_search_finds_the_fastest_of_all_layouts(name, space):
+def test_planner_search_finds_the_fastest_of_all_layouts(name, space):
     """Within 1 % of the fastest that fits; where none of all fits, the search finds none."""
     gpus, batch, device, gib = space
     planner = planner_of(name).on(with_memory(find_hardware(device), gib * GIB))
@@ -71,7 +71,7 @@ def test_refined_search_finds_the_fastest_of_all_layouts(name, space):
         assert picks[0].step.seconds <= 1.01 * min(times), picks[0].layout
 
 
-def test_where_memory_binds_each_block_has_its_own_policy():
+def test_planner_gives_blocks_different_recompute_policies_when_memory_is_short():
     """Early stages hold more micro-batches, so they recompute more; no one policy for all is as fast."""
     config = transformers.GPT2Config(n_layer=16, n_embd=4096, n_head=32)
     config.architectures = ["GPT2LMHeadModel"]

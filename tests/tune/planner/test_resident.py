@@ -79,19 +79,19 @@ def compare(ranks, sizes, layout, precision, tokens):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "precision"), LAYOUTS, ids=str)
-def test_resident_equals_planned(layout, precision, ranks):
+def test_resident_memory_equals_planner_prediction(layout, precision, ranks):
     compare(ranks, TINY, layout, precision, 64)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "precision"), MORE, ids=str)
-def test_resident_equals_planned_in_more_layouts(layout, precision, ranks):
+def test_resident_memory_equals_planner_prediction_in_more_layouts(layout, precision, ranks):
     compare(ranks, TINY, layout, precision, 64)
 
 
 @pytest.mark.slow  # 124 million parameters
 @pytest.mark.parametrize(("layout", "precision"), [(Layout(), "bf16"), (SHARED, "bf16")], ids=str)
-def test_resident_equals_planned_of_gpt2(layout, precision, ranks):
+def test_resident_memory_of_gpt2_equals_planner_prediction(layout, precision, ranks):
     compare(ranks, SMALL, replace(layout, rows=1, micro_batches=1), precision, 128)
 
 
@@ -111,13 +111,13 @@ def at_rest(sizes, shards, precision):
 
 
 @pytest.mark.parametrize(("precision", "shards"), [("fp32", 1), ("bf16-pure", 1), ("bf16", 2)])
-def test_bytes_per_parameter_are_those_of_the_table(precision, shards, ranks):
+def test_bytes_per_parameter_equal_the_documented_table(precision, shards, ranks):
     for found in ranks.run(at_rest, shards, TINY, shards, precision):
         assert found == pytest.approx(TABLE[precision] / shards, rel=0.03)
 
 
 @pytest.mark.slow  # 124 million parameters on four ranks
-def test_resident_bytes_of_gpt2_on_four_ranks_equal_table(ranks):
+def test_resident_bytes_of_gpt2_on_four_ranks_equal_the_documented_table(ranks):
     for found in ranks.run(at_rest, 4, SMALL, 4, "bf16", timeout=500):
         assert found == pytest.approx(TABLE["bf16"] / 4, rel=0.03)
         assert found <= 18 / 4 + 0.5
@@ -134,7 +134,7 @@ LARGE = [
 
 
 @pytest.mark.parametrize(("config", "tokens", "layout", "most"), LARGE, ids=["1T", "405B"])
-def test_published_largest_runs_fit_in_memory(config, tokens, layout, most):
+def test_largest_published_runs_are_predicted_to_fit_in_memory(config, tokens, layout, most):
     """GiB of the fullest rank within a step, and of what it has received or sent."""
     config.architectures = [{"gpt2": "GPT2LMHeadModel"}.get(config.model_type, "LlamaForCausalLM")]
     planner = Planner(config, HARDWARE["a100"], tokens, "bf16")
@@ -147,7 +147,7 @@ def test_published_largest_runs_fit_in_memory(config, tokens, layout, most):
     assert max(r.buffers for r in whole) > 4 * 2**30
 
 
-def test_what_enters_the_first_recomputed_block_is_counted():
+def test_planner_counts_the_input_of_the_first_recomputed_block():
     """The sum of the embeddings is made behind them and before a block, and no recomputation frees it."""
     profile = Planner(config_of(TINY), HARDWARE["cpu"], 64, "fp32").profile(1)
     pairs = zip(profile.units, profile.uses(4), strict=True)

@@ -75,9 +75,8 @@ def check_target(where: str, target: str | None, options: Any) -> None:
         raise ScheduleError(where, what, f"the package {name} is not installed", hint)
     if not isinstance(options, Mapping | None):
         problem = f"found {type(options).__name__}, expected a dict"
-        raise ScheduleError(
-            where, "target_options", problem, 'pass a dict, e.g. {"optimizer": AdamW}'
-        )
+        hint = 'pass a dict, e.g. {"optimizer": AdamW}'
+        raise ScheduleError(where, "target_options", problem, hint)
     takes = inspect.signature(get_dialect_cls("runtime_engine", name)).parameters
     _check_options(where, name, dict(options or {}), list(takes.values())[1:])
 

@@ -100,7 +100,7 @@ class DeepSpeedTarget(TargetEngine):
 
 
 def import_deepspeed() -> Any:
-    """Import and initialise DeepSpeed, on a CPU without its C++ builds; SlapoError when it is not installed."""
+    """Import and initialise DeepSpeed, on a CPU without its C++ extensions; SlapoError if it is not installed."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -139,9 +139,8 @@ def _check(model: Any, settings: Mapping[str, Any]) -> None:
     stage = settings.get("zero_optimization", {}).get("stage", 0)
     if model.mesh.pp > 1 and stage > 1:
         problem = f"found stage {stage} with pp={model.mesh.pp}; DeepSpeed's pipeline takes 0 and 1"
-        raise MeshError(
-            "target='deepspeed'", "zero_optimization", problem, "choose stage 1, or pp=1"
-        )
+        hint = "choose stage 1, or pp=1"
+        raise MeshError("target='deepspeed'", "zero_optimization", problem, hint)
 
 
 def mark_counted(model: Any) -> None:
@@ -194,7 +193,7 @@ UNIT_NAMES = {
 
 
 def _group(mesh: Mesh, mesh_dim: str) -> Any:
-    """Return the group of a mesh dim; where its size is 1, a group of this rank alone. A collective call."""
+    """Return the process group of a mesh dim, also for size 1, which has a group of this rank alone. A collective call."""
     if (group := mesh.group(mesh_dim)) is not None:
         return group
     alone = [new_group([rank]) for rank in range(mesh.world_size)]

@@ -22,7 +22,7 @@ from slapo_zoo.pipeline.stages import StageDone
 def pipeline_engine(
     deepspeed: Any, model: Any, settings: dict[str, Any], optimizer: Any, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Return (engine, optimizer) of a model whose stages are DeepSpeed's; arguments as in `deepspeed_engine`."""
+    """Return (engine, optimizer) for a model that DeepSpeed runs in pipeline stages; arguments as in `deepspeed_engine`."""
     pipeline: Pipeline = model._slapo.pipeline
     if pipeline.places.num_stages != model.mesh.pp:
         problem = f"found {pipeline.places.num_stages} stages on pp={model.mesh.pp} ranks"
@@ -62,7 +62,7 @@ class PipelineTarget(TargetEngine):
 
 
 class Step:
-    """State of the running training step, which `StageLayer` reads."""
+    """State of the running training step, shared by the layers of DeepSpeed's pipeline."""
 
     run: Callable[..., Any]
     parts: list[dict[str, Tensor]]
@@ -102,7 +102,7 @@ def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
 
 
 class TiedWeight(nn.Module):
-    """Holder of a parameter that stages share, by which DeepSpeed ties it; the stage itself uses it."""
+    """Module that holds a parameter shared by several stages, so that DeepSpeed ties it; the stage computes with it."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
@@ -161,7 +161,7 @@ class _ZeroPipeline(Zero):
         self.step = step
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run this rank's stage of the model: DeepSpeed's engine takes whole steps, and calls this within one."""
+        """Run this rank's stage of the model; DeepSpeed's engine calls this method within one of its steps."""
         return model._slapo.own_forward(model, **batch)
 
     def pipeline_step(

@@ -86,7 +86,7 @@ def is_scheduled(sch: Any) -> bool:
 
 
 def require_scheduled(sch: Any, target: str) -> Any:
-    """Return the model if it is one of AutoScheduledModel; SlapoError for anything else."""
+    """Return `sch` if it is a model of AutoScheduledModel; raise SlapoError for anything else."""
     if not is_scheduled(sch):
         problem = f"found {type(sch).__name__}, expected a model of AutoScheduledModel"
         raise SlapoError(f"target={target!r}", "sch", problem, "load it by AutoScheduledModel")
@@ -94,6 +94,6 @@ def require_scheduled(sch: Any, target: str) -> Any:
 
 
 def made_optimizer(optimizer: Any, parameters: Iterable[Any]) -> Any:
-    """Return `optimizer`, or its result on the engine's parameters if it is a function that makes an optimizer."""
+    """Return `optimizer`; if it is a function parameters --> optimizer, return its result for the engine's parameters."""
     is_maker = callable(optimizer) and not hasattr(optimizer, "param_groups")
     return optimizer(parameters) if is_maker else optimizer

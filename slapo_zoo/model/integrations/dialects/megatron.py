@@ -43,9 +43,8 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
         problem = (
             "target='megatron' runs no pipeline: Megatron's own cannot run the stages of this model"
         )
-        raise MeshError(
-            "target='megatron'", f"pp={model.mesh.pp}", problem, "use pp=1, or target='torch'"
-        )
+        hint = "use pp=1, or target='torch'"
+        raise MeshError("target='megatron'", f"pp={model.mesh.pp}", problem, hint)
     if hasattr(optimizer, "use_distributed_optimizer"):
         problem = (
             "found an OptimizerConfig, expected an optimizer of torch or a function that makes one"
@@ -123,7 +122,7 @@ def _check(path: str, linear: Any, mesh: Mesh, axis: int) -> None:
 
 
 class _Parallel(nn.Module):
-    """Wrapper of a Megatron layer that returns one output, like the Linear it replaces."""
+    """Wrapper of a Megatron layer that returns only its output, as the Linear that it replaces does."""
 
     axis: int
 
@@ -144,7 +143,7 @@ class _Parallel(nn.Module):
                 layer.bias.copy_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's output without the bias that Megatron's layers return beside it."""
+        """Return the layer's output alone; Megatron's layers return (output, bias)."""
         return self.layer(x)[0]
 
 

@@ -21,9 +21,9 @@ def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> d
 
 
 def whole_gradient(p: Any) -> Tensor:
-    """Return the gradient of a parameter gathered over dp, or zeros if it has no gradient.
+    """Return the gradient of a parameter gathered over dp, or zeros if the parameter has no gradient.
 
-    It exists between the backward and the optimizer step.
+    The gradient exists between the backward and the optimizer step.
     """
     from deepspeed.utils import safe_get_full_grad
 
@@ -32,7 +32,7 @@ def whole_gradient(p: Any) -> Tensor:
 
 
 def _whole_parameter(p: Any) -> Tensor:
-    """Return a parameter gathered over dp; a trained one is cast from the optimizer's fp32 copy."""
+    """Return a parameter gathered over dp; the value of a trained parameter is that of the optimizer's fp32 copy."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if hasattr(p, "ds_id") and p.requires_grad:
@@ -101,7 +101,7 @@ class WholeZero(Whole):
         self._put_state_back(base)
 
     def _put_state_back(self, base: Any) -> None:
-        """Allocate the flat optimizer state as the first step would, then fill it."""
+        """Allocate the flat optimizer state as the first optimizer step would, then fill it with the loaded values."""
         first = next(iter(self.optimizer.state.values()), None)
         if first is None:
             base.state.clear()
@@ -146,7 +146,7 @@ def _set_parameter(p: Any, value: Tensor) -> None:
 
 
 def _set(p: Any, value: Tensor, key: str | None) -> None:
-    """Set the optimizer state `key` of a parameter, or for None its fp32 copy, to the unsharded `value`.
+    """Set a parameter's optimizer state `key`, or for key None its fp32 copy, from the unsharded `value`.
 
     ZeRO-3's own setter refuses uneven sizes.
     """
@@ -162,7 +162,7 @@ def _set(p: Any, value: Tensor, key: str | None) -> None:
 
 
 def _copy_part(part: Tensor, p: Any, value: Tensor) -> None:
-    """Copy this rank's partition of a flattened value into `part`; the last partition is padded."""
+    """Copy this rank's partition of the flattened `value` of parameter `p` into `part`; the last partition is padded."""
     rank = p._z3_optimizer._get_param_partition_rank(p)
     mine = value.detach().flatten()[rank * part.numel() :][: part.numel()]
     part.data.flatten()[: mine.numel()].copy_(mine)
