@@ -48,7 +48,7 @@ def pages_server(tmp_path_factory):
 
 PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
          "docs/adding_an_architecture.md", "docs/adding_a_kernel.md", "docs/adding_a_primitive.md", "docs/adding_a_dialect.md",
-         "docs/tuning.md", "docs/trainer.md", "docs/cards.md", "docs/lora.md",
+         "docs/tuning.md", "docs/trainer.md", "docs/cards.md", "docs/lora.md", "docs/same_bits.md",
          "docs/your_own_loop.md", "docs/how_a_linear_is_sharded.md"]  # fmt: skip
 
 
