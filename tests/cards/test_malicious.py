@@ -315,5 +315,5 @@ def test_randomly_mutated_card_readmes_parse_or_raise_card_error(data):
 )
 @given(st.binary(max_size=200) | mutated().map(lambda d: json.dumps(d).encode()))
 def test_hundred_thousand_mutated_card_programs_parse_or_raise_card_error(part, data):
-    """A hundred thousand in all, in parts that end before a stuck test is reported."""
+    """Fuzz a hundred thousand programs, in ten parts that each end before a test counts as hanging."""
     fuzz(data)

@@ -101,7 +101,7 @@ def test_card_plan_for_another_model_or_device_is_ignored_with_a_message(case, t
 
 
 def test_card_program_keeps_its_recomputation_when_a_plan_is_applied(tmp_path, said):
-    """The plan's layout and micro-batches are taken; the program says itself what is recomputed."""
+    """The plan sets layout and micro-batches; the program's own recomputation stays."""
     folder = tmp_path / "card"
     zoo_card(tiny(), None, Mesh(), "tiny", checkpoint_ratio=0.34).write(folder)
     replace(read_card(folder), tuning=with_plans({}, [plan_of()])).write(folder)

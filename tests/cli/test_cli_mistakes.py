@@ -157,7 +157,7 @@ def test_command_output_fits_terminal_width_without_broken_words(
 
 
 def test_plan_command_prints_count_of_configurations_and_hardware(gpt2, capfd):
-    """More configurations fitted than were looked at; two bubbles; only meshes without any fit were explained."""
+    """Earlier output counted more fitting configurations than it had tried, and showed two values of the bubble."""
     tight = ("--batch", 64, "--memory", "1537MiB", "--explain", "--hardware", "h100")
     _, out, _ = run(capfd, "plan", gpt2, "--gpus", 1, *tight)
     out = " ".join(out.split())
@@ -181,7 +181,7 @@ def test_older_option_name_works_with_a_warning(gpt2, capfd):
 
 @pytest.mark.parametrize("line", ["plan gpt3", "show nosuch", "card push CARD me/x"])
 def test_unreachable_hub_prints_one_error_without_traceback(line):
-    """A port that nobody listens on: one request, four parts."""
+    """The endpoint is a port without a listener: one request is sent, the error has four parts."""
     words = [CARD if word == "CARD" else word for word in line.split()]
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [sys.executable, "-m", "slapo_zoo.cli.main", *words]
@@ -209,7 +209,7 @@ def test_show_command_limits_default_sequence_length_to_model_positions(gpt2, ca
 
 
 def test_library_logs_do_not_reach_stdout_of_the_derive_command(tmp_path):
-    """`slapo-zoo derive X > x.py` began with a warning of DeepSpeed, which transformers imports."""
+    """DeepSpeed, which transformers imports, once wrote its warning as line 1 of `slapo-zoo derive X > x.py`."""
     (tmp_path / "deepspeed.py").write_text(
         "import logging, sys\n"
         "logger = logging.getLogger('DeepSpeed')\n"

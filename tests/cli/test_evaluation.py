@@ -99,7 +99,7 @@ def state_of(folder):
 
 
 def test_run_with_evaluation_resumes_exactly_on_another_layout(job, tmp_path, capfd):
-    """Losses, evaluations, best checkpoint and final weights of an uninterrupted run."""
+    """The resumed run has the losses, evaluations, best checkpoint and final weights of an uninterrupted one."""
     run("train", "--config", job / "run.yaml", "--save-total-limit", 9, "--checkpoint", tmp_path / "one", "--dp", 2,
         "--set", f"best={tmp_path / 'best'}")  # fmt: skip
     whole = capfd.readouterr().out

@@ -30,7 +30,7 @@ def test_layout_flags_equal_loader_options(command):
 
 
 def test_plan_command_accepts_the_layout_flags_it_prints(capsys):
-    """Virtual stages, a policy and tokens in shares, as `plan --gpus` prints them."""
+    """The flags are those that `plan --gpus` prints: virtual stages, a recompute policy, sequence parallelism."""
     words = ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2, "--checkpoint-ratio", 1,
              "--checkpoint-policy", "save_matmuls")  # fmt: skip
     assert cli("plan", "gpt2", "--training", "--seq", 64, *words, "--json") == 0

@@ -160,7 +160,7 @@ def test_newest_step_folder_is_found_without_the_link_last(tmp_path):
 
 
 def test_checkpoint_survives_a_kill_between_two_renames(tmp_path, monkeypatch):
-    """Without RENAME_EXCHANGE, as on NFS: what was moved away is found again."""
+    """Without RENAME_EXCHANGE, as on NFS, the checkpoint that was moved away is found and restored."""
     make(tmp_path / "out", 4)
     monkeypatch.setattr(staging, "_renameat2", lambda *_: False)
     renaming, calls = os.rename, []

@@ -33,7 +33,7 @@ def stream_on_a_rank(path, last):
 
 
 def test_data_stream_is_tokenized_by_one_rank_for_all(ranks, tmp_path):
-    """The others get its rows, and are where it is in the data."""
+    """The other ranks receive the rows of the reading rank, and have the same position in the data."""
     path = str(tmp_path / "rows.jsonl")
     Path(path).write_text(
         "".join(json.dumps({"text": "word " * (i % 7)}) + "\n" for i in range(20))

@@ -38,7 +38,7 @@ def root(tmp_path_factory):
 
 @pytest.mark.parametrize("bug", marked(BUGS), ids=label)
 def test_injected_bug_changes_training_and_is_named_by_its_checker(bug, root):
-    """With all checks off a training goes another way; the check of its row finds it, and says where."""
+    """With all checks off the bug changes the training; the checker listed for the bug detects it and names the place."""
     assert damage(bug, root) > REAL
     found = look(bug, bug.checker, root) if bug.always else first_to_find(bug, root)
     assert found.checker == bug.checker
@@ -67,7 +67,7 @@ def test_95_percent_of_bugs_have_a_checker():
 
 
 def test_bug_corpus_page_lists_every_bug():
-    """All but the seconds, which are those of one machine."""
+    """The page equals the generated one but for the seconds, which depend on the machine."""
     text = corpus_page.PAGE.read_text(encoding="utf-8")
     seconds = corpus_page.measured(text)
     assert set(seconds) == {bug.name for bug in BUGS}, "run: python3 ci/run.py corpus"

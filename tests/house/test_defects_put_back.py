@@ -86,7 +86,7 @@ def run_test(sources, test):
 
 
 def test_source_line_of_each_known_defect_occurs_once():
-    """Also in the default run: a line that moved is noticed at once."""
+    """Runs by default, so that a defect whose source line moved is noticed at once."""
     for defect in ALL:
         assert (ROOT / defect.file).read_text().count(defect.right) == 1, defect.name
 

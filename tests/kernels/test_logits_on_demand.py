@@ -112,7 +112,7 @@ def test_loss_is_computed_without_making_logits():
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_loss_scale_is_applied_while_gradients_are_computed(family, micro_batches, monkeypatch):
-    """To divide it later takes a pass over the gradient of the whole vocabulary."""
+    """Dividing afterwards would take another pass over the gradient of the whole vocabulary."""
     from slapo_zoo.kernels import lm_loss as kernel
 
     seen, own = [], kernel._times

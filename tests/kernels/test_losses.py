@@ -78,7 +78,7 @@ def test_linear_cross_entropy_with_ignored_labels_and_tied_weight_equals_torch()
 
 
 def test_linear_cross_entropy_second_backward_gives_the_same_gradients():
-    """The gradients that the forward made are not used up."""
+    """The gradients that the forward computed serve a second backward too."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     x, weight, _, target, _ = whole()
@@ -153,7 +153,7 @@ def test_sparse_mlm_head_loss_needs_less_memory_than_the_logits(sizes):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
 def test_loss_divisor_is_not_rounded_in_gradients(dtype, factor):
-    """1/1023 in bf16 is 0.1 % off: so would be every gradient of the model."""
+    """1/1023 rounded to bf16 is off by 0.1 %, and so would be every gradient."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     torch.manual_seed(0)

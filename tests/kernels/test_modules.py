@@ -220,7 +220,7 @@ def test_generate_with_kernels_equals_plain(kind, kernel_name):
 
 
 def test_t5_attention_kernel_uses_the_dropout_mask_of_the_schedule():
-    """Attention probabilities are dropped by the mask of the model's random stream."""
+    """Attention dropout uses the mask of the model's random stream."""
     from slapo_zoo.hf.attention import CoreAttention
     from slapo_zoo.kernels.t5_attention import t5_attention
 
@@ -266,7 +266,7 @@ def test_llama_norm_kernel_returns_the_dtype_of_transformers(dtypes):
 
 
 def test_batch_norm_kernel_calls_a_changed_or_hooked_norm():
-    """A schedule gives norms statistics over ranks; a hook sees what the norm returned."""
+    """A schedule may synchronise a norm's statistics over ranks, and a user's hook reads its output."""
     torch.manual_seed(0)
     bottleneck = WideResNetBottleneck(WideResNetConfig(), 16, 4, 1)
     x = torch.randn(2, 16, 5, 5)

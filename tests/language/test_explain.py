@@ -79,7 +79,7 @@ def test_failed_explain_dry_run_leaves_the_model_unchanged():
 
 
 def test_explain_does_not_list_a_replaced_module_under_earlier_directives():
-    """A module that a later directive put there was not divided by the earlier one."""
+    """A module installed by a later directive was not sharded by the earlier one."""
     sch = Schedule(Net())
     sch["layers.0.*:Linear"].annotate("weight", "note", 1)
     sch["layers.0.1"].replace(nn.Linear(6, 6))

@@ -126,7 +126,7 @@ def test_schedule_selection_sees_a_replaced_module():
 
 
 def test_directive_failing_at_one_module_changes_no_module():
-    """The first block could be sharded; the second could not."""
+    """The directive fits the first block and not the second, so neither is sharded."""
     model = Model(second=7)
     sch, before = Schedule(model, TP2), state_of(model)
     with pytest.raises(ScheduleError) as caught:
@@ -297,7 +297,7 @@ def test_schedule_json_is_canonical():
 
 
 def test_to_json_refuses_live_python_objects():
-    """They run and are recorded, and the refusal says which line and why."""
+    """Directives with live objects run and are recorded; to_json names the line and the reason."""
     calls = []
     for use, why in (
         (lambda s: s["head"].replace(nn.Linear(8, 11)), "new=Linear("),
@@ -352,7 +352,7 @@ def test_invalid_schedule_json_error_names_the_step(name):
 
 
 def test_schedule_replay_stops_at_an_invalid_step():
-    """The steps before it stay, as if they had been written by hand; the bad one changes nothing."""
+    """The steps before the invalid one stay applied; the invalid one changes nothing."""
     steps = [["embed", "shard", {"param_name": "weight", "axis": 1}], ["heda", "checkpoint", {}]]
     model = Model()
     sch = Schedule(model, TP2)

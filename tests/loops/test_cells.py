@@ -124,7 +124,7 @@ def test_plain_model_fails_on_every_excluded_training_loop(name, cell, tmp_path)
 def test_every_user_training_loop_on_every_layout_has_the_expected_outcome(
     family, layout, tmp_path, columns
 ):
-    """8,000 of them, for a night."""
+    """All 8,000 combinations, for a nightly run."""
     names = [
         n
         for n, loop in LOOPS.items()

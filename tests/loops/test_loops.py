@@ -72,7 +72,7 @@ MORE = {
 )
 @pytest.mark.parametrize("layout", MORE, ids=lambda x: x.replace(" ", "-"))
 def test_user_training_loops_with_dp_shard_equal_plain(ranks, name, layout, root):
-    """`.grad` is this rank's rows of the average over dp, whatever divides them beside."""
+    """`.grad` is this rank's rows of the gradient averaged over dp, with any other sharding beside."""
     sizes, folder = MORE[layout], folder_of("gpt2", root)
     found = ranks.run(scheduled, sizes.get("tp", 1) * sizes["dp"], name, "gpt2", folder, sizes)
     assert not any(isinstance(each, str) for each in found), found

@@ -305,7 +305,7 @@ BESIDE = {
 @pytest.mark.filterwarnings("ignore:.*alpha:UserWarning")
 @pytest.mark.parametrize("options", BESIDE.values(), ids=BESIDE)
 def test_one_process_saves_every_parameter_trained_by_peft(root, tmp_path, options):
-    """DoRA's magnitudes, biases and whole modules were trained, and were not in the file."""
+    """DoRA's magnitudes, biases and modules_to_save are in the file too."""
     case = Case("GPT2ForSequenceClassification", ("two",))
     folder = checkpoint(case, root)
     config = LoraConfig(r=3, fan_in_fan_out=True, target_modules=["c_attn"], **options)

@@ -28,7 +28,7 @@ def kept_by_hooks_around(folder, layout):
 
 
 def test_saved_tensor_hooks_around_zero3_blocks_still_apply(folder, ranks):
-    """A checkpoint of torch around a block, or `save_on_cpu`, is asked about all but gathered weights."""
+    """Hooks such as torch's `save_on_cpu` around a block see all saved tensors but the gathered weights."""
     whole, want = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2})[0]
     found, loss = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2, "dp_shard": 2})[0]
     assert loss == want

@@ -209,7 +209,7 @@ def evaluated(folder, change):
 
 @pytest.mark.parametrize("change", [cut, swapped, shared])
 def test_moved_or_shared_blocks_are_refused_in_evaluation_with_sequence_parallelism(folder, change):
-    """The first block divides the tokens, the last one joins them: the loss was another one."""
+    """The first block shards the tokens and the last gathers them, so a moved block would change the loss."""
     with pytest.raises(
         SlapoError,
         match=r"transformer.h.\d: it is another block than was loaded.*\n.*sequence_parallel",

@@ -114,7 +114,7 @@ def twice(model):
     ids=["kernel", "tp"],
 )
 def test_second_order_gradient_is_exact_or_refused(ranks, layout, tmp_path):
-    """The head's kernel makes its gradients in the forward: they know nothing of themselves."""
+    """The loss kernel computes its gradients in the forward, so they have no graph of their own."""
     folder = folder_of("gpt2", tmp_path)
     exact = penalised(folder, {"kernels": "reference"})
     plain = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").train()

@@ -176,7 +176,7 @@ FAMILIES = sorted(path.stem for path in (ROOT / "schedules").glob("*.py"))
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "wideresnet"])
 def test_deepcopied_model_owns_its_tensors_in_every_family(family, tp, tmp_path):
-    """Found before: a copy of BERT, RoBERTa or ALBERT asked the original which tokens are real."""
+    """Regression: a copy of BERT, RoBERTa or ALBERT read the padding mask of the original."""
     case = HEADS.get(family, HEADS.get(family.replace("_", "-")))[0]
     folder = checkpoint(case, tmp_path)
     cls = getattr(transformers, case.cls)
@@ -207,7 +207,7 @@ COPIED = {**AVERAGES, "bf16": ((1, 1, 1), {"precision": "bf16"}), "sp": ((2, 1, 
 
 @pytest.mark.parametrize(("layout", "options"), COPIED.values(), ids=COPIED)
 def test_deepcopied_model_owns_its_tensors_on_every_layout(layout, options):
-    """Found before: after a loop by hand in bf16 or with dp_shard no copy was made, torch raised."""
+    """Regression: deepcopy raised after a hand-written loop in bf16 or with dp_shard."""
     config = transformers.BertConfig(**TINY["bert"], architectures=["BertForMaskedLM"])
     assert emulate(copied_after_a_step, config, layout, options, mesh=layout) == [[]] * 2 ** (layout != (1, 1, 1))  # fmt: skip
 

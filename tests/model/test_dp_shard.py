@@ -220,7 +220,7 @@ MORE_HSDP = [
     ("layout", "options"), HSDP + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE_HSDP]
 )
 def test_two_replicas_of_two_shards_equal_one_process(layout, options, root, ranks):
-    """dp=4 is two copies of a model that two ranks divide."""
+    """dp=4 with dp_shard=2 is two replicas, each sharded over two ranks."""
     folder, world = checkpoint(GPT2, root), layout[0] * layout[1] * layout[2]
     (whole,) = ranks.run(steps, 1, folder, (1, 1, 1), {}, 0, 2)
     for found, *_ in ranks.run(steps, world, folder, layout, options | SHARDED, 0, 2):

@@ -78,7 +78,7 @@ def shared_heads(case, folder):
 
 
 def test_deepspeed_clipping_counts_shared_kv_heads_once(root, ranks):
-    """One KV head on two tp ranks counts once in the norm."""
+    """A KV head replicated on two tp ranks counts once in the gradient norm."""
     case = Case("LlamaForCausalLM", ("tokens",), (("num_key_value_heads", 1),))
     folder = checkpoint(case, root)
     (_, expected), *stages = ranks.run(shared_heads, 2, case, folder)[0]

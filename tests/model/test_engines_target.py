@@ -61,7 +61,7 @@ def each_target(folder, out):
 
 
 def test_every_target_engine_trains_as_one_process(root, ranks, tmp_path):
-    """One process's losses and weights; the engine has the face of the model."""
+    """Losses and weights equal one process; the engine has the attributes of the model."""
     folder = checkpoint(CASE, root)
     both = ranks.run(each_target, 2, folder, tmp_path, timeout=300)
     for name, (run, native, _, family) in both[0].items():

@@ -93,7 +93,7 @@ WITHOUT_ROWS = {
 
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
 def test_input_whose_first_axis_is_not_the_batch_is_refused_with_micro_batches(name):
-    """Whisper's loss would be that of other rows, without a word."""
+    """Without the error Whisper's loss would silently mix rows."""
     case, change = WITHOUT_ROWS[name]
     config, _ = tiny_config(case)
     model = AutoScheduledModel.from_config(config, auto_class=case.cls).train()

@@ -86,7 +86,7 @@ def require_equal(found, expected):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
 def test_mesh_with_a_new_dim_trains_as_one_process(case, use, tmp_path):
-    """Dropout, means over all targets, sums, the norm and what is saved: with ZeRO, and over tp."""
+    """Dropout, loss, gradients, norm and saved files equal one process, with ZeRO and with tp."""
     use(1)
     alone = trained(case, folder=tmp_path / "alone")
     layouts = [(1, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 1), (1, 2, 2, 2)]
@@ -131,7 +131,7 @@ def test_checkpoint_resumes_with_and_without_the_new_mesh_dim(use, tmp_path):
 
 
 def test_mesh_roles_map_to_dims_sizes_and_coordinates():
-    """One name for the dims of a role; coordinates on it count slowest first, and lead back."""
+    """A role joins several dims under one name; its coordinates count the slowest dim first, and map back to ranks."""
     mesh = WithX(2, 1, 3, 0, x=2)
     assert mesh.named("batch") == mesh.named("loss") == "x+dp"
     assert Mesh(2, 2, 3).named("batch") == "dp"
@@ -148,7 +148,7 @@ def test_mesh_roles_map_to_dims_sizes_and_coordinates():
 
 
 def test_ranks_of_a_mesh_dim_that_shards_tokens_read_the_same_rows():
-    """A dim that divides tokens adds up the loss, and reads the same rows."""
+    """Ranks along a dim that shards tokens sum the loss and read the same rows."""
 
     @dataclass(frozen=True)
     class WithTokens(Mesh):

@@ -246,6 +246,6 @@ def logits_of_plain(model, batch):
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("case", "layout", "run"), cells(by_hand, by_loss_fn, logits_of_a_step))
 def test_logits_at_padding_equal_plain(case, layout, run, root):
-    """Found before: logits at padding were those of hidden states of 0, and so was a loss over them."""
+    """Regression: logits at padding, and a loss over them, were computed from hidden states of 0."""
     plain = logits_of_plain if run is logits_of_a_step else by_hand
     compare(case, layout, nothing, root, run, plain, kernels="auto")

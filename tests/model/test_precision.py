@@ -95,7 +95,7 @@ def of_logits(output, batch):
 
 @pytest.mark.parametrize("case", [GPT2, BERT, T5], ids=ids)
 def test_logits_read_after_the_forward_use_the_cast_weights_of_that_forward(case, root):
-    """They are made of the casts of their forward, also where the weights have changed since."""
+    """Lazy logits use the cast weights of their forward, also after the weights have changed."""
     folder, batch = checkpoint(case, root), batch_of(case)
     grads = {}
     for precision, by_hand in (("fp32", False), ("bf16", False), ("bf16", True)):
@@ -131,7 +131,7 @@ def overflow(folder):
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all_ranks(root, ranks):
-    """Gradients are those of before, and the scale is halved, on all ranks."""
+    """After an overflow all ranks keep the gradients of before it and halve the loss scale."""
     for before, after, same in ranks.run(overflow, 2, checkpoint(GPT2, root)):
         assert same
         assert after == before / 2
@@ -149,7 +149,7 @@ def resumed(folder, out):
 
 
 def test_saved_files_contain_fp32_master_weights(root):
-    """Masters are saved whole; another dtype is written where asked; the scale goes on."""
+    """The fp32 masters are saved, or another dtype on request; the loss scale is resumed."""
     folder, out = checkpoint(GPT2, root), root / "files"
     assert resumed(folder, out) == (64.0, 7)
     model = AutoScheduledModel.from_pretrained(folder, precision="bf16")

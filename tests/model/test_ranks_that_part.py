@@ -122,7 +122,7 @@ def autograd_over_stages():
 
 
 def test_autograd_grad_over_pipeline_stages_is_refused():
-    """It asked this rank's stage for a gradient of which it knows nothing, and got None."""
+    """The stage of this rank has no gradient of a weight of another stage; autograd would return None."""
     with pytest.raises(SlapoError, match="model with pp > 1"):
         emulate(autograd_over_stages, mesh=(1, 2, 1))
 

@@ -193,7 +193,7 @@ def test_peft_prompt_tuning_trains_as_on_one_rank(folder, config, tp, dp, sp):
 )
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_peft_prompt_in_a_pipeline_is_refused(folder, pp, dp, options):
-    """peft finds no table by its size, and called None."""
+    """peft finds the embedding table by its size, and finds none on a later stage."""
     with pytest.raises(SlapoError, match="hint: call the model"):
         emulate(method, folder, METHODS[0], 1, pp, dp, options, mesh=(1, pp, dp))
 
@@ -206,7 +206,7 @@ def embeds_beside_the_model(folder):
 
 
 def test_embedding_called_outside_its_pipeline_stage_raises_on_all_ranks(folder):
-    """The stage that holds it goes on and waits for the others: it must learn of their error."""
+    """The stage that holds the embedding waits for the others, so it must receive their error."""
     began = time.monotonic()
     with pytest.raises(SlapoError, match="inputs_embeds: of a table of your own"):
         emulate(embeds_beside_the_model, folder, mesh=(1, 2, 1))

@@ -110,7 +110,7 @@ def test_scheduled_trainer_equals_plain_trainer(layout, accumulation, tmp_path, 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_scheduled_trainer_equals_plain_trainer_for_other_families(family, tmp_path, ranks):
-    """tp2, unaccumulated: their plain Trainer takes a mean of means."""
+    """tp=2 without accumulation: for these families the plain Trainer averages means of micro-batches."""
     folder = checkpoint(CASES[family], tmp_path)
     changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
     expected = plain(folder, tmp_path, family, **changes)
@@ -120,7 +120,7 @@ def test_scheduled_trainer_equals_plain_trainer_for_other_families(family, tmp_p
 
 
 def test_scheduled_trainer_resumes_on_another_mesh(tmp_path, ranks):
-    """Stopped after 2 steps with tp=2, gone on with dp=2: as if it had never stopped."""
+    """A run stopped after 2 steps with tp=2 resumes with dp=2 and equals an uninterrupted one."""
     folder, out = checkpoint(CASE, tmp_path), tmp_path / "run"
     expected = plain(folder, tmp_path, per_device_train_batch_size=4)
     first = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}

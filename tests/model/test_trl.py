@@ -89,7 +89,7 @@ def test_trl_trainers_train_as_in_one_process(kind, layout, start, tmp_path, ran
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "dp", "parts"), [(2, 1, 2), (2, 2, 1)])
 def test_grpo_with_tp_compares_all_answers_to_a_prompt(tp, dp, parts, start, tmp_path, ranks):
-    """TRL counts tp peers as readers of other rows; with parts of a step it left rows out."""
+    """TRL counts tp peers as ranks with other rows, and would skip rows with micro-batches."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     ranks.run(plain, 1, "grpo", start["grpo"], one, 1, 3, parts, timeout=200)
     ranks.run(scheduled, tp * dp, "grpo", start["grpo"], two, tp, dp, parts, timeout=200)
@@ -123,7 +123,7 @@ def test_grpo_generation_batch_size_counts_dp_ranks_only():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trl_with_pipeline_is_refused(kind):
-    """Losses of TRL begin at whole logits, which the last stage alone has."""
+    """TRL's losses need full logits, which only the last stage has."""
     import trl
 
     owner = f"{KINDS[kind]}Trainer"

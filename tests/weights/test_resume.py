@@ -158,7 +158,7 @@ def test_training_resumes_on_another_mesh(ranks, source, tmp_path, one, other):
 
 
 def test_resumed_dropout_continues_unchanged_on_another_mesh(ranks, source, tmp_path):
-    """With dropout too: the stream is where it was, and does not depend on the mesh."""
+    """The position of the random stream is resumed, and does not depend on the mesh."""
     folder, out = checkpoint(DROPOUT, source), tmp_path / "out"
     whole = ranks.run(stop_and_go, 1, folder, tmp_path / "one", (1, 1, 1))[0]
     losses, _ = both_halves(ranks, folder, out, (2, 2, 1), (2, 1, 2), DROPOUT)

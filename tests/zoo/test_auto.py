@@ -193,7 +193,7 @@ def test_schedule_auto_refuses_micro_batches_of_an_unproven_model(monkeypatch):
 
 
 def test_schedule_auto_accepts_a_config_with_an_infinite_number(monkeypatch, tmp_path):
-    """Mamba's hybrids have one; json of transformers spells it as a dict."""
+    """Configs of Mamba hybrids have an infinite number, which transformers writes to JSON as a dict."""
     config, asked = transformers.BambaConfig(num_hidden_layers=1), []
 
     def document(request, *_):

@@ -132,7 +132,7 @@ def save(folder, out):
 def test_saved_files_of_every_family_load_in_plain_transformers(
     family, case, root, ranks, tmp_path
 ):
-    """`from_pretrained` finds every key, and the weights are the same bits."""
+    """Plain `from_pretrained` finds every key, and the weights are bit-equal."""
     folder, out = checkpoint(case, root), tmp_path / "saved"
     ranks.run(save, 4, folder, out)
     cls = getattr(transformers, case.cls)
@@ -176,7 +176,7 @@ def headless_cells():
 def test_base_models_without_head_equal_plain_transformers(
     family, case, layout, root, ranks, tmp_path
 ):
-    """Outputs on every rank, and the saved file: nothing to train without a loss."""
+    """Compare outputs on every rank and the saved file; base models have no loss to train."""
     sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
     arguments = (case, folder, sizes, None, 0, out)
     (want,) = ranks.run(forward_plain, 1, case, folder)

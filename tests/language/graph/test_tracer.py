@@ -61,7 +61,7 @@ def test_traced_model_equals_plain_with_a_padding_mask(family):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "opt", "llama"])
 def test_traced_model_follows_train_and_eval_mode(family):
-    """Traced in eval mode; in training it drops what the model drops, with the same gradients."""
+    """The model is traced in eval mode; in train mode its dropout and gradients equal the plain model's."""
     model = tiny_model(family)
     traced = trace_module(model, *capture(model, ""), flatten=True)
     batch = batch_for(model, 3, 11)
@@ -240,7 +240,7 @@ def test_trace_keeps_module_with_patched_forward_as_a_leaf():
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_traced_model_runs_in_another_dtype(family):
-    """Traced in float32, run in bfloat16, under autocast and by dynamo."""
+    """The model is traced in float32 and runs in bfloat16, under autocast and under torch.compile."""
     model = tiny_model(family)
     traced = trace_module(model, *capture(model, ""), flatten=True)
     batch = batch_for(model, 3, 11)

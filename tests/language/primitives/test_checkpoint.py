@@ -61,7 +61,7 @@ def test_offloaded_activations_are_prefetched_one_module_ahead(options):
 
 
 def test_offloaded_views_of_a_tensor_share_one_host_copy(monkeypatch):
-    """A copy as a GPU makes it: what was kept is another tensor with the same values and strides."""
+    """The host copy is made as on a GPU: another tensor with the same values and strides."""
     made = []
 
     def away(self, tensor):

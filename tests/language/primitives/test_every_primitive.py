@@ -378,7 +378,7 @@ def test_failed_primitive_leaves_the_model_unchanged(key):
 
 @pytest.mark.parametrize("key", INDEX)
 def test_every_primitive_survives_a_json_round_trip(key):
-    """Written, read and replayed it is the same program; a live object is refused, and why."""
+    """The schedule stays the same when written, read and replayed; a live Python object is refused with a reason."""
     use = INDEX[key]
     sch = Schedule(MODELS[use.model]())
     use.use(sch)

@@ -123,7 +123,7 @@ def uneven(op):
 
 @pytest.mark.parametrize("op", ["RR->SR", "RS->SR", "scatter", "reduce_scatter"])
 def test_reshard_of_uneven_axis_is_refused_before_communication(op, ranks):
-    """A part that is left over would be dropped in silence, or kill the process in C++."""
+    """Elements beyond an even split would be dropped silently, or crash the process in C++."""
     for text in ranks.run(uneven, 2, op):
         assert "is not a multiple of tp=2" in text
         assert "pad the axis" in text

@@ -85,7 +85,7 @@ def test_failed_trace_leaves_the_model_unchanged():
 
 
 def test_shard_attribute_is_refused_when_a_trace_recorded_the_value():
-    """A graph that reshapes by the number of heads would be wrong in silence."""
+    """A traced graph reshapes by the recorded number of heads, and would be silently wrong after the change."""
     sch = Schedule(tiny_model("gpt2"), Mesh(tp=2))
     sch[f"{BLOCK}.attn"].trace(flatten=True)
     with pytest.raises(ScheduleError, match="its graph was recorded with num_heads=4"):
