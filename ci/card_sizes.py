@@ -1,6 +1,6 @@
 """The size of each family that its card has plans for: a published checkpoint, as fields of its config.
 
-A family without a row is planned in the size that its config class has by itself.
+A family that is not listed is planned in the default size of its config class.
 """
 
 from typing import Any

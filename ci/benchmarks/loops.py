@@ -1,4 +1,4 @@
-"""A loop written by hand against `train_step`, and how much of the sum over dp the backward hides."""
+"""Hand-written loop against `train_step`, and the share of the all-reduce over dp that the backward hides."""
 
 import time
 from collections.abc import Callable

@@ -70,7 +70,7 @@ def gpt2(**changes: Any) -> Any:
 
 
 def cut_after(paths: Sequence[str]) -> Any:
-    """A program that only cuts."""
+    """Return a schedule that only cuts the pipeline."""
 
     def program(sch: Any) -> None:
         for path in paths:
@@ -124,12 +124,12 @@ def bubbles(quick: bool) -> list[dict[str, Any]]:
 
 
 def unit_cost(action: Action) -> float:
-    """A whole backward takes two units, each other part one."""
+    """Return the cost of an action: a full backward takes two units, each other action one."""
     return 2.0 if action.kind == "B" else 1.0
 
 
 def uneven_models(quick: bool) -> dict[str, tuple[Any, int]]:
-    """Small models with a dear head, and with an encoder unlike the decoder; and their pp."""
+    """Return small models with an expensive head, or with an encoder unlike the decoder, and their pp."""
     from transformers import T5Config
 
     width = 32 if quick else 128

@@ -12,7 +12,7 @@ BESIDE = 64 * MIB  # what a rank may hold above one bucket
 
 
 def streamed(config: Any, buckets: tuple[int, ...], folder: str) -> Any:
-    """Per bucket (growth of this rank, seconds); whether each tensor is that of the files."""
+    """Return (memory growth of this rank, seconds) per bucket, and True where each tensor equals that of the files."""
     from safetensors import safe_open
 
     from slapo_zoo import AutoScheduledModel

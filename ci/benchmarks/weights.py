@@ -44,7 +44,7 @@ def theirs(folder: Path, tp: int, pp: int) -> Any:
 
 
 def measure_load(kind: str, folder: Path, tp: int, pp: int) -> dict[str, Any]:
-    """Growth of the first load, best times of all, and the floor for as many bytes.
+    """Measure the memory growth of the first load, the best times of all, and the plain read of as many bytes.
 
     Both leave in the mapped file what lies there in one piece, and pay when training begins: so a
     second time has the model in training mode and every weight written once, as an optimizer does.
