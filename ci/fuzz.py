@@ -39,7 +39,7 @@ PIECES = [b"[", b"]", b"{", b"}", b'"', b"\\", b":", b",", b"null", b"true", b"N
           b"9" * 20, b"\xff", b"\x00", b"\\ud800", b"$tensor", b"- ", b"? ", b"&a ", b"!!x "]  # fmt: skip
 ODD = [None, True, -1, 0, 2**63, 1e308, float("nan"), "", "x" * 300, "../x", "\ud800", [], {}, [[]],
        {"": 0}, [0] * 40, "$tensor", "0", 0.5, -(2**31)]  # fmt: skip
-MOST = 256  # of a corpus
+MOST = 256  # inputs that a corpus keeps
 LIMIT_MS = 50.0  # for 10 kB
 Parser = Callable[[Path, bytes], object]
 
@@ -121,7 +121,9 @@ def places_in(value: object) -> list[tuple[dict | list, object]]:
 def bent(data: bytes, draw: random.Random) -> bytes | None:
     """Return the same JSON with a few other values and keys; None if the input is no JSON."""
     size = int.from_bytes(data[:8], "little")
-    head = 8 if 2 <= size <= len(data) - 8 else 0  # of safetensors: a length before, bytes after
+    head = (
+        8 if 2 <= size <= len(data) - 8 else 0
+    )  # a safetensors file: a length before the JSON, bytes after it
     try:
         found = json.loads(data[head : head + size] if head else data)
     except (ValueError, RecursionError):

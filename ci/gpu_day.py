@@ -29,8 +29,8 @@ CASES = ROOT / "ci" / "gpu_cases.py"
 EXPECTED = {"env": 20, "compile": 60, "correct": 15, "masks": 20, "parity": 20, "kernels": 12, "steps": 45,
             "ranks": 40, "load": 40, "pictures": 20}  # fmt: skip
 STAGES = tuple(EXPECTED)
-TRIES = 2  # of a case that fails
-LINES = 60  # of the table that is printed last
+TRIES = 2  # tries of a case that fails
+LINES = 60  # lines of the table that is printed last
 
 
 def digest() -> str:

@@ -11,7 +11,7 @@ from gpu_models import batch_of, config_of, device
 
 CASES = ("masks:bits", "ranks:group", "ranks:tp2", "ranks:pp2", "ranks:dp2", "load:files")
 LAYOUTS = {"group": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
-CLOSE = 1e-4  # of a loss in fp32 with dropout: the masks are the same, the order of sums is not
+CLOSE = 1e-4  # tolerance of a loss in fp32 with dropout: equal masks, another order of sums
 
 
 def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:

@@ -27,7 +27,7 @@ STAMP = VENV / "slapo_zoo.stamp"
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 HASHES = ROOT / "ci" / "hashes.txt"
-HASHED_FOR = ("Linux", "x86_64", "CPython", "3.11")  # what the files in HASHES are built for
+HASHED_FOR = ("Linux", "x86_64", "CPython", "3.11")  # platform of the files in HASHES
 OLDEST = (3, 11)
 
 

@@ -33,7 +33,7 @@ from slapo_zoo.weights.integrity import damages_of
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]  # tp, pp, dp
 TOLERANCE = 1e-6
-STEPS = 200  # of one training; over thousands rounding alone grows past the tolerance
+STEPS = 200  # steps of one training; over thousands rounding alone exceeds the tolerance
 DISK_BYTES = 64 << 20
 WORDS = [
     "the",

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.runs import Size, config_of
 
-ROWS = 8  # of a micro-batch over all copies, in Megatron's grid
+ROWS = 8  # rows of a micro-batch over all replicas, in Megatron's grid
 
 
 class Setting(NamedTuple):

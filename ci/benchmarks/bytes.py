@@ -30,7 +30,7 @@ NO_DROPOUT = (
     "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout",
     "attention_dropout", "embed_dropout", "resid_dropout", "dropout_rate", "classifier_dropout_prob",
 )  # fmt: skip
-KERNELS = {  # that move fewer bytes whatever their speed
+KERNELS = {  # kernels that move fewer bytes, whatever their speed
     "BertForMaskedLM": ["bias_dropout_residual_layer_norm", "sparse_mlm_head_loss"],
     "RobertaForMaskedLM": ["bias_dropout_residual_layer_norm", "sparse_mlm_head_loss"],
     "AlbertForMaskedLM": ["sparse_mlm_head_loss"],

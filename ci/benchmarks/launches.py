@@ -26,7 +26,7 @@ ROWS = 16 * 2048
 BF16, FP32, INT = torch.bfloat16, torch.float32, torch.int64
 WORKERS = 2
 
-Case = tuple[str, Callable[[], Any]]  # what it is, what launches it
+Case = tuple[str, Callable[[], Any]]  # label, function that launches it
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.ranks import barrier, on_ranks
 
-MOST = 1.02  # of a step by hand, by train_step
+MOST = 1.02  # most time of train_step, relative to a hand-written step
 
 
 def seconds(layout: dict[str, int], width: int, layers: int, rounds: int) -> dict[str, list[float]]:

@@ -26,9 +26,9 @@ FORMULAS = {  # p ranks, m micro-batches, v stages per rank; sources: slapo_zoo/
     "interleaved_1f1b": ("(p-1)/(vm+p-1)", lambda p, m, v: (p - 1) / (v * m + p - 1)),
     "zbv": ("(p-1)/(6m+p-1)", lambda p, m, v: (p - 1) / (6 * m + p - 1)),
 }
-MOST_OFF = 0.10  # of the formula
+MOST_OFF = 0.10  # relative error against the formula
 MOST_SLOWER = 1.03  # than the best cuts
-TOKENS = 512  # of a micro-batch
+TOKENS = 512  # tokens of a micro-batch
 
 
 class Wait(torch.autograd.Function):

@@ -18,7 +18,7 @@ CHIPS = {80: "sm_80", 86: "sm_86", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 SHARED = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}  # KiB that a block may have
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
          torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.bool: "*i1"}  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # options of the compiler
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(file.stem for file in (ROOT / "kernels").glob("*_triton.py"))
 

@@ -35,7 +35,9 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
             label = f"{name}, tiny" if quick else f"{name}, 4 layers of base width"
             print(f"{label}: minutes of measurement ...", flush=True)
             results[label] = side_by_side(work, 2 if quick else 7)
-        write_report(results, place, command)  # what is there is kept if a later family fails
+        write_report(
+            results, place, command
+        )  # written now, so that a later family's failure loses nothing
     tables: dict[str, list[dict[str, Any]]] = {}
     for name, found in results.items():
         wrong = [] if found["green"] else ["verdict"]

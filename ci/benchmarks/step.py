@@ -226,7 +226,9 @@ def measure(name: str, case: Case, dtype_name: str, compile: bool, repeats: int)
     share, rest = shares(steps["ours"])
     ours = median(times["ours"])
 
-    def ratio(other: str) -> Any:  # of neighbours in time, so that a slow minute counts for both
+    def ratio(
+        other: str,
+    ) -> Any:  # ratio of steps that follow each other, so that a slow minute counts for both
         pairs = zip(times[other], times["ours"], strict=True) if other in times else ()
         return median([a / b for a, b in pairs]) if other in times else missing
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.ranks import MIB, give_back, on_ranks
 
-BESIDE = 64 * MIB  # what a rank may hold above one bucket
+BESIDE = 64 * MIB  # bytes that a rank may hold beyond one bucket
 
 
 def streamed(config: Any, buckets: tuple[int, ...], folder: str) -> Any:

@@ -19,7 +19,10 @@ from typing import Any
 from benchmarks import checkpoints, ranks
 from benchmarks.ranks import LAYOUTS, MIB
 
-ROUNDS, REPEATS = 3, 2  # of a load: rounds of new processes, which alternate with the peer's
+ROUNDS, REPEATS = (
+    3,
+    2,
+)  # rounds of new processes, which alternate with the other library's; loads in each
 READ, MEMORY, FLOOR, PEER = 1.02, 1.05, 1.3, 0.6  # limits of a load
 WRITE, PEER_SAVE = 1.5, 3.0  # limits of a save
 PLAN_SECONDS, PLAN_BYTES = 5.0, 2**30

@@ -38,7 +38,7 @@ class Team:
 
     def __init__(self, name: str, work: Work) -> None:
         self.name, self.failure = name, ""
-        self.start: dict[str, Any] = {}  # what the first steps told
+        self.start: dict[str, Any] = {}  # results of the first steps
         self.seconds: list[float] = []  # per timed step: the slowest rank's
         self.losses: list[float] = []
         size = work.tp if CONTENDERS[name].divides else 1

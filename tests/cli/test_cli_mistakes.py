@@ -131,7 +131,11 @@ def test_bench_kernels_prints_json(capfd, monkeypatch):
     assert json.loads(out) == [row]
 
 
-HEADS = {"kernel", "runs", "because"}  # of a table that may be empty, and is then no list
+HEADS = {
+    "kernel",
+    "runs",
+    "because",
+}  # headings of a table that may be empty and is then not printed as a list
 SCREENS = [
     "plan MODEL --gpus 1 --batch 4 --explain", "plan MODEL --pp 2", "list", "show MODEL --tp 2 --pp 2",
     "show MODEL --tp 2 --rank 1", f"card lint {CARD}", "card make MODEL CARD --tp 2",

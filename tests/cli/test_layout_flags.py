@@ -24,7 +24,7 @@ def cli(*words):
 
 
 @pytest.mark.parametrize("command", [plan, show, verify])
-def test_layout_flags_equal_loader_options(command):
+def test_layout_flags_have_the_defaults_of_loader_options(command):
     usual, flags = {**vars(LoaderOptions()), "dp": 1}, inspect.signature(command).parameters
     assert {name: flags[name].default for name in LAYOUT} == {name: usual[name] for name in LAYOUT}
 

@@ -36,7 +36,7 @@ ENGINES = {
     ],
     "megatron": ["--engine", "megatron", "--tp", "2"],
 }
-SRUN = {  # what srun sets for two tasks on one node, and no more
+SRUN = {  # all variables that srun sets for two tasks on one node
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "2",
@@ -79,7 +79,7 @@ def forked(processes, folder):
     context, started = multiprocessing.get_context("fork"), []
     for number, process in enumerate(processes):
         started.append(context.Process(target=run_cli, args=(*process, folder / str(number))))
-        with warnings.catch_warnings():  # of threads that pytest has
+        with warnings.catch_warnings():  # fork warns about pytest's threads
             warnings.simplefilter("ignore")
             started[-1].start()
     for process in started:

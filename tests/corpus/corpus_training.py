@@ -186,7 +186,7 @@ def distance(found: list[Trained], want: Trained) -> float:
     errors += [_apart(torch.tensor(one.norms), torch.tensor(want.norms)) for one in found]
     least = 0.01 * max(float(g.abs().max()) for g in want.grads.values())
     errors += [_apart(first.grads[n], g, least) for n, g in want.grads.items() if n in first.grads]
-    moved = LEARNING_RATE  # of a weight in one step, at most
+    moved = LEARNING_RATE  # largest change of a weight in one step
     errors += [
         _apart(first.weights[n], w, moved) for n, w in want.weights.items() if n in first.weights
     ]

@@ -165,7 +165,7 @@ def means_of_chunks(module, sch, path):
         first[:, labels.shape[1] // 2 :] = second[:, : labels.shape[1] // 2] = -100
         counts = [(x[:, 1:] != -100).sum() for x in (first, second, labels)]
         parts = [right(logits=logits, labels=x, **options) for x in (first, second)]
-        weights = [counts[2] / (2 * n) for n in counts[:2]]  # of a mean over all
+        weights = [counts[2] / (2 * n) for n in counts[:2]]  # weights of a mean over all ranks
         return sum(w * part for w, part in zip(weights, parts, strict=True))
 
     model.loss_function = loss

@@ -11,7 +11,7 @@ from corpus_checks import RIGHT, asked_of, damage, first_to_find, look
 REAL, ROUNDING = (
     1e-2,
     2e-3,
-)  # how far a bug leads from plain `transformers`, and how far rounding does
+)  # least difference from plain `transformers` with a bug, and most by rounding
 
 
 def label(bug):

@@ -98,7 +98,7 @@ def test_architecture_page_lists_every_sharding_rule():
     _, _, listed = page.partition("\n## All rules\n")
     rows = re.findall(r"^\| `(\w+)(\(.*?\))?` \|", listed.partition("\n## ")[0], re.MULTILINE)
     assert {name for name, _ in rows} == ours
-    for name, call in rows:  # what the page writes can be called
+    for name, call in rows:  # the call that the page shows is valid
         if call:
             eval(f"{name}{call}", vars(rules))
 

@@ -151,7 +151,7 @@ def test_committed_pictures_equal_those_drawn_by_the_code():
         assert kept == content, f"{name}: run python3 ci/run.py pictures"
 
 
-MARKED_OUT = {"slow", "grid", "gpu", "soak"}  # what `python3 ci/run.py test` leaves out
+MARKED_OUT = {"slow", "grid", "gpu", "soak"}  # marks that `python3 ci/run.py test` leaves out
 
 
 def named_tests(file):

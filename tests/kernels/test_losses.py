@@ -132,7 +132,7 @@ def test_linear_cross_entropy_needs_less_memory_than_the_logits(sizes):
     x, target = hidden.flatten(0, 1), labels.flatten()
     linear_cross_entropy(
         x[:4], weight[:8], target[:4] % 8
-    ).backward()  # what the first call imports
+    ).backward()  # the first call imports modules
     plain = growth(lambda: functional.cross_entropy(x @ weight.T, target), hidden, weight)
     ours = growth(
         lambda: linear_cross_entropy(x, weight, target, chunk_bytes=1 << 23), hidden, weight

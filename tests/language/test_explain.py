@@ -99,7 +99,7 @@ def test_undo_removes_the_last_pipeline_cut():
     ):
         sch.undo()
     assert str(sch) == lines
-    again = Schedule(Net()).replay(sch.history[:-1])  # what the hint says
+    again = Schedule(Net()).replay(sch.history[:-1])  # the call that the hint shows
     assert str(again) == "\n".join(lines.splitlines()[:-1])
     with pytest.raises(ScheduleError, match="its history is empty"):
         Schedule(Net()).undo()

@@ -197,7 +197,7 @@ def test_adapter_saved_by_plain_peft_loads_on_a_sharded_model(ranks, root, tmp_p
 
 
 def draw(case, folder, layout, out, init):
-    torch.manual_seed(int(out.name))  # what a rank drew before changes nothing
+    torch.manual_seed(int(out.name))  # earlier draws of a rank change nothing
     model = load(case, folder, layout)
     model.add_adapter(lora(case, init_lora_weights=init))
     model.save_adapter(out)

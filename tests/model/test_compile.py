@@ -34,7 +34,7 @@ def _blocks(model):
         parent, _, last = name.rpartition(".")
         is_list = last.isdigit() and isinstance(model.get_submodule(parent), torch.nn.ModuleList)
         inside = any(name.startswith(f"{block}.") for block in found)
-        if is_list and not inside and type(module).__name__ != "SwinStage":  # of blocks
+        if is_list and not inside and type(module).__name__ != "SwinStage":  # a list of blocks
             found[name] = module
     return list(found.values())
 

@@ -116,7 +116,7 @@ def test_averaged_model_weights_equal_one_process(layout, options, tmp_path, ran
         torch.testing.assert_close(each, logits, atol=1e-5, rtol=1e-5)
 
 
-WITHIN = {  # what holds others --> what it holds, by name
+WITHIN = {  # kind of container --> its items by name
     dict: lambda x: {str(k): v for k, v in x.items()} | {f"{k} itself": k for k in x},
     **dict.fromkeys((list, tuple, set, frozenset), lambda x: dict(enumerate(x))),
     types.MethodType: lambda x: {"self": x.__self__, "function": x.__func__},
@@ -164,7 +164,7 @@ def averaged_once(folder, case, tp):
             if p.grad is not None:
                 p -= 0.1 * p.grad
             q.lerp_(p, 0.5)
-    model.train_step(batch_of(case, 1))  # what it sets up is its own
+    model.train_step(batch_of(case, 1))  # its state is not shared with the copy
     found = average.eval()(**batch_of(case)).loss.detach()
     return both, found, average.train().train_step(batch_of(case)), average.consolidated_state_dict()  # fmt: skip
 

@@ -200,7 +200,7 @@ def test_dp_shard_save_writes_only_the_rows_of_its_rank(
     ranks.run(saved_by_rows, 1, folder, (1, 1, 1), tmp_path / "one", 1)
     for gathers, peak, sent, same in found:
         assert gathers == 0
-        assert peak < 0.5  # of whole parameters and states it would be 6
+        assert peak < 0.5  # with unsharded parameters and states it would be 6
         assert sent < 6  # 2.8, and 4.7 while gloo holds the last gather; of a whole stage >= 8
         assert same
     for name in ("narrow/model.safetensors", "all/model.safetensors", "all/optimizer.safetensors"):

@@ -21,7 +21,7 @@ def config(stage, accumulation=1):
 @pytest.fixture(scope="module")
 def ranks():
     """A pool of its own: DeepSpeed patches torch, and imports for seconds."""
-    pools = {}  # of each size: ZeRO-3 wants all ranks to have built the same number of modules
+    pools = {}  # a pool for each size: ZeRO-3 needs the same number of modules on all ranks
 
     def run(fn, nprocs, *args):
         if nprocs not in pools:

@@ -119,7 +119,7 @@ def test_user_loss_function_that_is_no_mean_is_refused(name):
     with pytest.raises(MeshError, match=words):
         model.train_step(batch, micro_batches=2)
     assert model.loss_function is kept
-    if name != "elements":  # of which plain counts the ignored ones
+    if name != "elements":  # the plain mean over elements counts ignored ones
         assert float(model.train_step(batch)) == pytest.approx(in_one_piece(function)[0], rel=1e-5)
 
 

@@ -130,7 +130,7 @@ def test_checkpoint_resumes_with_and_without_the_new_mesh_dim(use, tmp_path):
     assert here == [pytest.approx(alone, rel=1e-6)] * 4
 
 
-def test_mesh_roles_map_to_dims_sizes_and_coordinates():
+def test_mesh_dims_with_one_role_have_joint_size_and_coordinates():
     """A role joins several dims under one name; its coordinates count the slowest dim first, and map back to ranks."""
     mesh = WithX(2, 1, 3, 0, x=2)
     assert mesh.named("batch") == mesh.named("loss") == "x+dp"

@@ -116,7 +116,7 @@ def class_patched(model, seen):
     def forward(self, *args, **kwargs):
         out = own(self, *args, **kwargs)
         x = out if torch.is_tensor(out) else out[0]
-        x = x - x.mean(1, keepdim=True)  # of all tokens
+        x = x - x.mean(1, keepdim=True)  # the mean over all tokens
         return x if torch.is_tensor(out) else (x, *out[1:])
 
     cls.forward = forward

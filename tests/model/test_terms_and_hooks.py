@@ -19,7 +19,7 @@ LAYOUTS = {
     "1": {}, "tp2": {"tp": 2}, "tp2-sp": {"tp": 2, "sequence_parallel": True}, "pp2": {"pp": 2}, "dp2": {"dp": 2},
     "dp2-shard": {"dp": 2, "dp_shard": 2}, "dp2-zero1": {"dp": 2, "dp_shard": 2, "zero_stage": 1},
 }  # fmt: skip
-OLD = 60  # of 99 rows
+OLD = 60  # old rows of 99
 
 
 def square_mean(output, batch):

@@ -9,7 +9,7 @@ import transformers
 from engine_runs import CASES
 from parity import batch_of, checkpoint
 
-ROWS = 20  # of the data set; 5 steps of 4 rows, or 2 of 8 and one short
+ROWS = 20  # rows of the data set: 5 steps of 4 rows, or 2 of 8 and a short one
 CASE = CASES["gpt2"]
 
 
@@ -60,7 +60,7 @@ def divided(folder, out, layout, changes, resume=None, save=None, push=False, fa
     from slapo_zoo import AutoScheduledModel
     from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 
-    AcceleratorState._reset_state(True)  # of an earlier job of this worker
+    AcceleratorState._reset_state(True)  # state of an earlier job of this worker
     tp, pp, dp = layout
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
     args = arguments(out, **changes)

@@ -108,7 +108,7 @@ def test_mesh_refuses_unknown_dim_and_missing_process_group():
     with pytest.raises(MeshError, match="no process group") as caught:
         Mesh(tp=2).group("tp")
     assert "torchrun" in caught.value.hint
-    assert Mesh(tp=2).group("pp") is None  # of size 1: no group is needed
+    assert Mesh(tp=2).group("pp") is None  # a dim of size 1 needs no group
 
 
 def test_slapo_error_keeps_its_parts_when_pickled():

@@ -99,7 +99,7 @@ def run_column(
     outcomes: dict[str, Outcome] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.simplefilter("error", OptimizerWarning)  # what is told before the first step
+        warnings.simplefilter("error", OptimizerWarning)  # warnings before the first step
         for around, some in groupby(names, lambda name: LOOPS[name].around):
             left = list(some)
             while left:

@@ -99,7 +99,7 @@ def overridden(t: Trainee) -> None:
 
     from slapo_zoo import ScheduledTrainer
 
-    AcceleratorState._reset_state(True)  # of an earlier run of this process
+    AcceleratorState._reset_state(True)  # state of an earlier run of this process
     base = ScheduledTrainer if t.scheduled else transformers.Trainer
     batches = [t.batch(step, whole=True) for step in range(STEPS)]
     rows = [{k: v[i] for k, v in b.items()} for b in batches for i in range(len(b["input_ids"]))]

@@ -10,7 +10,7 @@ from loop_families import MASKED, ONE_STACK, PAIRS, TEXT
 from loops import Trainee, loop
 
 MODES = "sequence_parallel=True: this backward goes through a forward with sharded tokens"
-PART = {"pp": "pp=1", "dp_shard": "dp_shard="}  # what a part alone is told
+PART = {"pp": "pp=1", "dp_shard": "dp_shard="}  # errors of a submodule called alone
 PARTS = (*ONE_STACK, *PAIRS, "clip")
 STEPS = 2
 

@@ -153,7 +153,7 @@ def _run(func, args, kwargs):
         raise RuntimeError(f"Expected all tensors to be on the same device: {func}, cpu too")
     for watch in _WATCHES:
         watch.count(name, args, tensors, device)
-    if name == "_copy_from":  # what copy_ is for a device that torch knows nothing of
+    if name == "_copy_from":  # copy_ calls it for a device without a backend
         _raw(args[1]).copy_(_raw(args[0]))
         return args[1]
     kwargs = kwargs | ({"device": torch.device("cpu")} if _names(device) else {})
@@ -198,7 +198,7 @@ class DeviceOnly(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.waits = Counter()
-        self.uncapturable = Counter()  # of these, those of a model's forward or a backward
+        self.uncapturable = Counter()  # those of a model's forward or backward
         self.collectives = Counter()
 
     def __enter__(self):

@@ -185,7 +185,7 @@ def test_verify_accepts_a_missing_gradient_of_attention_masks(least):
 
 
 def on_meta(parts):
-    with torch.device("meta"):  # of this thread alone
+    with torch.device("meta"):  # the default device of this thread alone
         model = two_layers()
     sch = slapo_zoo.create_schedule(model)
     try:

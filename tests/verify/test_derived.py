@@ -144,7 +144,7 @@ def test_derived_schedule_is_correct_on_a_pipeline():
     config = tiny(transformers.ElectraConfig())
     proof = derive(config, transformers.ElectraForSequenceClassification, (1, 2, 1))
     assert proof.table.blocks == ("encoder.layer.*",)
-    assert proof.share > 0  # what tp would divide; its groups are right on any mesh
+    assert proof.share > 0  # the share that tp would shard; the table is right on any mesh
     assert "proven on tp=1, pp=2" in proof.words()[0]
 
 

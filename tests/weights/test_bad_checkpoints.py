@@ -269,7 +269,7 @@ def test_checkpoint_whose_tied_head_has_other_values_is_refused(layout, folders,
     """The file is refused; with tie_word_embeddings=False it loads as in plain transformers."""
     folder, batch, n = folders["gpt2"], batch_of(GPT2), 2 if layout else 1
     rewrite(folder, with_own_head)
-    text = refused(SlapoError, folder, ranks, n, **layout)  # of rank 0, to all
+    text = refused(SlapoError, folder, ranks, n, **layout)  # rank 0's error on all ranks
     assert "lm_head.weight" in text
     assert "transformer.wte.weight" in text
     untie = {**layout, "tie_word_embeddings": False}

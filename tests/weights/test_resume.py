@@ -284,7 +284,7 @@ def test_malformed_training_state_is_refused(source, tmp_path, case):
     model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
     save_checkpoint(model, tmp_path / "out")
     (tmp_path / "out" / "training_state.json").write_text(BROKEN[case][0])
-    (tmp_path / "out" / "checksums.json").unlink()  # as before there were any
+    (tmp_path / "out" / "checksums.json").unlink()  # as in checkpoints of older releases
     with pytest.raises(WeightsError, match=BROKEN[case][1]):
         load_checkpoint(model, tmp_path / "out")
 

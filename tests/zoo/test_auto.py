@@ -97,7 +97,7 @@ def cells():
     for i, name in enumerate(DERIVED):
         for j, layout in enumerate(("2x1x1", "2x2x1", "2x2x1-sp")):
             if layout.endswith("sp") and name in WITHOUT_PLAN:
-                continue  # what is gathered after each product divides no tokens
+                continue  # a table that gathers after each product shards no tokens
             quick = i % 3 == j and name not in ("cwm", "pegasus")  # Llama's and BART's layers
             marks = () if quick or name == "arcee" else pytest.mark.slow
             yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")

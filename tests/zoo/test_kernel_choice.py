@@ -201,7 +201,7 @@ def test_kernels_measure_times_kernels_once_for_all_ranks(root, ranks, tmp_path,
     first, second = ranks.run(measured_by_rank_0, 2, checkpoint(case, root), tmp_path)
     assert first == second
     rows = json.loads(file.read_text())["rows"]
-    measured = [row for row in rows if row not in kept]  # what was there is not measured again
+    measured = [row for row in rows if row not in kept]  # existing measurements are not repeated
     assert {row["what"] for row in measured} == {"bias_gelu"}
     assert any(
         line.startswith("bias_gelu at ") and "as long (bias_gelu:" in line for line in first

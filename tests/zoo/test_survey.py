@@ -48,7 +48,7 @@ def test_list_command_as_json_names_every_family(capsys):
     assert all(has["tp"] and has["pp"] for has in features().values())
 
 
-def test_show_command_prints_a_family(capsys):
+def test_show_command_prints_shards_and_collectives_of_a_family(capsys):
     assert run("show", "gpt2", "--tp", "4", "--pp", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["total_parameters"] == 124_439_808
@@ -66,7 +66,7 @@ def test_show_command_prints_a_family(capsys):
     }  # fmt: skip
 
 
-def test_show_command_prints_a_checkpoint_folder(root, capsys):
+def test_show_command_prints_shards_of_a_checkpoint_folder(root, capsys):
     folder = checkpoint(CASES[0], root)
     assert run("show", str(folder), "--tp", "2", "--sequence-parallel") == 0
     printed = capsys.readouterr().out
@@ -212,5 +212,5 @@ def test_explain_prints_collectives_with_module_kind_and_bytes(root, ranks):
     whole = text.partition("in one training step, on this rank:\n")[2]
     assert (
         "forward: 1 all_gather over tp, 384 bytes" in whole
-    )  # of the loss, whose vocabulary is sharded
+    )  # the loss over the sharded vocabulary
     assert "backward: 7 all_reduce over tp" in whole

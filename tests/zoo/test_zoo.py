@@ -35,7 +35,13 @@ FOLLOWERS = (
     "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "gptj", "bloom", "falcon", "whisper",
 )  # fmt: skip
 IN_STAGES = ("2x2x1", "2x2x1-sp")  # on one of them, and one of TURNS, the main head of each family
-TURNS = ("1x2x1", "2x1x1-sp", "2x1x2", "4x1x1", "2x1x1")  # of main heads, and of all others
+TURNS = (
+    "1x2x1",
+    "2x1x1-sp",
+    "2x1x2",
+    "4x1x1",
+    "2x1x1",
+)  # layouts of the main heads, and of all other heads
 P = 0.1
 
 

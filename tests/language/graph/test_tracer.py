@@ -226,7 +226,7 @@ def test_trace_restores_buffers_and_training_modes():
 
 def test_trace_keeps_module_with_patched_forward_as_a_leaf():
     net = nn.Sequential(Odd(""), Odd(""))
-    net[0].forward = net[0].forward  # as checkpoint and fork_rng do
+    net[0].forward = net[0].forward  # an instance attribute, as checkpoint and fork_rng set it
     net[1].register_forward_hook(lambda m, args, y: y * 3)  # as sync does
     x = torch.ones(2, 3, 4)
     traced = trace_module(net, (x,), flatten=True)

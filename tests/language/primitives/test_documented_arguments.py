@@ -286,7 +286,7 @@ def mean_over_ranks(x):
 def test_new_sync_op_is_registered_by_one_decorator(ranks):
     for y, explained in ranks.run(mean_over_ranks, 2, torch.ones(3, 2)):
         assert torch.equal(y, torch.full((3, 2), 1.5))
-        assert explained == [("all_reduce", 24, "0")]  # what it sends is explained too
+        assert explained == [("all_reduce", 24, "0")]  # explain lists its communication too
 
 
 @pytest.mark.usefixtures("registries")

@@ -137,7 +137,7 @@ def test_overlap_computes_weight_gradient_during_the_all_reduce(two, ranks):
     for events in ranks.run(events_of, 2, two, True):
         begun, waited = events.index("begun"), events.index("waited")
         assert weights == set(events[begun + 1 : waited])
-        assert "before" in events[waited:]  # what lies before the module needs the sum
+        assert "before" in events[waited:]  # modules before this one need the all-reduced gradient
         assert "done at once" not in events
     for events in ranks.run(events_of, 2, two, False):
         assert weights <= set(events[: events.index("done at once")])

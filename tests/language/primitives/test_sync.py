@@ -129,7 +129,7 @@ def test_reshard_of_uneven_axis_is_refused_before_communication(op, ranks):
         assert "pad the axis" in text
 
 
-def test_wrong_reshard_is_refused_and_names_its_position():
+def test_invalid_or_misplaced_reshard_is_refused():
     sch = Schedule(nn.Sequential(Twice()), Mesh(tp=2, dry_run=True))
     with pytest.raises(ScheduleError, match="backward of fwd_pre 'RR->RS' is this"):
         sch["0"].sync("bwd_post", "RS->RR")

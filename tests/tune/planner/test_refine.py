@@ -88,4 +88,4 @@ def test_planner_gives_blocks_different_recompute_policies_when_memory_is_short(
     outline = Outline(config, planner.family.cls, mesh, planner.dtype, checkpoint_policy=policies,
                       pipeline_order=at.pipeline_order, stages_per_rank=at.stages_per_rank,
                       sequence_parallel=at.sequence_parallel)  # fmt: skip
-    assert outline.schedule.state.checkpointed  # what the knobs of the plan make
+    assert outline.schedule.state.checkpointed  # the options of the plan enable recomputation
