@@ -1,4 +1,4 @@
-"""Pictures of a card: of what was measured, and of nothing else."""
+"""Pictures of a card, which show only measured values."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Plans of a card: simulated by the planner, defaults of the call where they fit, said where they do not."""
+"""Plans of a card, simulated by the planner: defaults of the call where they fit, ignored with a message elsewhere."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def plan_of(**changes):
 
 
 def card_with(folder, *plans, **tuning):
-    """The published card of GPT-2, for 12 blocks and two stages, with plans for a tiny model."""
+    """Write the published card of GPT-2 with plans for a tiny model."""
     shutil.copytree(CARDS / "gpt2", folder)
     card = read_card(folder)
     replace(card, tuning=with_plans(tuning, list(plans))).write(folder)
@@ -51,7 +51,7 @@ def said(caplog):
 
 
 def built(card, **given):
-    """(micro-batches, blocks that are recomputed, layout)."""
+    """Load a model with the card; return (micro-batches, recomputed blocks, layout)."""
     model = AutoScheduledModel.from_config(tiny(), schedule=card, **given)
     again = sum(directive.name == "checkpoint" for _, directive in model.schedule.history)
     mesh = model.mesh

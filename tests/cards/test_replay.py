@@ -1,4 +1,4 @@
-"""A card replays on the meshes that its constraints allow, at parity; elsewhere it says why not."""
+"""Replay of a card: equal results on meshes that its constraints allow, an error with the reason elsewhere."""
 
 import json
 from pathlib import Path

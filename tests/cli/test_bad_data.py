@@ -1,4 +1,4 @@
-"""Data that cannot be trained on: each is an error in four parts, and rows with gaps are left out aloud."""
+"""Unusable data: each kind is an error in four parts; rows with gaps are dropped with a message."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The side-by-side comparison: parity decides whether a speed is told, and its files say everything."""
+"""The side-by-side benchmark: speeds are reported only with equal losses; its files hold all results."""
 
 import json
 from types import SimpleNamespace

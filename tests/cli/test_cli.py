@@ -117,7 +117,7 @@ JSON_COMMANDS = {
 
 
 def of_ci(function):
-    """A command of ci/run.py as its file runs it."""
+    """Run a command of ci/run.py by its script."""
     app = typer.Typer()
     app.command()(function)
     return app

@@ -20,7 +20,7 @@ from slapo_zoo.tune.planner.layout_report import COLUMNS
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A checkpoint without a tokenizer."""
+    """Return the folder of a checkpoint without a tokenizer."""
     config = GPT2Config(
         n_embd=32, n_head=4, n_layer=2, n_positions=64, vocab_size=101, bos_token_id=0,
         eos_token_id=0,

@@ -1,4 +1,4 @@
-"""Data become batches that depend on the seed and nothing else."""
+"""Conversion of data into batches, which depend only on the seed."""
 
 import json
 import pickle

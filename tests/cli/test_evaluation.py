@@ -1,4 +1,4 @@
-"""Schedules, groups of parameters, evaluation, best checkpoint, early stop: on every layout, resumed."""
+"""Learning rates, parameter groups, evaluation, best checkpoint and early stop, on every layout and after a resume."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`ci/run.py gpu-day --fake`: the driver, its state, and what a second call leaves alone."""
+"""`ci/run.py gpu-day --fake`: the driver, its saved state, and the cases that a second call skips."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def test_gpu_day_resumes_after_the_time_budget_ran_out(tmp_path):
 
 
 def of_this_day(folder):
-    """Processes that have the folder on their command line, but for the driver."""
+    """Return the processes with the folder on their command line, except the driver."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -66,7 +66,7 @@ def of_this_day(folder):
 
 
 def until(condition, seconds=60.0):
-    """Wait for it."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

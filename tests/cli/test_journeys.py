@@ -1,4 +1,4 @@
-"""Seven journeys of a new user by the pages alone; what comes out is compared with one process."""
+"""Seven journeys of a new user by the pages alone; results are compared with one process."""
 
 import json
 import math
@@ -17,7 +17,7 @@ MAIN = "\nif __name__ == '__main__':\n    print(train('checkpoint', tp=2, pp=2))
 
 @pytest.fixture
 def desk(tmp_path):
-    """A folder with the checkpoint and the text that the first page makes."""
+    """Return a folder with the checkpoint and the text that the first page makes."""
     found = Desk(tmp_path)
     _, make = next(blocks("python", page("docs/index.md")))
     (tmp_path / "make.py").write_text(make)

@@ -1,4 +1,4 @@
-"""Tokens and spans that are guessed: how many, which, and what stands in their place."""
+"""Masked tokens and spans: how many, which, and their replacements."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""A rank that is killed, and a launcher that is asked to stop, while the model is evaluated."""
+"""Killed ranks and stop signals during an evaluation."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Rows of a stream are read by one rank for all."""
+"""Streamed data, whose rows one rank reads for all."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from slapo_zoo.errors import SlapoError
 
 
 class Counted(read.Source):
-    """Counts how often it is opened, as each time its rows are tokenised."""
+    """Source that counts how often it is opened and tokenized."""
 
     times = 0
 

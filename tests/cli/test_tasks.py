@@ -1,4 +1,4 @@
-"""Whole runs from a configuration file: every layout as one process, resumed on another, as transformers."""
+"""Full runs from a configuration file: every layout equals one process, resumes on another, and loads in transformers."""
 
 import json
 import shutil

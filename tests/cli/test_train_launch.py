@@ -1,4 +1,4 @@
-"""`slapo-zoo train` with every engine under every launcher: the losses of one process."""
+"""`slapo-zoo train` with every engine under every launcher has the losses of one process."""
 
 import contextlib
 import multiprocessing
@@ -46,7 +46,7 @@ OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    """Earlier tests in this process may have been ranks."""
+    """Remove launcher variables, which earlier tests in this process may have set."""
     for name in [*OF_LAUNCHERS, *SRUN, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODELIST"]:
         monkeypatch.delenv(name, raising=False)
 

@@ -1,4 +1,4 @@
-"""The world's silent bugs of parallel training: each is a real fault here, and is found and named."""
+"""Published silent bugs of parallel training: each is injected here, detected and named."""
 
 from dataclasses import replace
 
@@ -20,12 +20,12 @@ def label(bug):
 
 
 def marked(bugs):
-    """Some run always, all in the wide grid."""
+    """Mark the bugs: some run always, all in the full grid."""
     return [b if b.always else pytest.param(b, marks=pytest.mark.slow) for b in bugs]
 
 
 def right_of(bugs):
-    """One right training for each model, mesh and dropout that a bug is put into."""
+    """Return one bug for each model, mesh and dropout, whose correct training is run."""
     cases = {(b.cls, b.config, b.dropout, b.layout): replace(b, fault=RIGHT, always=b.layout == "tp2") for b in bugs}  # fmt: skip
     return list(cases.values())
 

@@ -1,4 +1,4 @@
-"""The kernel registry: what serves a module, what runs on a device and why, Triton only when needed."""
+"""The kernel registry: kernels of a module, the choice on a device with its reason, Triton only when needed."""
 
 import json
 import subprocess

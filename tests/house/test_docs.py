@@ -1,4 +1,4 @@
-"""The pages of docs/ as a site: what can be held without building it; `ci/run.py docs` builds it strictly."""
+"""The pages of docs/ as a site, checked without building it; `ci/run.py docs` builds it strictly."""
 
 import importlib
 import re
@@ -21,7 +21,7 @@ def page_name(page):
 
 
 def text_of(page):
-    """Without its code: what looks like a link there is none."""
+    """Return a page without its code, in which brackets are no links."""
     return re.sub(r"^```.*?^```|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
@@ -40,7 +40,7 @@ def documented():
 
 
 def resolve(path):
-    """The object of a dotted path; the module is its longest part that can be imported."""
+    """Return the object of a dotted path; the module is its longest importable prefix."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         try:

@@ -54,7 +54,7 @@ def public(nodes, *kinds):
 
 
 def is_device_code(function):
-    """Triton reads an annotation as an instruction, so its functions have none."""
+    """Return True for Triton functions, which have no annotations because Triton interprets them."""
     return any(ast.unparse(d).startswith("triton.jit") for d in function.decorator_list)
 
 

@@ -1,4 +1,4 @@
-"""One test for each defect of earlier schedule languages that was reproduced; it fails where it is back."""
+"""Tests of reproduced defects of earlier schedule languages, one for each."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def world():
 
 
 def embed(weight, padding_idx, ids, upstream):
-    """y and the local gradient of a vocab-parallel embedding."""
+    """Return output, local weight and local gradient of a vocab-parallel embedding."""
     module = nn.Embedding(*weight.shape, padding_idx=padding_idx, _weight=weight.clone())
     sch = Schedule(nn.ModuleDict({"wte": module}), world())
     sch["wte"].shard("weight", 0, pad=True).sync("fwd_post", "all_reduce")
@@ -163,7 +163,7 @@ LABELS = torch.tensor([0, 10, -100, 5, 6, 7])
 
 
 def parallel_loss(weight, x, labels, options):
-    """The loss of logits that are sharded over ranks, and the gradient of x."""
+    """Return the loss of logits that are sharded over ranks, and the gradient of x."""
     net = nn.Sequential(nn.Linear(4, 11, bias=False))
     net[0].weight.data.copy_(weight)
     sch = Schedule(net, world())

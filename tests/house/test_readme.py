@@ -30,7 +30,7 @@ def execute(arguments, folder):
 
 @pytest.fixture(scope="module")
 def pages_server(tmp_path_factory):
-    """Runs a script in its folder, in a fork of a process that has imported torch and transformers: (exit code, what it said)."""
+    """Return a function that runs a script in its folder, in a fork with torch imported: (exit status, output)."""
     with subprocess.Popen(
         [sys.executable, Path(__file__).with_name("page_server.py")],
         env=clean_environment() | {"HF_DATASETS_CACHE": str(tmp_path_factory.mktemp("cache"))},

@@ -15,7 +15,7 @@ BROUGHT = {"pyarrow": "datasets", "filelock": "datasets", "megatron": "megatron-
 
 
 def names_of(requirements):
-    """The packages of a list; an extra of ours stands for its own."""
+    """Return the packages of a list; an extra of this package counts as its packages."""
     found = set()
     for text in requirements:
         name, inner = re.match(r"([\w.-]+)(?:\[([\w,-]+)\])?", text).groups()

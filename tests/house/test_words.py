@@ -1,4 +1,4 @@
-"""The field's words: what a person reads says sharded, dry run, simulated, speed-up."""
+"""Wording: pages, docstrings and names of tests use the field's words, such as sharded, dry run, speed-up."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""linear: the products of oneDNN, where they take over, and what they leave alone."""
+"""The linear kernel: matrix products by oneDNN, where they are used, and the linears left to torch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
 @pytest.fixture(autouse=True)
 def onednn(monkeypatch):
-    """It runs whatever the CPU, and for tiny sizes."""
+    """Enable the kernel on any CPU and for tiny sizes."""
     monkeypatch.setattr(products, "is_faster_here", lambda: True)
     monkeypatch.setattr(products, "LEAST", 0)
     monkeypatch.setattr(products, "NARROW", 0)

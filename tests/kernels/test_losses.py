@@ -106,7 +106,7 @@ def test_linear_cross_entropy_is_visible_to_torch_function_mode():
 
 
 def growth(loss, *tensors):
-    """Most anonymous memory that forward and backward took beyond what was there, in bytes."""
+    """Return the peak growth of anonymous memory in forward and backward, in bytes."""
     for t in tensors:
         t.grad = torch.zeros_like(t)  # gradients are the same for all
     with AnonymousPeak() as peak:
@@ -116,7 +116,7 @@ def growth(loss, *tensors):
 
 @pytest.fixture(scope="module")
 def sizes():
-    """Rows whose logits are 160 MB."""
+    """Return tensors whose logits are 160 MB."""
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Attention kernels know masks of padding; with any other the model's own attention runs."""
+"""Masks of attention kernels: padding masks are handled, with others the model's own attention runs."""
 
 import pytest
 import torch

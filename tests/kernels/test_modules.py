@@ -94,7 +94,7 @@ def run(module, arguments):
 
 
 def stream_dropouts(module):
-    """Every dropout draws from cells of its own, as `fork_rng` makes it."""
+    """Give every dropout its own random stream, as `fork_rng` does."""
     stream = RandomStream(seed=3)
     for name, child in module.named_modules():
         if isinstance(child, nn.Dropout):
@@ -125,7 +125,7 @@ def doubled(_module, _inputs, output):
 
 
 class Doubles(nn.Module):
-    """Stands where another activation, norm or dropout stood."""
+    """Wrapper that replaces an activation, norm or dropout and doubles its output."""
 
     def __init__(self, of):
         super().__init__()
@@ -175,7 +175,7 @@ def test_t5_relative_buckets_equal_transformers(bidirectional, num_buckets, max_
 
 
 def whole_pair(kind, kernel_name):
-    """A model and its copy whose attentions are all served."""
+    """Return a model and its copy with the kernel in every attention."""
     config = gated("gated-gelu") if kind == "T5ForConditionalGeneration" else NEO
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).eval()

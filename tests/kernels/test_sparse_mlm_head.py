@@ -1,4 +1,4 @@
-"""The masked-language models of transformers with their loss from masked rows alone."""
+"""Masked-language models whose loss is computed from masked tokens alone."""
 
 import copy
 

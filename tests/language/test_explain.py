@@ -1,4 +1,4 @@
-"""sch.explain() of any module, without a process; sch.undo(). That it tells the truth: tests/zoo/test_survey.py."""
+"""sch.explain() of any module without process groups, and sch.undo(). tests/zoo/test_survey.py compares with real runs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The schedule language: the view of the tree, check-all-then-apply, history, replay, and errors."""
+"""The schedule language: selections, checks before changes, history, replay, and errors."""
 
 import json
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, the second narrower where asked, and an embedding tied to a head."""
+    """Model of two blocks, the second optionally narrower, with an embedding tied to a head."""
 
     def __init__(self, second=8):
         super().__init__()
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def state_of(model):
-    """All that a directive could change, by value."""
+    """Return all state that a directive could change, by value."""
     tensors = {n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
     attributes = {}
     for path, module in model.named_modules():

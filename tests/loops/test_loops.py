@@ -1,4 +1,4 @@
-"""Loops that people write x families x meshes: what plain `transformers` computes, or a refusal in words."""
+"""Users' training loops x families x meshes on real ranks: plain `transformers`' results, or an expected error."""
 
 import pytest
 
@@ -15,7 +15,7 @@ NAMES = [
 
 
 def check(ranks, name, family, layout, root):
-    """One cell."""
+    """Run one loop on one layout."""
     sizes, folder = LAYOUTS[layout], folder_of(family, root)
     nprocs = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
     found = ranks.run(scheduled, nprocs, name, family, folder, sizes)
@@ -28,7 +28,7 @@ def check(ranks, name, family, layout, root):
 
 
 def diagonal():
-    """Every loop on one mesh, those beside the plain losses on two; every family."""
+    """Return every loop on one mesh (those with further values on two), so that every family occurs."""
     families, layouts, cells = TEXT_SIX, list(LAYOUTS), []
     for i, name in enumerate(NAMES):
         for j in range(1 if name.startswith(("hand", "loss_fn")) else 2):

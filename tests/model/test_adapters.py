@@ -1,4 +1,4 @@
-"""LoRA on a sharded model trains as plain peft does in one process, and shares its files."""
+"""LoRA on a sharded model: it trains as plain peft in one process, with the same files."""
 
 import copy
 import json

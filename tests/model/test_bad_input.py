@@ -1,4 +1,4 @@
-"""Bad input: an error before any work that says where, what, why and what to do; nothing half-done."""
+"""Bad input: an error in four parts before any work, and no partial changes."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture
 def folders(sources, tmp_path):
-    """Copies of the checkpoints that a test may spoil."""
+    """Return copies of the checkpoints that a test may change."""
     return {name: shutil.copytree(path, tmp_path / name) for name, path in sources.items()}
 
 
@@ -131,7 +131,7 @@ def test_missing_checkpoint_folder_is_refused(monkeypatch, tmp_path):
 
 
 def bad_step(folder, batch, options, micro_batches):
-    """The error of a bad step, whether it left gradients, and the loss of a good step after it."""
+    """Return the error of a bad step, True if it left gradients, and the loss of a good step after it."""
     model = AutoScheduledModel.from_pretrained(folder, **options).train()
     good = batch_of(GPT2)
     try:

@@ -1,6 +1,6 @@
 """Blocks of scheduled models under torch.compile(fullgraph=True): one graph each, equal to eager.
 
-With dropout: a graph takes the place of the random stream as an input.
+With dropout a graph takes the position of the random stream as an input.
 """
 
 import warnings

@@ -1,4 +1,4 @@
-"""copy.deepcopy of a scheduled model: an average, a frozen reference, a snapshot."""
+"""copy.deepcopy of a scheduled model, for weight averages, frozen references and snapshots."""
 
 import copy
 import functools
@@ -75,7 +75,7 @@ def test_deepcopied_model_is_independent_of_the_original(case, layout, tmp_path,
 
 
 def averaged(folder, layout, options):
-    """An exponential average over 3 steps."""
+    """Train 3 steps with an exponential average of the weights."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     from slapo_zoo import AutoScheduledModel

@@ -1,4 +1,4 @@
-"""Scheduled models under DeepSpeed: the run of one process, for every ZeRO stage and its pipeline."""
+"""Scheduled models under DeepSpeed equal one process, for every ZeRO stage and its pipeline."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ def config(stage, accumulation=1):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """A pool of its own: DeepSpeed patches torch, and imports for seconds."""
+    """Return a separate rank pool: DeepSpeed patches torch, and its import takes seconds."""
     pools = {}  # a pool for each size: ZeRO-3 needs the same number of modules on all ranks
 
     def run(fn, nprocs, *args):
@@ -112,7 +112,7 @@ ENGINES = {
 
 
 def one_after_the_other(case, folder, pairs, out):
-    """Two steps under one engine, a checkpoint, and the rest under another."""
+    """Train two steps under one engine, save, and resume under another."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -155,7 +155,7 @@ PUBLIC = ("safe_get_full_grad", "safe_get_full_fp32_param", "safe_get_full_optim
 
 
 def moved(folder):
-    """The names that are no longer where they were in 0.19."""
+    """Return DeepSpeed's private names that are no longer where they were in 0.19."""
     import operator
     import warnings
 

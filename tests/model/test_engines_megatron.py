@@ -1,4 +1,4 @@
-"""megatron-core on the CPU: its groups under a whole run, its layers in a BERT, its logs."""
+"""megatron-core on the CPU: its process groups in a run, its layers in a BERT, its logs."""
 
 import warnings
 

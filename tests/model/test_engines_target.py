@@ -1,4 +1,4 @@
-"""`from_pretrained(..., target=)`: the engine that trains, as `init_target_engine` makes it."""
+"""`from_pretrained(..., target=)`: the training engine, as `init_target_engine` makes it."""
 
 import warnings
 
@@ -32,14 +32,14 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """A pool of its own: DeepSpeed patches torch."""
+    """Return a separate rank pool, since DeepSpeed patches torch."""
     pool = RankPool()
     yield pool
     pool.close()
 
 
 def each_target(folder, out):
-    """The run of every target on this rank, and what its engine says of itself."""
+    """Return the run of every target on this rank, and attributes of its engine."""
     warnings.simplefilter("ignore")  # DeepSpeed's and Megatron's own
     found = {}
     for name, ((tp, pp, dp), target, options, _) in TARGETS.items():

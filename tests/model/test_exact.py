@@ -134,7 +134,7 @@ def train_on(folder, case, real, virtual, saved, first, last, kill):
     return found
 
 
-def test_a_killed_run_resumed_on_another_mesh_ends_with_the_same_bits(root, tmp_path, ranks):
+def test_killed_run_resumed_on_another_mesh_ends_with_the_same_bits(root, tmp_path, ranks):
     folder, virtual = checkpoint(GPT2, root), (2, 2, 2)
     (whole,) = ranks.run(train, 1, folder, GPT2, (1, 1, 1), virtual, {}, 4)
     saved = tmp_path / "saved"

@@ -1,4 +1,4 @@
-"""A `loss_function` of the user's own: exact over micro-batches, pp and dp, or refused in words."""
+"""User's `loss_function`: exact over micro-batches, pp and dp, or an error."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def flat(logits, labels):
 
 
 def own(function):
-    """A loss_function of logits [N, V] and labels [N]."""
+    """Make a `loss_function` from a function of logits [N, V] and labels [N]."""
 
     def loss_function(logits, labels, vocab_size, **kwargs):
         return function(*flat(logits, labels))

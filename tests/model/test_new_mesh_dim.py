@@ -1,4 +1,4 @@
-"""A mesh dim that the package does not know costs a field and a row of `Mesh.DIMS`: training stays that of one process."""
+"""A new mesh dim, added by a field and an entry of `Mesh.DIMS`: training equals one process."""
 
 import re
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-8}  # in fp64, but for the logits of the loss
 
 @dataclass(frozen=True)
 class WithX(Mesh):
-    """A mesh whose ranks of dim `x` hold the same parameters and divide the rows of a batch."""
+    """Mesh whose dim `x` replicates parameters and shards the rows of a batch."""
 
     x: int = 1
     DIMS = (MeshDim("pp", "layers"), MeshDim("x", "rows"), *Mesh.DIMS[1:])

@@ -1,4 +1,4 @@
-"""Everything on a device that is not the CPU, over groups that serve no other, as nccl does.
+"""Training on a device other than the CPU, over process groups that serve only this device, as nccl does.
 
 Real numbers on real ranks (tests/support/other_device.py): a tensor on the wrong device is an error,
 and every wait of the host for the device is counted.
@@ -22,7 +22,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def device_ranks():
-    """Workers of their own: torch keeps a device for the rest of a process."""
+    """Return a separate rank pool, since torch keeps a registered device for the rest of a process."""
     from ranks import RankPool
 
     pool = RankPool()

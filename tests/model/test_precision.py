@@ -1,4 +1,4 @@
-"""Mixed precision: fp32 masters, 16-bit compute, the same on every layout."""
+"""Mixed precision: fp32 master weights and 16-bit compute, equal on every layout."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_mixed_precision_on_all_layouts_equals_plain(case, precision, name, root
 
 
 def by_hand(folder, precision):
-    """Gradients of a loop of one's own whose blocks are recomputed in its backward."""
+    """Return gradients of a hand-written loop whose blocks are recomputed."""
     model = AutoScheduledModel.from_pretrained(folder, precision=precision, checkpoint_ratio=1.0)
     model.train()(**batch_of(GPT2)).loss.backward()
     assert not any("weight" in module.__dict__ for module in model.modules())
@@ -114,7 +114,7 @@ def test_logits_read_after_the_forward_use_the_cast_weights_of_that_forward(case
 
 
 def overflow(folder):
-    """An infinite gradient on one rank only: (scale, whether gradients are left), per rank."""
+    """Run a step with an infinite gradient on one rank; return the scales before and after, and True if gradients stayed."""
     model = AutoScheduledModel.from_pretrained(folder, tp=2, precision="fp16").train()
     before, step = model._slapo.precision.scale, model.train_step
     step(batch_of(GPT2))

@@ -1,4 +1,4 @@
-"""A learnt prefix of `inputs_embeds` trains on every mesh as in one process of plain transformers."""
+"""Soft prompts: a learned prefix of `inputs_embeds` trains on every mesh as in plain transformers."""
 
 import copy
 import time
@@ -66,7 +66,7 @@ def on_a_mesh(folder, tp, pp, dp, options):
 
 
 def plain(folder, dp, even=False):
-    """The rows of all dp ranks in one process."""
+    """Train on the rows of all dp ranks in one process."""
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).requires_grad_(False)
     prompted, parts = Prompted(folder, even), IDS.tensor_split(dp)
 
@@ -98,7 +98,7 @@ def by_hand(folder, tp, dp, options):
     model.requires_grad_(False)
 
     def step(batch):
-        """Two backwards, the first of which averages nothing."""
+        """Run two backwards, the first without an average over dp."""
         half = {name: x[:1] for name, x in batch.items()}
         rest = {name: x[1:] for name, x in batch.items()}
         with model.no_sync():

@@ -1,4 +1,4 @@
-"""Gradients that ranks scaled unlike are refused before the optimizer steps; what is the same is not."""
+"""Gradients scaled differently by ranks are refused before the optimizer steps; equal changes are accepted."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The trainers of TRL behind ScheduledTrainer: the losses and the weights of the plain one in one process."""
+"""TRL's trainers combined with ScheduledTrainer: losses and weights equal the plain one in one process."""
 
 import os
 import runpy
@@ -27,7 +27,7 @@ LAYOUTS = {"tp2": (2, 1), "dp2": (1, 2)}
 
 @pytest.fixture
 def start(tmp_path):
-    """A checkpoint with its tokenizer; for rewards with a head that is not new."""
+    """Return a checkpoint with its tokenizer; a reward model's head is trained."""
     folder = checkpoint(CASE, tmp_path)
     words = tokenizer(eos_token="<|endoftext|>", pad_token="<|pad|>")
     words.save_pretrained(folder)
@@ -50,7 +50,7 @@ def example(kind):
 
 
 def plain(kind, folder, out, *more):
-    """Losses of TRL's own trainer; its model is saved."""
+    """Return the losses of TRL's own trainer; save its model."""
     import trl
 
     found = example(kind)
@@ -66,7 +66,7 @@ def scheduled(kind, folder, out, tp, dp, *more):
 
 
 def check_same_model(start, one, two):
-    """Both have moved, and to the same weights."""
+    """Fail unless both models changed, and to the same weights."""
     before, plainly, here = (load_file(Path(f, "model.safetensors")) for f in (start, one, two))
     assert plainly.keys() == here.keys()
     assert any(not torch.equal(before[name], here[name]) for name in here)

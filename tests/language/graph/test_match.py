@@ -18,7 +18,7 @@ X = torch.randn(2, 3, 8)
 
 
 class Net(nn.Module):
-    """Runs a function over some modules."""
+    """Module whose forward is a function of its submodules."""
 
     def __init__(self, function, **modules):
         super().__init__()

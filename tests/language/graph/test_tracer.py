@@ -1,4 +1,4 @@
-"""A trace is exact, on other sizes too; where it would have to guess, it says so."""
+"""Traces: exact on other sizes too; an error where the tracer would have to guess."""
 
 import copy
 
@@ -109,7 +109,7 @@ def test_module_traced_on_meta_runs_on_real_tensors():
 
 
 class Odd(nn.Module):
-    """One forward per way to fail."""
+    """Module with one forward for each way in which a trace fails."""
 
     def __init__(self, how):
         super().__init__()

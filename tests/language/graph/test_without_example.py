@@ -1,4 +1,4 @@
-"""A plain module is traced without an example: nothing is computed, only what decides needs values."""
+"""Traces without example inputs: nothing is computed; only branches on values need an example."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""checkpoint: whole modules, subgraphs, policies and offload; the same gradients and masks."""
+"""The checkpoint primitive: modules, subgraphs, policies and offload; the same gradients and masks."""
 
 import pytest
 import torch
@@ -139,7 +139,7 @@ def test_checkpoint_function_restores_the_dropout_random_stream(use_reentrant):
 
 
 class Forks(torch.nn.Module):
-    """Drops by the generator that was forked for this rank."""
+    """Module whose dropout reads the generator forked for this rank."""
 
     def forward(self, x):
         with get_cuda_rng_tracker().fork():

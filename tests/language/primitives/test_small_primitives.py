@@ -178,7 +178,7 @@ def test_third_party_directive_is_registered_and_callable():
 def test_third_party_primitive_class_with_static_methods_is_registered():
     @register_primitive()
     class Halve:
-        """Divide a linear layer by two ranks."""
+        """Primitive of a third party that shards a linear layer over two ranks."""
 
         @staticmethod
         def name():

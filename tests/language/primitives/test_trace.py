@@ -108,7 +108,7 @@ def test_trace_records_the_attention_core_as_one_node():
 
 
 def column_row(seed):
-    """On each of two ranks: an MLP divided by columns and rows, decomposed, traced and grouped."""
+    """Shard an MLP by columns and rows on two ranks, then decompose, trace and group it."""
     torch.manual_seed(seed)
     mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
     net = nn.Sequential(mlp, nn.Linear(4, 2))
