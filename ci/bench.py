@@ -22,7 +22,7 @@ BENCHMARKS = ROOT / "ci" / "benchmarks"
 
 
 def names() -> list[str]:
-    """The benchmarks: files that have a `run`."""
+    """Return the names of the benchmarks: files of ci/benchmarks that define `run`."""
     files = sorted(BENCHMARKS.glob("*.py"))
     return [file.stem for file in files if "\ndef run(" in file.read_text(encoding="utf-8")]
 
@@ -42,7 +42,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> bool:
-    """Print rows as a table; False if a value is marked as beyond its limit."""
+    """Print rows as a table; return False if a value is marked as beyond its limit."""
     table = Table(title=title, title_justify="left")
     columns = list(dict.fromkeys(name for row in rows for name in row if name != "beyond"))
     for name in columns:

@@ -1,4 +1,4 @@
-"""Steps of a checkpoint in turns with what else divides it: `ci/run.py beside MODEL REPORT [--tp 2]`, on the CPU.
+"""Training steps of a checkpoint in turns with other libraries: `ci/run.py beside MODEL REPORT [--tp 2]`, on the CPU.
 
 Exit status 1 says that the models did not compute the same.
 """
@@ -26,7 +26,7 @@ def beside(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Time whole steps in turns with plain transformers and what else divides the model."""
+    """Time training steps in turns with plain transformers and other libraries that shard the model."""
     with stdout_for_json(as_json):
         place = str(local_folder(model, None, False))
         tokens = row_length(seq_len, checkpoint_config(model))

@@ -34,7 +34,7 @@ HEADS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM"
 
 
 def cards() -> Iterator[tuple[str, Card]]:
-    """(family, card), sizes left open where the table allows; measured figures are not in it."""
+    """Yield (family, card), for any model size where the table allows; without measurements."""
     for family in families():
         config, head = config_of(family)
         if (CARDS / family).exists():  # a published card goes on with its head
@@ -43,7 +43,7 @@ def cards() -> Iterator[tuple[str, Card]]:
 
 
 def write_all(folder: Path) -> list[Path]:
-    """Write every card anew; what was measured and verified is kept while the program is the same."""
+    """Write every card; measurements and verification are kept while the program is unchanged."""
     written = []
     for family, card in cards():
         place = folder / family
@@ -76,7 +76,7 @@ def sized(family: str) -> tuple[str, Any, str]:
 
 
 def plans(family: str) -> Iterator[Plan]:
-    """The fastest layout of a family on each cluster; what fits nowhere is left out, and said."""
+    """Return the fastest layout of a family on each cluster; print the clusters where none fits."""
     name, config, head = sized(family)
     tokens = min(getattr(config, "max_position_embeddings", None) or LENGTH, MOST_TOKENS)
     planner = Planner(config, HARDWARE[CLUSTERS[0][0]], tokens, CLUSTERS[0][2], "kernels", head)

@@ -59,5 +59,5 @@ def with_plans(tuning: Mapping[str, Any], plans: list[Plan]) -> dict[str, Any]:
 
 
 def _short(value: float) -> float:
-    """Three digits: the next ones say nothing, and must not differ between two machines."""
+    """Round to three significant digits, which are equal on all machines."""
     return float(f"{value:.3g}")

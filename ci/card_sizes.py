@@ -1,6 +1,6 @@
 """The size of each family that its card has plans for: a published checkpoint, as fields of its config.
 
-A family without a row is planned in the size that its config class has by itself.
+A family that is not listed is planned in the default size of its config class.
 """
 
 from typing import Any
@@ -76,5 +76,5 @@ SIZES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 # devices --> (profile of the planner, how many, precision)
 CLUSTERS = (("a100", 8, "bf16"), ("h100", 8, "bf16"), ("h100", 64, "bf16"), ("v100", 8, "fp16"))
-ROWS, MOST_TOKENS = 256, 2048  # of a step; of a row
-ROOM = 0.95  # of a device's memory may be planned: a real one has a little less than its data sheet says
+ROWS, MOST_TOKENS = 256, 2048  # rows of a step; most tokens of a row
+ROOM = 0.95  # share of a device's memory that is planned: a real one has a little less than its data sheet says

@@ -30,7 +30,7 @@ def changed_files(base: str) -> list[str]:
 
 
 def module_of(path: Path) -> str:
-    """The name by which others import a file: kernels/linear.py --> slapo_zoo.kernels.linear."""
+    """Return the import name of a file: kernels/linear.py --> slapo_zoo.kernels.linear."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     if parts[:2] == ("tests", "support"):
         return parts[2]

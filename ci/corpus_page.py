@@ -55,7 +55,7 @@ def summary(bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
 
 
 def measured(page: str) -> dict[str, str]:
-    """Name of a bug --> its seconds on the page."""
+    """Return name of a bug --> its seconds on the page."""
     _, _, rest = page.partition(MARK)
     cells = [line.split(" | ") for line in rest.partition(END)[0].splitlines() if line[:2] == "| "]
     return {re.sub(r" \((loop|file)\)$", "", c[0][2:]): c[-1].rstrip(" |") for c in cells[1:]}
@@ -69,7 +69,7 @@ def rendered(page: str, bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
 
 
 def main() -> int:
-    """Measure every bug; 1 if one is not found as its row says."""
+    """Measure every bug; return 1 if one is not detected by the check that its entry names."""
     sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "corpus")]
     from corpus_all import BUGS
     from corpus_checks import first_to_find

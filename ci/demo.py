@@ -1,4 +1,4 @@
-"""The main job on real text, without a download: `ci/run.py demo [--steps N] [--json]`.
+"""Demo: training on real text, without a download: `ci/run.py demo [--steps N] [--json]`.
 
 1. A byte-pair tokenizer is trained on the source of Python's standard library.
 2. A small GPT-2 with dropout 0.1 is saved as an ordinary HuggingFace checkpoint.
@@ -95,14 +95,14 @@ def write_checkpoint(folder: Path, tokenizer: Any) -> int:
 
 
 def train_alone(options: TrainOptions, batches: Batches) -> list[float]:
-    """The model in one process: the left column."""
+    """Train the model in one process: the left column of the table."""
     model = load(options)
     with progress(options.max_steps, every=max(1, options.max_steps // 2)) as on_step:
         return fit(model, Inputs(batches), options, on_step).losses
 
 
 def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) -> list[float]:
-    """One rank of the same model on the mesh; rank 0 prints a line per step beside `alone`."""
+    """Train the same model as one rank of the mesh; rank 0 prints a line per step beside `alone`."""
     model = load(options)
     ledgers = together(model.mesh, "load", lambda: model.ledger)
     show = None

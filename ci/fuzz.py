@@ -39,13 +39,13 @@ PIECES = [b"[", b"]", b"{", b"}", b'"', b"\\", b":", b",", b"null", b"true", b"N
           b"9" * 20, b"\xff", b"\x00", b"\\ud800", b"$tensor", b"- ", b"? ", b"&a ", b"!!x "]  # fmt: skip
 ODD = [None, True, -1, 0, 2**63, 1e308, float("nan"), "", "x" * 300, "../x", "\ud800", [], {}, [[]],
        {"": 0}, [0] * 40, "$tensor", "0", 0.5, -(2**31)]  # fmt: skip
-MOST = 256  # of a corpus
+MOST = 256  # inputs that a corpus keeps
 LIMIT_MS = 50.0  # for 10 kB
 Parser = Callable[[Path, bytes], object]
 
 
 def written(name: str, parse: Callable[[Path], object]) -> Parser:
-    """A parser of a file of that name."""
+    """Return a parser that first writes its input to a file of that name."""
 
     def run(folder: Path, data: bytes) -> object:
         (folder / name).write_bytes(data)
@@ -55,7 +55,7 @@ def written(name: str, parse: Callable[[Path], object]) -> Parser:
 
 
 def targets(folder: Path) -> dict[str, tuple[Parser, bytes]]:
-    """Name --> parser and a right file."""
+    """Return name --> (parser, bytes of a valid file)."""
     config = GPT2Config(
         n_embd=8, n_head=2, n_layer=1, vocab_size=11, n_positions=8,
         architectures=["GPT2LMHeadModel"],
@@ -88,7 +88,7 @@ def targets(folder: Path) -> dict[str, tuple[Parser, bytes]]:
 
 
 def mutated(data: bytes, corpus: list[bytes], draw: random.Random) -> bytes:
-    """A few changes of one of the corpus."""
+    """Return one of the corpus with a few random changes."""
     found = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         place, kind = draw.randrange(len(found) + 1), draw.randrange(6)
@@ -119,9 +119,11 @@ def places_in(value: object) -> list[tuple[dict | list, object]]:
 
 
 def bent(data: bytes, draw: random.Random) -> bytes | None:
-    """The same JSON with a few other values and keys; None if it is none."""
+    """Return the same JSON with a few other values and keys; None if the input is no JSON."""
     size = int.from_bytes(data[:8], "little")
-    head = 8 if 2 <= size <= len(data) - 8 else 0  # of safetensors: a length before, bytes after
+    head = (
+        8 if 2 <= size <= len(data) - 8 else 0
+    )  # a safetensors file: a length before the JSON, bytes after it
     try:
         found = json.loads(data[head : head + size] if head else data)
     except (ValueError, RecursionError):
@@ -144,7 +146,7 @@ def bent(data: bytes, draw: random.Random) -> bytes | None:
 
 
 def refused_at(error: BaseException) -> tuple[tuple[str, int], ...]:
-    """The lines, from the parser inwards, that an error went through."""
+    """Return the source lines, from the parser inwards, of the traceback of an error."""
     found, step = [], error.__traceback__
     while step is not None:
         found.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
@@ -153,7 +155,7 @@ def refused_at(error: BaseException) -> tuple[tuple[str, int], ...]:
 
 
 def cost(parse: Parser, folder: Path, data: bytes, begin: float) -> float:
-    """Milliseconds per 10 kB since `begin`; what looks slow is parsed twice more, the least counts."""
+    """Return milliseconds per 10 kB since `begin`; a slow input is parsed twice more, and the least time counts."""
     found = [time.thread_time() - begin]
     scale = 1e3 / max(1.0, len(data) / 1e4)
     while found[0] * scale > LIMIT_MS and len(found) < 3:

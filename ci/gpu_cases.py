@@ -68,7 +68,7 @@ def _chip() -> str:
 
 
 def wait() -> None:
-    """Until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device() == "cuda":
         torch.cuda.synchronize()
 
@@ -257,7 +257,7 @@ def _step(
 
 
 def pictures(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Bars of the kernels beside what they replace; nothing where matplotlib is not."""
+    """Draw bars of the kernels and the code that they replace; nothing without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -304,7 +304,7 @@ def hide() -> None:
 
 
 def end_with_driver() -> None:
-    """This process and all that it started end when the driver's end of the pipe closes."""
+    """End this process and its children when the driver's end of the pipe closes."""
     if lifeline := os.environ.pop("GPU_DAY_LIFELINE", ""):
 
         def watch() -> None:

@@ -1,4 +1,4 @@
-"""`python3 ci/run.py gpu-day`: what a GPU has to be asked, in one resumable command.
+"""`python3 ci/run.py gpu-day`: every check and measurement that needs a GPU, in one resumable command.
 
     gpu-day --out DIR [--resume STATE] [--budget 540] [--stage NAMES] [--only NAME] [--fake]
     gpu-day --merge FOLDER
@@ -29,8 +29,8 @@ CASES = ROOT / "ci" / "gpu_cases.py"
 EXPECTED = {"env": 20, "compile": 60, "correct": 15, "masks": 20, "parity": 20, "kernels": 12, "steps": 45,
             "ranks": 40, "load": 40, "pictures": 20}  # fmt: skip
 STAGES = tuple(EXPECTED)
-TRIES = 2  # of a case that fails
-LINES = 60  # of the table that is printed last
+TRIES = 2  # tries of a case that fails
+LINES = 60  # lines of the table that is printed last
 
 
 def digest() -> str:
@@ -63,14 +63,14 @@ class Day:
         }  # fmt: skip
 
     def _before(self, resume: Path | None) -> dict[str, Any]:
-        """The state of the last call; its results come along."""
+        """Read the state of the last call, and copy its results."""
         folder = self.out if resume is None else resume if resume.is_dir() else resume.parent
         if folder != self.out:
             shutil.copytree(folder, self.out, dirs_exist_ok=True)
         return json.loads(self.file.read_text("utf-8")) if self.file.exists() else {}
 
     def _whole_lines(self) -> None:
-        """A kill may have torn the last line: its case is not done and will be repeated."""
+        """Remove an incomplete last line of the results, which a kill may have left; its case is then repeated."""
         if not self.results.exists():
             return
         *lines, torn = self.results.read_text("utf-8").split("\n")
@@ -82,7 +82,7 @@ class Day:
         return self.budget - (time.monotonic() - self.begin)
 
     def run(self, cases: list[str]) -> bool:
-        """Run what is not done; whether all is."""
+        """Run the cases that are not done; return True where all are."""
         for case in cases:
             expected = EXPECTED[case.partition(":")[0]] / (4 if self.fake else 1)
             if self.done.get(case) == "ok" or self.tries.get(case, 0) >= TRIES:
@@ -115,7 +115,7 @@ class Day:
         return status, found | {"seconds": time.monotonic() - begin}
 
     def keep(self, case: str, status: str, result: dict[str, Any]) -> None:
-        """One line more, and the state as it is now; a kill between the two repeats the case."""
+        """Append a line to the results, then write the state; a kill between the two repeats the case."""
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"case": case, "status": status, **result}) + "\n")
         self.done[case], self.tries[case] = status, self.tries.get(case, 0) + 1
@@ -175,7 +175,7 @@ def table(day: Day, names: list[str]) -> str:
 
 
 def merge(folder: Path) -> int:
-    """Tables into hub_cards/bench, figures and pictures into docs/benchmarks."""
+    """Copy tables into hub_cards/bench, numbers and pictures into docs/benchmarks."""
     state = json.loads((folder / "state.json").read_text("utf-8"))
     if state.get("fake"):
         print("the run was a fake one: nothing to merge")

@@ -1,4 +1,4 @@
-"""The stages of `gpu-day` that need a model whole: masks, several ranks on one device, loading and saving."""
+"""Stages of `gpu-day` that run full models: masks, several ranks on one device, loading and saving."""
 
 import tempfile
 import time
@@ -11,11 +11,11 @@ from gpu_models import batch_of, config_of, device
 
 CASES = ("masks:bits", "ranks:group", "ranks:tp2", "ranks:pp2", "ranks:dp2", "load:files")
 LAYOUTS = {"group": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
-CLOSE = 1e-4  # of a loss in fp32 with dropout: the masks are the same, the order of sums is not
+CLOSE = 1e-4  # tolerance of a loss in fp32 with dropout: equal masks, another order of sums
 
 
 def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Seeds and masks of the device are those of the host, bit for bit; a part of a row draws its part."""
+    """Check that dropout seeds and masks of the device equal the host's bits, also for a slice of a row."""
     from slapo_zoo.kernels.dropout import dropout
     from slapo_zoo.parallel.rng.device_seeds import hashed_cells, later
     from slapo_zoo.parallel.rng.random_stream import RandomStream
@@ -48,7 +48,7 @@ def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
 
 
 def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Two ranks on one device through gloo, or the group of one rank, against no group at all; dropout on."""
+    """Compare two ranks on one device through gloo, or a group of one rank, with no group; dropout on."""
     from slapo_zoo.parallel.ranks.launch import run_local
 
     layout = LAYOUTS[what]
@@ -91,7 +91,7 @@ def _train(family: str, layout: dict[str, int]) -> list[float]:
 
 
 def load(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """From a safetensors file to the device, GB/s, and for how long an asynchronous save holds the training up."""
+    """Measure loading from a safetensors file to the device in GB/s, and how long an asynchronous save blocks training."""
     from transformers import GPT2Config
 
     from slapo_zoo import AutoScheduledModel

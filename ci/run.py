@@ -27,7 +27,7 @@ STAMP = VENV / "slapo_zoo.stamp"
 PYPROJECT = ROOT / "pyproject.toml"
 CONSTRAINTS = ROOT / "ci" / "constraints.txt"
 HASHES = ROOT / "ci" / "hashes.txt"
-HASHED_FOR = ("Linux", "x86_64", "CPython", "3.11")  # what the files in HASHES are built for
+HASHED_FOR = ("Linux", "x86_64", "CPython", "3.11")  # platform of the files in HASHES
 OLDEST = (3, 11)
 
 
@@ -41,7 +41,7 @@ def say(text: str) -> None:
 
 
 def wanted_stamp() -> str:
-    """Changes whenever the installed set has to be made anew."""
+    """Return a stamp that changes whenever `.venv` has to be made again."""
     parts = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), HASHES.read_bytes()]
     # the place counts: the editable install of a copied .venv points at the old checkout
     parts += [sys.version.encode(), str(ROOT).encode()]
@@ -72,7 +72,7 @@ def pinned_torch() -> str:
 
 
 def make_venv() -> None:
-    """An empty `.venv`; whatever lay there is removed."""
+    """Make an empty `.venv`; remove an older one."""
     say("making .venv")
     # the base interpreter: a venv cannot be cleared by the Python that runs from it
     python = getattr(sys, "_base_executable", None) or sys.executable
@@ -85,7 +85,7 @@ def make_venv() -> None:
 
 
 def call(*command: str) -> int:
-    """Run a command at the root of the checkout; it ends with us, and its exit status is ours."""
+    """Run a command at the root of the checkout, which ends with this process; exit with its status."""
     child = subprocess.Popen(command, cwd=ROOT, env=environment())
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     while True:
@@ -97,7 +97,7 @@ def call(*command: str) -> int:
 
 
 def pip_install(*arguments: str) -> None:
-    """Run pip in `.venv` with the pinned versions; what is hashed names its versions itself."""
+    """Run pip in `.venv` with the pinned versions; a file of hashes names its versions itself."""
     start = time.monotonic()
     pinned = [] if "--require-hashes" in arguments else ["-c", str(CONSTRAINTS)]
     say(f"installing {arguments[-1]}")
@@ -113,7 +113,7 @@ def pip_install(*arguments: str) -> None:
 
 
 def prepare() -> str:
-    """The interpreter to run with, made ready if it was not."""
+    """Return the interpreter of `.venv`, which is made first if it is missing or stale."""
     chosen = os.environ.get("SLAPO_ZOO_PYTHON")
     if chosen:
         python = shutil.which(chosen)
@@ -184,7 +184,7 @@ def quick(python: str, rest: list[str]) -> int:
 
 
 def several_at_once() -> list[str]:
-    """Files are tested side by side, three on two cores: some tests wait, for a time limit or a slow disk."""
+    """Return pytest's arguments for parallel files: three on two cores, since some tests wait for a timeout or a disk."""
     cores = len(os.sched_getaffinity(0))
     return ["-n", str(max(3, cores // 2)), "--dist", "loadfile"] if cores > 1 else []
 

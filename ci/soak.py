@@ -1,4 +1,4 @@
-"""Disturb a training at random for minutes, and compare how it ends with one that nobody disturbed.
+"""Disturb a training at random for minutes, and compare its end with an undisturbed one.
 
     python ci/soak.py --minutes 30 [--seed 0]
 
@@ -33,7 +33,7 @@ from slapo_zoo.weights.integrity import damages_of
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]  # tp, pp, dp
 TOLERANCE = 1e-6
-STEPS = 200  # of one training; over thousands rounding alone grows past the tolerance
+STEPS = 200  # steps of one training; over thousands rounding alone exceeds the tolerance
 DISK_BYTES = 64 << 20
 WORDS = [
     "the",
@@ -81,7 +81,7 @@ def make_job(folder: Path) -> list[str]:
 
 
 def start(job: list[str], layout: tuple[int, int, int], out: Path) -> subprocess.Popen:
-    """The training in a group of its own."""
+    """Start the training in a process group of its own."""
     names = [f"--{name}={size}" for name, size in zip(("tp", "pp", "dp"), layout, strict=True)]
     more = [
         "--checkpoint",
@@ -110,7 +110,7 @@ def children_of(pid: int) -> list[int]:
 
 
 class Disk:
-    """A small ext4 of its own in a file: it can be filled up, and made to stand still."""
+    """Small ext4 file system in a file, which can be filled up and frozen."""
 
     def __init__(self, image: Path, folder: Path):
         self.folder, self._image = folder, image
@@ -127,7 +127,7 @@ class Disk:
         run("umount", "-l", str(self.folder))
 
     def fill(self, seconds: float) -> None:
-        """Not a byte left for that long; root may write what is reserved, so that is taken too."""
+        """Fill the disk for `seconds`, including the blocks reserved for root."""
         ballast = self.folder / "ballast"
         with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -136,7 +136,7 @@ class Disk:
         ballast.unlink()
 
     def freeze(self, seconds: float) -> None:
-        """Every write waits for that long."""
+        """Block every write for `seconds`."""
         run("fsfreeze", "-f", str(self.folder))
         try:
             time.sleep(seconds)
@@ -160,7 +160,7 @@ def kill_in_a_save(child: subprocess.Popen, out: Path) -> str:
 
 
 def disturb(child: subprocess.Popen, draw: random.Random, out: Path, disk: Disk | None) -> str:
-    """One disturbance; what it was."""
+    """Disturb the training once; return the name of the disturbance."""
     ranks = children_of(child.pid) or [child.pid]
     kinds = ["kill all", "kill one", "end", "stop a rank", "kill in a save"]
     kind = draw.choice(kinds + (["full disk", "slow disk"] if disk else []))
@@ -190,7 +190,7 @@ def disturb(child: subprocess.Popen, draw: random.Random, out: Path, disk: Disk 
 
 
 def step_of(out: Path) -> int:
-    """The step that a start would go on from; every checkpoint on the way must be whole."""
+    """Return the step that the next start resumes from; fail where a checkpoint is incomplete."""
     found = latest(out) if out.exists() else None
     if found is None:
         return 0
@@ -200,7 +200,7 @@ def step_of(out: Path) -> int:
 
 
 def disturbed(job: list[str], out: Path, mixed: bool, draw: random.Random, disk: Disk | None) -> Counter:  # fmt: skip
-    """One training of STEPS steps, started again until it is done; figures by name."""
+    """Run one training of STEPS steps, restarted until it is done; return its counts by name."""
     found, before = Counter(), 0
     while before < STEPS:
         child = start(job, draw.choice(LAYOUTS) if mixed else LAYOUTS[1], out)
@@ -249,7 +249,7 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 
 
 def main() -> int:
-    """Both trainings, then each beside its undisturbed one of as many steps."""
+    """Run both trainings, then compare each with an undisturbed one of as many steps."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)

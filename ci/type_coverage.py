@@ -1,4 +1,4 @@
-"""Every model type of `transformers`, tiny, on every layout: what schedule="auto" does with it; `ci/run.py coverage`."""
+"""Coverage of schedule="auto": every model type of `transformers`, tiny, on every layout; `ci/run.py coverage`."""
 
 import importlib
 import json
@@ -251,7 +251,7 @@ def page(outcomes: list[Outcome]) -> str:
 
 
 def _counted(equal: int, tried: int, trained: int) -> str:
-    """A share is one of all types; what was tried of them says nothing of the others."""
+    """Return the cells "N of M | share"; "N of M tried" where some types were not tried, or "unmeasured"."""
     if tried == trained:
         return f"{equal} of {tried} | {equal / max(tried, 1):.1%}"
     return f"{equal} of {tried} tried | " if tried else "unmeasured | "

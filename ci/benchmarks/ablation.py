@@ -43,7 +43,7 @@ LINES = (
 
 
 def measure(case: Case, line: Line, threads: int) -> tuple[float, int]:
-    """Rows per second of the median step, and the peak of anonymous memory."""
+    """Measure rows per second of the median step, and the peak of anonymous memory."""
     import transformers
 
     from slapo_zoo import AutoScheduledModel
@@ -72,7 +72,7 @@ def measure(case: Case, line: Line, threads: int) -> tuple[float, int]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """A table per family."""
+    """Return a table per family."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for family in FAMILIES[: 1 if quick else None]:
         case = replace(CASES[family], tokens=16 if quick else 256)

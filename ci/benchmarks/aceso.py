@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from benchmarks.runs import Size, config_of
 
-ROWS = 8  # of a micro-batch over all copies, in Megatron's grid
+ROWS = 8  # rows of a micro-batch over all replicas, in Megatron's grid
 
 
 class Setting(NamedTuple):
@@ -76,7 +76,7 @@ def planner_for(setting: Setting) -> Any:
 
 
 def space(setting: Setting, wide: bool) -> Iterator[Any]:
-    """Layouts of Megatron's grid; wide: those that Aceso may reach with one plan for all layers."""
+    """Return the layouts of Megatron's grid; with `wide` those that Aceso may reach with one plan for all layers."""
     from slapo_zoo.tune.planner.layout import Layout, divisors
 
     shares = [i / 8 for i in range(9)] if wide else [0.0, 1.0]
@@ -92,7 +92,7 @@ def space(setting: Setting, wide: bool) -> Iterator[Any]:
 
 
 def fastest(planner: Any, setting: Setting, wide: bool) -> Any:
-    """The forecast of the fastest layout of a space that fits; of the smallest where none does."""
+    """Return the forecast of the fastest layout of a space that fits; of the smallest where none does."""
     found = [planner.forecast(layout) for layout in space(setting, wide)]
     if setting.gpus == 1:  # the one plan that is published
         found = [f for f in found if f.layout.rows == 8 and f.layout.checkpoint_ratio == 1]
@@ -101,7 +101,7 @@ def fastest(planner: Any, setting: Setting, wide: bool) -> Any:
 
 
 def rows_of(setting: Setting) -> Iterator[dict[str, Any]]:
-    """One row per system."""
+    """Return one row per system."""
     planner, size = planner_for(setting), setting.size
     for system, measured in (("Megatron-LM", setting.megatron), ("Aceso", setting.aceso)):
         if measured:
@@ -115,5 +115,5 @@ def rows_of(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def table(quick: bool) -> list[dict[str, Any]]:
-    """All rows; quick: the one whose plan is published."""
+    """Return all rows; with `quick` the one whose plan is published."""
     return [row for setting in SETTINGS[: 1 if quick else None] for row in rows_of(setting)]

@@ -1,4 +1,4 @@
-"""Bytes that a training step moves, ours against plain transformers with fused sdpa, on tensors without memory.
+"""Bytes that a training step moves, scheduled against plain transformers with fused sdpa, on meta tensors.
 
 Every operation that is no view counts what it reads and writes, once; a kernel of ours what its launches are
 given. Time on a GPU cannot be below these bytes over its bandwidth. No device is needed.
@@ -30,7 +30,7 @@ NO_DROPOUT = (
     "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout",
     "attention_dropout", "embed_dropout", "resid_dropout", "dropout_rate", "classifier_dropout_prob",
 )  # fmt: skip
-KERNELS = {  # that move fewer bytes whatever their speed
+KERNELS = {  # kernels that move fewer bytes, whatever their speed
     "BertForMaskedLM": ["bias_dropout_residual_layer_norm", "sparse_mlm_head_loss"],
     "RobertaForMaskedLM": ["bias_dropout_residual_layer_norm", "sparse_mlm_head_loss"],
     "AlbertForMaskedLM": ["sparse_mlm_head_loss"],
@@ -44,7 +44,7 @@ KERNELS = {  # that move fewer bytes whatever their speed
 
 
 class Bytes(TorchDispatchMode):
-    """Adds up what each operation reads and writes, by its name."""
+    """Counter of the bytes that each operation reads and writes, by its name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Bytes(TorchDispatchMode):
         self.launched = 0
 
     def add(self, name: str, *values: Any) -> None:
-        """One launch that reads or writes these tensors."""
+        """Add one launch that reads or writes these tensors."""
         self.launched += 1
         tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor))
         self.moved[name] += sum(t.numel() * t.itemsize for t in tensors)
@@ -83,7 +83,7 @@ class Bytes(TorchDispatchMode):
 
 @contextmanager
 def launches_counted(counter: Bytes) -> Iterator[None]:
-    """Within it, operators take their Triton path, whose launches are counted and not run."""
+    """Context in which operators take their Triton path, whose launches are counted and not run."""
     before: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, name: str, value: Any) -> None:
@@ -113,7 +113,7 @@ class _Counted:
 
 
 class _Fused(torch.autograd.Function):
-    """Attention that leaves no scores: its operands and results alone are moved."""
+    """Fused attention: it moves only its operands and results, no scores."""
 
     @staticmethod
     def forward(ctx: Any, counter: Bytes, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -132,7 +132,7 @@ class _Fused(torch.autograd.Function):
 
 @contextmanager
 def fused_sdpa(counter: Bytes) -> Iterator[None]:
-    """Within it, torch's attention is a fused one, with dropout or without."""
+    """Context in which torch's attention is a fused one, with dropout or without."""
     real = nn.functional.scaled_dot_product_attention
 
     def attention(
@@ -148,7 +148,7 @@ def fused_sdpa(counter: Bytes) -> Iterator[None]:
 
 
 def on_meta(model: Any) -> Any:
-    """The model with tensors that have no memory, ties kept."""
+    """Return the model on meta, with its weights still tied."""
     known: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -174,7 +174,7 @@ def moved(model: Any, batch: dict[str, Tensor], ours: bool) -> Bytes:
 
 
 def row(name: str, config: Any, batch: dict[str, Tensor], most: float) -> dict[str, Any]:
-    """One line of the table: a family, its dropout as its config has it."""
+    """Return one line of the table: a family with the dropout of its config."""
     import transformers
 
     import slapo_zoo
@@ -198,7 +198,7 @@ def row(name: str, config: Any, batch: dict[str, Tensor], most: float) -> dict[s
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Families at the width of their base checkpoints, with their own dropout; batches on meta."""
+    """Return families at the width of their base checkpoints, with their own dropout, and batches on meta."""
     import transformers
 
     from slapo_zoo.hf.own.wideresnet import WideResNetConfig
@@ -239,7 +239,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
 
 
 def without_dropout(config: Any) -> Any:
-    """The config with every dropout at 0."""
+    """Return the config with every dropout at 0."""
     for name in NO_DROPOUT:
         if hasattr(config, name):
             setattr(config, name, 0.0)
@@ -247,7 +247,7 @@ def without_dropout(config: Any) -> Any:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Two tables: each family as its config has it, and without dropout."""
+    """Return two tables: each family with the dropout of its config, and without dropout."""
     default, none = [], []
     for cls, config, batch in cases(quick):
         if ONLY not in cls:

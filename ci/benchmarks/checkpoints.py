@@ -63,7 +63,7 @@ def llama_70b() -> Any:
 
 
 def specs_of(config: Any) -> list[TensorSpec]:
-    """Every tensor of the checkpoint of a config, built without memory."""
+    """Return the specs of every tensor of a config's checkpoint, from a model on meta."""
     import transformers
 
     with torch.device("meta"):
@@ -113,7 +113,7 @@ def write_checkpoint(
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """A folder that goes again."""
+    """Context that yields a folder and removes it at the end."""
     path = Path(tempfile.mkdtemp(prefix="slapo-zoo-bench-"))
     try:
         yield path
@@ -131,7 +131,7 @@ def warm(folder: Path) -> None:
 
 
 def describe(config: Any) -> str:
-    """`gpt2 1.02B bfloat16`."""
+    """Return a short description such as `gpt2 1.02B bfloat16`."""
     count = sum(math.prod(spec.shape) for spec in specs_of(config))
     size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
     return f"{config.model_type} {size} {str(config.dtype).removeprefix('torch.')}"

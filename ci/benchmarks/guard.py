@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.ranks import on_ranks
 
-LIMIT = 0.005  # of a training step
+LIMIT = 0.005  # share of a training step
 SIZES = {
     "gpt2, 4 x 128": {"n_embd": 768, "n_head": 12, "n_layer": 4, "vocab_size": 8192},
     "tiny, 4 x 128": {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 512},

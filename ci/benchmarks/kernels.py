@@ -1,4 +1,4 @@
-"""Every kernel beside what it replaces; see slapo_zoo/dispatch/benchmark.py. `--only NAME`: those that begin so."""
+"""Every kernel against the code that it replaces; see slapo_zoo/dispatch/benchmark.py. `--only NAME`: names that begin with NAME."""
 
 from typing import Any
 

@@ -26,7 +26,7 @@ ROWS = 16 * 2048
 BF16, FP32, INT = torch.bfloat16, torch.float32, torch.int64
 WORKERS = 2
 
-Case = tuple[str, Callable[[], Any]]  # what it is, what launches it
+Case = tuple[str, Callable[[], Any]]  # label, function that launches it
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
@@ -79,7 +79,7 @@ def activations(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def losses(dtype: torch.dtype) -> Iterator[Case]:
-    """linear_cross_entropy and its kin: the logits as the chunks lay them out."""
+    """Yield launches of linear_cross_entropy and similar losses, on chunks of logits."""
     from slapo_zoo.kernels import cross_entropy_triton as triton_part
     from slapo_zoo.kernels.cross_entropy import padded_columns
 
@@ -150,7 +150,7 @@ FAMILIES = (dropouts, norms, activations, losses, attentions, batch_norms)
 
 
 def launches(dtypes: tuple[torch.dtype, ...] = (BF16, FP32)) -> dict[Launch, str]:
-    """Every distinct binary that the launchers ask for at real sizes, and the first case that does."""
+    """Return every distinct binary that the launchers need at real sizes, and the first case that needs it."""
     found: dict[tuple, tuple[Launch, str]] = {}
     with recording() as recorded:
         for family in FAMILIES:
@@ -164,7 +164,7 @@ def launches(dtypes: tuple[torch.dtype, ...] = (BF16, FP32)) -> dict[Launch, str
 
 
 def judged(chip: int, launch: Launch, label: str) -> dict[str, Any]:
-    """A row of the table; what is beyond its limit is marked."""
+    """Return a row of the table, with values beyond their limit marked."""
     found = compiled(launch, chip)
     row = {"what": label, "kernel": str(launch), "chip": CHIPS[chip], **found}
     beyond = ["error"] if "error" in found else []

@@ -1,4 +1,4 @@
-"""Predicted against measured memory: families, sizes, layouts and what is recomputed.
+"""Predicted against measured memory: families, sizes, layouts and recomputation.
 
 Measured is the growth of anonymous memory of fresh processes over two training steps with AdamW. Every
 tensor of 64 KiB or more gets pages of its own there (mallopt M_MMAP_THRESHOLD), as on a GPU with expandable
@@ -115,7 +115,7 @@ def cells(
 
 
 def patiently(fn: Any, nprocs: int, *args: Any) -> list[Any]:
-    """Results of ranks; on a busy machine they may lose each other once."""
+    """Return the results of ranks, which on a busy machine may lose a peer once and are then started again."""
     try:
         return ranks.on_ranks(fn, nprocs, *args)
     except RankError:
@@ -123,7 +123,7 @@ def patiently(fn: Any, nprocs: int, *args: Any) -> list[Any]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """All cells; with `quick` one size of one family."""
+    """Return the table of all layouts; with `quick` one size of one family."""
     if quick:
         rows = cells("gpt2", "small", {"1": LAYOUTS["1"]}, RECOMPUTE)
         return {"memory of a rank": rows}

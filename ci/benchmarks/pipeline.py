@@ -26,9 +26,9 @@ FORMULAS = {  # p ranks, m micro-batches, v stages per rank; sources: slapo_zoo/
     "interleaved_1f1b": ("(p-1)/(vm+p-1)", lambda p, m, v: (p - 1) / (v * m + p - 1)),
     "zbv": ("(p-1)/(6m+p-1)", lambda p, m, v: (p - 1) / (6 * m + p - 1)),
 }
-MOST_OFF = 0.10  # of the formula
+MOST_OFF = 0.10  # relative error against the formula
 MOST_SLOWER = 1.03  # than the best cuts
-TOKENS = 512  # of a micro-batch
+TOKENS = 512  # tokens of a micro-batch
 
 
 class Wait(torch.autograd.Function):
@@ -70,7 +70,7 @@ def gpt2(**changes: Any) -> Any:
 
 
 def cut_after(paths: Sequence[str]) -> Any:
-    """A program that only cuts."""
+    """Return a schedule that only cuts the pipeline."""
 
     def program(sch: Any) -> None:
         for path in paths:
@@ -124,12 +124,12 @@ def bubbles(quick: bool) -> list[dict[str, Any]]:
 
 
 def unit_cost(action: Action) -> float:
-    """A whole backward takes two units, each other part one."""
+    """Return the cost of an action: a full backward takes two units, each other action one."""
     return 2.0 if action.kind == "B" else 1.0
 
 
 def uneven_models(quick: bool) -> dict[str, tuple[Any, int]]:
-    """Small models with a dear head, and with an encoder unlike the decoder; and their pp."""
+    """Return small models with an expensive head, or with an encoder unlike the decoder, and their pp."""
     from transformers import T5Config
 
     width = 32 if quick else 128

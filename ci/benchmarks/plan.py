@@ -7,7 +7,7 @@ may grow no faster than blocks x configurations.
 import time
 from typing import Any
 
-MOST_RATIO = 1.25  # of the growth of blocks x configurations, beyond a constant
+MOST_RATIO = 1.25  # most growth of the time, relative to blocks x configurations
 FAMILY = {  # parameters: blocks, hidden size, heads, devices, rows of a step
     "125M": (12, 768, 12, 8, 512),
     "1.3B": (24, 2048, 16, 64, 1024),

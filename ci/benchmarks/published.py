@@ -54,7 +54,7 @@ def make_planner(size: dict[str, Any]) -> Any:
 
 
 def simulate(planner: Any, gpus: int) -> dict[str, tuple[float, str]]:
-    """(samples/s, layout): the fastest that fits of those like the authors' script, and of all."""
+    """Return (samples/s, layout) of the fastest that fits, among layouts like the authors' and among all."""
     fits = planner.search(gpus, ROWS).feasible
     theirs = [f for f in fits if SCRIPT.items() <= vars(f.layout).items()]
     return {
@@ -89,7 +89,7 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def judge(runs: list[Run]) -> list[dict[str, Any]]:
-    """(run, what the planner forecasts) of every run; those of a model one after the other."""
+    """Return every run with the planner's forecast, sorted by model."""
     found = []
     for run in sorted(runs, key=lambda r: (r.size, r.layout.tp)):
         planner = planner_of(run.size, run.node_network)
@@ -105,7 +105,7 @@ def judge(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def scores(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Errors of one source, in shares of what was measured."""
+    """Return the errors of one source, relative to the measured values."""
     timed = [f for f in found if f["run"].seconds]
     off = [f["seconds"] / f["run"].seconds - 1 for f in timed]
     sized = [abs(f["memory"] / f["run"].memory - 1) for f in found if f["run"].memory]
@@ -118,7 +118,7 @@ def scores(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Spearman's."""
+    """Return Spearman's rank correlation."""
     ranks = [[sorted(x).index(v) for v in x] for x in (a, b)]
     return statistics.correlation(*ranks) if len(a) > 1 else 1.0
 

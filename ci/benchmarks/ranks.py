@@ -1,4 +1,4 @@
-"""Work on new processes: nothing that an earlier run left in an allocator hides a peak."""
+"""Measurements on new processes, so that memory left in an allocator by an earlier run hides no peak."""
 
 import ctypes
 import gc
@@ -52,7 +52,7 @@ def _readinto(file: Any, target: Any) -> int:
 
 
 def barrier() -> None:
-    """All ranks start together, so that each has its fair share of the memory bus."""
+    """Wait for all ranks, so that they start together and share the memory bus equally."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -69,7 +69,7 @@ class Cost:
 
 
 def timed(action: Callable[[], Any]) -> tuple[Any, Cost]:
-    """The result of an action that all ranks begin together, and its cost."""
+    """Return the result of an action that all ranks begin together, and its cost."""
     barrier()
     with AnonymousPeak() as peak:
         begin, cpu = time.perf_counter(), time.process_time()

@@ -18,7 +18,7 @@ CHIPS = {80: "sm_80", 86: "sm_86", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
 SHARED = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}  # KiB that a block may have
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
          torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.bool: "*i1"}  # fmt: skip
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # of the compiler
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # options of the compiler
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = sorted(file.stem for file in (ROOT / "kernels").glob("*_triton.py"))
 
@@ -47,7 +47,7 @@ class Launch:
 
     @property
     def binary(self) -> tuple:
-        """Equal for two launches that share a binary."""
+        """Return a key that is equal for two launches that share a binary."""
         return self.module, self.kernel, self.signature, self.constants, self.even, self.options
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Launch:
 
 
 def launch_of(module: str, function: Any, grid: Any, args: tuple, options: dict) -> Launch:
-    """The types and constants that triton.runtime.jit would find."""
+    """Return the launch with the types and constants that triton.runtime.jit would derive."""
     given = dict(zip(function.arg_names, args, strict=False)) | options
     signature, constants, even = [], [], []
     for parameter in function.params:
@@ -84,7 +84,7 @@ def _type(value: Any) -> str:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Within it, launches are listed and nothing runs."""
+    """Context in which launches are listed and nothing runs."""
     found: list[Launch] = []
     before = []
     for module in MODULES:
@@ -136,7 +136,7 @@ def compiled(launch: Launch, chip: int) -> dict[str, Any]:
 
 @contextmanager
 def assembler_speaks() -> Iterator[None]:
-    """Within it, Triton compiles even what it has in its cache, and prints what NVIDIA's assembler says."""
+    """Context in which Triton compiles without its cache and prints the output of NVIDIA's assembler."""
     from triton import knobs
 
     with knobs.nvidia.scope(), knobs.compilation.scope():
@@ -145,7 +145,7 @@ def assembler_speaks() -> Iterator[None]:
 
 
 def widest(ptx: str) -> int:
-    """Bytes of the widest load from global memory."""
+    """Return the bytes of the widest load from global memory."""
     loads = re.findall(r"ld\.global(?:\.[\w:]+)*?(\.v[248])?\.b(\d+)", ptx)
     sizes = [int(vector[2:] or 1) * int(bits) // 8 for vector, bits in loads]
     copies = re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)", ptx)

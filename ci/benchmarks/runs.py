@@ -1,4 +1,4 @@
-"""Training runs that others measured and published, as layouts: what the planner's figures are judged by."""
+"""Training runs that others measured and published, as layouts to compare the planner's forecasts with."""
 
 import csv
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ from torch import nn
 import slapo_zoo
 from slapo_zoo import Mesh, Schedule
 
-LIMIT_S = 3.0  # of the largest
+LIMIT_S = 3.0  # seconds of the largest model
 MOST_GROWTH = 1.5  # seconds per layer, largest against smallest; quadratic would be 4
 ROUNDS = 3
 

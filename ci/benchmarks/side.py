@@ -1,4 +1,4 @@
-"""Ours beside what a user could take instead, on the widths of BERT-base, GPT-2 and a small Llama.
+"""Comparison with other libraries, on the widths of BERT-base, GPT-2 and a small Llama.
 
 Targets with 2 ranks on 2 cores: see TARGETS; a step of ours against the best of the peers that
 divide a model, and a tp=1 schedule against the plain model.
@@ -35,7 +35,9 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
             label = f"{name}, tiny" if quick else f"{name}, 4 layers of base width"
             print(f"{label}: minutes of measurement ...", flush=True)
             results[label] = side_by_side(work, 2 if quick else 7)
-        write_report(results, place, command)  # what is there is kept if a later family fails
+        write_report(
+            results, place, command
+        )  # written now, so that a later family's failure loses nothing
     tables: dict[str, list[dict[str, Any]]] = {}
     for name, found in results.items():
         wrong = [] if found["green"] else ["verdict"]
@@ -46,7 +48,7 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def _targets(rows: list[dict[str, Any]], quick: bool) -> list[dict[str, Any]]:
-    """Each target beside what was found; a target without its peer has none."""
+    """Return each target with the measured value; None where the library to compare with did not run."""
     by_name = {row["contender"]: row for row in rows}
     peers = [by_name[name] for name in PEERS if name in by_name]
     divided = peers + [by_name[name] for name in ("DTensor",) if name in by_name]

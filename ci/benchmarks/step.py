@@ -129,7 +129,7 @@ def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> 
 
 
 def stepper(model: Any, forward: Any, batch: dict[str, Any], ours: bool) -> Callable[[], None]:
-    """One whole step. Both sides have the optimizer that transformers' Trainer takes."""
+    """Return a function that runs one training step, with the optimizer of transformers' Trainer on both sides."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def run() -> None:
@@ -144,7 +144,7 @@ def stepper(model: Any, forward: Any, batch: dict[str, Any], ours: bool) -> Call
 
 
 def alternatives(case: Case, dtype: torch.dtype, compile: bool) -> dict[str, Callable[[], None]]:
-    """Name --> its step."""
+    """Return name --> step function of each alternative."""
     batch = batch_of(case, config_of(case), dtype)
     plain = build(case, dtype, ours=False)
     mine = build(case, dtype, ours=True)
@@ -172,7 +172,7 @@ def compiles(steps: dict[str, Callable[[], None]]) -> bool:
 
 
 def timed(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Milliseconds of each; they run in turn, after one that warms up."""
+    """Measure the milliseconds of each step; they take turns, after one warm-up."""
     # one thread: its own time, which work beside it does not lengthen
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     found: dict[str, list[float]] = {name: [] for name in steps}
@@ -226,7 +226,9 @@ def measure(name: str, case: Case, dtype_name: str, compile: bool, repeats: int)
     share, rest = shares(steps["ours"])
     ours = median(times["ours"])
 
-    def ratio(other: str) -> Any:  # of neighbours in time, so that a slow minute counts for both
+    def ratio(
+        other: str,
+    ) -> Any:  # ratio of steps that follow each other, so that a slow minute counts for both
         pairs = zip(times[other], times["ours"], strict=True) if other in times else ()
         return median([a / b for a, b in pairs]) if other in times else missing
 
@@ -241,7 +243,7 @@ def measure(name: str, case: Case, dtype_name: str, compile: bool, repeats: int)
 
 
 def keep(title: str, rows: list[dict[str, Any]]) -> None:
-    """Put rows into the file of the device; older ones of the same model and dtype go."""
+    """Write rows into the file of the device; older rows of the same model and dtype are replaced."""
     rows = [{k: v for k, v in row.items() if k != "beyond"} for row in rows]
     file = MEASURED / f"{slug('cpu')}.json"
     content: dict[str, Any] = (

@@ -8,11 +8,11 @@ from typing import Any
 
 from benchmarks.ranks import MIB, give_back, on_ranks
 
-BESIDE = 64 * MIB  # what a rank may hold above one bucket
+BESIDE = 64 * MIB  # bytes that a rank may hold beyond one bucket
 
 
 def streamed(config: Any, buckets: tuple[int, ...], folder: str) -> Any:
-    """Per bucket (growth of this rank, seconds); whether each tensor is that of the files."""
+    """Return (memory growth of this rank, seconds) per bucket, and True where each tensor equals that of the files."""
     from safetensors import safe_open
 
     from slapo_zoo import AutoScheduledModel

@@ -21,7 +21,7 @@ PLANE = {"threads": 2, "attention": "sdpa", "kernels": ""}
 
 
 def trials(points: list[dict[str, Any]], name: str, start: int) -> list[dict[str, Any]]:
-    """The points that a search looks at, in its order, from one start."""
+    """Return the configurations that a search tries, in its order, from one seed."""
     grid = Grid([{n: point[n] for n in SYMBOLS} for point in points])
 
     def known(point: dict[str, Any], steps: int) -> Outcome:
@@ -46,7 +46,7 @@ def best_so_far(points: list[dict[str, Any]], name: str, starts: range) -> list[
 
 
 def draw(points: list[dict[str, Any]], curves: dict[str, list[float]]) -> None:
-    """Left one plane of the surface, right how soon a search comes near its top."""
+    """Draw one plane of the surface on the left, and the progress of the searches on the right."""
     import matplotlib
 
     matplotlib.use("Agg")

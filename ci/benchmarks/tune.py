@@ -1,4 +1,4 @@
-"""A real space on this CPU: every point measured once, then how soon a search finds the best of them.
+"""Tuning space on this CPU: every configuration is measured once, then searches look for the best of them.
 
 Threads, rows, recomputation, attention and a kernel for a small GPT-2: 96 points. The points are kept in
 ci/benchmarks/tune_cpu.json with the machine that measured them (`--measure` is `measure()` below); a search
@@ -31,7 +31,7 @@ SHARE, NEAR = 0.15, 0.97
 
 
 def measure() -> dict[str, Any]:
-    """Every point, the fastest step of several rounds: other work on a machine only ever adds."""
+    """Measure every configuration: the fastest step of several rounds, since other work only adds time."""
     from bench import machine
 
     rounds = [one_round() for _ in range(1 + ROUNDS)][1:]  # the first finds a cold machine
@@ -40,7 +40,7 @@ def measure() -> dict[str, Any]:
 
 
 def one_round() -> list[dict[str, Any]]:
-    """Every point once."""
+    """Measure every configuration once."""
     import torch
 
     from slapo_zoo.tune.trial import Job, _batch, build, timed_steps
@@ -62,7 +62,7 @@ def one_round() -> list[dict[str, Any]]:
 
 
 def search(points: list[dict[str, Any]], name: str, start: int, seed: int) -> tuple[float, int]:
-    """(share of the best throughput that a search reaches within SHARE of the points, evaluations)."""
+    """Return (share of the best throughput that a search reaches within SHARE of the configurations, evaluations)."""
     grid = Grid([{n: point[n] for n in SYMBOLS} for point in points])
     rates = [point["rows_per_s"] for point in points]
 
@@ -80,7 +80,7 @@ def search(points: list[dict[str, Any]], name: str, start: int, seed: int) -> tu
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Each strategy from many starts on the kept points."""
+    """Run each strategy from many seeds on the stored measurements."""
     if not DATA.exists():
         begin = time.perf_counter()
         found = measure()

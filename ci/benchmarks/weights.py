@@ -19,7 +19,10 @@ from typing import Any
 from benchmarks import checkpoints, ranks
 from benchmarks.ranks import LAYOUTS, MIB
 
-ROUNDS, REPEATS = 3, 2  # of a load: rounds of new processes, which alternate with the peer's
+ROUNDS, REPEATS = (
+    3,
+    2,
+)  # rounds of new processes, which alternate with the other library's; loads in each
 READ, MEMORY, FLOOR, PEER = 1.02, 1.05, 1.3, 0.6  # limits of a load
 WRITE, PEER_SAVE = 1.5, 3.0  # limits of a save
 PLAN_SECONDS, PLAN_BYTES = 5.0, 2**30
@@ -44,7 +47,7 @@ def theirs(folder: Path, tp: int, pp: int) -> Any:
 
 
 def measure_load(kind: str, folder: Path, tp: int, pp: int) -> dict[str, Any]:
-    """Growth of the first load, best times of all, and the floor for as many bytes.
+    """Measure the memory growth of the first load, the best times of all, and the plain read of as many bytes.
 
     Both leave in the mapped file what lies there in one piece, and pay when training begins: so a
     second time has the model in training mode and every weight written once, as an optimizer does.

@@ -19,7 +19,7 @@ SHARES = {"_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0, "allreduce_": 2
 
 
 class Sent(TorchDispatchMode):
-    """Adds up what a rank sends in collectives of RANKS ranks."""
+    """Counter of the bytes that a rank sends in collectives of RANKS ranks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,1 +1,1 @@
-"""Ours beside what else a user could take: the same weights and batch, in one run."""
+"""Comparison with other libraries: the same weights and batch, in one run."""

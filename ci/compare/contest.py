@@ -1,6 +1,6 @@
 """Contenders in processes of their own that take turns: A, B, C, A, B, C, ...
 
-Slow phases of a machine then meet all of them. A contender that waits its turn computes nothing.
+Slow phases of the machine then affect all of them. A contender that waits its turn computes nothing.
 """
 
 import gc
@@ -38,7 +38,7 @@ class Team:
 
     def __init__(self, name: str, work: Work) -> None:
         self.name, self.failure = name, ""
-        self.start: dict[str, Any] = {}  # what the first steps told
+        self.start: dict[str, Any] = {}  # results of the first steps
         self.seconds: list[float] = []  # per timed step: the slowest rank's
         self.losses: list[float] = []
         size = work.tp if CONTENDERS[name].divides else 1
@@ -69,7 +69,7 @@ class Team:
             self.losses.append(found[0][1])
 
     def save(self) -> None:
-        """One save, into a folder that is removed then; who cannot save may have trained well."""
+        """Time one save, into a folder that is removed afterwards; a contender that cannot save keeps its step times."""
         if self.failure:
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ class Team:
         self.failure = ""
 
     def _ask(self, what: Any) -> list[Any]:
-        """Every rank's answer; none after a failure."""
+        """Return every rank's answer; an empty list after a failure."""
         if self.failure:
             return []
         found = []
@@ -139,7 +139,7 @@ def compete(names: Sequence[str], work: Work, rounds: int) -> list[Team]:
 
 
 def _import_all() -> None:
-    """Nobody's load is charged with imports that the others had for nothing."""
+    """Import everything before the fork, so that no contender's load time contains imports."""
     import torch.distributed.tensor.parallel  # noqa: F401
     import transformers.models.bert.modeling_bert  # noqa: F401
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
@@ -152,7 +152,7 @@ def _import_all() -> None:
 
 
 def _serve(pipe: Any, rank: int, size: int, threads: int, name: str, work: Work) -> None:
-    """A rank: answers until its pipe ends."""
+    """Run a rank: answer commands until its pipe closes."""
     prepare_rank(threads)
     contender: Any = None
     with suppress(EOFError):

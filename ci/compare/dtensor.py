@@ -1,4 +1,4 @@
-"""Hand-written DTensor plans that divide what our tables divide, vocabulary and loss included.
+"""Hand-written DTensor plans that shard the same weights as the tables of the zoo, vocabulary and loss included.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
@@ -47,7 +47,7 @@ PLANS: dict[str, dict[str, str]] = {
 
 
 def divide(model: Any, tp: int) -> Any:
-    """The model with DTensor parameters, in place."""
+    """Replace the model's parameters by DTensors, in place."""
     kind = model.config.model_type
     if kind == "gpt2":
         _use_linear(model, tp)

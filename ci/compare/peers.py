@@ -46,7 +46,7 @@ class Contender:
         return plain(self.work.folder)
 
     def make_optimizer(self) -> Any:
-        """The same for everybody."""
+        """Return the optimizer, the same for every contender."""
         return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
     def gradients(self) -> Tensor:
@@ -56,7 +56,7 @@ class Contender:
         return loss.detach()
 
     def step(self, between: Callable[[], None] | None = None) -> float:
-        """One training step; the loss. `between` is called when the gradients are there."""
+        """Run one training step and return the loss; `between` is called after the backward."""
         loss = self.gradients()
         if between is not None:
             between()
@@ -64,7 +64,7 @@ class Contender:
         return float(loss)
 
     def update(self) -> None:
-        """Use the gradients, and forget them."""
+        """Step the optimizer and clear the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -85,7 +85,7 @@ class Contender:
         return math.sqrt(total)
 
     def save(self, folder: str) -> bool:
-        """Write what plain `transformers` loads; False where one call does not do it."""
+        """Write a checkpoint that plain `transformers` loads; return False where the library has no single call for it."""
         self.model.save_pretrained(folder)
         return True
 
@@ -181,7 +181,7 @@ class TransformersTP(Contender):
 
 
 class DTensor(Contender):
-    """torch's `parallelize_module` with a plan written by hand that divides what ours divides."""
+    """torch's `parallelize_module` with a hand-written plan that shards the same weights as slapo_zoo."""
 
     name = "DTensor"
     divides = True
@@ -276,7 +276,7 @@ class Compiled(Contender):
 
 
 class _DividesRows(Contender):
-    """Every rank has a part of the rows; gradients and losses are averaged."""
+    """Data parallelism: every rank has its rows of the batch; gradients and losses are averaged."""
 
     divides = True
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MASKED = 0.15  # of the tokens of a masked-language model
+MASKED = 0.15  # share of masked tokens
 
 
 @dataclass(frozen=True)

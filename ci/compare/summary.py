@@ -14,7 +14,7 @@ MIB = 2**20
 
 
 def summarize(teams: Sequence[Team], work: Work, refused: dict[str, str]) -> dict[str, Any]:
-    """Two tables, `parity` and `speed`; the latter is empty unless ours computed what plain did.
+    """Return two tables, `parity` and `speed`; `speed` is empty unless slapo_zoo computed the plain model's losses.
 
     Args:
         teams: ours first, then plain `transformers`.
@@ -52,7 +52,7 @@ def _apart(found: float, expected: float) -> float:
 
 
 def _speed(team: Team, ours: Team, work: Work) -> dict[str, Any]:
-    """Milliseconds are percentiles over the rounds; the ratio is the median over the rounds'."""
+    """Return the table of speeds: milliseconds are percentiles over the rounds, ratios are medians over the rounds."""
     p20, p50, p80 = (percentile(team.seconds, share) for share in (0.2, 0.5, 0.8))
     rounds = [a / b for a, b in zip(team.seconds, ours.seconds, strict=True)]
     return {
@@ -73,7 +73,7 @@ def _speed(team: Team, ours: Team, work: Work) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value that so large a share of them does not exceed, between neighbours by proportion."""
+    """Return a percentile of the values, by linear interpolation between neighbours."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -92,7 +92,7 @@ def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """A value as people read it."""
+    """Format a value for a table."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.load.exact import exact_model
 from slapo_zoo.load.planned import with_options
 from slapo_zoo.load.resolve import Trust, resolve_schedule
 from slapo_zoo.model.integrations.dialects import check_target, in_target
@@ -34,6 +35,9 @@ def _from_files(
     config_changes: dict[str, Any],
 ) -> Any:  # fmt: skip
     """Load a checkpoint as a scheduled model; `AutoScheduledModel.from_pretrained` describes the arguments."""
+    if options.exact:
+        files = name_or_path, revision, allow_pickle, max_load_memory, check_finite, map_weights
+        return exact_model(options, lambda own: _from_files(own, *files, dict(config_changes)))
     hub = HubArguments.taken(config_changes)
     attention, dtype = renamed(config_changes, options.attention, options.dtype)
     options = replace(options, attention=attention, dtype=dtype)
@@ -48,6 +52,8 @@ def _from_files(
 
 def _from_config(options: LoaderOptions, config: Any) -> Any:
     """Make a scheduled model of a config with new weights, as `AutoScheduledModel.from_config` describes."""
+    if options.exact:
+        return exact_model(options, lambda own: _from_config(own, config))
     check_target("from_config", options.target, options.target_options)
     with rank_guard("from_config"):
         model = new_model("from_config", options, config, _prepared)
@@ -82,6 +88,7 @@ class AutoScheduledModel:
         micro_batches: int | None = None,
         checkpoint_ratio: float = 0.0,
         checkpoint_policy: str | Sequence[str] = "",
+        exact: bool | Mapping[str, int] = False,
         activation_memory: int | str | None = None,
         micro_batch_shape: tuple[int, int] | None = None,
         attention: str | None = None,
@@ -132,6 +139,9 @@ class AutoScheduledModel:
                 matrix products, "offload" everything, in host memory (on a GPU), "sharded"
                 nothing but a tp shard of a block's input; or a list of one policy per
                 block: "keep", "recompute", "save_matmuls", "offload" or "sharded".
+            exact: train with the same bits on every mesh: the largest mesh that the run will ever have, e.g.
+                `{"tp": 4, "dp": 2}`; each process then computes the shards of several ranks of that mesh, one
+                thread each. True takes the mesh itself. On the CPU; see "The same bits" in the documentation.
             activation_memory: most bytes that a rank keeps for its backwards, "8GiB" or bytes: the
                 planner chooses the cheapest policy per block; if none fits, the nearest budget is
                 named before anything is allocated.

@@ -79,8 +79,10 @@ class _WorldPerThread:
 
     NAMES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
 
-    def __init__(self) -> None:
+    def __init__(self, before: Any) -> None:
+        """Give every thread a world without groups, and the current thread the groups of the world `before`."""
         self.__dict__["local"] = threading.local()
+        self._state().update({name: getattr(before, name) for name in self._state()})
 
     def _state(self) -> dict[str, Any]:
         if not hasattr(self.local, "state"):
@@ -117,7 +119,7 @@ def process_groups_per_thread() -> Iterator[None]:
     isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # pyright: ignore[reportAttributeAccessIssue]
 
     before = distributed_c10d._world
-    distributed_c10d._world = _WorldPerThread()  # pyright: ignore[reportAttributeAccessIssue]
+    distributed_c10d._world = _WorldPerThread(before)  # pyright: ignore[reportAttributeAccessIssue]
     isolate(True)
     try:
         yield

@@ -187,6 +187,7 @@ class LoaderOptions(BuildOptions):
     )
     device: torch.device | str | None = None
     auto_class: Any = None
+    exact: bool | Mapping[str, int] = False
     activation_memory: int | str | None = None
     micro_batch_shape: tuple[int, int] | None = None
     trust_remote_code: bool = False

@@ -34,7 +34,7 @@ def refused(action, *args, **kwargs):
 
 
 def publish(folder):
-    """A card, a second version, a model's own; conflicts."""
+    """Publish a card, a second version and a model's weights; provoke conflicts."""
     zoo_card(tiny(), None, Mesh(), "gpt2").write(folder)
     first = push(folder, REPO, tag="v1")
     zoo_card(tiny(), None, Mesh(), "gpt2", checkpoint_ratio=0.5).write(folder)
@@ -51,7 +51,7 @@ def publish(folder):
 
 
 def load(folder):
-    """From an empty cache: by sha, by tag, through the loader; what is not there."""
+    """Load from an empty cache by sha, by tag and through the loader; request what is missing."""
     known = json.loads((folder / "published.json").read_text())
     by_sha, by_tag = load_card(known["first"]), load_card(f"{REPO}@v1")
     model = AutoScheduledModel.from_config(tiny(), schedule=known["second"])
@@ -78,7 +78,7 @@ def load(folder):
 
 
 def moved(folder):
-    """After the tag was moved, and a file of the repository tampered with."""
+    """Load after the tag was moved, and after a file of the repository was tampered with."""
     known = json.loads((folder / "published.json").read_text())
     return {
         "moved": refused(load_card, f"{REPO}@v1"),
@@ -89,7 +89,7 @@ def moved(folder):
 
 
 def offline(folder):
-    """HF_HUB_OFFLINE=1, from the cache."""
+    """Load from the cache with HF_HUB_OFFLINE=1."""
     known = json.loads((folder / "published.json").read_text())
     return {
         "by sha": load_card(known["first"]).program.hash,
@@ -100,7 +100,7 @@ def offline(folder):
 
 
 def python(folder):
-    """A schedule in Python: trusted and pinned, or not at all."""
+    """Load a schedule written in Python, with and without trust_remote_code and a pinned sha."""
     known = json.loads((folder / "published.json").read_text())
     at = {"config": tiny()}
     main = refused(AutoScheduledModel.from_config, **at, schedule="me/python@main", trust_remote_code=True)  # fmt: skip

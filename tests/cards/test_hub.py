@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 
 def run(hub, folder, name, home, offline="0"):
-    """The outcome of a scenario in a fresh process."""
+    """Return the result of a scenario in a new process."""
     env = {
         **os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(folder / home), "HF_TOKEN": "hf_test",
         "HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": offline, "HF_HUB_DISABLE_PROGRESS_BARS": "1",

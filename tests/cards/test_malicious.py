@@ -151,7 +151,7 @@ PAGES = {
 
 @pytest.fixture
 def card(tmp_path, monkeypatch):
-    """A good card; the test fails when anything else was written or imported."""
+    """Return a valid card; fail when the test writes or imports anything else."""
     monkeypatch.chdir(tmp_path)
     CARD.write(tmp_path / "card")
     before, modules = everything(tmp_path), set(sys.modules)
@@ -282,7 +282,7 @@ def fuzz(data: bytes):
 
 
 def mutated():
-    """A part of a good document in place of which stands anything."""
+    """Return a valid document in which one value is replaced by a random one."""
     part = st.sampled_from([*GOOD])
     whole = st.builds(lambda k, v: {**GOOD, k: v}, part, JSON)
     pattern, name = (
@@ -315,5 +315,5 @@ def test_randomly_mutated_card_readmes_parse_or_raise_card_error(data):
 )
 @given(st.binary(max_size=200) | mutated().map(lambda d: json.dumps(d).encode()))
 def test_hundred_thousand_mutated_card_programs_parse_or_raise_card_error(part, data):
-    """A hundred thousand in all, in parts that end before a stuck test is reported."""
+    """Fuzz a hundred thousand programs, in ten parts that each end before a test counts as hanging."""
     fuzz(data)

@@ -25,7 +25,7 @@ class Tower(nn.Module):
 
 
 class Other(Tower):
-    """The same tree and shapes, another class."""
+    """Module with the same tree and shapes, of another class."""
 
 
 IDS = torch.arange(12).view(3, 4)

@@ -1,4 +1,4 @@
-"""Pictures of a card: of what was measured, and of nothing else."""
+"""Pictures of a card, which show only measured values."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ def test_card_picture_shows_measured_values(tmp_path):
 
 
 def test_card_picture_changes_only_with_the_numbers_of_the_card():
-    """Other figures, another picture; the same ones, the same bytes. Text from a card is no markup."""
+    """Other numbers give another picture, the same numbers the same bytes. Text of a card is escaped in the SVG."""
     first, again = draw(BENCH), draw(dict(BENCH))
     assert first == again
     assert draw({**BENCH, "tokens_per_s": 10}) != first

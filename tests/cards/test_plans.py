@@ -1,4 +1,4 @@
-"""Plans of a card: simulated by the planner, defaults of the call where they fit, said where they do not."""
+"""Plans of a card, simulated by the planner: defaults of the call where they fit, ignored with a message elsewhere."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def plan_of(**changes):
 
 
 def card_with(folder, *plans, **tuning):
-    """The published card of GPT-2, for 12 blocks and two stages, with plans for a tiny model."""
+    """Write the published card of GPT-2 with plans for a tiny model."""
     shutil.copytree(CARDS / "gpt2", folder)
     card = read_card(folder)
     replace(card, tuning=with_plans(tuning, list(plans))).write(folder)
@@ -51,7 +51,7 @@ def said(caplog):
 
 
 def built(card, **given):
-    """(micro-batches, blocks that are recomputed, layout)."""
+    """Load a model with the card; return (micro-batches, recomputed blocks, layout)."""
     model = AutoScheduledModel.from_config(tiny(), schedule=card, **given)
     again = sum(directive.name == "checkpoint" for _, directive in model.schedule.history)
     mesh = model.mesh
@@ -101,7 +101,7 @@ def test_card_plan_for_another_model_or_device_is_ignored_with_a_message(case, t
 
 
 def test_card_program_keeps_its_recomputation_when_a_plan_is_applied(tmp_path, said):
-    """The plan's layout and micro-batches are taken; the program says itself what is recomputed."""
+    """The plan sets layout and micro-batches; the program's own recomputation stays."""
     folder = tmp_path / "card"
     zoo_card(tiny(), None, Mesh(), "tiny", checkpoint_ratio=0.34).write(folder)
     replace(read_card(folder), tuning=with_plans({}, [plan_of()])).write(folder)

@@ -1,4 +1,4 @@
-"""A card replays on the meshes that its constraints allow, at parity; elsewhere it says why not."""
+"""Replay of a card: equal results on meshes that its constraints allow, an error with the reason elsewhere."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_card_refuses_another_model_size_or_class_unless_made_for_any_size(tmp_p
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", families())
 def test_card_written_and_read_back_equals_the_zoo_schedule(family, tmp_path):
-    """Written, read, resolved and replayed: the same program, of every family."""
+    """The card of every family is written, read, resolved and replayed: the program stays the same."""
     config, head = config_of(family)
     mesh = Mesh(tp=2, pp=2)
     card = zoo_card(config, head, mesh, family)

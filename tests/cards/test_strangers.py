@@ -50,7 +50,7 @@ BOMBS = {
 
 @pytest.mark.parametrize("case", BOMBS)
 def test_card_parsers_take_linear_time_on_large_files(case):
-    """A parser that is quadratic in its input would take the time of the whole suite for one."""
+    """A parser that is quadratic in its input would need as long as the whole suite for these files."""
     parse, make = BOMBS[case]
     with contextlib.suppress(CardError):
         parse(make(60_000 if parse is metadata_of else 1_000_000), "x")

@@ -1,4 +1,4 @@
-"""Data that cannot be trained on: each is an error in four parts, and rows with gaps are left out aloud."""
+"""Unusable data: each kind is an error in four parts; rows with gaps are dropped with a message."""
 
 import json
 
@@ -89,7 +89,7 @@ def test_dataset_without_usable_labels_is_refused_with_reason(name, place, capsy
 
 @pytest.mark.parametrize("keys", [("stream=true",), ("stream=false",), ("task=classify",)])
 def test_data_rows_without_text_or_label_are_dropped_with_a_message(keys, place, capsys):
-    """A row lacks a text, another one a label; what is trained on is what is left."""
+    """One row has no text, another has no label; training uses the others."""
     sets = [word for key in keys for word in ("--set", key)]
     run(*words_of(place, "some.parquet", "--max-steps", 1, "--batch-size", 4, *sets))
     told = capsys.readouterr()
@@ -151,7 +151,7 @@ def test_plain_text_data_refuses_other_columns_and_splits(key, said, place, caps
     "names", [("a.jsonl", "b.csv"), ("a.jsonl", "b.txt", "c.txt"), ("a.csv", "b.tsv")]
 )
 def test_folder_with_several_file_kinds_is_refused(names, tmp_path):
-    """`datasets` reads the most frequent one; the others would be left out in silence."""
+    """`datasets` reads the most frequent kind and would silently skip the others."""
     for name in names:
         (tmp_path / name).write_text("text\nto be\n")
     with pytest.raises(DataError, match="found files of several kinds"):
@@ -163,7 +163,7 @@ def test_folder_with_several_file_kinds_is_refused(names, tmp_path):
 
 @pytest.mark.parametrize("task", ["classify", "pairs"])
 def test_pad_token_beyond_the_vocabulary_is_refused(task, place, tmp_path, capsys):
-    """Added to the tokenizer alone, as many do for GPT-2."""
+    """The pad token was added to the tokenizer alone, as many users do for GPT-2."""
     write_gpt2(tmp_path / "gpt2")
     words = AutoTokenizer.from_pretrained(tmp_path / "gpt2")
     words.add_special_tokens({"pad_token": "[PAD]"})
@@ -186,7 +186,7 @@ def test_pad_token_beyond_the_vocabulary_is_refused(task, place, tmp_path, capsy
 
 
 def test_class_label_ids_follow_the_checkpoint_config(place, tmp_path, capsys):
-    """Trained on: c, b, a would be 0, 1, 2 and are 2, 1, 0; a class may be missing."""
+    """Label ids come from the checkpoint's config, not from the order of the data; a class may be missing in the data."""
     run(
         *words_of(
             place,

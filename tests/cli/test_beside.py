@@ -1,4 +1,4 @@
-"""The side-by-side comparison: parity decides whether a speed is told, and its files say everything."""
+"""The side-by-side benchmark: speeds are reported only with equal losses; its files hold all results."""
 
 import json
 from types import SimpleNamespace
@@ -30,7 +30,7 @@ def test_benchmark_speed_ratios_are_computed_per_round():
     found = summarize(teams, WORK, {"DTensor": "no plan"})
     assert found["green"]
     ours, plain = found["speed"]
-    assert plain["time / ours"] == pytest.approx(2.5)  # of 3 and 2
+    assert plain["time / ours"] == pytest.approx(2.5)  # median of the ratios 3 and 2
     assert plain["ours / its bytes"] == 0.5
     assert ours["tokens/s"] == pytest.approx(20 / 0.15)
     assert {row["contender"]: row["verdict"] for row in found["parity"]}["DTensor"] == "no plan"

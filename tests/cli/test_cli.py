@@ -117,7 +117,7 @@ JSON_COMMANDS = {
 
 
 def of_ci(function):
-    """A command of ci/run.py as its file runs it."""
+    """Run a command of ci/run.py by its script."""
     app = typer.Typer()
     app.command()(function)
     return app
@@ -128,7 +128,7 @@ OF_CI = {"coverage": of_ci(type_coverage.coverage), "demo": of_ci(demo.demo)}
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
 def test_json_option_prints_nothing_but_json(command, gpt2, tmp_path, capfd, monkeypatch):
-    """Also where a library prints on stdout, as DeepSpeed does, or a child process does."""
+    """stdout holds only JSON, also where a library such as DeepSpeed or a child process prints."""
     place, arguments, instead = JSON_COMMANDS[command]
     module, _, name = place.rpartition(".")
     own = getattr(pkgutil.resolve_name(module), name)
@@ -233,7 +233,7 @@ def losses(capfd, *arguments):
 
 
 def test_train_resumes_on_another_mesh(gpt2, text, tmp_path, capfd):
-    """3 steps at once are 2 with tp=2, and the third in one process; a third start finds nothing to do."""
+    """Three steps in one run equal two steps with tp=2 and a third in one process; a further start has no step left."""
     numbers = ("--data", text, "--seq-len", 16, "--batch-size", 4, "--lr", 1e-3)
     kept = ("--checkpoint", tmp_path / "kept", "--save-every", 1)
 

@@ -20,7 +20,7 @@ from slapo_zoo.tune.planner.layout_report import COLUMNS
 
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
-    """A checkpoint without a tokenizer."""
+    """Return the folder of a checkpoint without a tokenizer."""
     config = GPT2Config(
         n_embd=32, n_head=4, n_layer=2, n_positions=64, vocab_size=101, bos_token_id=0,
         eos_token_id=0,
@@ -131,7 +131,11 @@ def test_bench_kernels_prints_json(capfd, monkeypatch):
     assert json.loads(out) == [row]
 
 
-HEADS = {"kernel", "runs", "because"}  # of a table that may be empty, and is then no list
+HEADS = {
+    "kernel",
+    "runs",
+    "because",
+}  # headings of a table that may be empty and is then not printed as a list
 SCREENS = [
     "plan MODEL --gpus 1 --batch 4 --explain", "plan MODEL --pp 2", "list", "show MODEL --tp 2 --pp 2",
     "show MODEL --tp 2 --rank 1", f"card lint {CARD}", "card make MODEL CARD --tp 2",
@@ -157,7 +161,7 @@ def test_command_output_fits_terminal_width_without_broken_words(
 
 
 def test_plan_command_prints_count_of_configurations_and_hardware(gpt2, capfd):
-    """More configurations fitted than were looked at; two bubbles; only meshes without any fit were explained."""
+    """Earlier output counted more fitting configurations than it had tried, and showed two values of the bubble."""
     tight = ("--batch", 64, "--memory", "1537MiB", "--explain", "--hardware", "h100")
     _, out, _ = run(capfd, "plan", gpt2, "--gpus", 1, *tight)
     out = " ".join(out.split())
@@ -181,7 +185,7 @@ def test_older_option_name_works_with_a_warning(gpt2, capfd):
 
 @pytest.mark.parametrize("line", ["plan gpt3", "show nosuch", "card push CARD me/x"])
 def test_unreachable_hub_prints_one_error_without_traceback(line):
-    """A port that nobody listens on: one request, four parts."""
+    """The endpoint is a port without a listener: one request is sent, the error has four parts."""
     words = [CARD if word == "CARD" else word for word in line.split()]
     environment = os.environ | {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": "http://127.0.0.1:9"}
     command = [sys.executable, "-m", "slapo_zoo.cli.main", *words]
@@ -209,7 +213,7 @@ def test_show_command_limits_default_sequence_length_to_model_positions(gpt2, ca
 
 
 def test_library_logs_do_not_reach_stdout_of_the_derive_command(tmp_path):
-    """`slapo-zoo derive X > x.py` began with a warning of DeepSpeed, which transformers imports."""
+    """DeepSpeed, which transformers imports, once wrote its warning as line 1 of `slapo-zoo derive X > x.py`."""
     (tmp_path / "deepspeed.py").write_text(
         "import logging, sys\n"
         "logger = logging.getLogger('DeepSpeed')\n"

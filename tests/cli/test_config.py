@@ -87,7 +87,7 @@ def test_option_names_of_other_tools_map_to_existing_keys():
 
 
 def test_renamed_config_keys_still_work_with_a_message(tmp_path, capsys):
-    """Each with a word that names the new one, in a file, by --set and as a flag."""
+    """An old key works in a file, by --set and as a flag, each with a message that names the new key."""
     (tmp_path / "run.yaml").write_text("model: m\nsteps: 3\nlr: 1e-3\n")
     assert read_config(tmp_path / "run.yaml") == {"model": "m", "max_steps": 3, "learning_rate": 1e-3}  # fmt: skip
     said = capsys.readouterr().err
@@ -104,7 +104,7 @@ def test_renamed_config_keys_still_work_with_a_message(tmp_path, capsys):
 
 
 def test_renamed_config_keys_are_fields_of_training_arguments():
-    """Every key that TrainingArguments has too means the same, and is passed on."""
+    """Every key that TrainingArguments also has means the same there, and is passed on."""
     from transformers import TrainingArguments
 
     assert set(RENAMED.values()) <= TrainingArguments.__dataclass_fields__.keys()
@@ -140,7 +140,7 @@ def test_passed_arguments_stand_alone_or_under_trainer(tmp_path):
 def test_train_layout_flags_set_loader_options_beside_the_config_file(
     capsys, tmp_path, monkeypatch
 ):
-    """They are entries of `load`, beside those of the file; names and defaults are the loader's."""
+    """The flags become entries of `load`, added to those of the file; names and defaults are the loader's."""
     usual = vars(LoaderOptions())
     assert all(usual[name] == default for name, (_, default) in OF_LOAD.items())
     monkeypatch.chdir(tmp_path)
@@ -314,7 +314,7 @@ def test_conflicting_or_missing_config_keys_are_refused(changes, said, tmp_path,
 
 
 def test_default_sequence_length_excludes_positions_reserved_for_padding():
-    """RoBERTa's positions begin at 2 of 66."""
+    """RoBERTa has 66 positions, of which the first two are reserved for padding."""
     config = SimpleNamespace(model_type="roberta", max_position_embeddings=66, pad_token_id=1)
     assert row_length(None, config) == row_length(64, config) == 64
     with pytest.raises(SlapoError, match="target_len: found 65, but the model has 64 positions"):
@@ -353,7 +353,7 @@ def test_train_prints_its_configuration_before_reading_data(tmp_path, capsys):
 
 
 def test_last_of_repeated_set_options_wins():
-    """The last one counts, as with a key that is given twice."""
+    """A later --set replaces an earlier one for the same key."""
     assert read_sets(["columns=null", "columns.text=body"]) == {"columns": {"text": "body"}}
     assert read_sets(["columns.text=a", "columns.label=b", "learning_rate=1", "learning_rate=2"]) == {
         "columns": {"text": "a", "label": "b"}, "learning_rate": 2.0,
@@ -361,7 +361,7 @@ def test_last_of_repeated_set_options_wins():
 
 
 def test_train_prints_only_options_that_differ_from_defaults():
-    """Each run began with 42 lines of YAML."""
+    """The full configuration would be 42 lines at the start of each run."""
     options = TrainOptions("m", max_steps=5, columns={"text": "body"}, report_to=("wandb",))
     assert yaml.safe_load(changes(options)) == {
         "model": "m", "max_steps": 5, "columns": {"text": "body"}, "report_to": ["wandb"],
@@ -369,7 +369,7 @@ def test_train_prints_only_options_that_differ_from_defaults():
 
 
 def test_progress_without_terminal_prints_a_line_at_intervals(monkeypatch, capsys):
-    """A log said nothing for 5 % of a run of hours."""
+    """Without a terminal a line is printed at least every PAUSE_S seconds."""
     clock = iter(range(0, 10_000, 20))
     monkeypatch.setattr("slapo_zoo.cli.training.records.time.monotonic", lambda: next(clock))
     with progress(1000) as on_step:
@@ -380,7 +380,7 @@ def test_progress_without_terminal_prints_a_line_at_intervals(monkeypatch, capsy
 
 
 def test_zero_stage_option_sets_the_loader_and_warns_for_deepspeed(capsys):
-    """The loader's, as in show, plan and verify; DeepSpeed's own goes on for one release, with a word."""
+    """zero_stage is the loader's option, as in show, plan and verify; DeepSpeed's meaning still works, with a warning."""
     layout = make_options({"model": "m"}, read_sets(["zero_stage=2", "load.dp_shard=2"]))
     assert layout.load == {"dp_shard": 2, "zero_stage": 2}
     assert not capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The demo does what it says, quietly, and notices when the columns differ."""
+"""The demo: it prints what it promises, and fails where the losses of its columns differ."""
 
 import os
 import subprocess

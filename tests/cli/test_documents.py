@@ -1,4 +1,4 @@
-"""Documents that share a row see nothing of each other, in every family that the command packs."""
+"""Packed documents do not attend to each other, in every family that `train` packs."""
 
 import pytest
 import torch

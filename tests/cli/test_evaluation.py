@@ -1,4 +1,4 @@
-"""Schedules, groups of parameters, evaluation, best checkpoint, early stop: on every layout, resumed."""
+"""Learning rates, parameter groups, evaluation, best checkpoint and early stop, on every layout and after a resume."""
 
 import json
 import shutil
@@ -100,7 +100,7 @@ def state_of(folder):
 
 
 def test_run_with_evaluation_resumes_exactly_on_another_layout(job, tmp_path, capfd):
-    """Losses, evaluations, best checkpoint and final weights of an uninterrupted run."""
+    """The resumed run has the losses, evaluations, best checkpoint and final weights of an uninterrupted one."""
     run("train", "--config", job / "run.yaml", "--save-total-limit", 9, "--checkpoint", tmp_path / "one", "--dp", 2,
         "--set", f"best={tmp_path / 'best'}")  # fmt: skip
     whole = capfd.readouterr().out

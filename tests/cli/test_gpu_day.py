@@ -1,4 +1,4 @@
-"""`ci/run.py gpu-day --fake`: the driver, its state, and what a second call leaves alone."""
+"""`ci/run.py gpu-day --fake`: the driver, its saved state, and the cases that a second call skips."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def day(out, *arguments):
 
 
 def test_ci_run_passes_the_help_option_to_the_gpu_day_script():
-    """`ci/run.py gpu-day -h` named no option."""
+    """`ci/run.py gpu-day -h` has to print the options of ci/gpu_day.py."""
     code = "import sys; sys.path.insert(0, 'ci'); import run; print(run.parse(['gpu-day', '-h']))"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
@@ -36,7 +36,7 @@ def test_ci_run_passes_the_help_option_to_the_gpu_day_script():
 
 @pytest.mark.slow
 def test_gpu_day_resumes_after_the_time_budget_ran_out(tmp_path):
-    """Nothing fits a budget of a second; a later call runs it, and a third has nothing left."""
+    """No case fits a budget of one second; a later call runs the case, and a third has none left."""
     first = day(tmp_path, "--stage", "correct", "--only", "rms_norm", "--budget", "1")
     assert "go on with --resume" in first.stdout
     assert not (tmp_path / "results.jsonl").exists()
@@ -55,7 +55,7 @@ def test_gpu_day_resumes_after_the_time_budget_ran_out(tmp_path):
 
 
 def of_this_day(folder):
-    """Processes that have the folder on their command line, but for the driver."""
+    """Return the processes with the folder on their command line, except the driver."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -66,7 +66,7 @@ def of_this_day(folder):
 
 
 def until(condition, seconds=60.0):
-    """Wait for it."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end
@@ -75,7 +75,7 @@ def until(condition, seconds=60.0):
 
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are read from /proc")
 def test_killed_gpu_day_script_leaves_no_process_and_resumes(tmp_path):
-    """And a torn last line is no line: the next call, into another folder, does its case."""
+    """A truncated last line of the results is ignored: the next call, into another folder, runs that case."""
     command = [sys.executable, str(ROOT / "ci" / "gpu_day.py"), "--fake", "--out", str(tmp_path)]
     driver = subprocess.Popen([*command, "--stage", "masks"], stdout=subprocess.DEVNULL)
     until(lambda: of_this_day(tmp_path))

@@ -1,4 +1,4 @@
-"""Seven journeys of a new user by the pages alone; what comes out is compared with one process."""
+"""Seven journeys of a new user by the pages alone; results are compared with one process."""
 
 import json
 import math
@@ -17,7 +17,7 @@ MAIN = "\nif __name__ == '__main__':\n    print(train('checkpoint', tp=2, pp=2))
 
 @pytest.fixture
 def desk(tmp_path):
-    """A folder with the checkpoint and the text that the first page makes."""
+    """Return a folder with the checkpoint and the text that the first page makes."""
     found = Desk(tmp_path)
     _, make = next(blocks("python", page("docs/index.md")))
     (tmp_path / "make.py").write_text(make)
@@ -37,7 +37,7 @@ def same(found, expected):
 
 
 def test_first_page_of_docs_runs_on_one_rank_emulated_and_under_torchrun(desk):
-    """Page one: alone, on four emulated ranks, under torchrun, without a program."""
+    """The first page's code runs on one rank, on four emulated ranks, under torchrun, and by the command line alone."""
     _, train, four, broken = (text for _, text in blocks("python", page("docs/index.md")))
     (desk.folder / "train.py").write_text(train + four + broken)
     alone, *errors = desk.type("python train.py").splitlines()
@@ -73,7 +73,7 @@ def test_training_interrupted_by_ctrl_c_resumes_on_another_layout(desk):
 
 
 def test_trainer_page_program_trains_on_a_csv_alike_on_four_ranks(desk):
-    """The Trainer's page, its rows from a csv file: four processes find what one does."""
+    """The program of docs/trainer.md, with data from a csv file: four processes get the evaluation loss of one."""
     program = "".join(text for _, text in blocks("python", page("docs/trainer.md")))
     rows = "data = datasets.Dataset.from_dict(rows)"
     assert rows in program
@@ -98,7 +98,7 @@ def test_trainer_page_program_trains_on_a_csv_alike_on_four_ranks(desk):
 
 
 def test_schedule_is_shown_changed_saved_and_loaded_as_card(desk):
-    """See a schedule, turn a knob, add a directive, keep it as JSON and as a card, load both."""
+    """Print a schedule, change an option, add a directive, save it as JSON and as a card, and load both."""
     desk.type("slapo-zoo show checkpoint --tp 2 --pp 2")
     (desk.folder / "look.py").write_text(
         "import torch\nfrom slapo_zoo import AutoScheduledModel as A, extend\n"
@@ -123,7 +123,7 @@ def test_schedule_is_shown_changed_saved_and_loaded_as_card(desk):
 
 
 def test_new_family_is_derived_verified_and_trained(desk):
-    """A type without a table: derived and proven, written down, verified, trained as one process does."""
+    """A model type without a table is derived and proven, written to a file, verified, and trains as in one process."""
     (desk.folder / "made.py").write_text(
         "from transformers import ConvBertConfig as C, ConvBertForMaskedLM as M\n"
         "M(C(hidden_size=32, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64,"
@@ -165,7 +165,7 @@ MISTAKES = [
 
 
 def test_command_line_mistakes_print_hints_and_exit_with_2(desk):
-    """Each is one readable answer with exit status 2; help and version are there for all commands."""
+    """Each mistake prints one readable error with exit status 2; every command has -h and --help."""
     desk.type("slapo-zoo card make checkpoint card --tp 1")
     for line in MISTAKES:
         err = desk.type(f"slapo-zoo {line}", code=2)

@@ -24,13 +24,13 @@ def cli(*words):
 
 
 @pytest.mark.parametrize("command", [plan, show, verify])
-def test_layout_flags_equal_loader_options(command):
+def test_layout_flags_have_the_defaults_of_loader_options(command):
     usual, flags = {**vars(LoaderOptions()), "dp": 1}, inspect.signature(command).parameters
     assert {name: flags[name].default for name in LAYOUT} == {name: usual[name] for name in LAYOUT}
 
 
 def test_plan_command_accepts_the_layout_flags_it_prints(capsys):
-    """Virtual stages, a policy and tokens in shares, as `plan --gpus` prints them."""
+    """The flags are those that `plan --gpus` prints: virtual stages, a recompute policy, sequence parallelism."""
     words = ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2, "--checkpoint-ratio", 1,
              "--checkpoint-policy", "save_matmuls")  # fmt: skip
     assert cli("plan", "gpt2", "--training", "--seq", 64, *words, "--json") == 0

@@ -90,14 +90,14 @@ def test_logging_steps_option_logs_every_nth_step(job, capfd):
 
 
 def test_log_reports_pipeline_bubble(job, tmp_path):
-    """With one micro-batch no two stages ever compute at a time, so half or more is waited."""
+    """With one micro-batch the two stages never compute at the same time, so the bubble is at least one half."""
     path = tmp_path / "run.jsonl"
     run(*job, "--max-steps", 2, "--pp", 2, "--set", "micro_batches=1", "--set", f"log_file={path}")
     assert all(0.5 <= line["bubble"] < 1 for line in lines(path))
 
 
 def test_logged_bubble_is_the_mean_over_ranks(ranks):
-    """0.2 of 1 s and 0.4 of 0.9 s: of two ranks' second each, 0.6 s were computed."""
+    """The ranks wait 0.2 s of 1 s and 0.4 s of 0.9 s; the bubble is the mean over both."""
     for found in ranks.run(_waited, 2):
         assert found == [pytest.approx(0.7), None]
 

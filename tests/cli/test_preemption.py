@@ -1,4 +1,4 @@
-"""A training that is asked to stop finishes its step, saves, and says how to go on."""
+"""Training that receives a stop signal: it finishes the step, saves, and prints how to resume."""
 
 import json
 import math
@@ -51,7 +51,7 @@ def state_of(folder):
 
 
 def asked_to_stop(job, out, number, *more):
-    """Start a long training, ask it to stop once it has saved; returns what it said and its code."""
+    """Start a long training, send a signal once it has saved; return its output and exit status."""
     command = [sys.executable, "-m", "slapo_zoo.cli.main", *job, "--max-steps", "100000"]
     command += ["--checkpoint", str(out), "--save-steps", "2", *more]
     env = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
@@ -160,7 +160,7 @@ def test_newest_step_folder_is_found_without_the_link_last(tmp_path):
 
 
 def test_checkpoint_survives_a_kill_between_two_renames(tmp_path, monkeypatch):
-    """Without RENAME_EXCHANGE, as on NFS: what was moved away is found again."""
+    """Without RENAME_EXCHANGE, as on NFS, the checkpoint that was moved away is found and restored."""
     make(tmp_path / "out", 4)
     monkeypatch.setattr(staging, "_renameat2", lambda *_: False)
     renaming, calls = os.rename, []

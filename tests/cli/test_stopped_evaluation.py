@@ -1,4 +1,4 @@
-"""A rank that is killed, and a launcher that is asked to stop, while the model is evaluated."""
+"""Killed ranks and stop signals during an evaluation."""
 
 import json
 import os
@@ -57,7 +57,7 @@ def ranks_of(launcher):
 def test_training_stopped_during_evaluation_saves_and_resumes_on_another_layout(
     folder, tmp_path, number, code, says
 ):
-    """A killed rank ends all at once; a request lets the evaluation end, and saves what it found."""
+    """A killed rank ends all ranks at once; a stop signal lets the evaluation finish and saves its result."""
     expected = finished(folder, tmp_path / "whole", "--max-steps", "5")
     place, keep = tmp_path / "cut", ("--checkpoint", "saved", "--save-steps", "1")
     long = ("--set", f"eval_data={folder / 'long.txt'}", "--max-steps", "99")

@@ -1,4 +1,4 @@
-"""Whole runs from a configuration file: every layout as one process, resumed on another, as transformers."""
+"""Full runs from a configuration file: every layout equals one process, resumes on another, and loads in transformers."""
 
 import json
 import shutil
@@ -138,7 +138,7 @@ SLOW = [pytest.param(task, marks=pytest.mark.slow) for task in ("packed", "class
 
 
 @pytest.mark.parametrize("task", ["masked", *SLOW])
-def test_a_run_interrupted_on_every_mesh_ends_as_one_process(task, whole, tmp_path):
+def test_run_interrupted_on_every_mesh_equals_an_uninterrupted_run(task, whole, tmp_path):
     """One process is interrupted after step 1, tp=2 after step 2, dp=2 after step 3; pp=2 ends it."""
     folder, expected = whole(task)
     before, end = folder / "one", weights_of(folder / "one")
@@ -165,7 +165,7 @@ def test_spawned_ranks_have_the_losses_of_one_process(task, whole, tmp_path, mon
 
 
 def test_best_checkpoint_has_the_same_loss_and_accuracy_in_transformers(whole):
-    """Evaluated by hand, with plain transformers, on the rows that were held out."""
+    """Evaluate the best checkpoint with plain transformers on the held-out rows."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder, log = whole("classify")

@@ -1,4 +1,4 @@
-"""`slapo-zoo train` with every engine under every launcher: the losses of one process."""
+"""`slapo-zoo train` with every engine under every launcher has the losses of one process."""
 
 import contextlib
 import multiprocessing
@@ -36,7 +36,7 @@ ENGINES = {
     ],
     "megatron": ["--engine", "megatron", "--tp", "2"],
 }
-SRUN = {  # what srun sets for two tasks on one node, and no more
+SRUN = {  # all variables that srun sets for two tasks on one node
     "SLURM_JOB_ID": "4711", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
     "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NODEID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "2",
@@ -46,7 +46,7 @@ OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_
 
 @pytest.fixture(autouse=True)
 def no_launcher(monkeypatch):
-    """Earlier tests in this process may have been ranks."""
+    """Remove launcher variables, which earlier tests in this process may have set."""
     for name in [*OF_LAUNCHERS, *SRUN, "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODELIST"]:
         monkeypatch.delenv(name, raising=False)
 
@@ -79,7 +79,7 @@ def forked(processes, folder):
     context, started = multiprocessing.get_context("fork"), []
     for number, process in enumerate(processes):
         started.append(context.Process(target=run_cli, args=(*process, folder / str(number))))
-        with warnings.catch_warnings():  # of threads that pytest has
+        with warnings.catch_warnings():  # fork warns about pytest's threads
             warnings.simplefilter("ignore")
             started[-1].start()
     for process in started:
@@ -122,7 +122,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "me
 
 @pytest.mark.parametrize("engine", ["torch", *SLOW])
 def test_train_under_srun_equals_local_ranks(engine, job, tmp_path):
-    """Processes with the variables of srun, which names no meeting point."""
+    """The processes have only srun's variables, which include no MASTER_ADDR."""
     arguments, expected = job
     ranks = [(of_srun(rank), [*arguments, *ENGINES[engine]]) for rank in range(2)]
     assert forked(ranks, tmp_path) == [expected, []]
@@ -139,7 +139,7 @@ def test_train_under_torchrun_equals_local_ranks(engine, job):
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_train_under_deepspeed_launcher_equals_local_ranks(engine, job):
-    """It puts --local_rank before the name of the command."""
+    """DeepSpeed's launcher puts --local_rank before the name of the command."""
     arguments, expected = job
     run = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29511"]
     run += ["--module", "slapo_zoo.cli.main", *arguments, *ENGINES[engine]]
@@ -216,7 +216,7 @@ def test_slurm_variables_are_converted_to_torchrun_variables(monkeypatch):
 
 
 def test_slurm_batch_script_and_srun_shell_are_not_a_distributed_launch(monkeypatch):
-    """A batch script has the job's variables and no step's; `srun --pty` is a step of one task."""
+    """A batch script has the variables of the job but of no step; `srun --pty` is a step of one task."""
     srun(monkeypatch)
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
     assert not is_distributed_launch()

@@ -1,4 +1,4 @@
-"""Work that says nothing itself shows a sign of life."""
+"""Progress lines of long work that prints nothing itself."""
 
 import time
 

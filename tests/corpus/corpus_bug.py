@@ -1,4 +1,4 @@
-"""A published silent bug of parallel training, said as a fault of a schedule, a loop or a file of ours."""
+"""Published silent bugs of parallel training, expressed as faults of a schedule, a loop or a file of this package."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -50,7 +50,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Bug:
-    """One published bug.
+    """Published bug.
 
     Args:
         name: what is wrong, in a few words.

@@ -80,7 +80,7 @@ def trial_of(bug: Bug, root: Path) -> Trial:
 
 
 def right_trial(bug: Bug, root: Path) -> Trial:
-    """The same without the bug."""
+    """Return the same trial without the bug."""
     return trial_of(replace(bug, fault=RIGHT), root)
 
 
@@ -112,7 +112,7 @@ def _trained(bug: Bug, trial: Trial, guarded: bool, watched: bool = False) -> li
 
 @contextmanager
 def _checks_off() -> Iterator[None]:
-    """Without those that no interval switches off."""
+    """Context in which all checks with an interval are off."""
     with (
         mock.patch("slapo_zoo.model.gradients.step_guard._require_own_scaler", return_value=None),
         mock.patch("slapo_zoo.model.checkpoints.resume._Load._check_integrity"),
@@ -154,7 +154,7 @@ def _verify(bug: Bug, root: Path) -> tuple[str, ...]:
 
 
 def _named_by(report: Report) -> tuple[str, ...]:
-    """The modules that a report names, or, where it names none, what it found."""
+    """Return the modules that a report names or, where it names none, its findings."""
     if report.ok:
         return ()
     found = tuple(finding.what for finding in report.findings)
@@ -193,7 +193,7 @@ NONE_OF = {
 
 
 def asked_of(bug: Bug) -> list[str]:
-    """The checkers that can see a bug of its kind: a loop of a user's own is none of `verify`'s business."""
+    """Return the checkers that apply to the kind of a bug: `verify` does not read a user's loop."""
     own_loop = bug.fault.training is not RIGHT.training and bug.fault.patch is nullcontext
     left_out = NONE_OF[bug.fault.kind] | ({"verify"} if own_loop else set())
     return [name for name in CHECKERS if name not in left_out]

@@ -1,4 +1,4 @@
-"""A short training on a mesh, and the same in plain `transformers`: does a fault change the numbers?"""
+"""Short training on a mesh and in plain `transformers`, to see whether a fault changes the numbers."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class Trained:
 
 
 class Training:
-    """The right loop; a bug of a loop is a subclass.
+    """Correct training loop; a bug of a loop is a subclass.
 
     Args:
         model: of AutoScheduledModel.
@@ -67,16 +67,16 @@ class Training:
         self.optimizer = self.new_optimizer()
 
     def new_optimizer(self) -> torch.optim.Optimizer:
-        """Over the parameters of the model."""
+        """Return an optimizer over the parameters of the model."""
         return optimizer_of(self.model.train())
 
     def feed(self, step: int) -> dict[str, torch.Tensor]:
-        """The rows of this rank."""
+        """Return this rank's rows of a batch."""
         whole = self.trial.case.batch_of(step)
         return self.trial.part(whole, self.model.mesh.coord("dp"))
 
     def backward(self, step: int) -> float:
-        """Forward and backward of one step."""
+        """Run forward and backward of one step."""
         batch = self.feed(step)
         return float(
             self.model.train_step(
@@ -89,18 +89,18 @@ class Training:
         return float(self.model.clip_grad_norm_(MAX_NORM))
 
     def update(self) -> None:
-        """One step of the optimizer."""
+        """Take one step of the optimizer."""
         self.optimizer.step()
 
     def between(self, step: int) -> None:
-        """Before a step."""
+        """Run before each step."""
 
     def grads(self) -> dict[str, torch.Tensor]:
-        """Whole gradients."""
+        """Return the unsharded gradients."""
         return self.model.consolidated_state_dict(grads=True)
 
     def run(self, watch: NumericsWatch | None = None) -> Trained:
-        """All steps."""
+        """Run all steps."""
         found = Trained()
         for step in range(STEPS):
             self.between(step)
@@ -186,7 +186,7 @@ def distance(found: list[Trained], want: Trained) -> float:
     errors += [_apart(torch.tensor(one.norms), torch.tensor(want.norms)) for one in found]
     least = 0.01 * max(float(g.abs().max()) for g in want.grads.values())
     errors += [_apart(first.grads[n], g, least) for n, g in want.grads.items() if n in first.grads]
-    moved = LEARNING_RATE  # of a weight in one step, at most
+    moved = LEARNING_RATE  # largest change of a weight in one step
     errors += [
         _apart(first.weights[n], w, moved) for n, w in want.weights.items() if n in first.weights
     ]
@@ -201,5 +201,5 @@ def _apart(found: torch.Tensor, want: torch.Tensor, least: float = 0.0) -> float
 
 
 def quiet() -> Any:
-    """Warnings are findings of another checker."""
+    """Context without warnings, which are findings of another checker."""
     return warnings.catch_warnings(action="ignore")

@@ -1,4 +1,4 @@
-"""Published bugs that are faults of a user's own loop: what is fed, clipped, stepped and saved."""
+"""Published bugs in a user's loop: feeding, clipping, stepping and saving."""
 
 import json
 from itertools import combinations
@@ -21,14 +21,14 @@ QWEN3, MIXTRAL = "Qwen3ForCausalLM", "MixtralForCausalLM"
 
 
 class ClipsItsOwnPart(Training):
-    """torch's own function sees one rank's part of the model."""
+    """Loop that clips by torch's function, which sees one rank's shard of the model."""
 
     def clip(self):
         return float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM))
 
 
 class ClipsOnOneRank(Training):
-    """Only the first tp rank scales what all of them hold whole."""
+    """Loop in which only the first tp rank scales replicated gradients."""
 
     def clip(self):
         norm = super().clip()
@@ -40,7 +40,7 @@ class ClipsOnOneRank(Training):
 
 
 class WithLora(Training):
-    """Adapters beside a frozen model."""
+    """Loop that trains adapters of a frozen model."""
 
     def __init__(self, model, trial):
         from peft import LoraConfig
@@ -57,7 +57,7 @@ class WithLora(Training):
 
 
 class LoraDrawnByRank(WithLora):
-    """Each tp rank draws its own first values."""
+    """Loop in which each tp rank initialises its adapters differently."""
 
     def __init__(self, model, trial):
         super().__init__(model, trial)
@@ -70,7 +70,7 @@ WithLora.right = WithLora
 
 
 class Resumed(Training):
-    """Saves after the first step and goes on from there."""
+    """Loop that saves after the first step and resumes from there."""
 
     folder: Path
 
@@ -85,11 +85,11 @@ class Resumed(Training):
             together(self.model.mesh, "between", lambda: None)
 
     def damage(self, folder):
-        """Nothing."""
+        """Do nothing."""
 
 
 class OptimizerOfAnother(Resumed):
-    """Two tensors of the optimizer are in each other's place."""
+    """Loop that exchanges two tensors of the optimizer state."""
 
     def damage(self, folder):
         (path,) = folder.glob("optimizer*.safetensors")
@@ -110,12 +110,12 @@ Resumed.right = Resumed
 
 
 def divided(model):
-    """Names of which this rank holds a part."""
+    """Return the names of the parameters that are sharded on this rank."""
     return {row.name for row in model._slapo.plan.tensors.values() if row.placement is not None}
 
 
 def other_rows(mesh_dim):
-    """Ranks that must share a batch read their own."""
+    """Feed different batches to ranks that must share one."""
 
     class Fed(Training):
         def feed(self, step):
@@ -126,14 +126,14 @@ def other_rows(mesh_dim):
 
 
 class SameRows(Training):
-    """All dp ranks read the same rows."""
+    """Loop in which all dp ranks read the same rows."""
 
     def feed(self, step):
         return self.trial.part(self.trial.case.batch_of(step), 0)
 
 
 class Orthogonal(torch.optim.Optimizer):
-    """An update by matrices, as Muon's, that nobody knows by name."""
+    """Optimizer whose update needs full matrices, as Muon's, under an unknown name."""
 
     def __init__(self, parameters):
         super().__init__(list(parameters), {"lr": LEARNING_RATE})
@@ -149,14 +149,14 @@ class Orthogonal(torch.optim.Optimizer):
 
 
 class OwnMuon(Training):
-    """Each rank orthogonalises its own part of a matrix."""
+    """Loop in which each rank orthogonalises its shard of a matrix."""
 
     def new_optimizer(self):
         return Orthogonal(self.model.train().parameters())
 
 
 class ScalesAlone(Training):
-    """torch's GradScaler skips the step of the rank that overflows, and of no other."""
+    """Loop in which torch's GradScaler skips the step only of the rank that overflows."""
 
     def update(self):
         scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
@@ -168,7 +168,7 @@ class ScalesAlone(Training):
 
 
 def loop(training):
-    """A fault of a user's own loop."""
+    """Return the fault of a user's loop."""
     return Fault(training=training)
 
 

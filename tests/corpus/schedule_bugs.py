@@ -1,4 +1,4 @@
-"""Published bugs that are faults of a schedule: sums, shares, masks and functions of a sharded model."""
+"""Published bugs in a schedule: all-reduces, shards, masks and functions of a sharded model."""
 
 import torch
 import torch.utils.checkpoint
@@ -27,24 +27,24 @@ MIXTRAL, QWEN3, BLOOM, BART, MISTRAL, NEO, PHI3 = (
 
 
 def steps(*edits):
-    """A fault of a schedule."""
+    """Return the fault of a schedule."""
     return Fault(edits=edits)
 
 
 def _whole_bias_each(module, sch, path):
-    """The bias is in every rank's term of the sum."""
+    """Patch: add the bias on every rank, before the all-reduce."""
     more = sch.mesh.tp - 1
     module.register_forward_hook(lambda m, args, y: y + more * m.bias)
 
 
 def _gathered_as_a_shard(y, sch):
-    """Whole logits on every rank, taken for one rank's columns."""
+    """Patch: take full logits for one rank's columns."""
     whole = y.gathered() if isinstance(y, VocabLogits) else y
     return VocabLogits.wrap(whole, whole.shape[-1], sch.mesh.group("tp"))
 
 
 def at_first_call(module, action):
-    """Do it once the parameters have their values."""
+    """Run a change at the first call, when the parameters have their values."""
     done = set()
 
     def hook(m, args):
@@ -57,7 +57,7 @@ def at_first_call(module, action):
 
 
 def scaled_gradient(name, factor):
-    """A patch: the gradient of a parameter is times `factor(mesh)`."""
+    """Return a patch that multiplies the gradient of a parameter by `factor(mesh)`."""
 
     def patch(module, sch, path):
         times = factor(sch.mesh)
@@ -67,12 +67,12 @@ def scaled_gradient(name, factor):
 
 
 def _a_part(mesh):
-    """These add up to 1 over two ranks."""
+    """Return factors that add up to 1 over two ranks."""
     return 0.25 + 0.5 * mesh.coord("tp")
 
 
 def masked(see):
-    """A patch of an attention core: other keys are seen; `see(visible, query, key)` of places."""
+    """Return a patch of an attention core with another mask: `see(visible, query, key)` gets positions."""
 
     def patch(core, sch, path):
         def hook(m, args):
@@ -98,7 +98,7 @@ def _half_gradient_of_keys(core, sch, path):
 
 
 def _slopes_of_the_first_heads(attention, sch, path):
-    """Every rank takes the biases of the first heads."""
+    """Patch: every rank uses the ALiBi slopes of the first heads."""
 
     def hook(m, args, kwargs):
         rows = kwargs["alibi"].unflatten(0, (-1, HEADS))
@@ -112,7 +112,7 @@ def _heads_in_another_order(y, sch):
 
 
 def frequencies(change, ranks=(0, 1, 2, 3)):
-    """A patch: the table of rotary frequencies is another one on some ranks."""
+    """Return a patch that changes the rotary frequencies on some ranks."""
 
     def patch(module, sch, path):
         if sch.mesh.coord("tp") in ranks:
@@ -122,7 +122,7 @@ def frequencies(change, ranks=(0, 1, 2, 3)):
 
 
 def _padding_row_of_each_shard(embedding, sch, path):
-    """The row at the number of the padding token gets no gradient on any rank."""
+    """Patch: every rank drops the gradient of the local row with the padding token's number."""
 
     def hook(grad):
         grad = grad.clone()
@@ -133,7 +133,7 @@ def _padding_row_of_each_shard(embedding, sch, path):
 
 
 def aux_loss_times(mesh_dim):
-    """A patch: the router's loss counts once per rank."""
+    """Return a patch that counts the router's loss once per rank."""
 
     def patch(module, sch, path):
         sch.state.model.router_aux_loss_coef *= sch.mesh.size(mesh_dim)
@@ -142,7 +142,7 @@ def aux_loss_times(mesh_dim):
 
 
 def labels_lost(module, sch, path):
-    """Each rank shifts the labels of its own chunk: the last of a chunk has none."""
+    """Patch: each rank shifts the labels of its own tokens, so the last token of a shard has no label."""
     model = sch.state.model
     right = model.loss_function
 
@@ -156,7 +156,7 @@ def labels_lost(module, sch, path):
 
 
 def means_of_chunks(module, sch, path):
-    """Each rank divides by the number of targets in its own chunk of the tokens."""
+    """Patch: each rank divides by the number of targets among its own tokens."""
     model = sch.state.model
     right = model.loss_function
 
@@ -165,19 +165,19 @@ def means_of_chunks(module, sch, path):
         first[:, labels.shape[1] // 2 :] = second[:, : labels.shape[1] // 2] = -100
         counts = [(x[:, 1:] != -100).sum() for x in (first, second, labels)]
         parts = [right(logits=logits, labels=x, **options) for x in (first, second)]
-        weights = [counts[2] / (2 * n) for n in counts[:2]]  # of a mean over all
+        weights = [counts[2] / (2 * n) for n in counts[:2]]  # weights of a mean over all ranks
         return sum(w * part for w, part in zip(weights, parts, strict=True))
 
     model.loss_function = loss
 
 
 def _halves_swapped(y, sch):
-    """The second copy scatters by the ranks of another group."""
+    """Patch: the second replica scatters in the rank order of another group."""
     return y.roll(y.shape[1] // 2, 1) if sch.mesh.coord("dp") else y
 
 
 def _drawn_anew(module, sch, path):
-    """Recomputed with other random numbers than the forward had."""
+    """Patch: recompute with other random numbers than the forward's."""
     right, calls = module.forward, []
 
     def forward(*args, **kwargs):
@@ -196,7 +196,7 @@ def _drawn_anew(module, sch, path):
 
 
 def _rows_of_the_first_rank(dropout, sch, path):
-    """Every dp rank draws as if its rows were the first."""
+    """Patch: every dp rank draws dropout as if its rows were the first."""
     right, stream = dropout.forward, sch.state.random
 
     def forward(x):

@@ -1,4 +1,4 @@
-"""Published bugs that are faults of a training step: another function stands in the place of one of ours."""
+"""Published bugs in a training step, each of which replaces a function of this package."""
 
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +21,7 @@ PARTS = 4  # micro-batches of a step over two stages
 
 
 def instead(target, make):
-    """A fault of a function of ours: `make(right)` stands in its place."""
+    """Return a fault that replaces a function of this package by `make(right)`."""
     owner, _, name = target.rpartition(".")
 
     def patch():
@@ -32,7 +32,7 @@ def instead(target, make):
 
 
 def own_counts(right):
-    """Every dp rank divides by the number of its own targets, and ranks are averaged."""
+    """Divide by the number of this dp rank's targets, then average over ranks."""
 
     def ask(model, tensors, counts, *more):
         asked = right(model, tensors, counts, *more)
@@ -42,7 +42,7 @@ def own_counts(right):
 
 
 def means(divisor):
-    """Each micro-batch takes the mean over its own targets; these are divided by `divisor`."""
+    """Take the mean of each micro-batch over its own targets, divided by `divisor`."""
 
     def make(right):
         class Means(right):
@@ -63,7 +63,7 @@ def times(factor):
 
 
 def after(change):
-    """`change(model, parameters)` follows the sums of a step."""
+    """Run `change(model, parameters)` after the all-reduces of a step."""
 
     def make(right):
         def reduce(step):
@@ -77,7 +77,7 @@ def after(change):
 
 @after
 def divided_again(model, parameters):
-    """Stages before the last divide by the number of micro-batches once more; of a tie that is refused at once."""
+    """Divide by the number of micro-batches again on all stages but the last; of tied weights this is refused at once."""
     tied = {name for names in model.plan.sums_of(parameters, TIED).values() for name in names}
     for name, p in parameters.items():
         if p.grad is not None and name not in tied and model.mesh.coord("pp") == 0:
@@ -85,7 +85,7 @@ def divided_again(model, parameters):
 
 
 def without(kind, where=lambda mesh: True):
-    """Some sums of gradients are left out: of what stages share, or neighbouring tp ranks."""
+    """Leave out some gradient all-reduces: of weights tied over stages, or of replicated tp ranks."""
 
     def make(right):
         def sums_of(self, *args, **options):
@@ -102,7 +102,7 @@ def without(kind, where=lambda mesh: True):
 
 
 def forgets(right):
-    """Gradients of earlier micro-batches are lost before the last backward."""
+    """Drop the gradients of earlier micro-batches before the last backward."""
 
     def last_backward(self, outputs):
         for _, p in self.runtime.calls.named:
@@ -113,7 +113,7 @@ def forgets(right):
 
 
 def norm_with(change):
-    """Another global norm: `change(square, some, mesh)`, some(is_meant): squares of this rank."""
+    """Replace the global norm by `change(square, some, mesh)`; some(is_meant) sums squares of this rank."""
 
     def make(right):
         def norm(named, plan):
@@ -132,7 +132,7 @@ def norm_with(change):
 
 
 def over_tp(x, mesh):
-    """Summed over tp."""
+    """All-reduce over tp."""
     x = x.clone()
     dist.all_reduce(x, group=mesh.group("tp"))
     return x
@@ -154,24 +154,24 @@ def own_part_of(word):
 
 
 def averaged(square, some, mesh):
-    """Squares of what ranks hold in parts are averaged over them."""
+    """Average the squares of sharded parameters over tp in the squared norm."""
     parts = over_tp(some(lambda name, placement: placement), mesh)
     return square - parts * (1 - 1 / mesh.tp)
 
 
 def only_where_the_target_is(right):
-    """The logit of a target was summed by a collective that has no gradient: other ranks' columns get none."""
+    """All-reduce the logit of a target without a backward: other ranks' columns get no gradient."""
 
     return lambda logits, target, *more: right(logits, target, *more) * (target >= 0)[:, None]
 
 
 def by_all_ranks(right):
-    """An average over dp divides by the number of all ranks."""
+    """Divide an average over dp by the number of all ranks."""
     return lambda parameters, group, factor: right(parameters, group, factor / 2)
 
 
 class Experts:
-    """The collectives of an expert's forward; `change` stands for the sum of gradients of the weights."""
+    """Collectives of an expert's forward; `change` replaces the all-reduce of the routing weights' gradients."""
 
     def __init__(self, right, change):
         self.right, self.change = right, change
@@ -186,7 +186,7 @@ class Experts:
 
 
 def scores(change):
-    """A fault of what flows back into the router."""
+    """Return a fault of the gradient that flows back into the router."""
     return instead(
         "slapo_zoo.language.primitives.expert_parallel.collectives",
         lambda right: Experts(right, change),
@@ -194,7 +194,7 @@ def scores(change):
 
 
 class HalfWithoutTargets(Training):
-    """The rows of later dp ranks have no target."""
+    """Loop in which the rows of later dp ranks have no target."""
 
     def feed(self, step):
         batch = self.trial.case.batch_of(step)
@@ -207,7 +207,7 @@ HalfWithoutTargets.right = HalfWithoutTargets
 
 
 class TwoSteps(Training):
-    """Gradients of two steps add up before the optimizer's."""
+    """Loop that accumulates the gradients of two steps before the optimizer's."""
 
     def backward(self, step):
         return super().backward(2 * step) + super().backward(2 * step + 1)
@@ -232,12 +232,12 @@ def halved(right):
 
 
 def adapters_alone(right):
-    """Nothing is summed of an adapter."""
+    """Leave out all gradient all-reduces of an adapter."""
     return lambda self, *args: [] if self.adapter else right(self, *args)
 
 
 def saved(change):
-    """A fault of what each rank writes: `change(specs, mesh)`."""
+    """Return a fault of the files that ranks write: `change(specs, mesh)`."""
 
     def make(right):
         def write(path, slots, specs, local, mesh, *more):
@@ -250,12 +250,12 @@ def saved(change):
 
 
 def in_other_order(specs, local, mesh):
-    """The parts of ranks are joined in the opposite order."""
+    """Save the shards of the ranks in the opposite order."""
     return specs, local, replace(mesh, rank=mesh.world_size - 1 - mesh.rank)
 
 
 def in_one_run(specs, local, mesh):
-    """The parts of a fused projection are joined as they are, group after group of each rank."""
+    """Save a fused projection as the ranks' shards one after the other, not group by group."""
     flat = [
         s if s.placement is None else replace(s, placement=replace(s.placement, groups=()))
         for s in specs

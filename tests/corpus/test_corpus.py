@@ -1,4 +1,4 @@
-"""The world's silent bugs of parallel training: each is a real fault here, and is found and named."""
+"""Published silent bugs of parallel training: each is injected here, detected and named."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from corpus_checks import RIGHT, asked_of, damage, first_to_find, look
 REAL, ROUNDING = (
     1e-2,
     2e-3,
-)  # how far a bug leads from plain `transformers`, and how far rounding does
+)  # least difference from plain `transformers` with a bug, and most by rounding
 
 
 def label(bug):
@@ -20,12 +20,12 @@ def label(bug):
 
 
 def marked(bugs):
-    """Some run always, all in the wide grid."""
+    """Mark the bugs: some run always, all in the full grid."""
     return [b if b.always else pytest.param(b, marks=pytest.mark.slow) for b in bugs]
 
 
 def right_of(bugs):
-    """One right training for each model, mesh and dropout that a bug is put into."""
+    """Return one bug for each model, mesh and dropout, whose correct training is run."""
     cases = {(b.cls, b.config, b.dropout, b.layout): replace(b, fault=RIGHT, always=b.layout == "tp2") for b in bugs}  # fmt: skip
     return list(cases.values())
 
@@ -38,7 +38,7 @@ def root(tmp_path_factory):
 
 @pytest.mark.parametrize("bug", marked(BUGS), ids=label)
 def test_injected_bug_changes_training_and_is_named_by_its_checker(bug, root):
-    """With all checks off a training goes another way; the check of its row finds it, and says where."""
+    """With all checks off the bug changes the training; the checker listed for the bug detects it and names the place."""
     assert damage(bug, root) > REAL
     found = look(bug, bug.checker, root) if bug.always else first_to_find(bug, root)
     assert found.checker == bug.checker
@@ -67,7 +67,7 @@ def test_95_percent_of_bugs_have_a_checker():
 
 
 def test_bug_corpus_page_lists_every_bug():
-    """All but the seconds, which are those of one machine."""
+    """The page equals the generated one but for the seconds, which depend on the machine."""
     text = corpus_page.PAGE.read_text(encoding="utf-8")
     seconds = corpus_page.measured(text)
     assert set(seconds) == {bug.name for bug in BUGS}, "run: python3 ci/run.py corpus"

@@ -1,4 +1,4 @@
-"""Data become batches that depend on the seed and nothing else."""
+"""Conversion of data into batches, which depend only on the seed."""
 
 import json
 import pickle
@@ -201,7 +201,7 @@ def test_every_file_format_gives_the_same_rows(kind, tmp_path):
 
 
 def test_tokenized_rows_are_cached_between_processes(tmp_path, monkeypatch):
-    """The second process of a node finds those of the first; another task or length does not."""
+    """A second process reads the cached rows of the first; another task or length tokenizes anew."""
     path, calls = write_rows(tmp_path, "jsonl", ROWS), []
     encode = Classify.encode
     monkeypatch.setattr(
@@ -233,7 +233,7 @@ def test_wrong_data_columns_raise_and_are_named(name, tmp_path):
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
 def test_evaluating_on_another_split_of_a_single_file_raises(kind, tmp_path):
-    """Else the rows of the training would be what is evaluated on."""
+    """Without the error the model would be evaluated on its training rows."""
     (tmp_path / f"a.{kind}").write_text('{"text": "to be"}\n' * 8)
     with pytest.raises(DataError, match="have one split"):
         read.open_table(str(tmp_path / f"a.{kind}"), "test")
@@ -295,7 +295,7 @@ def test_tagging_translation_and_pair_tasks_collate_the_right_tensors():
 
 @pytest.mark.parametrize("task", [Causal, Translate])
 def test_streamed_data_resumes_where_it_stopped(task, tmp_path):
-    """From the position of any step, through the end of the data, and with a block in memory only."""
+    """The stream resumes at any step, past the end of an epoch, with only one block of rows in memory."""
     rows = [{"text": "word " * (i % 7), "source": f"{i} in", "target": f"{i}"} for i in range(20)]
     path, words = write_rows(tmp_path, "jsonl", rows), tokenizer(eos_token=END)
     made = task(words, 8)

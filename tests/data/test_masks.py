@@ -1,4 +1,4 @@
-"""Tokens and spans that are guessed: how many, which, and what stands in their place."""
+"""Masked tokens and spans: how many, which, and their replacements."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,7 @@ def t5_words():
 
 
 def test_mlm_task_masks_at_least_one_token_of_a_small_batch():
-    """So a small one guesses a token of its own."""
+    """A batch of two tokens still has at least one masked token."""
     for seed in range(20):
         task = Masked(Letters(cls=1, sep=0), 4)
         batch = task.collate({"input_ids": [[10, 11]]}, GENERATOR().manual_seed(seed))

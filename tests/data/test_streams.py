@@ -1,4 +1,4 @@
-"""Rows of a stream are read by one rank for all."""
+"""Streamed data, whose rows one rank reads for all."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ from slapo_zoo.errors import SlapoError
 
 
 class Counted(read.Source):
-    """Counts how often it is opened, as each time its rows are tokenised."""
+    """Source that counts how often it is opened and tokenized."""
 
     times = 0
 
@@ -33,7 +33,7 @@ def stream_on_a_rank(path, last):
 
 
 def test_data_stream_is_tokenized_by_one_rank_for_all(ranks, tmp_path):
-    """The others get its rows, and are where it is in the data."""
+    """The other ranks receive the rows of the reading rank, and have the same position in the data."""
     path = str(tmp_path / "rows.jsonl")
     Path(path).write_text(
         "".join(json.dumps({"text": "word " * (i % 7)}) + "\n" for i in range(20))

@@ -1,4 +1,4 @@
-"""The kernel registry: what serves a module, what runs on a device and why, Triton only when needed."""
+"""The kernel registry: kernels of a module, the choice on a device with its reason, Triton only when needed."""
 
 import json
 import subprocess
@@ -58,7 +58,7 @@ def test_duplicate_kernel_name_is_refused():
 
 
 def test_every_kernel_imports_when_triton_is_missing():
-    """And runs on a CPU without it."""
+    """Each kernel imports, and runs on a CPU, without Triton."""
     code = (
         "import importlib, pathlib, sys, torch\n"
         "import slapo_zoo.dispatch.kernel_registry as k\n"

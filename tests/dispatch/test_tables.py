@@ -12,7 +12,7 @@ H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """A package without tables, and a folder for the user's."""
+    """Return a function that writes kernel timings, into a user's folder or an empty package."""
     monkeypatch.setattr(tables, "MEASURED", tmp_path / "package")
     monkeypatch.setattr(tables, "_kept", {})
     monkeypatch.setenv("SLAPO_ZOO_CACHE", str(tmp_path))

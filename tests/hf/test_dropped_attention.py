@@ -1,4 +1,4 @@
-"""Attention with dropout in blocks: the values and gradients of the explicit form, in less memory."""
+"""Blockwise attention with dropout: values and gradients of the explicit form, in less memory."""
 
 import pytest
 import torch

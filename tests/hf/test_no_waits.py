@@ -1,4 +1,4 @@
-"""Methods that stand in for ones of transformers for which the host waits: bit for bit the same."""
+"""Methods that replace ones of transformers which synchronise with the device: bit-equal results."""
 
 from types import SimpleNamespace
 

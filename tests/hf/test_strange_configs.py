@@ -1,4 +1,4 @@
-"""A stranger's config.json is data: no attribute of transformers is called that is no model."""
+"""Untrusted config.json files: no attribute of transformers is called that is no model class."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Runs the scripts whose paths come on standard input, each in its folder and in a process of its own.
+"""Server that runs the scripts whose paths come on standard input, each in its folder and in its own process.
 
 The processes are forked from this one, which has imported torch and transformers and made nothing:
 twelve pages would each import them for three seconds. What a script says goes beside it, into

@@ -1,4 +1,4 @@
-"""The scripts of examples/backbone/: a plain model and a scheduled one take the same loop and show the same figures."""
+"""The scripts of examples/backbone/: a plain and a scheduled model run the same loop and print the same numbers."""
 
 import runpy
 from functools import cache
@@ -48,7 +48,7 @@ def ours(name, folder, mesh):
 
 
 def flat(figures):
-    """Numbers of nested lists."""
+    """Return the numbers of nested lists."""
     nested = isinstance(figures, list | tuple)
     return [x for part in figures for x in flat(part)] if nested else [float(figures)]
 

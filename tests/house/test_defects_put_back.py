@@ -1,4 +1,4 @@
-"""Each known defect, put back into a copy of the sources: its test must fail there."""
+"""Known defects, put back into a copy of the sources: the test of each must fail there."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ LOGITS, LOSS = "kernels/vocab_logits.py", "kernels/lm_loss.py"
 
 @dataclass(frozen=True)
 class Defect:
-    """In `file`, `right` becomes `wrong`; `test` must notice."""
+    """Defect that replaces `right` by `wrong` in `file`, and that `test` must detect."""
 
     name: str
     file: str
@@ -65,7 +65,7 @@ ALL = [
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory):
-    """A copy of the checkout; each test puts its file back."""
+    """Return a copy of the checkout; each test restores its file."""
     copy = tmp_path_factory.mktemp("sources") / "checkout"
     names = ("slapo_zoo", "kernels", "schedules", "tests", "pyproject.toml")
     for name in names:
@@ -86,7 +86,7 @@ def run_test(sources, test):
 
 
 def test_source_line_of_each_known_defect_occurs_once():
-    """Also in the default run: a line that moved is noticed at once."""
+    """Runs by default, so that a defect whose source line moved is noticed at once."""
     for defect in ALL:
         assert (ROOT / defect.file).read_text().count(defect.right) == 1, defect.name
 

@@ -1,4 +1,4 @@
-"""The pages of docs/ as a site: what can be held without building it; `ci/run.py docs` builds it strictly."""
+"""The pages of docs/ as a site, checked without building it; `ci/run.py docs` builds it strictly."""
 
 import importlib
 import re
@@ -21,7 +21,7 @@ def page_name(page):
 
 
 def text_of(page):
-    """Without its code: what looks like a link there is none."""
+    """Return a page without its code, in which brackets are no links."""
     return re.sub(r"^```.*?^```|`[^`\n]+`", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
 
 
@@ -40,7 +40,7 @@ def documented():
 
 
 def resolve(path):
-    """The object of a dotted path; the module is its longest part that can be imported."""
+    """Return the object of a dotted path; the module is its longest importable prefix."""
     parts = path.split(".")
     for end in range(len(parts), 0, -1):
         try:
@@ -98,7 +98,7 @@ def test_architecture_page_lists_every_sharding_rule():
     _, _, listed = page.partition("\n## All rules\n")
     rows = re.findall(r"^\| `(\w+)(\(.*?\))?` \|", listed.partition("\n## ")[0], re.MULTILINE)
     assert {name for name, _ in rows} == ours
-    for name, call in rows:  # what the page writes can be called
+    for name, call in rows:  # the call that the page shows is valid
         if call:
             eval(f"{name}{call}", vars(rules))
 

@@ -1,4 +1,4 @@
-"""Every script of examples/ runs, and what it saves loads in plain transformers."""
+"""Every script of examples/ runs, and its saved model loads in plain transformers."""
 
 import json
 import math
@@ -24,7 +24,7 @@ EXAMPLES = sorted(ROOT.glob("*.py"))
 
 @pytest.fixture(scope="module")
 def ranks():
-    """A pool of its own: DeepSpeed patches torch."""
+    """Return a separate rank pool, since DeepSpeed patches torch."""
     pool = RankPool()
     yield pool
     pool.close()

@@ -1,4 +1,4 @@
-"""One test for each defect of earlier schedule languages that was reproduced; it fails where it is back."""
+"""Tests of reproduced defects of earlier schedule languages, one for each."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def world():
 
 
 def embed(weight, padding_idx, ids, upstream):
-    """y and the local gradient of a vocab-parallel embedding."""
+    """Return output, local weight and local gradient of a vocab-parallel embedding."""
     module = nn.Embedding(*weight.shape, padding_idx=padding_idx, _weight=weight.clone())
     sch = Schedule(nn.ModuleDict({"wte": module}), world())
     sch["wte"].shard("weight", 0, pad=True).sync("fwd_post", "all_reduce")
@@ -40,7 +40,7 @@ def embed(weight, padding_idx, ids, upstream):
 @pytest.mark.parametrize("size", [5, 99, 50257])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_vocab_parallel_embedding_is_right_for_every_id_on_every_rank(n, size, padding_idx, ranks):
-    """arange(V), forward and backward: ten random ids hardly ever show the defect."""
+    """Every id of the vocabulary is tested, forward and backward: ten random ids hardly ever show the defect."""
     share = -(-size // n)
     padding_idx = {"last": size - 1, "edge": min(share, size - 1)}.get(padding_idx, padding_idx)
     ids = torch.arange(size).repeat(2)  # twice: gradients add up
@@ -118,7 +118,7 @@ def test_function_with_default_argument_replaces_a_subgraph():
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
 def test_eval_mode_disables_all_dropout(family):
-    """Also not in a graph that was traced, grouped and recomputed while the model trained."""
+    """eval() also disables dropout in a graph that was traced, grouped and recomputed in train mode."""
     sch, plain = Schedule(tiny_model(family).train()), tiny_model(family)
     block = {"bert": "bert.encoder.layer.0", "gpt2": "transformer.h.0"}.get(
         family, "encoder.block.0"
@@ -136,7 +136,7 @@ def test_eval_mode_disables_all_dropout(family):
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
 def test_erf_and_tanh_gelu_are_distinguished(name):
-    """erf and tanh differ by up to 5e-4: the zoo, and a fused pattern, keep the one that is there."""
+    """The two GELUs differ by up to 5e-4: the zoo and a fused pattern keep the model's own."""
     x = torch.linspace(-4, 4, 101)
     exact, tanh = functional.gelu(x), functional.gelu(x, approximate="tanh")
     assert (exact - tanh).abs().max() > 1e-4
@@ -163,7 +163,7 @@ LABELS = torch.tensor([0, 10, -100, 5, 6, 7])
 
 
 def parallel_loss(weight, x, labels, options):
-    """The loss of logits that are sharded over ranks, and the gradient of x."""
+    """Return the loss of logits that are sharded over ranks, and the gradient of x."""
     net = nn.Sequential(nn.Linear(4, 11, bias=False))
     net[0].weight.data.copy_(weight)
     sch = Schedule(net, world())
@@ -178,7 +178,7 @@ def parallel_loss(weight, x, labels, options):
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"ignore_index": 5}, {}], ids=str)
 @pytest.mark.parametrize("n", [2, 4])
 def test_vocab_parallel_loss_supports_smoothing_and_ignored_labels(n, options, ranks):
-    """Smoothing over the local vocabulary is off by 0.04; a counted -100 gives a finite, wrong loss."""
+    """Label smoothing over the local vocabulary alone is off by 0.04; counting -100 as a target gives a wrong loss."""
     weight, x = torch.randn(11, 4), torch.randn(6, 4)
     labels = LABELS.masked_fill(LABELS == -100, options.get("ignore_index", -100))
     leaf = x.clone().requires_grad_()
@@ -218,7 +218,7 @@ def resharded(x):
 
 
 def test_reshard_is_differentiable(ranks):
-    """All forms, values and gradients: tests/language/primitives/test_sync.py."""
+    """One form is tested here; tests/language/primitives/test_sync.py tests values and gradients of all forms."""
     x = torch.randn(4, 6)
     for grad in ranks.run(resharded, 2, x):
         assert grad is not None

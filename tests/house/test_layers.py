@@ -102,7 +102,7 @@ def test_imports_reach_only_lower_layers():
 
 
 def test_module_names_in_strings_reach_only_lower_layers():
-    """A module that a string names is a dependency too, whoever imports it in the end."""
+    """A module named in a string is a dependency too, even if another module imports it."""
     up = [
         f"{label(path)} names {name}" for path in SOURCES for name in modules_by_string(path)
         if REGISTRIES.get(label(path)) != ".".join(name.split(".")[:2])
@@ -112,7 +112,7 @@ def test_module_names_in_strings_reach_only_lower_layers():
 
 
 def test_schedule_tables_are_imported_by_name_at_run_time():
-    """A table that nobody asks for costs nothing: `zoo` imports it by its name, at run time."""
+    """`zoo` imports a table by its name at run time, so that unused tables cost no import."""
     named = [
         label(path) for path in SOURCES
         if any(name.startswith("slapo_zoo.schedules") for name in imported_modules(path))
@@ -129,13 +129,13 @@ def without_ends(below):
 
 
 def test_source_files_have_no_circular_imports():
-    """A circle means that two files are one; an import within a function closes one as well."""
+    """Imports within functions count too."""
     below = {name: set(imported_modules(path)) & MODULES.keys() for name, path in MODULES.items()}
     assert not (left := without_ends(below)), f"these files import each other: {left}"
 
 
 def test_command_line_package_has_at_most_five_import_layers():
-    """Errors and options, arguments and data, what a run does, commands, their table."""
+    """The five layers: errors and options; arguments and data; the run; commands; the table of commands."""
     below = {name: set(imported_modules(path)) for name, path in MODULES.items() if name.startswith("slapo_zoo.cli.")}  # fmt: skip
 
     def floor(name):
@@ -146,7 +146,7 @@ def test_command_line_package_has_at_most_five_import_layers():
 
 
 def test_ci_scripts_have_no_circular_imports():
-    """Scripts of ci/ import each other by their place below it: `gpu_models`, `benchmarks.runs`."""
+    """Scripts of ci/ import each other by their path below ci/: `gpu_models`, `benchmarks.runs`."""
     place = {
         ".".join(path.relative_to(ROOT / "ci").with_suffix("").parts): path for path in files("ci")
     }

@@ -34,7 +34,7 @@ def test_import_slapo_zoo_loads_no_heavy_package():
 
 
 def test_mesh_and_paths_import_without_torch():
-    """Any rank of any mesh can be looked at without torch, so a laptop can plan for a cluster."""
+    """Ranks of a mesh can be computed without torch, so a laptop can plan for a cluster."""
     loaded = modules_after(
         "import slapo_zoo.parallel.mesh, slapo_zoo.parallel.paths, slapo_zoo.parallel.placement"
     )

@@ -96,7 +96,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize("what", MISTAKES)
 def test_mistake_in_a_user_schedule_raises_before_the_model_changes(what):
-    """The schedule and its card: the Python of docs/cards.md. What is typed wrongly is said before the model changes."""
+    """docs/cards.md shows the schedule; a mistake in it raises before the model changes."""
     from torch import nn
 
     line, words = MISTAKES[what]
@@ -127,7 +127,7 @@ def test_plan_for_13b_model_on_32_gpus_prints_a_valid_python_call(desk):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["biogpt", "convbert"])
 def test_derive_command_writes_an_importable_python_file(family, desk):
-    """The page's own line, with another family: what it writes is imported, and says what it divides."""
+    """Run the page's command for another family: the file that it writes is imported, and lists the sharded weights."""
     line = "slapo-zoo derive convbert --tp 2 --pp 2 > convbert.py"
     assert line in page("docs/adding_an_architecture.md")
     desk.type(line.replace("convbert", family))
@@ -150,7 +150,7 @@ def loop(tmp_path, monkeypatch):
 
 
 def test_hand_written_loop_resumes_on_another_mesh(loop, tmp_path):
-    """Ten steps on tp=2 dp=2, ten in one process: the losses and the learning rate of one process."""
+    """Ten steps on tp=2 dp=2, then ten in one process, give the losses and learning rates of one process."""
     whole, rate = loop.train()
     os.rename("last", "of_whole")
     halves = emulate(loop.train, 2, 10, mesh=(2, 1, 2))
@@ -162,7 +162,7 @@ def test_hand_written_loop_resumes_on_another_mesh(loop, tmp_path):
 
 @pytest.mark.slow
 def test_killed_hand_written_loop_resumes_from_its_checkpoint(desk):
-    """The command of the page, its ranks killed after a checkpoint; the rest in one process."""
+    """Run the page's command, kill its ranks after a checkpoint, and resume in one process."""
     program = python_of("docs/your_own_loop.md", 0, 1)
     (desk.folder / "loop.py").write_text(program)
     whole = ast.literal_eval(desk.type("python loop.py"))[0]
@@ -180,7 +180,7 @@ def test_killed_hand_written_loop_resumes_from_its_checkpoint(desk):
 
 
 def test_linear_page_covers_reading_sharding_gradients_and_saving():
-    """Rows of the file, slices, forward and backward, the saved file: its code is run by test_readme.py."""
+    """The page covers reading slices, forward, backward and saving; test_readme.py runs its code."""
     text = page("docs/how_a_linear_is_sharded.md")
     for word in ("safetensors", "from_pretrained", "backward", "save_pretrained", "bit for bit"):
         assert word in text, word

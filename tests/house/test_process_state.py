@@ -29,7 +29,7 @@ KINDS = (
 
 
 def named(target):
-    """The name behind `NAME[...]`, or None."""
+    """Return the name in `NAME[...]`, or None."""
     inner = target.value if isinstance(target, ast.Subscript) else None
     return inner.id if isinstance(inner, ast.Name) else None
 
@@ -41,7 +41,7 @@ def assigned(node):
 
 
 def kept_by(path):
-    """Names of a module that hold what changes while the program runs, made when it is imported.
+    """Return the names of mutable objects that a module makes when it is imported.
 
     Functions under @cache are left out: they are functions of their arguments, and only faster.
     """

@@ -30,7 +30,7 @@ def execute(arguments, folder):
 
 @pytest.fixture(scope="module")
 def pages_server(tmp_path_factory):
-    """Runs a script in its folder, in a fork of a process that has imported torch and transformers: (exit code, what it said)."""
+    """Return a function that runs a script in its folder, in a fork with torch imported: (exit status, output)."""
     with subprocess.Popen(
         [sys.executable, Path(__file__).with_name("page_server.py")],
         env=clean_environment() | {"HF_DATASETS_CACHE": str(tmp_path_factory.mktemp("cache"))},
@@ -48,13 +48,13 @@ def pages_server(tmp_path_factory):
 
 PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "docs/verification.md",
          "docs/adding_an_architecture.md", "docs/adding_a_kernel.md", "docs/adding_a_primitive.md", "docs/adding_a_dialect.md",
-         "docs/tuning.md", "docs/trainer.md", "docs/cards.md", "docs/lora.md",
+         "docs/tuning.md", "docs/trainer.md", "docs/cards.md", "docs/lora.md", "docs/same_bits.md",
          "docs/your_own_loop.md", "docs/how_a_linear_is_sharded.md"]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_python_blocks_of_a_page_run(name, tmp_path, pages_server):
-    """All in one process, in order: a later block may use the names of an earlier one."""
+    """All blocks of a page run in one process, in order: a later block may use names of an earlier one."""
     text = page(name)
     lines = [""] * text.count("\n")  # so that a traceback shows the line of the page
     for start, block in blocks("python", text):
@@ -107,7 +107,7 @@ def test_commands_of_a_page_run(name, tmp_path):
 
 @pytest.mark.slow
 def test_training_page_commands_run(tmp_path):
-    """Its Python makes model and data, its YAML is the configuration, its commands train."""
+    """Run the page: its Python makes model and data, its YAML is the configuration, its commands train."""
     whole = page("docs/training.md")
     ((_, first),) = blocks("python", whole)
     ((_, text),) = blocks("yaml", whole)
@@ -128,7 +128,7 @@ def test_training_page_commands_run(tmp_path):
 
 @pytest.mark.parametrize("most", [1, pytest.param(99, marks=pytest.mark.slow)])
 def test_readme_blocks_and_commands_run_in_an_empty_folder(most, tmp_path):
-    """Its Python blocks, then its commands, in order; those of the checkout are run by other tests."""
+    """Run the README's Python blocks, then its commands, in order; other tests run the commands of a checkout."""
     script = "\n".join(block for _, block in blocks("python", README))
     assert execute(["-c", script], tmp_path).returncode == 0
     for words in SLAPO_ZOO_LINES[:most]:
@@ -151,7 +151,7 @@ def test_committed_pictures_equal_those_drawn_by_the_code():
         assert kept == content, f"{name}: run python3 ci/run.py pictures"
 
 
-MARKED_OUT = {"slow", "grid", "gpu", "soak"}  # what `python3 ci/run.py test` leaves out
+MARKED_OUT = {"slow", "grid", "gpu", "soak"}  # marks that `python3 ci/run.py test` leaves out
 
 
 def named_tests(file):
@@ -169,7 +169,7 @@ def named_tests(file):
 
 
 def test_engines_page_names_tests_that_exist_and_run_by_default():
-    """Each row ends with tests; they are there, and in the default selection."""
+    """Each line of the table of engines names tests; all exist and run by default."""
     lines = page("docs/engines.md").splitlines()
     rows = [line.split("|")[1:-1] for line in lines if line.startswith("| ")]
     rows = [cells for cells in rows if len(cells) == 4 and "test_" in cells[3]]

@@ -25,7 +25,7 @@ ALLOWED = {
 
 
 def called(node):
-    """The dotted name of a call, its last two parts; what a call returned counts as `()`."""
+    """Return the last two parts of the dotted name of a call; the result of another call counts as `()`."""
     parts, f = [], node.func
     while isinstance(f, ast.Attribute):
         parts.append(f.attr)

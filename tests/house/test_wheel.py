@@ -15,7 +15,7 @@ BROUGHT = {"pyarrow": "datasets", "filelock": "datasets", "megatron": "megatron-
 
 
 def names_of(requirements):
-    """The packages of a list; an extra of ours stands for its own."""
+    """Return the packages of a list; an extra of this package counts as its packages."""
     found = set()
     for text in requirements:
         name, inner = re.match(r"([\w.-]+)(?:\[([\w,-]+)\])?", text).groups()
@@ -69,7 +69,7 @@ def test_train_command_needs_one_extra():
 
 
 def test_wheel_contains_every_file_that_the_package_reads():
-    """Cards themselves live on the Hub and in a checkout: nothing in the package reads them."""
+    """Cards are not in the wheel: they are on the Hub and in a checkout, and the package reads none."""
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["slapo_zoo.hub_cards"]
     held = {p for pattern in patterns for p in (ROOT / "hub_cards").glob(pattern)}
     assert {path.name for path in held} >= {"template.md", "tuning.json", "cpu.json"}

@@ -1,4 +1,4 @@
-"""The field's words: what a person reads says sharded, dry run, simulated, speed-up."""
+"""Wording: pages, docstrings and names of tests use the field's words, such as sharded, dry run, speed-up."""
 
 import ast
 import re
@@ -37,5 +37,18 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
     found = [
         f"{label(path)}: {text!r}" for path in paths for node in ast.walk(tree(path))
         if isinstance(node, kinds) and re.match(OPENINGS, text := ast.get_docstring(node) or "")
+    ]  # fmt: skip
+    assert not found, found
+
+
+PRIVATE = r"test_(an?|the)_|\w*_(anew|asked|knobs?|pieces?|said|seam|told)(_|$)"
+
+
+def test_names_of_tests_use_standard_terms():
+    """CONTRIBUTING, How we write: a name says subject, verb and outcome, without words of our own."""
+    found = [
+        f"{label(path)}: {node.name}" for path in files("tests") for node in ast.walk(tree(path))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        and (re.match(PRIVATE, node.name) or node.name.count("_") < 3)
     ]  # fmt: skip
     assert not found, found

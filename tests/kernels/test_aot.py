@@ -39,7 +39,7 @@ def check(bench, launch, label, chip):
 
 @pytest.mark.slow
 def test_every_triton_kernel_branch_compiles_for_hopper(bench):
-    """Masks that a scheduled model passes, an odd vocabulary and a head of 128 among them."""
+    """Compile for the masks of scheduled models, an odd vocabulary and heads of 128, among others."""
     kinds = {}
     for launch, label in bench.launches((torch.bfloat16,)).items():
         kinds[kind_of(launch)[:-4]] = launch, label
@@ -60,7 +60,7 @@ def test_every_triton_kernel_launch_compiles(bench, chip):
 
 
 def test_triton_launch_arguments_equal_the_compiled_signature(bench):
-    """None and 1 are constants, and a multiple of 16 is known to be one, as triton.runtime.jit has it."""
+    """None and 1 are constants and multiples of 16 are marked as such, as in triton.runtime.jit."""
     from benchmarks.recorded import recording
 
     from slapo_zoo.kernels import norm_triton

@@ -1,4 +1,4 @@
-"""A step with dropout moves no more bytes than plain transformers does with fused attention, counted on meta."""
+"""Bytes that a step with dropout moves, against plain transformers with fused attention, counted on meta."""
 
 import importlib
 import sys

@@ -16,7 +16,7 @@ DROPPING = [
 
 
 def mask_of(name, given):
-    """The mask that the seeds of a kernel's arguments stand for."""
+    """Return the dropout mask that the seeds of a kernel's arguments produce."""
     first = given.get("x", given.get("gate"))
     if first is None and "q" in given:
         first = (given["q"] @ given["k"].mT).detach()
@@ -26,7 +26,7 @@ def mask_of(name, given):
 
 
 def check_keep_is_seeds(name):
-    """A mask in memory and the seeds that it is hashed from give the same, gradients included."""
+    """Check that a mask in memory and its seeds give equal results and gradients."""
     torch.manual_seed(0)
     given = KERNELS[name].inputs(*KERNELS[name].shapes[1])
     seeded = outputs_and_gradients(KERNELS[name].entry, given, torch.float32)
@@ -47,7 +47,7 @@ def test_dropout_by_mask_and_by_seeds_gives_equal_results(interpreter, name):
 
 
 def check_columns(C, stride):
-    """Statistics and gradient of logits whose rows may have gaps between; padding stays as it is."""
+    """Check statistics and gradient of logits whose rows may be strided; padding stays unchanged."""
     torch.manual_seed(0)
     wide = torch.full((3, stride), float("nan"))
     wide[:, :C] = torch.randn(3, C)
@@ -67,7 +67,7 @@ def check_columns(C, stride):
 
 
 def check_all_columns():
-    """One column, fewer than a vector, beyond a block of 4096, odd and even."""
+    """Check one column, fewer than a vector, more than a block of 4096, odd and even numbers."""
     for C, stride in ((1, 1), (1, 64), (5, 16), (16, 16), (4096 + 13, 4096 + 64), (2 * 4096 + 16, 2 * 4096 + 16)):  # fmt: skip
         check_columns(C, stride)
 
@@ -93,7 +93,7 @@ def check_attention(name, given):
 
 
 def check_real_heads():
-    """Heads of 64 and 128 columns over several tiles, with more keys than queries, and a window."""
+    """Check heads of 64 and 128 columns over several tiles, with more keys than queries, and a window."""
     for D, window in ((64, 20), (128, 0)):
         seeds = torch.tensor([3, 5])
         given = attention_inputs(70, 100, D, window=window, seeds=seeds, p=P, scale=D**-0.5)
@@ -108,7 +108,7 @@ def test_attention_kernel_is_right_over_several_tiles_of_real_head_sizes(interpr
 
 
 def check_nothing_seen():
-    """A row whose keys are all padding gives zeros and no gradient; the others are as without it."""
+    """Check that a row whose keys are all padding gives zeros and no gradient, and changes no other row."""
     from slapo_zoo.kernels.blocked_attention import attention
 
     q, k, v = (torch.randn(2, 2, 9, 8, requires_grad=True) for _ in range(3))
@@ -122,7 +122,7 @@ def check_nothing_seen():
 
 
 def check_pairs():
-    """A mask of pairs of query and key is that of keys where all queries see the same ones."""
+    """Check that a [query, key] mask equals a key mask where all queries see the same keys."""
     from slapo_zoo.kernels.blocked_attention import attention
 
     torch.manual_seed(0)

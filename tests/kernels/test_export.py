@@ -39,7 +39,7 @@ def hub(tmp_path_factory):
 
 
 def test_exported_kernels_import_only_torch(hub):
-    """Not slapo_zoo, and on a CPU not even Triton."""
+    """The exported kernels import neither slapo_zoo nor, on a CPU, Triton."""
     command = [sys.executable, "-P", "-c", LOAD, str(hub / "build" / "torch-cpu")]
     result = subprocess.run(
         command, capture_output=True, text=True, check=False, cwd="/", env={"PATH": ""}
@@ -120,7 +120,7 @@ torch.testing.assert_close(fast(x), want)
 
 
 def test_kernels_package_loads_exported_kernels(hub):
-    """In a process of its own, whose path has not our folder of the same name."""
+    """Run in a new process, whose path does not contain this project's folder `kernels`."""
     command = [sys.executable, "-P", "-c", KERNELIZE, str(hub)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")
     if result.returncode == 77:

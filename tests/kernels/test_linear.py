@@ -1,4 +1,4 @@
-"""linear: the products of oneDNN, where they take over, and what they leave alone."""
+"""The linear kernel: matrix products by oneDNN, where they are used, and the linears left to torch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
 @pytest.fixture(autouse=True)
 def onednn(monkeypatch):
-    """It runs whatever the CPU, and for tiny sizes."""
+    """Enable the kernel on any CPU and for tiny sizes."""
     monkeypatch.setattr(products, "is_faster_here", lambda: True)
     monkeypatch.setattr(products, "LEAST", 0)
     monkeypatch.setattr(products, "NARROW", 0)
@@ -23,7 +23,7 @@ def onednn(monkeypatch):
 
 
 def test_private_torch_operator_of_linear_exists():
-    """It is not public: when it moves, slapo_zoo.dispatch.cpu_matmul has to."""
+    """The operator is not public: where a torch release renames it, change slapo_zoo.dispatch.cpu_matmul."""
     assert hasattr(torch.ops.mkldnn, "_linear_pointwise")
     schema = str(torch.ops.mkldnn._linear_pointwise.default._schema)
     assert schema == (
@@ -58,7 +58,7 @@ def test_onednn_matmuls_are_as_accurate_as_fp32(size, layout):
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
 def test_onednn_matmul_operands_are_contiguous(layout):
-    """oneDNN would multiply them element by element: minutes instead of a second."""
+    """oneDNN multiplies other strides element by element: minutes instead of a second."""
     seen = []
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -165,7 +165,7 @@ def test_compiled_linear_kernel_is_one_graph(bias, monkeypatch):
 
 
 def test_second_derivative_of_linear_is_refused():
-    """Silence would be a wrong gradient."""
+    """Without the error the gradient of the gradient would be wrong."""
     x = torch.randn(6, 24, requires_grad=True)
     y = served(layer("Linear"))(x)
     with pytest.raises(SlapoError, match="create_graph"):

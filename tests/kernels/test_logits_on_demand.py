@@ -1,4 +1,4 @@
-"""Whatever looks at logits that are made on demand finds them, with their gradient."""
+"""Logits that are computed only when read, with their gradients."""
 
 import copy
 
@@ -20,7 +20,7 @@ IDS = torch.arange(12).view(2, 6)
 
 
 class OwnLoss(torch.autograd.Function):
-    """A loss of the user's own, with a backward of its own."""
+    """User's autograd function that computes a loss with its own backward."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -112,7 +112,7 @@ def test_loss_is_computed_without_making_logits():
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_loss_scale_is_applied_while_gradients_are_computed(family, micro_batches, monkeypatch):
-    """To divide it later takes a pass over the gradient of the whole vocabulary."""
+    """Dividing afterwards would take another pass over the gradient of the whole vocabulary."""
     from slapo_zoo.kernels import lm_loss as kernel
 
     seen, own = [], kernel._times
@@ -215,7 +215,7 @@ LOSSES = [log_probabilities, distillation, per_token, weighted_classes, beside_a
 
 
 def gradients_of_losses(tp):
-    """Loss and whole gradients of each, with logits on demand and with logits that are made."""
+    """Return loss and unsharded gradients of each loss, with logits on demand and with computed logits."""
     found = {}
     for kernels in ("auto", "reference"):
         for number, loss_of in enumerate(LOSSES):

@@ -78,7 +78,7 @@ def test_linear_cross_entropy_with_ignored_labels_and_tied_weight_equals_torch()
 
 
 def test_linear_cross_entropy_second_backward_gives_the_same_gradients():
-    """The gradients that the forward made are not used up."""
+    """The gradients that the forward computed serve a second backward too."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     x, weight, _, target, _ = whole()
@@ -106,7 +106,7 @@ def test_linear_cross_entropy_is_visible_to_torch_function_mode():
 
 
 def growth(loss, *tensors):
-    """Most anonymous memory that forward and backward took beyond what was there, in bytes."""
+    """Return the peak growth of anonymous memory in forward and backward, in bytes."""
     for t in tensors:
         t.grad = torch.zeros_like(t)  # gradients are the same for all
     with AnonymousPeak() as peak:
@@ -116,7 +116,7 @@ def growth(loss, *tensors):
 
 @pytest.fixture(scope="module")
 def sizes():
-    """Rows whose logits are 160 MB."""
+    """Return tensors whose logits are 160 MB."""
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")
     torch.manual_seed(0)
@@ -132,7 +132,7 @@ def test_linear_cross_entropy_needs_less_memory_than_the_logits(sizes):
     x, target = hidden.flatten(0, 1), labels.flatten()
     linear_cross_entropy(
         x[:4], weight[:8], target[:4] % 8
-    ).backward()  # what the first call imports
+    ).backward()  # the first call imports modules
     plain = growth(lambda: functional.cross_entropy(x @ weight.T, target), hidden, weight)
     ours = growth(
         lambda: linear_cross_entropy(x, weight, target, chunk_bytes=1 << 23), hidden, weight
@@ -153,7 +153,7 @@ def test_sparse_mlm_head_loss_needs_less_memory_than_the_logits(sizes):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
 def test_loss_divisor_is_not_rounded_in_gradients(dtype, factor):
-    """1/1023 in bf16 is 0.1 % off: so would be every gradient of the model."""
+    """1/1023 rounded to bf16 is off by 0.1 %, and so would be every gradient."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Attention kernels know masks of padding; with any other the model's own attention runs."""
+"""Masks of attention kernels: padding masks are handled, with others the model's own attention runs."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_packed_sequences_do_not_attend_to_each_other(name):
     torch.testing.assert_close(*found)
     if "padded" not in name:
         other = IDS.clone()
-        other[:, 0] = 20  # of the first sequence
+        other[:, 0] = 20  # a token of the first sequence
         with torch.no_grad():
             again = model(input_ids=other, **inputs)[0]
         torch.testing.assert_close(again[:, 4:7], found[1][:, 4:])

@@ -94,7 +94,7 @@ def run(module, arguments):
 
 
 def stream_dropouts(module):
-    """Every dropout draws from cells of its own, as `fork_rng` makes it."""
+    """Give every dropout its own random stream, as `fork_rng` does."""
     stream = RandomStream(seed=3)
     for name, child in module.named_modules():
         if isinstance(child, nn.Dropout):
@@ -125,7 +125,7 @@ def doubled(_module, _inputs, output):
 
 
 class Doubles(nn.Module):
-    """Stands where another activation, norm or dropout stood."""
+    """Wrapper that replaces an activation, norm or dropout and doubles its output."""
 
     def __init__(self, of):
         super().__init__()
@@ -175,7 +175,7 @@ def test_t5_relative_buckets_equal_transformers(bidirectional, num_buckets, max_
 
 
 def whole_pair(kind, kernel_name):
-    """A model and its copy whose attentions are all served."""
+    """Return a model and its copy with the kernel in every attention."""
     config = gated("gated-gelu") if kind == "T5ForConditionalGeneration" else NEO
     torch.manual_seed(0)
     model = getattr(transformers, kind)(config).eval()
@@ -220,7 +220,7 @@ def test_generate_with_kernels_equals_plain(kind, kernel_name):
 
 
 def test_t5_attention_kernel_uses_the_dropout_mask_of_the_schedule():
-    """Attention probabilities are dropped by the mask of the model's random stream."""
+    """Attention dropout uses the mask of the model's random stream."""
     from slapo_zoo.hf.attention import CoreAttention
     from slapo_zoo.kernels.t5_attention import t5_attention
 
@@ -266,7 +266,7 @@ def test_llama_norm_kernel_returns_the_dtype_of_transformers(dtypes):
 
 
 def test_batch_norm_kernel_calls_a_changed_or_hooked_norm():
-    """A schedule gives norms statistics over ranks; a hook sees what the norm returned."""
+    """A schedule may synchronise a norm's statistics over ranks, and a user's hook reads its output."""
     torch.manual_seed(0)
     bottleneck = WideResNetBottleneck(WideResNetConfig(), 16, 4, 1)
     x = torch.randn(2, 16, 5, 5)

@@ -1,4 +1,4 @@
-"""short_attention in the place of core_attn: what it gives, and where sdpa still runs."""
+"""The short_attention kernel in place of core_attn: its results, and the calls that still run sdpa."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Attention(nn.Module):
 
 @pytest.fixture(autouse=True)
 def any_cpu(monkeypatch):
-    """Runs whatever instructions the CPU has."""
+    """Enable the kernel on a CPU with any instruction set."""
     monkeypatch.setattr(short_attention, "_is_faster_here", lambda: True)
 
 
@@ -43,7 +43,7 @@ def tensors(length, groups, dtype):
 
 
 def run(core, attention, given, **options):
-    """Output, gradients, and the operators of ours that ran."""
+    """Return output, gradients, and the operators of this package that ran."""
     calls = []
     with recorded_operators(calls):
         out = core(*given, options.pop("mask", None), attention=attention, **options)[0]

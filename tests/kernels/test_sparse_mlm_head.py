@@ -1,4 +1,4 @@
-"""The masked-language models of transformers with their loss from masked rows alone."""
+"""Masked-language models whose loss is computed from masked tokens alone."""
 
 import copy
 
@@ -116,7 +116,7 @@ def test_sparse_mlm_head_with_sufficient_capacity_gives_the_same_loss():
 
 
 def test_sparse_mlm_head_in_eval_mode_runs_the_plain_head():
-    """In eval(), without gradients and in compiled code the head is what it was."""
+    """In eval mode, without gradients and in compiled code the plain head runs."""
     model, fast = pair("Bert")
     given = batch()
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""sch.explain() of any module, without a process; sch.undo(). That it tells the truth: tests/zoo/test_survey.py."""
+"""sch.explain() of any module without process groups, and sch.undo(). tests/zoo/test_survey.py compares with real runs."""
 
 import pytest
 import torch
@@ -79,7 +79,7 @@ def test_failed_explain_dry_run_leaves_the_model_unchanged():
 
 
 def test_explain_does_not_list_a_replaced_module_under_earlier_directives():
-    """A module that a later directive put there was not divided by the earlier one."""
+    """A module installed by a later directive was not sharded by the earlier one."""
     sch = Schedule(Net())
     sch["layers.0.*:Linear"].annotate("weight", "note", 1)
     sch["layers.0.1"].replace(nn.Linear(6, 6))
@@ -99,7 +99,7 @@ def test_undo_removes_the_last_pipeline_cut():
     ):
         sch.undo()
     assert str(sch) == lines
-    again = Schedule(Net()).replay(sch.history[:-1])  # what the hint says
+    again = Schedule(Net()).replay(sch.history[:-1])  # the call that the hint shows
     assert str(again) == "\n".join(lines.splitlines()[:-1])
     with pytest.raises(ScheduleError, match="its history is empty"):
         Schedule(Net()).undo()

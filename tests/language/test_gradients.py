@@ -11,7 +11,7 @@ from slapo_zoo.parallel.rank_plan import RankPlan
 
 @pytest.mark.parametrize("make", [lambda t: t, lambda t: t.reshape(-1), lambda t: t.T])
 def test_global_norm_of_a_large_gradient_is_accurate(make):
-    """Added up one after the other in float32, 8 million squares lose a ten-thousandth."""
+    """Adding 8 million squares one after the other in float32 has a relative error of 1e-4."""
     torch.manual_seed(0)
     p = nn.Parameter(torch.empty(0))
     grad = make(torch.randn(4099, 2048) * 1e-3)

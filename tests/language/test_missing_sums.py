@@ -1,4 +1,4 @@
-"""A schedule that forgets a sum over tp is told so before it trains."""
+"""Missing all-reduces over tp are reported before training."""
 
 import warnings
 
@@ -26,7 +26,7 @@ def gpt2(tp=2):
 
 
 def whole(sch):
-    """A feed-forward with both sums."""
+    """Shard a feed-forward with both all-reduces."""
     sch["**.mlp"].sync("bwd_post", "all_reduce")
     sch["**.mlp.c_fc"].shard("weight", 1).shard("bias", 0)
     sch["**.mlp.c_proj"].shard("weight", 0).sync("fwd_post", "all_reduce")
@@ -111,7 +111,7 @@ def own_features(module, args):
 
 
 def given_a_part(sch):
-    """Right shapes without a sum: told, and run."""
+    """Shard with matching shapes but without an all-reduce: it warns and runs."""
     sch["**.mlp.c_fc"].shard("weight", 0).sync("fwd_pre", own_features)
 
 

@@ -1,4 +1,4 @@
-"""The schedule language: the view of the tree, check-all-then-apply, history, replay, and errors."""
+"""The schedule language: selections, checks before changes, history, replay, and errors."""
 
 import json
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Two blocks, the second narrower where asked, and an embedding tied to a head."""
+    """Model of two blocks, the second optionally narrower, with an embedding tied to a head."""
 
     def __init__(self, second=8):
         super().__init__()
@@ -48,7 +48,7 @@ class Model(nn.Module):
 
 
 def state_of(model):
-    """All that a directive could change, by value."""
+    """Return all state that a directive could change, by value."""
     tensors = {n: t.detach().clone() for n, t in model.state_dict(keep_vars=True).items()}
     attributes = {}
     for path, module in model.named_modules():
@@ -126,7 +126,7 @@ def test_schedule_selection_sees_a_replaced_module():
 
 
 def test_directive_failing_at_one_module_changes_no_module():
-    """The first block could be sharded; the second could not."""
+    """The directive fits the first block and not the second, so neither is sharded."""
     model = Model(second=7)
     sch, before = Schedule(model, TP2), state_of(model)
     with pytest.raises(ScheduleError) as caught:
@@ -297,7 +297,7 @@ def test_schedule_json_is_canonical():
 
 
 def test_to_json_refuses_live_python_objects():
-    """They run and are recorded, and the refusal says which line and why."""
+    """Directives with live objects run and are recorded; to_json names the line and the reason."""
     calls = []
     for use, why in (
         (lambda s: s["head"].replace(nn.Linear(8, 11)), "new=Linear("),
@@ -352,7 +352,7 @@ def test_invalid_schedule_json_error_names_the_step(name):
 
 
 def test_schedule_replay_stops_at_an_invalid_step():
-    """The steps before it stay, as if they had been written by hand; the bad one changes nothing."""
+    """The steps before the invalid one stay applied; the invalid one changes nothing."""
     steps = [["embed", "shard", {"param_name": "weight", "axis": 1}], ["heda", "checkpoint", {}]]
     model = Model()
     sch = Schedule(model, TP2)

@@ -1,4 +1,4 @@
-"""A recorded step: every action once, in Chrome's format and as a picture."""
+"""Recorded pipeline steps: every action once, in Chrome's trace format and as a picture."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Loops that people write x families x meshes, each a cell: the plain model's figures, or a refusal that is listed.
+"""Users' training loops x families x meshes: the plain model's numbers, or an expected error.
 
 `-s` and a run of 20 cells or more print how many are equal, refused, WRONG, a traceback or a hang. What is wrong today stands in
 NOT_YET, with the row of the class that it is of; a mend takes its cells out.
@@ -33,7 +33,7 @@ def plain_fails(name, family, layout):
 
 
 def cells():
-    """(loop, family, layout, whether always): each loop always in one family, with all families in `slow`."""
+    """Yield (loop, family, layout, True to run always): each loop in one family, with all families in `slow`."""
     for i, (name, loop) in enumerate(LOOPS.items()):
         for j, family in enumerate(() if name in ELSEWHERE else loop.families):
             first = j == i % len(loop.families)
@@ -57,7 +57,7 @@ CELLS = [pytest.param(*cell[:3], marks=marks(*cell), id="-".join(cell[:3]).repla
 
 @pytest.fixture(scope="module")
 def columns():
-    """The process in which they run."""
+    """Return the worker process in which the loops run."""
     pool = Columns()
     yield pool
     pool.close()
@@ -86,7 +86,7 @@ def outcome(request, tmp_path_factory, columns):
 
 
 def check(name, layout, found):
-    """Equal to the plain model, or refused where it is known to be."""
+    """Fail unless the outcome is equal, or an error where one is expected."""
     words = LOOPS[name].words(CELL_LAYOUTS[layout], layout)
     assert found.kind in ("equal", "refused"), f"{found.kind}: {found.said}"
     refused = found.kind == "refused"
@@ -124,7 +124,7 @@ def test_plain_model_fails_on_every_excluded_training_loop(name, cell, tmp_path)
 def test_every_user_training_loop_on_every_layout_has_the_expected_outcome(
     family, layout, tmp_path, columns
 ):
-    """8,000 of them, for a night."""
+    """All 8,000 combinations, for a nightly run."""
     names = [
         n
         for n, loop in LOOPS.items()

@@ -1,4 +1,4 @@
-"""Loops that people write x families x meshes: what plain `transformers` computes, or a refusal in words."""
+"""Users' training loops x families x meshes on real ranks: plain `transformers`' results, or an expected error."""
 
 import pytest
 
@@ -15,7 +15,7 @@ NAMES = [
 
 
 def check(ranks, name, family, layout, root):
-    """One cell."""
+    """Run one loop on one layout."""
     sizes, folder = LAYOUTS[layout], folder_of(family, root)
     nprocs = sizes.get("tp", 1) * sizes.get("pp", 1) * sizes.get("dp", 1)
     found = ranks.run(scheduled, nprocs, name, family, folder, sizes)
@@ -28,7 +28,7 @@ def check(ranks, name, family, layout, root):
 
 
 def diagonal():
-    """Every loop on one mesh, those beside the plain losses on two; every family."""
+    """Return every loop on one mesh (those with further values on two), so that every family occurs."""
     families, layouts, cells = TEXT_SIX, list(LAYOUTS), []
     for i, name in enumerate(NAMES):
         for j in range(1 if name.startswith(("hand", "loss_fn")) else 2):
@@ -72,7 +72,7 @@ MORE = {
 )
 @pytest.mark.parametrize("layout", MORE, ids=lambda x: x.replace(" ", "-"))
 def test_user_training_loops_with_dp_shard_equal_plain(ranks, name, layout, root):
-    """`.grad` is this rank's rows of the average over dp, whatever divides them beside."""
+    """`.grad` is this rank's rows of the gradient averaged over dp, with any other sharding beside."""
     sizes, folder = MORE[layout], folder_of("gpt2", root)
     found = ranks.run(scheduled, sizes.get("tp", 1) * sizes["dp"], name, "gpt2", folder, sizes)
     assert not any(isinstance(each, str) for each in found), found

@@ -1,4 +1,4 @@
-"""LoRA on a sharded model trains as plain peft does in one process, and shares its files."""
+"""LoRA on a sharded model: it trains as plain peft in one process, with the same files."""
 
 import copy
 import json
@@ -197,7 +197,7 @@ def test_adapter_saved_by_plain_peft_loads_on_a_sharded_model(ranks, root, tmp_p
 
 
 def draw(case, folder, layout, out, init):
-    torch.manual_seed(int(out.name))  # what a rank drew before changes nothing
+    torch.manual_seed(int(out.name))  # earlier draws of a rank change nothing
     model = load(case, folder, layout)
     model.add_adapter(lora(case, init_lora_weights=init))
     model.save_adapter(out)
@@ -305,7 +305,7 @@ BESIDE = {
 @pytest.mark.filterwarnings("ignore:.*alpha:UserWarning")
 @pytest.mark.parametrize("options", BESIDE.values(), ids=BESIDE)
 def test_one_process_saves_every_parameter_trained_by_peft(root, tmp_path, options):
-    """DoRA's magnitudes, biases and whole modules were trained, and were not in the file."""
+    """DoRA's magnitudes, biases and modules_to_save are in the file too."""
     case = Case("GPT2ForSequenceClassification", ("two",))
     folder = checkpoint(case, root)
     config = LoraConfig(r=3, fan_in_fan_out=True, target_modules=["c_attn"], **options)

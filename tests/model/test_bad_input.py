@@ -1,4 +1,4 @@
-"""Bad input: an error before any work that says where, what, why and what to do; nothing half-done."""
+"""Bad input: an error in four parts before any work, and no partial changes."""
 
 import errno
 import json
@@ -34,7 +34,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture
 def folders(sources, tmp_path):
-    """Copies of the checkpoints that a test may spoil."""
+    """Return copies of the checkpoints that a test may change."""
     return {name: shutil.copytree(path, tmp_path / name) for name, path in sources.items()}
 
 
@@ -67,7 +67,7 @@ def test_mesh_size_must_be_a_positive_integer_or_is_refused(name, bad, sources):
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_tp_larger_than_the_number_of_heads_is_refused(name, sources, ranks):
-    """Five heads take tp = 1..5: the message lists what is legal."""
+    """A model of five heads allows tp = 1..5: the message lists the legal sizes."""
     text = refused(SlapoError, sources[name], ranks, 6, tp=6)
     assert "5 heads cannot be sharded over tp=6" in text
     assert "legal sizes of tp: [1, 2, 3, 4, 5]" in text
@@ -82,7 +82,7 @@ def test_more_pipeline_stages_than_blocks_are_refused(name, sources, ranks):
 
 
 def test_unknown_architecture_is_refused(folders):
-    """One that transformers knows and the zoo does not."""
+    """The architecture exists in transformers and has no table in the zoo."""
     path = folders["bert"] / "config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "model_type": "mobilebert", "architectures": ["MobileBertForMaskedLM"]}))  # fmt: skip
@@ -131,7 +131,7 @@ def test_missing_checkpoint_folder_is_refused(monkeypatch, tmp_path):
 
 
 def bad_step(folder, batch, options, micro_batches):
-    """The error of a bad step, whether it left gradients, and the loss of a good step after it."""
+    """Return the error of a bad step, True if it left gradients, and the loss of a good step after it."""
     model = AutoScheduledModel.from_pretrained(folder, **options).train()
     good = batch_of(GPT2)
     try:
@@ -158,7 +158,7 @@ def bad_step(folder, batch, options, micro_batches):
 def test_invalid_train_step_arguments_are_refused_on_every_rank(
     batch, micro_batches, what, problem, hint, tp, pp, sources, ranks
 ):
-    """An error on every rank before any work: no gradient is left and the next step is good."""
+    """Every rank raises before any work: no gradient is left and the next step succeeds."""
     good = batch_of(GPT2)
     without = {k: v for k, v in good.items() if k != "labels"}
     given = {"good": good, "no labels": without, "empty": {}}[batch]
@@ -247,7 +247,7 @@ def save_a_diverged_model(folder, out, tp, dp, options):
 
 @pytest.mark.parametrize(("tp", "dp", "options"), [(1, 1, {}), (2, 1, {}), (1, 2, {"dp_shard": 2})])
 def test_save_of_nan_weights_does_not_replace_a_checkpoint(sources, tmp_path, tp, dp, options):
-    """A run that had diverged wrote NaN over its last good checkpoint without a word."""
+    """A diverged run must not overwrite its last good checkpoint with NaN."""
     out, mesh = tmp_path / "out", (tp, 1, dp)
     emulate(save_a_diverged_model, sources["gpt2"], out, tp, dp, options, mesh=mesh)
     for folder in (out, tmp_path / "another"):

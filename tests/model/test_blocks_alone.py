@@ -1,4 +1,4 @@
-"""A block of a model whose parameters dp ranks divide, called alone or run again by a checkpoint of torch."""
+"""Blocks of a model sharded over dp, called alone or recomputed by torch's checkpoint."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def kept_by_hooks_around(folder, layout):
 
 
 def test_saved_tensor_hooks_around_zero3_blocks_still_apply(folder, ranks):
-    """A checkpoint of torch around a block, or `save_on_cpu`, is asked about all but gathered weights."""
+    """Hooks such as torch's `save_on_cpu` around a block see all saved tensors but the gathered weights."""
     whole, want = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2})[0]
     found, loss = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2, "dp_shard": 2})[0]
     assert loss == want
@@ -62,7 +62,7 @@ def test_unsupported_submodule_call_under_zero_is_refused(path, words, stage, fo
 
 
 def layer_alone(folder, options):
-    """Two steps of SGD on one block, then the loss of a whole step, on this dp rank's inputs."""
+    """Take two SGD steps on one block, then return the loss of a full step, on this dp rank's inputs."""
     if options is None:
         model = transformers.BertForMaskedLM.from_pretrained(folder).train()
     else:

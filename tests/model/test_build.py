@@ -1,4 +1,4 @@
-"""The names of the original Slapo, on plain modules."""
+"""Functions of the original Slapo's API, on plain modules."""
 
 import logging
 

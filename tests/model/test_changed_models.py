@@ -55,7 +55,7 @@ def recomputed(model):
 
 
 def hooked(model):
-    """Doubles what a block returns, on whichever rank it is."""
+    """Hook a block so that its output is doubled, on the rank that holds it."""
 
     def double(_module, _inputs, output):
         return output * 2 if isinstance(output, torch.Tensor) else (output[0] * 2, *output[1:])
@@ -177,7 +177,7 @@ def _equal(folder, tmp_path, change, layout, by_hand, run):
 
 
 def in_silence(*args):
-    """Torch's compiler warns of itself."""
+    """Context without the warnings of torch's compiler."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return train(*args)
@@ -209,7 +209,7 @@ def evaluated(folder, change):
 
 @pytest.mark.parametrize("change", [cut, swapped, shared])
 def test_moved_or_shared_blocks_are_refused_in_evaluation_with_sequence_parallelism(folder, change):
-    """The first block divides the tokens, the last one joins them: the loss was another one."""
+    """The first block shards the tokens and the last gathers them, so a moved block would change the loss."""
     with pytest.raises(
         SlapoError,
         match=r"transformer.h.\d: it is another block than was loaded.*\n.*sequence_parallel",

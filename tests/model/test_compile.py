@@ -1,6 +1,6 @@
 """Blocks of scheduled models under torch.compile(fullgraph=True): one graph each, equal to eager.
 
-With dropout: a graph takes the place of the random stream as an input.
+With dropout a graph takes the position of the random stream as an input.
 """
 
 import warnings
@@ -34,7 +34,7 @@ def _blocks(model):
         parent, _, last = name.rpartition(".")
         is_list = last.isdigit() and isinstance(model.get_submodule(parent), torch.nn.ModuleList)
         inside = any(name.startswith(f"{block}.") for block in found)
-        if is_list and not inside and type(module).__name__ != "SwinStage":  # of blocks
+        if is_list and not inside and type(module).__name__ != "SwinStage":  # a list of blocks
             found[name] = module
     return list(found.values())
 
@@ -106,7 +106,7 @@ def test_compiled_block_draws_the_same_dropout_masks(ranks, family, tp):
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_recomputed_compiled_blocks_draw_the_same_dropout_masks(ranks, on_device):
-    """The stream has gone on to the second micro-batch, or the next stage's, by then."""
+    """At the time of recomputation the random stream is already at the next micro-batch."""
     options = {"checkpoint_ratio": 1.0, "micro_batches": 2}
     _assert_equal(ranks.run(_both, 1, "gpt2", 1, on_device, options))
 
@@ -149,7 +149,7 @@ def _graphs(family, tp, blocks):
     ("gpt2", 2), *(pytest.param(f, tp, marks=pytest.mark.slow) for f, tp in (("bert", 1), ("bart", 2), ("t5", 2), ("llama", 2), ("opt", 1))),
 ])  # fmt: skip
 def test_identical_blocks_share_one_compiled_graph(ranks, family, tp):
-    """Torch compiles one piece of code for eight modules at most."""
+    """torch.compile recompiles one function at most eight times."""
     for blocks, graphs in ranks.run(_graphs, tp, family, tp, 10):
         assert blocks >= 10
         assert graphs == KINDS.get(family, blocks // 10)

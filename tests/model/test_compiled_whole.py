@@ -1,4 +1,4 @@
-"""torch.compile of a whole scheduled model, and of its blocks, has the gradients of the model as it is."""
+"""torch.compile of a scheduled model, and of its blocks: gradients equal the uncompiled model's."""
 
 import warnings
 
@@ -11,7 +11,7 @@ GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 
 
 def compiled(folder, layout, what):
-    """Gradients as it is, then compiled; and what was warned of."""
+    """Return gradients of the model, uncompiled and compiled, and the warnings."""
     from slapo_zoo import AutoScheduledModel
 
     tp, pp, dp = layout

@@ -14,7 +14,7 @@ IDS = torch.arange(32).view(4, 8) % 90 + 3
 
 
 class OwnSquare(torch.autograd.Function):
-    """Its backward reaches the head's weight in a backward of its own, the embedding in this one."""
+    """Autograd function whose backward runs another backward, which reaches the head's weight."""
 
     @staticmethod
     def forward(ctx, logits):
@@ -45,7 +45,7 @@ def through_reentrant_recomputation(model, ids):
 
 
 def one_embedding_unused(model, ids):
-    """The position embedding of later tokens, and of one rank the whole rest, has no part in it."""
+    """Return a loss on the first 4 tokens: later position embeddings get a zero gradient."""
     return (
         model(input_ids=ids[:, :4]).logits.square().mean() + 0 * model.transformer.wpe.weight.sum()
     )
@@ -93,7 +93,7 @@ def test_backward_through_forwards_with_and_without_sharded_tokens_is_refused(ra
 
 
 def penalised(folder, layout):
-    """The words that end a penalty on the gradient of the embeddings, or the gradient of that."""
+    """Penalise the gradient of the embeddings; return the second-order gradient, or the error's text."""
     model = AutoScheduledModel.from_pretrained(folder, attention="eager", **layout).train()
     try:
         return twice(model)
@@ -114,7 +114,7 @@ def twice(model):
     ids=["kernel", "tp"],
 )
 def test_second_order_gradient_is_exact_or_refused(ranks, layout, tmp_path):
-    """The head's kernel makes its gradients in the forward: they know nothing of themselves."""
+    """The loss kernel computes its gradients in the forward, so they have no graph of their own."""
     folder = folder_of("gpt2", tmp_path)
     exact = penalised(folder, {"kernels": "reference"})
     plain = GPT2LMHeadModel.from_pretrained(folder, attn_implementation="eager").train()
@@ -124,7 +124,7 @@ def test_second_order_gradient_is_exact_or_refused(ranks, layout, tmp_path):
 
 
 def replaced(folder, layout):
-    """Gradients where a forward runs on other tensors: what scales them, and copies in between."""
+    """Return gradients of a forward on replaced parameters: scaled ones, and copies."""
     model = AutoScheduledModel.from_pretrained(folder, **layout).train()
     half, found = {n: p * 0.5 for n, p in model.named_parameters()}, []
     of_rows(model, lambda m, ids: functional_call(m, half, (), dict.fromkeys(KEYS, ids)).loss)

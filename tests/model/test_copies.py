@@ -1,4 +1,4 @@
-"""copy.deepcopy of a scheduled model: an average, a frozen reference, a snapshot."""
+"""copy.deepcopy of a scheduled model, for weight averages, frozen references and snapshots."""
 
 import copy
 import functools
@@ -75,7 +75,7 @@ def test_deepcopied_model_is_independent_of_the_original(case, layout, tmp_path,
 
 
 def averaged(folder, layout, options):
-    """An exponential average over 3 steps."""
+    """Train 3 steps with an exponential average of the weights."""
     from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
     from slapo_zoo import AutoScheduledModel
@@ -116,7 +116,7 @@ def test_averaged_model_weights_equal_one_process(layout, options, tmp_path, ran
         torch.testing.assert_close(each, logits, atol=1e-5, rtol=1e-5)
 
 
-WITHIN = {  # what holds others --> what it holds, by name
+WITHIN = {  # kind of container --> its items by name
     dict: lambda x: {str(k): v for k, v in x.items()} | {f"{k} itself": k for k in x},
     **dict.fromkeys((list, tuple, set, frozenset), lambda x: dict(enumerate(x))),
     types.MethodType: lambda x: {"self": x.__self__, "function": x.__func__},
@@ -164,7 +164,7 @@ def averaged_once(folder, case, tp):
             if p.grad is not None:
                 p -= 0.1 * p.grad
             q.lerp_(p, 0.5)
-    model.train_step(batch_of(case, 1))  # what it sets up is its own
+    model.train_step(batch_of(case, 1))  # its state is not shared with the copy
     found = average.eval()(**batch_of(case)).loss.detach()
     return both, found, average.train().train_step(batch_of(case)), average.consolidated_state_dict()  # fmt: skip
 
@@ -176,7 +176,7 @@ FAMILIES = sorted(path.stem for path in (ROOT / "schedules").glob("*.py"))
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "wideresnet"])
 def test_deepcopied_model_owns_its_tensors_in_every_family(family, tp, tmp_path):
-    """Found before: a copy of BERT, RoBERTa or ALBERT asked the original which tokens are real."""
+    """Regression: a copy of BERT, RoBERTa or ALBERT read the padding mask of the original."""
     case = HEADS.get(family, HEADS.get(family.replace("_", "-")))[0]
     folder = checkpoint(case, tmp_path)
     cls = getattr(transformers, case.cls)
@@ -207,7 +207,7 @@ COPIED = {**AVERAGES, "bf16": ((1, 1, 1), {"precision": "bf16"}), "sp": ((2, 1, 
 
 @pytest.mark.parametrize(("layout", "options"), COPIED.values(), ids=COPIED)
 def test_deepcopied_model_owns_its_tensors_on_every_layout(layout, options):
-    """Found before: after a loop by hand in bf16 or with dp_shard no copy was made, torch raised."""
+    """Regression: deepcopy raised after a hand-written loop in bf16 or with dp_shard."""
     config = transformers.BertConfig(**TINY["bert"], architectures=["BertForMaskedLM"])
     assert emulate(copied_after_a_step, config, layout, options, mesh=layout) == [[]] * 2 ** (layout != (1, 1, 1))  # fmt: skip
 

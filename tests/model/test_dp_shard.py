@@ -1,4 +1,4 @@
-"""dp_shard=: parameters, gradients and optimizer states divided over dp, in every layout."""
+"""dp_shard=: parameters, gradients and optimizer states sharded over dp, in every layout."""
 
 import copy
 
@@ -78,7 +78,7 @@ def test_dp_shard_with_tp_and_pp_equals_plain(case, order, precision, stage, roo
 
 
 def steps(folder, layout, options, first, count, saved=None, resumed=None):
-    """Losses of some steps; the state of the first one's optimizer, in elements per parameter."""
+    """Return losses of some steps, and the optimizer's state in elements per parameter."""
     tp, pp, dp = layout
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, **options).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -200,7 +200,7 @@ def test_dp_shard_save_writes_only_the_rows_of_its_rank(
     ranks.run(saved_by_rows, 1, folder, (1, 1, 1), tmp_path / "one", 1)
     for gathers, peak, sent, same in found:
         assert gathers == 0
-        assert peak < 0.5  # of whole parameters and states it would be 6
+        assert peak < 0.5  # with unsharded parameters and states it would be 6
         assert sent < 6  # 2.8, and 4.7 while gloo holds the last gather; of a whole stage >= 8
         assert same
     for name in ("narrow/model.safetensors", "all/model.safetensors", "all/optimizer.safetensors"):
@@ -220,7 +220,7 @@ MORE_HSDP = [
     ("layout", "options"), HSDP + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE_HSDP]
 )
 def test_two_replicas_of_two_shards_equal_one_process(layout, options, root, ranks):
-    """dp=4 is two copies of a model that two ranks divide."""
+    """dp=4 with dp_shard=2 is two replicas, each sharded over two ranks."""
     folder, world = checkpoint(GPT2, root), layout[0] * layout[1] * layout[2]
     (whole,) = ranks.run(steps, 1, folder, (1, 1, 1), {}, 0, 2)
     for found, *_ in ranks.run(steps, world, folder, layout, options | SHARDED, 0, 2):
@@ -240,7 +240,7 @@ def refused(folder):
 
 
 def copied(folder, stage):
-    """The next gradients of a model with a frozen weight, and of its copy."""
+    """Return the next gradients of a model with a frozen weight, and of its copy."""
     model = AutoScheduledModel.from_pretrained(folder, dp_shard=2, zero_stage=stage).train()
     model.transformer.wpe.weight.requires_grad_(False)
     average = copy.deepcopy(model)
@@ -267,7 +267,7 @@ RECOMPUTED = {
 
 
 def stages_of_zero(folder, recomputed, order):
-    """Gradients, an evaluation and the most bytes alive within a step, of stages 2 and 3."""
+    """Return gradients, an evaluation and the peak bytes within a step, of ZeRO stages 2 and 3."""
     found, pp = [], 2 if order else 1
     more = {"pipeline_order": order} if order else {}
     for stage in (2, 3):
@@ -301,7 +301,7 @@ def test_zero3_gathers_a_block_only_while_it_runs(recomputed, order, root, ranks
 
 
 def adapted(folder, layout, saved, **options):
-    """Losses of three steps of an adapter alone, and its gradients."""
+    """Return losses of three steps of an adapter alone, and its gradients."""
     import peft
 
     tp, pp, dp = layout
@@ -341,7 +341,7 @@ def test_lora_adapter_with_dp_shard_equals_one_process(layout, stage, root, rank
 
 
 def adapted_by_hand(folder, **options):
-    """Gradients of an adapter after two backwards of a loop of one's own."""
+    """Return gradients of an adapter after two backwards of a hand-written loop."""
     import peft
 
     model = AutoScheduledModel.from_pretrained(folder, dp=2, **options).train()

@@ -1,4 +1,4 @@
-"""Dropout is drawn by call: two calls differ, a repeated one draws the same, and layouts draw alike."""
+"""Dropout of calls: two calls differ, a recomputed one draws the same, and all layouts draw alike."""
 
 from dataclasses import replace
 
@@ -91,7 +91,7 @@ WAYS = (as_it_is, reentrant, not_reentrant, cached)
 
 
 def repeated(options, folder, what):
-    """Loss and gradients of one call, by each way of calling it, from the same seed."""
+    """Return loss and gradients of one call, in each way of calling, from the same seed."""
     model, found = trained(folder, options), []
     batch = tokens(model)
     for way in WAYS:
@@ -116,7 +116,7 @@ def test_recomputed_forward_draws_the_same_dropout(layout, what, root):
 
 
 def views(options, folder, case=BERT):
-    """Hidden states of calls of a part one after the other, of samples in evaluation, and losses of whole calls."""
+    """Return hidden states of successive backbone calls and of samples in evaluation, and losses of full calls."""
     model = trained(folder, options, case)
     batch, inputs = tokens(model), text(model)
     part = model.bert if case is BERT else model.transformer
@@ -149,7 +149,7 @@ def test_each_forward_draws_new_dropout_equal_on_all_layouts(case, root):
 
 
 def wrapped(options, folder, impl, loop):
-    """Gradients of a model as it is, and of one whose layers somebody else's wrapper recomputes."""
+    """Return gradients of a model, and of one whose layers torch's checkpoint wrapper recomputes."""
     found = []
     for wraps in (False, True):
         model = trained(folder, options)

@@ -1,4 +1,4 @@
-"""Scheduled models under DeepSpeed: the run of one process, for every ZeRO stage and its pipeline."""
+"""Scheduled models under DeepSpeed equal one process, for every ZeRO stage and its pipeline."""
 
 from types import SimpleNamespace
 
@@ -20,8 +20,8 @@ def config(stage, accumulation=1):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """A pool of its own: DeepSpeed patches torch, and imports for seconds."""
-    pools = {}  # of each size: ZeRO-3 wants all ranks to have built the same number of modules
+    """Return a separate rank pool: DeepSpeed patches torch, and its import takes seconds."""
+    pools = {}  # a pool for each size: ZeRO-3 needs the same number of modules on all ranks
 
     def run(fn, nprocs, *args):
         if nprocs not in pools:
@@ -78,7 +78,7 @@ def shared_heads(case, folder):
 
 
 def test_deepspeed_clipping_counts_shared_kv_heads_once(root, ranks):
-    """One KV head on two tp ranks counts once in the norm."""
+    """A KV head replicated on two tp ranks counts once in the gradient norm."""
     case = Case("LlamaForCausalLM", ("tokens",), (("num_key_value_heads", 1),))
     folder = checkpoint(case, root)
     (_, expected), *stages = ranks.run(shared_heads, 2, case, folder)[0]
@@ -112,7 +112,7 @@ ENGINES = {
 
 
 def one_after_the_other(case, folder, pairs, out):
-    """Two steps under one engine, a checkpoint, and the rest under another."""
+    """Train two steps under one engine, save, and resume under another."""
     import warnings
 
     warnings.simplefilter("ignore")
@@ -155,7 +155,7 @@ PUBLIC = ("safe_get_full_grad", "safe_get_full_fp32_param", "safe_get_full_optim
 
 
 def moved(folder):
-    """The names that are no longer where they were in 0.19."""
+    """Return DeepSpeed's private names that are no longer where they were in 0.19."""
     import operator
     import warnings
 

@@ -1,4 +1,4 @@
-"""megatron-core on the CPU: its groups under a whole run, its layers in a BERT, its logs."""
+"""megatron-core on the CPU: its process groups in a run, its layers in a BERT, its logs."""
 
 import warnings
 
@@ -24,7 +24,7 @@ def all_families(runs):
     parallel_state, found = import_megatron().parallel_state, []
     for run in runs:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is not installed
+            warnings.simplefilter("ignore")  # warnings about packages that are not installed
             found.append(trained(*run))
         groups = parallel_state.get_tensor_model_parallel_group()
         assert torch.distributed.get_process_group_ranks(groups) == [0, 1]

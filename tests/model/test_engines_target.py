@@ -1,4 +1,4 @@
-"""`from_pretrained(..., target=)`: the engine that trains, as `init_target_engine` makes it."""
+"""`from_pretrained(..., target=)`: the training engine, as `init_target_engine` makes it."""
 
 import warnings
 
@@ -32,14 +32,14 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks():
-    """A pool of its own: DeepSpeed patches torch."""
+    """Return a separate rank pool, since DeepSpeed patches torch."""
     pool = RankPool()
     yield pool
     pool.close()
 
 
 def each_target(folder, out):
-    """The run of every target on this rank, and what its engine says of itself."""
+    """Return the run of every target on this rank, and attributes of its engine."""
     warnings.simplefilter("ignore")  # DeepSpeed's and Megatron's own
     found = {}
     for name, ((tp, pp, dp), target, options, _) in TARGETS.items():
@@ -61,7 +61,7 @@ def each_target(folder, out):
 
 
 def test_every_target_engine_trains_as_one_process(root, ranks, tmp_path):
-    """One process's losses and weights; the engine has the face of the model."""
+    """Losses and weights equal one process; the engine has the attributes of the model."""
     folder = checkpoint(CASE, root)
     both = ranks.run(each_target, 2, folder, tmp_path, timeout=300)
     for name, (run, native, _, family) in both[0].items():

@@ -1,4 +1,4 @@
-"""torch's data parallelism around scheduled models: the run of one process, on every layout."""
+"""torch's DDP and FSDP2 around scheduled models equal one process, on every layout."""
 
 import pytest
 

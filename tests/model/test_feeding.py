@@ -1,4 +1,4 @@
-"""Peers of tp and pp read the same samples, dp peers different ones, also after a resume."""
+"""Sampling: tp and pp peers read the same samples, dp peers different ones, also after a resume."""
 
 import pytest
 import torch
@@ -70,7 +70,7 @@ def test_broadcast_batch_sends_one_batch_to_all_tp_and_pp_peers(ranks):
 
 
 def encoded(model, batch):
-    """The encoder's outputs in place of its inputs: a cross attention would take two rows for a longer one."""
+    """Replace the encoder's inputs by its outputs, a tuple that micro-batches do not slice by rows."""
     with torch.no_grad():
         outputs = model.get_encoder()(batch["input_features"])[:1]
     return {"encoder_outputs": outputs, "labels": batch["labels"]}
@@ -93,7 +93,7 @@ WITHOUT_ROWS = {
 
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
 def test_input_whose_first_axis_is_not_the_batch_is_refused_with_micro_batches(name):
-    """Whisper's loss would be that of other rows, without a word."""
+    """Without the error Whisper's loss would silently mix rows."""
     case, change = WITHOUT_ROWS[name]
     config, _ = tiny_config(case)
     model = AutoScheduledModel.from_config(config, auto_class=case.cls).train()

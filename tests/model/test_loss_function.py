@@ -1,4 +1,4 @@
-"""A `loss_function` of the user's own: exact over micro-batches, pp and dp, or refused in words."""
+"""User's `loss_function`: exact over micro-batches, pp and dp, or an error."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def flat(logits, labels):
 
 
 def own(function):
-    """A loss_function of logits [N, V] and labels [N]."""
+    """Make a `loss_function` from a function of logits [N, V] and labels [N]."""
 
     def loss_function(logits, labels, vocab_size, **kwargs):
         return function(*flat(logits, labels))
@@ -119,7 +119,7 @@ def test_user_loss_function_that_is_no_mean_is_refused(name):
     with pytest.raises(MeshError, match=words):
         model.train_step(batch, micro_batches=2)
     assert model.loss_function is kept
-    if name != "elements":  # of which plain counts the ignored ones
+    if name != "elements":  # the plain mean over elements counts ignored ones
         assert float(model.train_step(batch)) == pytest.approx(in_one_piece(function)[0], rel=1e-5)
 
 

@@ -1,4 +1,4 @@
-"""A mesh dim that the package does not know costs a field and a row of `Mesh.DIMS`: training stays that of one process."""
+"""A new mesh dim, added by a field and an entry of `Mesh.DIMS`: training equals one process."""
 
 import re
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ CLOSE = {"rtol": 1e-5, "atol": 1e-8}  # in fp64, but for the logits of the loss
 
 @dataclass(frozen=True)
 class WithX(Mesh):
-    """A mesh whose ranks of dim `x` hold the same parameters and divide the rows of a batch."""
+    """Mesh whose dim `x` replicates parameters and shards the rows of a batch."""
 
     x: int = 1
     DIMS = (MeshDim("pp", "layers"), MeshDim("x", "rows"), *Mesh.DIMS[1:])
@@ -86,7 +86,7 @@ def require_equal(found, expected):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
 def test_mesh_with_a_new_dim_trains_as_one_process(case, use, tmp_path):
-    """Dropout, means over all targets, sums, the norm and what is saved: with ZeRO, and over tp."""
+    """Dropout, loss, gradients, norm and saved files equal one process, with ZeRO and with tp."""
     use(1)
     alone = trained(case, folder=tmp_path / "alone")
     layouts = [(1, 2, 1, 1), (1, 1, 2, 1), (1, 2, 2, 1), (2, 1, 2, 1), (1, 2, 2, 2)]
@@ -130,8 +130,8 @@ def test_checkpoint_resumes_with_and_without_the_new_mesh_dim(use, tmp_path):
     assert here == [pytest.approx(alone, rel=1e-6)] * 4
 
 
-def test_mesh_roles_map_to_dims_sizes_and_coordinates():
-    """One name for the dims of a role; coordinates on it count slowest first, and lead back."""
+def test_mesh_dims_with_one_role_have_joint_size_and_coordinates():
+    """A role joins several dims under one name; its coordinates count the slowest dim first, and map back to ranks."""
     mesh = WithX(2, 1, 3, 0, x=2)
     assert mesh.named("batch") == mesh.named("loss") == "x+dp"
     assert Mesh(2, 2, 3).named("batch") == "dp"
@@ -148,7 +148,7 @@ def test_mesh_roles_map_to_dims_sizes_and_coordinates():
 
 
 def test_ranks_of_a_mesh_dim_that_shards_tokens_read_the_same_rows():
-    """A dim that divides tokens adds up the loss, and reads the same rows."""
+    """Ranks along a dim that shards tokens sum the loss and read the same rows."""
 
     @dataclass(frozen=True)
     class WithTokens(Mesh):

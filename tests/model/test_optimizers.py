@@ -1,4 +1,4 @@
-"""Optimizers of torch and transformers over sharded parameters: as in one process."""
+"""Optimizers of torch and transformers over sharded parameters equal one process."""
 
 import warnings
 import zlib
@@ -34,7 +34,7 @@ MAKE = {
 
 
 def draw(model, step):
-    """The same gradients on every mesh: rounding of a backward would reach the signs and bf16 within."""
+    """Return the same gradients on every mesh: a backward's rounding would change signs and bf16 inside an optimizer."""
     from slapo_zoo.parallel.local_tensors import local_part
 
     for name, p in model.named_parameters():
@@ -76,7 +76,7 @@ def test_matrix_optimizers_on_shards_equal_one_process(case, name, tmp_path, ran
 
 
 def trained(folder, layout):
-    """In fp64: there the rounding of the gradients does not reach Muon's bf16."""
+    """Train in fp64, where the rounding of gradients does not change Muon's bf16."""
     from slapo_zoo import AutoScheduledModel
 
     tp, pp, dp = layout
@@ -101,7 +101,7 @@ def test_muon_on_shards_trains_as_in_one_process(layout, tmp_path, ranks):
 
 
 class Normed(torch.optim.Optimizer):
-    """A step along the gradient over the norm of its matrix, as LAMB's kin take it."""
+    """Optimizer that divides each gradient by the norm of its matrix, as LAMB-like ones do."""
 
     def __init__(self, parameters):
         super().__init__(parameters, {})

@@ -1,4 +1,4 @@
-"""Everything on a device that is not the CPU, over groups that serve no other, as nccl does.
+"""Training on a device other than the CPU, over process groups that serve only this device, as nccl does.
 
 Real numbers on real ranks (tests/support/other_device.py): a tensor on the wrong device is an error,
 and every wait of the host for the device is counted.
@@ -22,7 +22,7 @@ FAMILIES = {
 
 @pytest.fixture(scope="module")
 def device_ranks():
-    """Workers of their own: torch keeps a device for the rest of a process."""
+    """Return a separate rank pool, since torch keeps a registered device for the rest of a process."""
     from ranks import RankPool
 
     pool = RankPool()
@@ -87,7 +87,7 @@ def _on_both(family, layout, folder):
     install()  # before the first backward: torch counts its devices then
     on_cpu = _life(family, layout, "cpu", folder / "cpu")
     with warnings.catch_warnings(), DeviceOnly() as watch:
-        warnings.simplefilter("ignore")  # of torch: an experimental device
+        warnings.simplefilter("ignore")  # torch warns about an experimental device
         found = _life(family, layout, DEVICE, folder / "device")
     return on_cpu, found, dict(watch.collectives)
 
@@ -221,7 +221,7 @@ def test_gradients_missing_on_some_ranks_equal_cpu_without_extra_host_sync(devic
     on_device = device_ranks.run(_read_by_some, 2, DEVICE)
     assert on_device[0][0] == on_device[1][0] == on_cpu[0][0] == on_cpu[1][0]
     assert [grad is not None for grad in on_cpu[0][0]] == [bool(ranks) for ranks in READ_BY]
-    known = [False, *(len(ranks) < 2 for ranks in READ_BY)]  # that some rank misses one
+    known = [False, *(len(ranks) < 2 for ranks in READ_BY)]  # True where some rank lacks a gradient
     for rank, (_, waits) in enumerate(on_device):
         pairs = zip(READ_BY, known, strict=False)
         assert list(waits) == [1 + (rank not in ranks and not asked) for ranks, asked in pairs]

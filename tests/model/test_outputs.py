@@ -1,4 +1,4 @@
-"""All that an output object can hold: as in one process of plain transformers, or refused by name."""
+"""Fields of an output object: equal to plain transformers, or refused by name."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Several sequences in a row, told by positions alone: none sees another, however the positions come."""
+"""Packed sequences marked by position ids alone: none attends to another, in any form of the ids."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Padding is left out where nobody can miss it; whoever looks, patches or recomputes gets the plain model's numbers."""
+"""The encoder without padding: models that hooks, patches or recomputation read get the plain model's numbers."""
 
 import functools
 
@@ -34,7 +34,7 @@ def packed(monkeypatch):
 
 
 def parts(model):
-    """The backbone, the first module that its encoder runs, the head."""
+    """Return the backbone, the first module that its encoder runs, and the head."""
     backbone = getattr(model, model.base_model_prefix)
     encoder = backbone.encoder
     layer = encoder.albert_layer_groups[0] if hasattr(encoder, "albert_layer_groups") else encoder.layer[0]  # fmt: skip
@@ -58,7 +58,7 @@ def hook_on_the_backbone(model, seen):
 
 
 def hook_on_all_modules(model, seen):
-    """Torch's own list, for all modules there are; the test takes it back."""
+    """Register a global module hook of torch, which the test removes."""
     hook = lambda _module, _args, _out: None  # noqa: E731
     seen.append(nn.modules.module.register_module_forward_hook(hook))
 
@@ -87,7 +87,7 @@ def switch_of_the_backbone(model, seen):
 
 
 class Mixes(nn.Linear):
-    """A head that looks at the other tokens of a row."""
+    """Head that mixes the tokens of a row."""
 
     def forward(self, x):
         return super().forward(x + x.roll(1, 1) + x.roll(-1, 1))
@@ -101,7 +101,7 @@ def head_that_mixes(model, seen):
 
 
 def replaced_head(model, seen):
-    """A head of one's own that looks at no other token."""
+    """Replace the head by one that reads each token alone."""
     if (old := getattr(model, "classifier", None)) is None:
         pytest.skip("the head is tied")
     model.classifier = nn.Linear(old.in_features, old.out_features)
@@ -116,7 +116,7 @@ def class_patched(model, seen):
     def forward(self, *args, **kwargs):
         out = own(self, *args, **kwargs)
         x = out if torch.is_tensor(out) else out[0]
-        x = x - x.mean(1, keepdim=True)  # of all tokens
+        x = x - x.mean(1, keepdim=True)  # the mean over all tokens
         return x if torch.is_tensor(out) else (x, *out[1:])
 
     cls.forward = forward
@@ -219,7 +219,7 @@ def test_train_step_runs_encoder_without_padding(case, layout, change, root, pac
 
 
 def over_all(output, batch):
-    """A loss that knows of no padding."""
+    """Return a loss over all tokens, padding included."""
     return output.logits.float().log_softmax(-1).square().mean()
 
 
@@ -246,6 +246,6 @@ def logits_of_plain(model, batch):
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("case", "layout", "run"), cells(by_hand, by_loss_fn, logits_of_a_step))
 def test_logits_at_padding_equal_plain(case, layout, run, root):
-    """Found before: logits at padding were those of hidden states of 0, and so was a loss over them."""
+    """Regression: logits at padding, and a loss over them, were computed from hidden states of 0."""
     plain = logits_of_plain if run is logits_of_a_step else by_hand
     compare(case, layout, nothing, root, run, plain, kernels="auto")

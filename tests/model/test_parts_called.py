@@ -1,4 +1,4 @@
-"""A part that is called alone computes what the plain model's does, whatever ran before it, and leaves nothing behind."""
+"""Submodules called alone equal the plain model's, whatever ran before, and leave no state."""
 
 from dataclasses import replace
 from functools import cache
@@ -78,7 +78,7 @@ def rows_of(model, batch):
 
 
 def trained_by(model, part, batch):
-    """Loss and gradients of a head by hand on a part."""
+    """Return loss and gradients of a hand-written head on a submodule."""
     out = part(model, **rows_of(model, batch))
     loss = out.mul(torch.linspace(-1, 1, out.shape[-1])).square().mean()
     loss.backward()
@@ -92,7 +92,7 @@ def gradients(model):
 
 
 def life(model, family):
-    """Gradients of the parts before and after whole forwards, and what parts return in evaluation."""
+    """Return gradients of submodules before and after full forwards, and their outputs in evaluation."""
     found, seen = [], []
     case, parts = FAMILIES[family]
     for name, part in parts.items():
@@ -167,7 +167,7 @@ class StopError(Exception):
 
 
 def fails(options, folder, what):
-    """The output of a part after a call that failed midway."""
+    """Return the output of a submodule after a call that failed midway."""
     model = AutoScheduledModel.from_pretrained(folder, auto_class="BertForMaskedLM", **options)
     case, stop = FAMILIES["bert"][0], [True]
 

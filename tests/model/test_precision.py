@@ -1,4 +1,4 @@
-"""Mixed precision: fp32 masters, 16-bit compute, the same on every layout."""
+"""Mixed precision: fp32 master weights and 16-bit compute, equal on every layout."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_mixed_precision_on_all_layouts_equals_plain(case, precision, name, root
 
 
 def by_hand(folder, precision):
-    """Gradients of a loop of one's own whose blocks are recomputed in its backward."""
+    """Return gradients of a hand-written loop whose blocks are recomputed."""
     model = AutoScheduledModel.from_pretrained(folder, precision=precision, checkpoint_ratio=1.0)
     model.train()(**batch_of(GPT2)).loss.backward()
     assert not any("weight" in module.__dict__ for module in model.modules())
@@ -95,7 +95,7 @@ def of_logits(output, batch):
 
 @pytest.mark.parametrize("case", [GPT2, BERT, T5], ids=ids)
 def test_logits_read_after_the_forward_use_the_cast_weights_of_that_forward(case, root):
-    """They are made of the casts of their forward, also where the weights have changed since."""
+    """Lazy logits use the cast weights of their forward, also after the weights have changed."""
     folder, batch = checkpoint(case, root), batch_of(case)
     grads = {}
     for precision, by_hand in (("fp32", False), ("bf16", False), ("bf16", True)):
@@ -114,7 +114,7 @@ def test_logits_read_after_the_forward_use_the_cast_weights_of_that_forward(case
 
 
 def overflow(folder):
-    """An infinite gradient on one rank only: (scale, whether gradients are left), per rank."""
+    """Run a step with an infinite gradient on one rank; return the scales before and after, and True if gradients stayed."""
     model = AutoScheduledModel.from_pretrained(folder, tp=2, precision="fp16").train()
     before, step = model._slapo.precision.scale, model.train_step
     step(batch_of(GPT2))
@@ -131,7 +131,7 @@ def overflow(folder):
 
 
 def test_overflow_on_one_rank_skips_the_step_on_all_ranks(root, ranks):
-    """Gradients are those of before, and the scale is halved, on all ranks."""
+    """After an overflow all ranks keep the gradients of before it and halve the loss scale."""
     for before, after, same in ranks.run(overflow, 2, checkpoint(GPT2, root)):
         assert same
         assert after == before / 2
@@ -149,7 +149,7 @@ def resumed(folder, out):
 
 
 def test_saved_files_contain_fp32_master_weights(root):
-    """Masters are saved whole; another dtype is written where asked; the scale goes on."""
+    """The fp32 masters are saved, or another dtype on request; the loss scale is resumed."""
     folder, out = checkpoint(GPT2, root), root / "files"
     assert resumed(folder, out) == (64.0, 7)
     model = AutoScheduledModel.from_pretrained(folder, precision="bf16")

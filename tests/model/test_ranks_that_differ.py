@@ -1,4 +1,4 @@
-"""Ranks that were given different things are refused before the first step, with the first difference."""
+"""Ranks with different inputs are refused before the first step, with the first difference."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ def outcome(folders, mesh, each):
 
 
 def stale(source, folder, factor=1.5):
-    """A copy of other weights."""
+    """Return a checkpoint with other weights."""
     shutil.copytree(source, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors = {name: tensor * factor for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""Ranks of a loop by hand that part company are told: other weights, other gradients, other lines."""
+"""Ranks of a hand-written loop that diverge in weights, gradients or code raise an error."""
 
 import time
 from contextlib import nullcontext
@@ -48,7 +48,7 @@ def test_dp_replica_that_skipped_a_step_raises_at_the_next_backward(by_hand):
 
 
 def by_autograd(averages):
-    """This rank's gradients by torch.autograd.grad, averaged by hand as the refusal says."""
+    """Return gradients by torch.autograd.grad, averaged by hand as the error's hint says."""
     model = made(dp=2)
     named = dict(model.named_parameters())
     with model.no_sync() if averages else nullcontext():
@@ -85,7 +85,7 @@ def test_autograd_grad_of_a_soft_prompt_over_dp_is_refused():
 
 
 class Nested(torch.autograd.Function):
-    """Its backward calls the model, and asks for a gradient of an input in a backward of its own."""
+    """Autograd function whose backward calls the model and takes the gradient of an input."""
 
     @staticmethod
     def forward(ctx, x, model):
@@ -101,7 +101,7 @@ class Nested(torch.autograd.Function):
 
 
 def with_a_backward_in_it():
-    """The nested backward comes last, when all gradients that will come have come; that of wte will not."""
+    """Run a nested backward after all gradients have arrived, but that of wte, which gets none."""
     model = made(dp=2)
     embeds = torch.full((2, 8, 16), 1.0 + model.mesh.rank).cumsum(-1).requires_grad_()
     found = model(inputs_embeds=Nested.apply(embeds, model), output_hidden_states=True)
@@ -122,7 +122,7 @@ def autograd_over_stages():
 
 
 def test_autograd_grad_over_pipeline_stages_is_refused():
-    """It asked this rank's stage for a gradient of which it knows nothing, and got None."""
+    """The stage of this rank has no gradient of a weight of another stage; autograd would return None."""
     with pytest.raises(SlapoError, match="model with pp > 1"):
         emulate(autograd_over_stages, mesh=(1, 2, 1))
 
@@ -172,7 +172,7 @@ def step_alone():
 
 
 def skip_beside(by_hand, **layout):
-    """The second dp rank skips a step, with its tp and pp peers."""
+    """Skip a step on the second dp rank, with its tp and pp peers."""
     model = made(**layout)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -240,7 +240,7 @@ def test_dp_replica_can_evaluate_alone():
 
 
 def wait_alone(what):
-    """The other rank comes nowhere: it is busy in a line of its own."""
+    """Wait on one rank while the other is busy elsewhere."""
     model = made(tp=2)
     output = model(**rows_of(model))
     if model.mesh.rank:

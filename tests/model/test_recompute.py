@@ -1,4 +1,4 @@
-"""gradient_checkpointing_enable(): the same masks and gradients as without it, from fewer activations."""
+"""gradient_checkpointing_enable(): the same dropout masks and gradients from fewer saved activations."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWa
 
 
 def trained(model, batch, by_hand):
-    """Loss and gradients of the second step, and how often the first layer ran."""
+    """Return loss and gradients of the second step, and the calls of the first layer."""
     layer, calls = next(m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)), []
     norm = next(m for m in layer.modules() if "Norm" in type(m).__name__)
     handle = norm.register_forward_hook(lambda *_: calls.append(1))

@@ -1,4 +1,4 @@
-"""A step of dp_shard= sends no more than torch's FSDP2; times are those of `ci/run.py bench zero`."""
+"""Bytes that a step of dp_shard= sends, against torch's FSDP2; `ci/run.py bench zero` measures times."""
 
 import importlib
 import sys

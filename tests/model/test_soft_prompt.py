@@ -1,4 +1,4 @@
-"""A learnt prefix of `inputs_embeds` trains on every mesh as in one process of plain transformers."""
+"""Soft prompts: a learned prefix of `inputs_embeds` trains on every mesh as in plain transformers."""
 
 import copy
 import time
@@ -66,7 +66,7 @@ def on_a_mesh(folder, tp, pp, dp, options):
 
 
 def plain(folder, dp, even=False):
-    """The rows of all dp ranks in one process."""
+    """Train on the rows of all dp ranks in one process."""
     model = transformers.GPT2LMHeadModel.from_pretrained(folder).requires_grad_(False)
     prompted, parts = Prompted(folder, even), IDS.tensor_split(dp)
 
@@ -98,7 +98,7 @@ def by_hand(folder, tp, dp, options):
     model.requires_grad_(False)
 
     def step(batch):
-        """Two backwards, the first of which averages nothing."""
+        """Run two backwards, the first without an average over dp."""
         half = {name: x[:1] for name, x in batch.items()}
         rest = {name: x[1:] for name, x in batch.items()}
         with model.no_sync():
@@ -193,7 +193,7 @@ def test_peft_prompt_tuning_trains_as_on_one_rank(folder, config, tp, dp, sp):
 )
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_peft_prompt_in_a_pipeline_is_refused(folder, pp, dp, options):
-    """peft finds no table by its size, and called None."""
+    """peft finds the embedding table by its size, and finds none on a later stage."""
     with pytest.raises(SlapoError, match="hint: call the model"):
         emulate(method, folder, METHODS[0], 1, pp, dp, options, mesh=(1, pp, dp))
 
@@ -206,7 +206,7 @@ def embeds_beside_the_model(folder):
 
 
 def test_embedding_called_outside_its_pipeline_stage_raises_on_all_ranks(folder):
-    """The stage that holds it goes on and waits for the others: it must learn of their error."""
+    """The stage that holds the embedding waits for the others, so it must receive their error."""
     began = time.monotonic()
     with pytest.raises(SlapoError, match="inputs_embeds: of a table of your own"):
         emulate(embeds_beside_the_model, folder, mesh=(1, 2, 1))

@@ -1,4 +1,4 @@
-"""Gradients that ranks scaled unlike are refused before the optimizer steps; what is the same is not."""
+"""Gradients scaled differently by ranks are refused before the optimizer steps; equal changes are accepted."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "precision": "bf16-pure"}]
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("change", [clip_all, clip_some, clip_each])
 def test_gradient_clipping_by_local_shard_norms_raises(change, layout, ranks, tmp_path):
-    """Under pp a norm of each parameter alone is right; one of some of a stage is not told from that."""
+    """Under pp clipping each parameter by its own norm is right, and clipping some of a stage looks the same."""
     folder = checkpoint(GPT2, tmp_path)
     fine = layout.get("tp", 1) == 1 and change is not clip_all
     for said in ranks.run(step, 2, folder, change, layout):
@@ -74,7 +74,7 @@ def test_equal_gradient_changes_on_all_ranks_are_accepted(change, layout, ranks,
 
 @pytest.mark.parametrize(("elements", "known"), [(1, False), (3, False), (64, True)])
 def test_scaled_gradient_check_ignores_tensors_of_few_elements(elements, known):
-    """One element that was clipped by its value looks as if it were scaled."""
+    """A tensor of one element that was clipped by value looks as if it were scaled."""
     p = torch.nn.Parameter(torch.ones(elements))
     p.grad = torch.full((elements,), 2.0)
     guard = StepGuard(Mesh(tp=2))

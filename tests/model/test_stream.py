@@ -29,7 +29,7 @@ def size(layout):
 
 
 def streamed(folder, case, layout, out, dtype, ranks):
-    """Stream, save, and stream into a model of other weights."""
+    """Stream the weights, save them, and stream them into a model of other weights."""
     load = AutoScheduledModel.from_pretrained
     options = {**layout, **changes_of(case)}
     model = load(folder, **options)
@@ -46,7 +46,7 @@ def streamed(folder, case, layout, out, dtype, ranks):
 
 
 def _given(model):
-    """Rank 0 keeps what came: both calls are collective, one after the other."""
+    """Collect the stream on rank 0, then load it: both calls are collective."""
     return list(model.stream_weights())
 
 
@@ -95,7 +95,7 @@ def alive():
 
 
 def most_held(folder, bucket):
-    """Bytes of tensors that a stream holds at once on each rank, beside what was there before."""
+    """Return the most bytes of tensors that a stream holds at once on each rank, beyond those before."""
     model = AutoScheduledModel.from_pretrained(folder, tp=2, pp=2, map_weights=False)
     own = {t.untyped_storage().data_ptr() for t in model.state_dict().values()} | alive().keys()
     most = 0

@@ -1,4 +1,4 @@
-"""Hooks on parameters, and terms on weights: the plain model's training on every layout, or a refusal in words."""
+"""Gradient hooks and weight penalties: the plain model's training on every layout, or an error."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ LAYOUTS = {
     "1": {}, "tp2": {"tp": 2}, "tp2-sp": {"tp": 2, "sequence_parallel": True}, "pp2": {"pp": 2}, "dp2": {"dp": 2},
     "dp2-shard": {"dp": 2, "dp_shard": 2}, "dp2-zero1": {"dp": 2, "dp_shard": 2, "zero_stage": 1},
 }  # fmt: skip
-OLD = 60  # of 99 rows
+OLD = 60  # old rows of 99
 
 
 def square_mean(output, batch):
@@ -40,7 +40,7 @@ def batch(case, step, model=None):
 
 
 def train(model, case, by_hand, change=None, term=None):
-    """Two steps of SGD on a mean that all rows share alike."""
+    """Take two SGD steps on a mean over all rows."""
     if change is not None:
         change(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -160,7 +160,7 @@ def l2(model):
 
 
 def ewc(model):
-    """Towards where each weight was, by how much it matters."""
+    """Return the EWC penalty: squared distance to the initial weights, weighted by importance."""
     if not hasattr(model, "anchors"):
         model.__dict__["anchors"] = [0.5 * p.detach().clone() for p in model.parameters()]
     pairs = zip(model.parameters(), model.anchors, strict=True)

@@ -1,4 +1,4 @@
-"""A head of one's own beside a model without one: its gradient is that of one process, or the step is refused."""
+"""User's head on a model without one: its gradient equals one process, or the step is refused."""
 
 import copy
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 
 class Head(nn.Module):
-    """The loss of a classifier; as a module, or its `forward` as a function."""
+    """Classifier loss, used as a module, or its `forward` as a function."""
 
     def __init__(self, seed=0):
         super().__init__()
@@ -113,7 +113,7 @@ def test_failed_step_keeps_the_gradients_of_a_user_head(folder):
 
 
 def with_little_gradients(folder):
-    """Large weights do not hide that ranks train a head apart."""
+    """Train a head differently on each rank, beside large weights."""
     model, head = load(folder, 1, 1, 2), nn.Linear(32, 2)
     with torch.no_grad():
         head.weight.fill_(100.0)

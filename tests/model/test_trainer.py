@@ -1,4 +1,4 @@
-"""transformers.Trainer on a mesh: the run of the plain Trainer in one process, and its checkpoints."""
+"""ScheduledTrainer on a mesh equals the plain Trainer in one process, with its checkpoints."""
 
 import warnings
 
@@ -9,12 +9,12 @@ import transformers
 from engine_runs import CASES
 from parity import batch_of, checkpoint
 
-ROWS = 20  # of the data set; 5 steps of 4 rows, or 2 of 8 and one short
+ROWS = 20  # rows of the data set: 5 steps of 4 rows, or 2 of 8 and a short one
 CASE = CASES["gpt2"]
 
 
 def rows(family="gpt2"):
-    """Rows with different numbers of targets."""
+    """Return rows with different numbers of targets."""
     case = CASES[family]
     batches = [batch_of(case, step) for step in range(ROWS // case.rows)]
     return [{k: v[i] for k, v in b.items()} for b in batches for i in range(case.rows)]
@@ -39,7 +39,7 @@ def run(trainer, resume=None):
 
 
 def plain(folder, out, family="gpt2", **changes):
-    """The plain Trainer, one process."""
+    """Run the plain Trainer in one process."""
     model = getattr(transformers, CASES[family].cls).from_pretrained(folder)
     if family == "gpt2":
         model.loss_type = "ForCausalLM"  # by this name the plain Trainer counts shifted labels
@@ -54,13 +54,13 @@ def plain(folder, out, family="gpt2", **changes):
 
 
 def divided(folder, out, layout, changes, resume=None, save=None, push=False, family="gpt2"):
-    """ScheduledTrainer on this rank."""
+    """Run ScheduledTrainer on this rank."""
     from accelerate.state import AcceleratorState
 
     from slapo_zoo import AutoScheduledModel
     from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 
-    AcceleratorState._reset_state(True)  # of an earlier job of this worker
+    AcceleratorState._reset_state(True)  # state of an earlier job of this worker
     tp, pp, dp = layout
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0)
     args = arguments(out, **changes)
@@ -110,7 +110,7 @@ def test_scheduled_trainer_equals_plain_trainer(layout, accumulation, tmp_path, 
 
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_scheduled_trainer_equals_plain_trainer_for_other_families(family, tmp_path, ranks):
-    """tp2, unaccumulated: their plain Trainer takes a mean of means."""
+    """tp=2 without accumulation: for these families the plain Trainer averages means of micro-batches."""
     folder = checkpoint(CASES[family], tmp_path)
     changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
     expected = plain(folder, tmp_path, family, **changes)
@@ -120,7 +120,7 @@ def test_scheduled_trainer_equals_plain_trainer_for_other_families(family, tmp_p
 
 
 def test_scheduled_trainer_resumes_on_another_mesh(tmp_path, ranks):
-    """Stopped after 2 steps with tp=2, gone on with dp=2: as if it had never stopped."""
+    """A run stopped after 2 steps with tp=2 resumes with dp=2 and equals an uninterrupted one."""
     folder, out = checkpoint(CASE, tmp_path), tmp_path / "run"
     expected = plain(folder, tmp_path, per_device_train_batch_size=4)
     first = {"per_device_train_batch_size": 4, "save_strategy": "steps", "save_steps": 2}
@@ -140,7 +140,7 @@ def test_scheduled_trainer_resumes_on_another_mesh(tmp_path, ranks):
 
 
 def pushed(folder, out, layout, changes, url):
-    """Training with push_to_hub against a Hub at `url`; the whole weights."""
+    """Train with push_to_hub against a Hub at `url`; return the unsharded weights."""
     from huggingface_hub import HfApi, constants
     from transformers.utils import hub
 
@@ -190,7 +190,7 @@ def test_scheduled_trainer_refuses_an_unscheduled_model(tmp_path):
 
 
 def accelerated(folder, layout):
-    """A loop of one's own with Accelerate: losses of 4 steps, and which rows this rank read."""
+    """Run a hand-written loop with Accelerate; return losses of 4 steps, and the rows that this rank read."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -234,7 +234,7 @@ def test_training_loop_with_accelerate_equals_plain(tmp_path, ranks):
 
 
 def thrice(trainer, model, inputs, return_outputs=False, num_items_in_batch=None):
-    """A compute_loss of one's own."""
+    """Return three times the loss: a user's `compute_loss`."""
     inputs = {**inputs, "labels": inputs["labels"]}
     return 3 * transformers.Trainer.compute_loss(
         trainer, model, inputs, num_items_in_batch=num_items_in_batch
@@ -242,7 +242,7 @@ def thrice(trainer, model, inputs, return_outputs=False, num_items_in_batch=None
 
 
 def squared(outputs, labels, num_items_in_batch=None):
-    """A compute_loss_func of one's own, a sum over the targets of a step."""
+    """Return a sum over the targets of a step: a user's `compute_loss_func`."""
     from torch.nn import functional
 
     logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
@@ -262,7 +262,7 @@ OPTIONS = {
 
 
 def optioned(folder, out, layout, option, rows_each):
-    """The Trainer of this mesh with an option; the plain one where layout is None."""
+    """Run the Trainer of this mesh with an option; the plain one where layout is None."""
     from accelerate.state import AcceleratorState
 
     from slapo_zoo import AutoScheduledModel
@@ -323,7 +323,7 @@ def test_scheduled_trainer_options_work_as_in_the_plain_trainer(option, layout, 
 
 
 def in_fp16(folder, out, layout, rows_each, given, clip):
-    """A Trainer of a model that computes in fp16, and one of the same model in fp32."""
+    """Run a Trainer with a model that computes in fp16, and one with the same model in fp32."""
     from accelerate.state import AcceleratorState
 
     from slapo_zoo import AutoScheduledModel
@@ -382,7 +382,7 @@ def test_scheduled_trainer_refuses_unsupported_options(option, words, tmp_path):
 
 
 def wrapped(folder, layout, out):
-    """A stock Trainer, and a loss of one's own in stages."""
+    """Check the errors of the plain Trainer, and of a user's loss in pipeline stages."""
     from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError
 
     model = AutoScheduledModel.from_pretrained(folder, tp=layout[0], pp=layout[1], dp=layout[2])

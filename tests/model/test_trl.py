@@ -1,4 +1,4 @@
-"""The trainers of TRL behind ScheduledTrainer: the losses and the weights of the plain one in one process."""
+"""TRL's trainers combined with ScheduledTrainer: losses and weights equal the plain one in one process."""
 
 import os
 import runpy
@@ -27,7 +27,7 @@ LAYOUTS = {"tp2": (2, 1), "dp2": (1, 2)}
 
 @pytest.fixture
 def start(tmp_path):
-    """A checkpoint with its tokenizer; for rewards with a head that is not new."""
+    """Return a checkpoint with its tokenizer; a reward model's head is trained."""
     folder = checkpoint(CASE, tmp_path)
     words = tokenizer(eos_token="<|endoftext|>", pad_token="<|pad|>")
     words.save_pretrained(folder)
@@ -50,7 +50,7 @@ def example(kind):
 
 
 def plain(kind, folder, out, *more):
-    """Losses of TRL's own trainer; its model is saved."""
+    """Return the losses of TRL's own trainer; save its model."""
     import trl
 
     found = example(kind)
@@ -66,7 +66,7 @@ def scheduled(kind, folder, out, tp, dp, *more):
 
 
 def check_same_model(start, one, two):
-    """Both have moved, and to the same weights."""
+    """Fail unless both models changed, and to the same weights."""
     before, plainly, here = (load_file(Path(f, "model.safetensors")) for f in (start, one, two))
     assert plainly.keys() == here.keys()
     assert any(not torch.equal(before[name], here[name]) for name in here)
@@ -89,7 +89,7 @@ def test_trl_trainers_train_as_in_one_process(kind, layout, start, tmp_path, ran
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "dp", "parts"), [(2, 1, 2), (2, 2, 1)])
 def test_grpo_with_tp_compares_all_answers_to_a_prompt(tp, dp, parts, start, tmp_path, ranks):
-    """TRL counts tp peers as readers of other rows; with parts of a step it left rows out."""
+    """TRL counts tp peers as ranks with other rows, and would skip rows with micro-batches."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     ranks.run(plain, 1, "grpo", start["grpo"], one, 1, 3, parts, timeout=200)
     ranks.run(scheduled, tp * dp, "grpo", start["grpo"], two, tp, dp, parts, timeout=200)
@@ -123,7 +123,7 @@ def test_grpo_generation_batch_size_counts_dp_ranks_only():
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_trl_with_pipeline_is_refused(kind):
-    """Losses of TRL begin at whole logits, which the last stage alone has."""
+    """TRL's losses need full logits, which only the last stage has."""
     import trl
 
     owner = f"{KINDS[kind]}Trainer"

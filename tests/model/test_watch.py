@@ -1,4 +1,4 @@
-"""The input guard and the numerics watch: what they catch, and that they stay quiet otherwise."""
+"""The input guard and the numerics watch: errors that they detect, and runs that they accept."""
 
 import math
 import warnings
@@ -19,7 +19,7 @@ CONFIG = transformers.GPT2Config(
 
 
 def rows(kind, mesh):
-    """Ids that depend on nothing, on the dp coordinate, or on the rank."""
+    """Return token ids that are equal everywhere, or depend on the dp coordinate or the rank."""
     offset = {"same": 0, "by dp": mesh.coord("dp"), "by rank": mesh.rank}[kind]
     return (torch.arange(48).reshape(4, 12) + 7 * offset) % 65
 
@@ -79,7 +79,7 @@ def test_batch_hash_depends_on_names_and_samples_large_tensors():
 
 
 def broken(where, how, tp, pp):
-    """A step in which rank 1 makes NaN in one module."""
+    """Run a step in which rank 1 produces NaN in one module."""
     model = AutoScheduledModel.from_config(CONFIG, tp=tp, pp=pp, seed=0).train()
     if model.mesh.rank == 1:
         module = model.get_submodule(where)
@@ -105,7 +105,7 @@ def test_first_nan_raises_and_names_module_rank_and_rows(where, how, shows, rank
 
 
 def shards_drift(zero_stage):
-    """Two groups of two dp ranks, each with one copy of the parameters; one rank's part is changed."""
+    """Make two dp replicas, each sharded over two ranks; change one rank's shard."""
     model: Any = AutoScheduledModel.from_config(
         CONFIG, dp=4, dp_shard=2, zero_stage=zero_stage, seed=0
     ).train()

@@ -78,7 +78,7 @@ def meet(store, number, rank, answers):
 
 
 def test_elastic_restart_ignores_store_entries_of_earlier_starts():
-    """Three starts over one store; the ranks of each come in another order."""
+    """Start three times over one store, with the ranks in another order each time."""
     store, answers = dist.HashStore(), {}
     for number, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 0, 2)]):
         threads = [threading.Thread(target=meet, args=(store, number, r, answers)) for r in order]

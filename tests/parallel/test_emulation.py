@@ -86,7 +86,7 @@ def test_emulate_raises_an_error_whose_causes_form_a_circle():
 
 
 def test_rank_waiting_in_a_user_process_group_gets_the_error_of_its_peer():
-    """Its limit is torch's half an hour, and the error's frames keep the group of the other open."""
+    """The user's group has torch's timeout of half an hour, yet the waiting rank gets the error within seconds."""
     began = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 fails"):
         emulate(fail_before_a_group_has_met, mesh=(2, 1, 1))
@@ -126,7 +126,7 @@ def agree_five_times():
 
 
 def test_emulated_ranks_can_gather_objects_repeatedly():
-    """Each has a group of its own to wait on: none takes another thread's."""
+    """Each thread waits on a process group of its own."""
     for _ in range(3):
         assert emulate(agree_five_times, mesh=(2, 1, 1)) == [[[0, 1]] * 5] * 2
 
@@ -142,7 +142,7 @@ def changes_in_a_step(changed):
 
 
 def test_emulated_step_keeps_the_default_dtype(monkeypatch):
-    """The other stage would make a tensor of another dtype, and gloo ends the process when it comes."""
+    """With another default dtype the other stage would send that dtype, and gloo would abort the process."""
     changed, change = [], torch.set_default_dtype
     monkeypatch.setattr(torch, "set_default_dtype", lambda d: (changed.append(d), change(d))[1])
     assert emulate(changes_in_a_step, changed, mesh=(1, 2, 1)) == [(True, 0)] * 2
@@ -156,7 +156,7 @@ def set_aside(fail):
 
 @pytest.mark.parametrize("fail", [False, True])
 def test_emulate_freezes_objects_for_the_garbage_collector_and_unfreezes_them(fail):
-    """Torch and transformers are passed by meanwhile; what somebody else froze stays frozen."""
+    """The collector skips objects of torch and transformers meanwhile; objects frozen by the caller stay frozen."""
     expected = pytest.raises(ZeroDivisionError) if fail else nullcontext()
     assert gc.get_freeze_count() == 0
     with expected:
@@ -180,7 +180,7 @@ def native_threads():
 
 
 def test_emulate_leaves_no_thread_and_processes_can_fork_after():
-    """A forked rank that frees a group of its parent would wait for threads that it lacks."""
+    """A forked rank that frees a process group of its parent would wait for threads that do not exist in it."""
     emulate(agree_five_times, mesh=(2, 1, 1))
     before = native_threads()
     emulate(agree_five_times, mesh=(2, 1, 1))

@@ -1,4 +1,4 @@
-"""In-batch negatives over dp: loss and every gradient of plain transformers on the whole batch."""
+"""In-batch negatives over dp: loss and gradients equal plain transformers on the full batch."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def pairs():
 
 
 def plain(folder):
-    """Written out, without anything of ours."""
+    """Return loss and gradients of plain transformers, written without this package."""
     from transformers import BertModel
 
     model, batch = BertModel.from_pretrained(folder).train(), pairs()

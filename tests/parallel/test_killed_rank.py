@@ -74,7 +74,7 @@ def killed_in_step(folder, tp, pp, order, guilty):
     ],
 )
 def test_killed_rank_stops_all_other_ranks(tp, pp, order, guilty, folder):
-    """Without a launcher that would stop them: here the parent only listens."""
+    """No launcher stops the other ranks: the parent only listens."""
     ranks = []
     job = ("cpu", "killed_in_step", killed_in_step, (folder, tp, pp, order, guilty))
     try:

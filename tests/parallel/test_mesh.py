@@ -18,7 +18,7 @@ SIZES = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 3), (1, 5, 2)]
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)
 def test_mesh_ranks_map_to_coordinates_and_back(tp, pp, dp):
-    """tp is the fastest mesh dim, then dp, then pp; every rank has coordinates of its own."""
+    """tp varies fastest, then dp, then pp; every rank has coordinates of its own."""
     seen = {}
     for rank in range(tp * pp * dp):
         mesh = Mesh(tp, pp, dp, rank)
@@ -76,7 +76,7 @@ def timeouts():
 
 
 def test_mesh_groups_have_the_timeout_of_the_default_group(ranks):
-    """torch would let them wait for 30 minutes."""
+    """torch's own default would be 30 minutes."""
     for world, tp, pp in ranks.run(timeouts, 4):
         assert world == tp == pp == timedelta(seconds=COLLECTIVE_TIMEOUT_S)
 
@@ -108,7 +108,7 @@ def test_mesh_refuses_unknown_dim_and_missing_process_group():
     with pytest.raises(MeshError, match="no process group") as caught:
         Mesh(tp=2).group("tp")
     assert "torchrun" in caught.value.hint
-    assert Mesh(tp=2).group("pp") is None  # of size 1: no group is needed
+    assert Mesh(tp=2).group("pp") is None  # a dim of size 1 needs no group
 
 
 def test_slapo_error_keeps_its_parts_when_pickled():

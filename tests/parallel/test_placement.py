@@ -58,7 +58,7 @@ def test_placement_never_splits_a_head_and_shards_q_k_v_alike(case):
 @settings(max_examples=200, deadline=None)
 @given(COUNTS, st.integers(1, 4), RANKS)
 def test_placement_with_padding_gives_every_rank_the_same_length(units, unit, n):
-    """Also with more ranks than units: the last ones hold padding alone."""
+    """With more ranks than units the last ranks hold only padding."""
     placement, size = Placement(0, unit=unit, pad=True), units * unit
     assert placement.problem(size, n) == ""
     held = [indices(placement.runs(size, n, r)) for r in range(n)]
@@ -89,7 +89,7 @@ def test_placement_replicates_units_on_neighbouring_ranks(units, unit, n):
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3), RANKS)
 def test_placement_keeps_query_heads_with_their_kv_head(kv_heads, together, unit, n):
-    """Grouped queries: whole runs per rank, or equal parts of one, beside the KV head they share."""
+    """Each rank holds full groups of query heads, or an equal part of one group, with the KV head of the group."""
     queries = Placement(0, unit=unit, together=together)
     keys = Placement(0, unit=unit, replicate=True)
     size, kv_size = kv_heads * together * unit, kv_heads * unit

@@ -115,7 +115,7 @@ def same(name, found, want):
 @pytest.mark.parametrize("size", [5, 11])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_sharded_logits_behave_as_full_logits(n, size, ranks):
-    """Also with V=5 on 4 ranks, of which the last holds nothing but padding."""
+    """Sizes include V=5 on 4 ranks, of which the last holds only padding."""
     full = torch.randn(2, 3, size)
     want = {name: plain(of(full)) for name, of in BEHAVIOURS.items()}
     for found in ranks.run(behave, n, full):
@@ -189,7 +189,7 @@ def compare_losses(full, targets, n, r, found):
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("n", [1, 2, 4])
 def test_vocab_parallel_loss_and_gradient_equal_torch(n, scale, ranks):
-    """Huge logits too: no overflow, and padded columns that hold 1e9 never enter."""
+    """Huge logits do not overflow, and padded columns that hold 1e9 do not enter the loss."""
     full = torch.randn(2, 5, 11) * scale
     for r, found in enumerate(ranks.run(parallel_losses, n, full, TARGETS)):
         compare_losses(full, TARGETS, n, r, found)
@@ -306,7 +306,7 @@ def gather_equal(group, x):
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 3)])
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "BertForMaskedLM"])
 def test_weight_tied_over_two_stages_stays_equal(cls, tp, pp, ranks, tmp_path):
-    """Embedding on the first stage, head on the last: the same bits after every step.
+    """The embedding is on the first stage, the tied head on the last: equal bits after every step.
 
     With three stages the middle one holds neither.
     """
@@ -343,7 +343,7 @@ def out_of_range(folder, batch):
 @pytest.mark.parametrize("bad", [99, 1000, -1])
 @pytest.mark.parametrize("name", ["input_ids", "labels"])
 def test_vocab_parallel_embedding_with_ids_beyond_the_vocabulary_raises(name, bad, ranks, tmp_path):
-    """Zeros for an id that no rank holds would train in silence; nn.Embedding raises too."""
+    """nn.Embedding raises too; a row of zeros for an unknown id would be a silent error."""
     case = Case("GPT2LMHeadModel", ("tokens",))
     batch = batch_of(case)
     batch[name][1, 2] = bad

@@ -7,7 +7,7 @@ from torch.nn import functional
 from sharded_logits import wrapped
 from slapo_zoo.kernels.vocab_logits import VocabLogits
 
-HEADS = {  # what models do to logits before the loss, and whether all columns are then needed
+HEADS = {  # operation on the logits before the loss, True where they stay sharded
     "scale": (lambda x: x * 0.25, True),
     "cap": (lambda x: torch.tanh(x / 3.0) * 3.0, True),
     "bias": (lambda x: x + torch.linspace(-1, 1, x.shape[-1])[None], True),

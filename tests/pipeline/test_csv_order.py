@@ -79,7 +79,7 @@ def test_built_in_pipeline_orders_are_valid_as_csv(name, tmp_path):
 
 @pytest.mark.parametrize("text", [GOOD, BLOCKED])
 def test_pipeline_order_csv_is_read_as_torch_reads_it(text, tmp_path):
-    """`_load_csv` of torch is semi-private: this tells when it moves."""
+    """Compare with torch's `_load_csv`, which is private and may change."""
     from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
     def stages():
@@ -109,7 +109,7 @@ def train(folder, path):
 
 @pytest.mark.parametrize("kind", ["blocked", "zbv"])
 def test_pipeline_order_from_csv_trains_as_plain_transformers(kind, tmp_path, ranks):
-    """Two neighbouring stages on one rank, which no built-in order has; and a written ZBV."""
+    """Train an order with two neighbouring stages on one rank, which no built-in order has, and a written ZBV."""
     text = BLOCKED if kind == "blocked" else ""
     path = write(tmp_path, text) if text else write_order(tmp_path, "zbv", 2, 4)
     folder = checkpoint(GPT2, tmp_path)

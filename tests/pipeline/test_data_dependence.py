@@ -78,7 +78,7 @@ def test_micro_batches_with_different_pipeline_plans_are_refused():
 
 
 def test_use_of_weights_of_another_stage_raises():
-    """A sum of a real tensor and one without data is that real tensor, in torch: nothing would tell."""
+    """torch adds a real tensor and one without data without an error, so the wrong result would be silent."""
     with torch.device("meta"):
         unit = Chooser().half()
         unit.register_buffer("rows", torch.arange(3), persistent=False)

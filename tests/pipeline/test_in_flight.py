@@ -95,7 +95,7 @@ def test_tensors_sent_between_stages_are_released(order, root, ranks):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_send_buffers_are_released_when_received_in_every_pipeline_order(order):
-    """Sent gradients that a rank holds are of micro-batches in flight; none is given up unsent."""
+    """A rank holds sent gradients only of micro-batches in flight, and releases none before it is sent."""
     places = StageMap.make(order, 4, None)
     ranks = places.actions(64)
     for rank, actions in enumerate(ranks):
@@ -150,7 +150,7 @@ BLOCK_INPUT = 2 * 64 * 64 * 4  # bytes for a micro-batch of GPT2
 def test_sharded_checkpoint_policy_shards_saved_inputs_over_tp(
     case, layout, order, options, least, root, ranks
 ):
-    """least: inputs of blocks by which the fullest moment shrinks; 0: the tokens are divided already."""
+    """`least`: block inputs by which the peak memory shrinks at least; 0 where tokens are already sharded."""
     world = layout[0] * layout[1] * layout[2]
     found = ranks.run(in_shares, world, checkpoint(case, root), layout, order, options)
     for whole, shares in found:

@@ -47,7 +47,7 @@ def test_pipeline_equals_plain_transformers(case, order, layout, root, ranks):
 
 
 def test_parameter_outside_the_blocks_is_held_by_every_stage():
-    """CLIP's `logit_scale` is read after both towers: as one of the first stage, it would not be trained."""
+    """CLIP reads `logit_scale` after both towers: on the first stage alone it would not be trained."""
     held = {"vision": (0,), "text": (1, 2)}
     assert stages_of("logit_scale", held) == (0, 1, 2)
     assert stages_of("text.norm.weight", held) == (1, 2)
@@ -80,13 +80,13 @@ def test_invalid_pipeline_sizes_are_refused(make, problem):
 
 
 def test_pipeline_cuts_count_the_cost_of_the_head():
-    """A head that costs two blocks moves the cut forward."""
+    """A head as expensive as two blocks moves the cut to a later block."""
     assert balanced_cuts([0, 1, 1, 1, 1, 2], [1, 2, 3, 4], 2) == [3]
     assert balanced_cuts([1] * 12, range(11), 4) == [2, 5, 8]
 
 
 def test_balanced_pipeline_cuts_equal_the_best_of_all_cuts():
-    """Against every choice of cuts."""
+    """Compare with all choices of cuts."""
     from itertools import combinations
 
     costs, may_cut = [3, 1, 4, 1, 5, 9, 2, 6], [1, 2, 3, 4, 5, 6]

@@ -66,7 +66,7 @@ RUNS = [
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "layout", "options"), RUNS)
 def test_pipeline_stages_train_as_one_process(case, layout, options, root, ranks):
-    """Dropout, recomputation, four lengths, accumulated gradients, and evaluation between steps."""
+    """Train with dropout, recomputation, four sequence lengths, accumulation, and evaluation between steps."""
     folder = folder_of(case, root)
     ((want, gradients),) = ranks.run(losses_and_gradients, 1, case, folder, (1, 1, 1))
     world = layout[0] * layout[1] * layout[2]

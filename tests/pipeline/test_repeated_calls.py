@@ -42,7 +42,7 @@ def test_estimated_costs_with_repeated_blocks_skipped_equal_a_full_run(family, m
 
 
 def test_cost_estimate_runs_only_two_of_many_equal_blocks(monkeypatch):
-    """Mutation of the idea: were nothing skipped, all twelve would run."""
+    """Count the calls: without the skip all twelve blocks would run."""
     ran = []
     block = transformers.models.gpt2.modeling_gpt2.GPT2Block
     forward = block.forward

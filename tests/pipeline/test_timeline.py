@@ -74,7 +74,7 @@ class Noted:
 @pytest.mark.parametrize("count", [3, 4, 24])
 @pytest.mark.parametrize("name", ["1f1b", "gpipe"])
 def test_simulated_pipeline_order_equals_the_executed_order(name, count, monkeypatch):
-    """Classes of torch run these two, which send and receive at once; the order is ours all the same."""
+    """torch's own classes run these two orders, which send and receive at once; the simulated order is the same."""
     places = StageMap.make(name, 4, None)
     for rank, actions in enumerate(places.actions(count)):
         stage = Noted(rank, 4)
@@ -90,7 +90,7 @@ def test_bubble_of_three_stages_per_rank_equals_the_formula():
 
 
 def test_each_pipeline_order_holds_the_expected_micro_batches_in_flight():
-    """1F1B holds as many as there are stages to come; GPipe holds all."""
+    """1F1B holds as many micro-batches as there are later stages; GPipe holds all."""
     flights = {name: [most_in_flight(a) for a in StageMap.make(name, 4, None).actions(8)]
                for name in ("1f1b", "gpipe", "zbv")}  # fmt: skip
     assert flights == {"1f1b": [4, 3, 2, 1], "gpipe": [8] * 4, "zbv": [8] * 4}

@@ -72,14 +72,14 @@ def failure(capsys, *arguments):
 
 
 def run(*arguments):
-    """A command that must succeed, in this process."""
+    """Run a command that must succeed, in this process."""
     with pytest.raises(SystemExit) as caught:
         main(list(map(str, arguments)))
     assert not caught.value.code
 
 
 def write_gpt2(folder, **changes):
-    """A small GPT-2 with a tokenizer of bytes; returns the folder."""
+    """Save a small GPT-2 with a byte tokenizer; return the folder."""
     from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
     set_seed(0)

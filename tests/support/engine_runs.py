@@ -1,4 +1,4 @@
-"""The same training run on any engine, and its comparison with one process of plain transformers."""
+"""Training run on any engine, and its comparison with plain transformers in one process."""
 
 import torch
 
@@ -25,7 +25,7 @@ def adamw(parameters):
 
 
 def rows_of(case, mesh, step):
-    """This dp rank's rows of a step's batch."""
+    """Return this dp rank's rows of a step's batch."""
     rows = case.rows // mesh.dp
     part = slice(mesh.coord("dp") * rows, (mesh.coord("dp") + 1) * rows)
     return {name: t[part] for name, t in batch_of(case, step).items()}
@@ -43,7 +43,7 @@ def make(case, folder, layout, target, options):
 
 
 def trained(case, folder, layout, target, options, micro_batches=None, saved=None, resumed=None):
-    """Losses and final weights of STEPS steps on this rank of a mesh.
+    """Train STEPS steps on this rank of a mesh; return losses and final weights.
 
     Args:
         saved: (step, folder): save a checkpoint before that step and stop there.
@@ -69,7 +69,7 @@ class Run:
 
 
 def assert_same_run(found, case, folder, first=0):
-    """Losses from step `first` on and final weights, against fp64, relative to plain fp32."""
+    """Compare losses from step `first` on and final weights with fp64; the tolerance is plain fp32's own error."""
     truth, plains = references(case, folder)
     losses, weights = found
     assert len(losses) == STEPS - first

@@ -10,7 +10,7 @@ TOKENS, TAGS, CLASS, SPAN, CHOICE = ("tokens",), ("tags",), ("class",), ("span",
 
 
 def usual(name, *more):
-    """The four heads that most causal families have."""
+    """Return the four heads that most causal families have."""
     return [
         Case(f"{name}ForCausalLM", TOKENS),
         Case(f"{name}ForSequenceClassification", CLASS, THREE),
@@ -21,7 +21,7 @@ def usual(name, *more):
 
 
 def t5_heads(name, *more):
-    """The heads of an encoder-decoder; its classifier looks for one end of sequence per row."""
+    """Return the heads of an encoder-decoder; its classifier reads one end-of-sequence token per row."""
     return [
         Case(f"{name}ForConditionalGeneration", TOKENS),
         Case(f"{name}ForSequenceClassification", CLASS, THREE, variant=("eos",)),
@@ -32,7 +32,7 @@ def t5_heads(name, *more):
 
 
 def bart_heads(name):
-    """The heads of BART and mBART; a decoder alone compares each token with its own label."""
+    """Return the heads of BART and mBART; a decoder alone compares each token with its own label."""
     return [
         Case(f"{name}ForConditionalGeneration", TOKENS),
         Case(f"{name}ForCausalLM", TOKENS, (("is_decoder", True), ("is_encoder_decoder", False))),
@@ -42,7 +42,7 @@ def bart_heads(name):
 
 
 def roberta_heads(name):
-    """The heads of RoBERTa and of those that follow it."""
+    """Return the heads of RoBERTa and of families derived from it."""
     return [
         Case(f"{name}ForMaskedLM", TOKENS),
         Case(f"{name}ForCausalLM", TOKENS, (("is_decoder", True),)),

@@ -1,4 +1,4 @@
-"""A Hub on the loopback interface, for the unmodified `huggingface_hub` client: repositories with
+"""Hub on the loopback interface, for the unmodified `huggingface_hub` client: repositories with
 commits, branches, tags and LFS, in memory."""
 
 import base64
@@ -13,7 +13,7 @@ LFS_FROM = 1000  # bytes; small, so that a test's files reach it
 
 
 class Repository:
-    """Commits are immutable: sha --> {path: bytes}."""
+    """Repository with immutable commits: sha --> {path: bytes}."""
 
     def __init__(self):
         self.commits, self.tags, self.branches, self.count = {}, {}, {}, 0
@@ -34,7 +34,7 @@ class Repository:
 
 
 class Hub:
-    """Start with `with Hub() as hub:`; `hub.url` is what HF_ENDPOINT wants."""
+    """Server of repositories: `with Hub() as hub:` starts it; `hub.url` is the value of HF_ENDPOINT."""
 
     def __init__(self):
         self.repositories, self.blobs, self.requests = {}, {}, []

@@ -8,7 +8,7 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 def most_in_flight(
     actions: Sequence[Action], size: Callable[[int], float] = lambda stage: 1.0
 ) -> float:
-    """The largest sum of activations that one rank holds at a time.
+    """Return the largest sum of activations that one rank holds at a time.
 
     Args:
         actions: of the rank, in order.

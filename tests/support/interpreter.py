@@ -1,4 +1,4 @@
-"""A worker process in which Triton kernels run on the CPU, by Triton's own interpreter.
+"""Worker process in which Triton kernels run on the CPU, by Triton's own interpreter.
 
 Triton reads TRITON_INTERPRET when it is first imported, and transformers imports it: the process is a
 new one, not a fork of the rank pool's server.
@@ -15,7 +15,7 @@ VARIABLE = "TRITON_INTERPRET"
 
 
 class Interpreter:
-    """`interpreter.run(fn, *args)` calls a module-level function there."""
+    """Worker process: `interpreter.run(fn, *args)` calls a module-level function in it."""
 
     def __init__(self):
         self.pool = RankPool()

@@ -20,7 +20,7 @@ IDS = [f"{name}-{'x'.join(map(str, shape))}" for name, shape in CASES]
 
 
 def arguments(name, shape, dtype, device="cpu"):
-    """Random arguments whose values `dtype` can hold, in double."""
+    """Return random arguments in float64 whose values `dtype` can represent."""
     torch.manual_seed(0)
     found = KERNELS[name].inputs(*shape, device=device)
     return {k: v.to(dtype).double() if _is_float(v) else v for k, v in found.items()}
@@ -31,7 +31,7 @@ def _is_float(value):
 
 
 def strided(x):
-    """The same values, not contiguous."""
+    """Return the same values in a non-contiguous tensor."""
     if x.ndim == 0:
         return x
     wide = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
@@ -41,7 +41,7 @@ def strided(x):
 
 @contextlib.contextmanager
 def poisoned():
-    """Memory that nobody wrote is NaN."""
+    """Context in which newly allocated memory holds NaN."""
     names = ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty"))
     real = [getattr(owner, name) for owner, name in names]
 
@@ -62,7 +62,7 @@ def poisoned():
 
 
 def outputs_and_gradients(function, given, dtype, layout=lambda x: x):
-    """Outputs by number and gradients by name."""
+    """Return outputs by number and gradients by name."""
     leaves = {k: v.to(dtype).clone().requires_grad_(k not in CONSTANT) if _is_float(v) else v
               for k, v in given.items()}  # fmt: skip
     used = {k: layout(v) if _is_float(v) else v for k, v in leaves.items()}
@@ -78,7 +78,7 @@ def outputs_and_gradients(function, given, dtype, layout=lambda x: x):
 
 
 def check_reference(name, shape, dtype, device="cpu", layout=None, floor=8.0):
-    """At most twice as far from the fp64 truth as the reference in the same dtype."""
+    """Fail where a kernel is more than twice as far from fp64 as the reference in the same dtype."""
     kernel = KERNELS[name]
     given = arguments(name, shape, dtype, device)
     truth = outputs_and_gradients(kernel.reference, given, torch.float64)
@@ -105,7 +105,7 @@ def check_strided(name, shape, dtype, device="cpu"):
 
 
 def check_deterministic(name, shape, device="cpu"):
-    """Twice the same arguments, twice the same bits."""
+    """Fail unless the same arguments give the same bits twice."""
     given = arguments(name, shape, torch.float32, device)
     one, two = (outputs_and_gradients(KERNELS[name].entry, given, torch.float32) for _ in range(2))
     assert all(torch.equal(one[what], two[what]) for what in one)
@@ -113,7 +113,7 @@ def check_deterministic(name, shape, device="cpu"):
 
 @contextlib.contextmanager
 def recorded_operators(calls):
-    """Every call of an operator of ours, with its arguments."""
+    """Context that records every call of an operator of this package, with its arguments."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):
@@ -127,7 +127,7 @@ def recorded_operators(calls):
 
 
 def check_operators(name, shape):
-    """torch.library.opcheck of every operator that the kernel calls, forward and backward."""
+    """Run torch.library.opcheck on every operator that the kernel calls, forward and backward."""
     calls = []
     given = arguments(name, shape, torch.float32)
     with recorded_operators(calls):
@@ -144,7 +144,7 @@ def check_operators(name, shape):
 
 
 def check_one_graph(name, shape):
-    """torch.compile(fullgraph=True, dynamic=True): one graph for all numbers of rows."""
+    """Fail unless torch.compile(fullgraph=True, dynamic=True) gives one graph for all numbers of rows."""
     torch._dynamo.reset()
     frames = []
 

@@ -1,4 +1,4 @@
-"""Many loops of one family on one mesh, in one process whose threads are the ranks: a cell takes a fifth of a second."""
+"""Many loops of one family on one mesh, in one process whose threads are the ranks: a loop takes 0.2 s."""
 
 import threading
 import warnings
@@ -37,14 +37,14 @@ class Outcome:
 
 
 class Columns:
-    """A process of its own for all columns, since ranks that speak past each other may end theirs."""
+    """Worker process that runs all loops, since ranks whose collectives do not match may crash their process."""
 
     def __init__(self) -> None:
         self._context = forkserver()
         self._worker: Any = None
 
     def run(self, names: list[str], family: str, layout: str, root: Any) -> dict[str, Outcome]:
-        """Each of the loops on a fresh model; one that ends the process costs the others a second run."""
+        """Run each loop on a new model; a loop that ends the process makes the others run again."""
         outcomes: dict[str, Outcome] = {}
         while left := [name for name in names if name not in outcomes]:
             begun = left[0]
@@ -95,11 +95,11 @@ def _serve(pipe: Any) -> None:
 def run_column(
     names: list[str], family: str, layout: str, root: Any, begin: Callable[[str], None]
 ) -> dict[str, Outcome]:
-    """Each of the loops, among ranks that are threads; one that fails ends them, and new ones go on."""
+    """Run each loop on ranks that are threads; a loop that fails ends them, and new ranks run the rest."""
     outcomes: dict[str, Outcome] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        warnings.simplefilter("error", OptimizerWarning)  # what is told before the first step
+        warnings.simplefilter("error", OptimizerWarning)  # warnings before the first step
         for around, some in groupby(names, lambda name: LOOPS[name].around):
             left = list(some)
             while left:
@@ -138,7 +138,7 @@ def _until_one_fails(
 
 
 def _go_on_together(meet: threading.Barrier, found: list[Any]) -> None:
-    """Wait for the ranks that still talk; where one fails alone, all end."""
+    """Wait until all ranks end a loop; where only some fail, end all."""
     failed = isinstance(found[-1], Exception)
     try:
         meet.wait(2.0 if failed else WAIT_S + 2)
@@ -153,7 +153,7 @@ def _go_on_together(meet: threading.Barrier, found: list[Any]) -> None:
 
 
 def _cause(ranks: list[Any]) -> BaseException | None:
-    """The error that a loop ended with; a peer's complaint about a lost rank came of another."""
+    """Return the error that ended a loop, rather than a peer's error about the lost rank."""
     errors = [x for x in ranks if isinstance(x, Exception)]
     return next((x for x in errors if not isinstance(x, RankError)), (errors or [None])[0])
 

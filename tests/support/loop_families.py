@@ -1,4 +1,4 @@
-"""The families that loops train, and where a user finds their parts."""
+"""Families that the loops train, and the paths of their submodules."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ KV1 = (("num_key_value_heads", 1),)
 
 @dataclass(frozen=True)
 class Family:
-    """A class of transformers.
+    """Class of transformers that loops train.
 
     Args:
         cls: its name.

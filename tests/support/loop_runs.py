@@ -1,4 +1,4 @@
-"""A loop in plain `transformers` and on a mesh, and the comparison of the two."""
+"""Run of a loop in plain `transformers` and on a mesh, and the comparison of the two."""
 
 import copy
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ class Trained:
 
 @cache
 def plain(name: str, family: str, folder: Any, dtype: torch.dtype, dp: int = 1) -> Trained:
-    """The same loop in plain `transformers`, in one process, on whole batches."""
+    """Run the loop in plain `transformers`, in one process, on full batches."""
     model = copy.deepcopy(_plain_model(class_of(name, family), folder, dtype))
     with LOOPS[name].around():
         trainee = Trainee(model, FAMILIES[family], dp)
@@ -52,7 +52,7 @@ def plain(name: str, family: str, folder: Any, dtype: torch.dtype, dp: int = 1) 
 
 @cache
 def _plain_model(cls: str, folder: Any, dtype: torch.dtype) -> Any:
-    """Loaded once: a copy takes a tenth of the time."""
+    """Return the plain model of a checkpoint, loaded once and then copied, which takes a tenth of the time."""
     from slapo_zoo.hf.models import freeze_as_made
 
     model = getattr(transformers, cls).from_pretrained(folder, dtype=dtype, **_changes(cls))
@@ -69,7 +69,7 @@ def _changes(cls: str) -> dict[str, str]:
 
 
 def loaded(name: str, family: str, folder: Any, layout: dict[str, Any]) -> Trainee:
-    """The model of a cell on this rank."""
+    """Load the scheduled model of a loop and layout on this rank."""
     from slapo_zoo import AutoScheduledModel
 
     auto_class = class_of(name, family)
@@ -79,7 +79,7 @@ def loaded(name: str, family: str, folder: Any, layout: dict[str, Any]) -> Train
 
 
 def trained(name: str, family: str, folder: Any, layout: dict[str, Any]) -> Trained:
-    """The loop on this rank of a mesh."""
+    """Run the loop on this rank of a mesh."""
     trainee = loaded(name, family, folder, layout)
     LOOPS[name].run(trainee)
     model = trainee.model
@@ -91,7 +91,7 @@ def trained(name: str, family: str, folder: Any, layout: dict[str, Any]) -> Trai
 
 
 def scheduled(name: str, family: str, folder: Any, layout: dict[str, Any]) -> Any:
-    """The loop on this rank of a mesh: a Trained, or the words of the SlapoError that ended it."""
+    """Run the loop on this rank of a mesh; return a Trained, or the text of the SlapoError that ended it."""
     from slapo_zoo import SlapoError
 
     try:
@@ -102,7 +102,7 @@ def scheduled(name: str, family: str, folder: Any, layout: dict[str, Any]) -> An
 
 
 def _copies(model: Any, layout: dict[str, Any]) -> dict[str, tuple[tuple, torch.Tensor]]:
-    """Parameters that several ranks hold, stages that share a tied one too: with the coordinates of their parts."""
+    """Return parameters that several ranks hold, also by a tie over stages, with the coordinates of each shard."""
     mesh, placed = model.mesh, model.schedule.state.placed
     part = mesh.coord("dp") if "dp_shard" in layout else 0
     named = zip(model.named_parameters(), saved_names(model), strict=True)
@@ -114,7 +114,7 @@ def _copies(model: Any, layout: dict[str, Any]) -> dict[str, tuple[tuple, torch.
 
 @cache
 def folder_of(family: str, root: Any, dropout: float = 0.0, cls: str | None = None) -> Any:
-    """A tiny checkpoint of a family."""
+    """Return the folder of a tiny checkpoint of a family."""
     case = replace(FAMILIES[family].case, dropout=dropout, cls=cls or FAMILIES[family].cls)
     config, made = tiny_config(case)
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def folder_of(family: str, root: Any, dropout: float = 0.0, cls: str | None = No
 
 
 def folder_for(name: str, family: str, root: Any) -> Any:
-    """The checkpoint that a loop starts from."""
+    """Return the folder of the checkpoint that a loop starts from."""
     return folder_of(family, root, LOOPS[name].dropout, class_of(name, family))
 
 
@@ -159,7 +159,7 @@ STRICT, MEASURED = Tolerance(2, floor=FLOOR), Tolerance(5, 1e-4, 1e-5, 1e-7)
 
 
 def assert_cell(found: Trained, name: str, family: str, folder: Any) -> None:
-    """Losses and weights at most twice as far from the fp64 truth as plain fp32 is."""
+    """Fail where losses or weights are more than twice as far from fp64 as plain fp32."""
     truth, own = (plain(name, family, folder, dtype) for dtype in (torch.float64, torch.float32))
     worst = max(abs(a - b) for a, b in zip(own.losses, truth.losses, strict=True))
     for step, (loss, want) in enumerate(zip(found.losses, truth.losses, strict=True)):
@@ -203,7 +203,7 @@ def first_difference(found: Trained, truth: Trained, own: Trained, before: Any) 
 
 
 def _mine(key: str, found: Trained) -> bool:
-    """A value that plain showed for a dp rank whose other values this rank shows."""
+    """Return True where a value of the plain run belongs to the dp rank of this rank."""
     return key.split("@")[1] in {k.split("@")[1] for k in found.shown}
 
 

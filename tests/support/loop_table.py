@@ -1,4 +1,4 @@
-"""Training loops that people write, run alike on a plain model and on a scheduled one.
+"""Training loops as users write them, run on a plain model and on a scheduled one.
 
 A loop is a function of a `Trainee` under `@loop(name)`; it trains STEPS steps and notes its losses.
 `tp="words"`, `pp=` or `dp=` name the meshes on which it must end with these words instead.

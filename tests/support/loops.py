@@ -23,7 +23,7 @@ CALL_TRAIN_STEP = "call model.train_step(batch, loss_fn=...)"
 
 @dataclass(frozen=True)
 class Loop:
-    """One way to train, and where it is refused.
+    """Training loop, and the layouts on which it is refused.
 
     Args:
         run: of a Trainee.
@@ -68,7 +68,7 @@ def loop(name: str, **options: Any) -> Callable[[Any], Any]:
 
 @dataclass
 class Trainee:
-    """A model, plain or scheduled, its optimizer, and what it has seen.
+    """Model, plain or scheduled, with its optimizer and recorded values.
 
     Args:
         dp: of the mesh; a plain model takes the mean over the parts of a batch, as dp ranks do.
@@ -89,7 +89,7 @@ class Trainee:
         self.new_optimizer()
 
     def new_optimizer(self) -> None:
-        """AdamW over what is trained now; a stage where nothing is passes all it has, since torch takes no empty list."""
+        """Make AdamW over the trainable parameters; a stage without any passes all, since torch refuses an empty list."""
         every = list(self.model.parameters())
         wanted = [p for p in every if p.requires_grad] or every
         self.optimizer = torch.optim.AdamW(wanted, lr=LEARNING_RATE, eps=EPS, weight_decay=0.1)
@@ -102,7 +102,7 @@ class Trainee:
     def batch(
         self, step: int, labels: bool = False, whole: bool = False
     ) -> dict[str, torch.Tensor]:
-        """This rank's rows, or all, of a batch without padding; every row has as many targets."""
+        """Return this rank's rows of a batch without padding (a plain model: all); every row has as many targets."""
         g = torch.Generator().manual_seed(100 + step)
         ids = torch.randint(3, VOCAB, (ROWS, TOKENS), generator=g)
         made = {"input_ids": ids}
@@ -118,28 +118,28 @@ class Trainee:
         return {k: v[cut] if torch.is_tensor(v) else v for k, v in batch.items()}
 
     def padded(self, step: int, tokens: int | None = None) -> dict[str, torch.Tensor]:
-        """All rows of a batch: padded text with ignored labels, or pictures."""
+        """Return all rows of a batch: padded text with ignored labels, or images."""
         batch = cast(batch_of(self.family.case, step), self.dtype)
         text = {k for k, v in batch.items() if torch.is_tensor(v) and v.shape[1:] == (12,)}
         short = text if tokens else ()
         return {k: v[:, :tokens] if k in short else v for k, v in batch.items()}
 
     def parts(self, step: int, tokens: int | None = None) -> Iterator[dict[str, torch.Tensor]]:
-        """Those of the padded batch that this process trains on: a rank its own, a plain model all."""
+        """Return the slices of the padded batch that this process trains on: a rank its own, a plain model all."""
         whole = self.padded(step, tokens)
         for d in [self.here] if self.scheduled else range(self.dp):
             self.here = d
             yield self._part(whole, d)
 
     def show(self, name: str, x: torch.Tensor) -> None:
-        """Compare these values of the part that runs now."""
+        """Record values of the current slice, which are compared between the runs."""
         ends = f"@{self.here}"
         count = sum(key.startswith(f"{name}#") and key.endswith(ends) for key in self.shown)
         whole = x.full_tensor() if hasattr(x, "full_tensor") else x
         self.shown[f"{name}#{count}{ends}"] = whole.detach().clone()
 
     def by_hand(self, step: int, loss_of: Callable[[dict], torch.Tensor], tokens=None) -> None:
-        """One optimizer step on a loss of each part; the gradient is the mean over the parts."""
+        """Take one optimizer step by a hand-written loop; the gradient is the mean over the slices of the batch."""
         self.optimizer.zero_grad()
         for part in self.parts(step, tokens):
             loss = loss_of(part)
@@ -150,7 +150,7 @@ class Trainee:
     def by_loss_fn(
         self, step: int, loss_fn: Callable[[Any, dict], torch.Tensor], made=dict, **options: Any
     ) -> None:
-        """The same by `train_step` with a loss of one's own; `made` turns a part into its batch."""
+        """Take the same step by `train_step` with the loop's loss function; `made` turns a slice into its batch."""
         self.optimizer.zero_grad()
         losses = []
         for part in self.parts(step):
@@ -166,7 +166,7 @@ class Trainee:
         self.optimizer.step()
 
     def own(self, step: int, **options: Any) -> None:
-        """One step on the model's own loss, by `train_step`: the mean over all rows."""
+        """Take one step on the model's own loss by `train_step`: the mean over all rows."""
         self.optimizer.zero_grad()
         if self.scheduled:
             loss = self.model.train_step(self._part(self.padded(step), self.here), **options)
@@ -178,17 +178,17 @@ class Trainee:
 
     @property
     def backbone(self) -> Any:
-        """The model without its head; a family of two towers or of an encoder and a decoder: one of them."""
+        """Return the model without its head; of two towers, or of encoder and decoder, one."""
         return self.model.get_submodule(self.family.backbone)
 
     def hidden(self, batch: dict[str, torch.Tensor], backbone: Any = None) -> torch.Tensor:
-        """The last hidden states of a call of the backbone alone."""
+        """Return the last hidden states of a call of the backbone alone."""
         wanted = ("input_ids", "attention_mask", "pixel_values")
         inputs = {k: v for k, v in batch.items() if k in wanted}
         return (self.backbone if backbone is None else backbone)(**inputs).last_hidden_state
 
     def pooled(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The mean over real tokens."""
+        """Return the mean of the hidden states over real tokens."""
         mask = batch.get("attention_mask")
         if mask is None or mask.shape != hidden.shape[:2]:
             return hidden.mean(1)
@@ -196,14 +196,14 @@ class Trainee:
         return (hidden * weight).sum(1) / weight.sum(1)
 
     def read(self, hidden: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """A loss on hidden states, each row with a target of its own."""
+        """Return a loss on hidden states in which each row has its own target."""
         pooled = self.pooled(hidden, batch)
         self.show("pooled", pooled)
         target = torch.sin(torch.arange(pooled.numel(), dtype=pooled.dtype)).view_as(pooled)
         return (pooled - target).square().mean()
 
     def note(self, loss: torch.Tensor) -> None:
-        """The mean over dp of a loss of this rank's rows."""
+        """Record the mean over dp of a loss of this rank's rows."""
         total = loss.detach().double().clone()
         if self.scheduled and self.mesh.dp > 1:
             torch.distributed.all_reduce(total, group=self.mesh.group("dp"))
@@ -215,11 +215,11 @@ class Trainee:
         return self.model.no_sync() if self.scheduled else nullcontext()
 
     def in_pairs(self) -> dict[str, int]:
-        """Options of a step whose micro-batches hold an even number of rows."""
+        """Return options of a step whose micro-batches hold an even number of rows."""
         return {"micro_batches": ROWS // self.mesh.dp // 2} if self.scheduled else {}
 
     def train_step(self, batch: dict[str, Any], loss_fn: Any, **options: Any) -> torch.Tensor:
-        """By the model's own method, or as one would write it for a plain model."""
+        """Call the model's `train_step`, or its equivalent for a plain model."""
         if self.scheduled:
             return self.model.train_step(batch, loss_fn=loss_fn, **options)
         of_model = {k: v for k, v in batch.items() if k.endswith(("input_ids", "labels"))}

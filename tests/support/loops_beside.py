@@ -16,7 +16,7 @@ from parity import EPS, LEARNING_RATE
 
 @loop("EMA")
 def averaged(t: Trainee) -> None:
-    """The loss of the averaged weights is a loss of the run."""
+    """Average the weights during training; record the loss of the averaged weights."""
     average = AveragedModel(t.model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
     for step in range(STEPS):
         t.optimizer.zero_grad()
@@ -34,7 +34,7 @@ def _token_loss(out: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
 
 
 def _of_rows(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The log-probability of each row, in pairs of a chosen and a rejected one."""
+    """Return the log-probability of each row, in pairs of a chosen and a rejected one."""
     each = logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
     return each.sum(-1).view(-1, 2)
 
@@ -85,7 +85,7 @@ def preferences_by_train_step(t: Trainee) -> None:
 
 
 class _Thrice:
-    """An override as people write it."""
+    """Mixin of a Trainer whose `compute_loss` is three times a token loss, as users override it."""
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         output = model(**inputs)
@@ -99,7 +99,7 @@ def overridden(t: Trainee) -> None:
 
     from slapo_zoo import ScheduledTrainer
 
-    AcceleratorState._reset_state(True)  # of an earlier run of this process
+    AcceleratorState._reset_state(True)  # state of an earlier run of this process
     base = ScheduledTrainer if t.scheduled else transformers.Trainer
     batches = [t.batch(step, whole=True) for step in range(STEPS)]
     rows = [{k: v[i] for k, v in b.items()} for b in batches for i in range(len(b["input_ids"]))]

@@ -1,4 +1,4 @@
-"""Loops that train matrices of LoRA beside a frozen model, in the forms that peft writes."""
+"""Loops that train LoRA matrices beside a frozen model, in the forms that peft writes."""
 
 import tempfile
 import threading
@@ -29,7 +29,7 @@ def _adapted(**options: Any) -> Any:
 
 
 def _fill(t: Trainee) -> None:
-    """The matrices of an adapter get values that depend on their names alone, where they are whole."""
+    """Fill the unsharded matrices of an adapter with values that depend only on their names."""
     with torch.no_grad():
         for name, p in t.model.named_parameters():
             if "lora_" in name:

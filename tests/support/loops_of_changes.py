@@ -36,7 +36,7 @@ def _masked_mean(hidden: torch.Tensor, part: dict) -> torch.Tensor:
 
 @loop("hooks on layers", families=LAYERED, pp=CALL_TRAIN_STEP, unlike=("tp2-sp",))
 def layerwise(t: Trainee) -> None:
-    """Layer-wise distillation: the loss reads what each block returned, under the mask; with tokens in shares it would see one."""
+    """Distil layer by layer: the loss reads each block's output under the mask (with sequence parallelism only a shard)."""
     seen: list[torch.Tensor] = []
     for layer in _layers(t):
         layer.register_forward_hook(lambda _m, _i, out: seen.append(_first(out)))
@@ -77,7 +77,7 @@ def changing(t: Trainee) -> None:
 
 @loop("pre-hooks that read positions", families=LAYERED, pp=CALL_TRAIN_STEP, unlike=("tp2-sp",))
 def steered(t: Trainee) -> None:
-    """Activation steering at the first token of each row; with tokens in shares a hook sees its share (docs/your_own_loop.md)."""
+    """Steer activations at the first token of each row; with sequence parallelism a hook sees its shard (docs/your_own_loop.md)."""
 
     def steer(_m: Any, args: tuple, kwargs: dict) -> tuple:
         hidden = args[0] if args else kwargs["hidden_states"]
@@ -128,7 +128,7 @@ def tags(t: Trainee) -> None:
 
 @loop("rows do not see each other", **WHOLE)
 def apart(t: Trainee) -> None:
-    """The logits of a row are those of the row alone."""
+    """Check that the logits of a row equal those of the row alone."""
     t.model.set_attn_implementation("eager")
     for part in t.parts(0):
         t.show("first row", _logits(t, part)[:1])
@@ -139,14 +139,14 @@ def apart(t: Trainee) -> None:
 
 
 def _logits(t: Trainee, part: dict) -> torch.Tensor:
-    """Zero at padding."""
+    """Return the logits with zeros at padding."""
     logits, mask = t.model(**part).logits, part.get("attention_mask")
     return logits if mask is None else logits * mask[..., None]
 
 
 @loop("logits at padding", families=TEXT, pp=CALL_TRAIN_STEP)
 def at_padding(t: Trainee) -> None:
-    """A loss of one's own over all positions, beside labels that ignore padding."""
+    """Train on a loss over all positions, with labels that ignore padding."""
 
     def loss_of(part: dict) -> torch.Tensor:
         out = t.model(**part)
@@ -196,7 +196,7 @@ loop("reentrant checkpoint_wrapper", **WHOLE)(_wrapped(True))
 
 
 def recomputed(forward: Any, reentrant: bool) -> Any:
-    """A block's forward within a checkpoint; a reentrant one takes no keywords."""
+    """Recompute each block's forward; torch's reentrant checkpoint takes no keywords."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(forward, **kwargs), *args, use_reentrant=reentrant)
@@ -231,7 +231,7 @@ def switched(t: Trainee) -> None:
 
 
 def _patch(name: str, change: Any) -> Any:
-    """Within it a class of transformers has another forward, as recipes set it before they load."""
+    """Context in which a class of transformers has another forward, as recipes set before loading."""
 
     @contextmanager
     def around() -> Iterator[None]:
@@ -315,13 +315,13 @@ def packed_by_hand(t: Trainee) -> None:
 
 @loop("packed rows", families=CAUSAL)
 def packed(t: Trainee) -> None:
-    """Several documents in a row, told by positions that begin anew."""
+    """Train on rows of several documents, separated by position ids that restart at 0."""
     for step in range(STEPS):
         t.by_loss_fn(step, _token_loss, lambda part: _packed(part, t))
 
 
 def _packed(part: dict, t: Trainee) -> dict:
-    """A plain model with a cache lets documents see each other; ours do not in either way to train."""
+    """Return a batch of packed documents; a plain model needs use_cache=False, or documents attend to each other."""
     ids = part["input_ids"].clamp(min=1)
     places = torch.arange(12).remainder(5).expand(len(ids), 12)
     made = {"input_ids": ids, "labels": ids, "position_ids": places}
@@ -334,7 +334,7 @@ def _token_loss(out: Any, part: dict) -> torch.Tensor:
 
 @loop("decoding amid training", families=CAUSAL, **PART)
 def cached_backbone(t: Trainee) -> None:
-    """A prompt by the backbone with its cache, then the rest of the rows."""
+    """Run a prompt through the backbone with a cache, then the rest of the rows."""
     for step in range(STEPS):
         t.own(step)
         t.model.eval()

@@ -33,7 +33,7 @@ def _view(t: Trainee, part: dict) -> torch.Tensor:
 
 @loop("SimCSE", **PART, **DROP)
 def two_views(t: Trainee) -> None:
-    """Two calls of the backbone on the same rows; the second is the first one's positive."""
+    """Call the backbone twice on the same rows, as SimCSE does: the second result is the positive of the first."""
     for step in range(2):
         t.optimizer.zero_grad()
         for part in t.parts(step):
@@ -45,7 +45,7 @@ def two_views(t: Trainee) -> None:
 
 @loop("views of unlike rows", **PART, **DROP)
 def rows_differ(t: Trainee) -> None:
-    """Equal rows of one batch are dropped unlike each other."""
+    """Check that equal rows of one batch have different dropout masks."""
     for part in t.parts(0):
         rows = {k: v[:1].expand(2, *v.shape[1:]) for k, v in part.items() if torch.is_tensor(v)}
         a, b = _view(t, rows)
@@ -54,7 +54,7 @@ def rows_differ(t: Trainee) -> None:
 
 @loop("MC dropout", **PART, **DROP)
 def samples(t: Trainee) -> None:
-    """Evaluation with its dropout modules on."""
+    """Evaluate with the dropout modules in training mode."""
     t.model.eval()
     for m in t.model.modules():
         if "Dropout" in type(m).__name__:
@@ -94,7 +94,7 @@ def without_draws(t: Trainee) -> None:
 
 
 def _gradient(t: Trainee, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """All gradients of one backward, in a row."""
+    """Return all gradients of one backward as one vector."""
     for p in t.model.parameters():
         p.grad = None
     loss_of().backward()
@@ -102,7 +102,7 @@ def _gradient(t: Trainee, loss_of: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def _twice(t: Trainee, name: str, one: Callable, other: Callable) -> None:
-    """Two ways to a gradient, from the same state of torch's generator."""
+    """Compare two ways to compute a gradient, from the same state of torch's generator."""
     t.model.config.use_cache = False
     for part in t.parts(0):
         found = []
@@ -180,7 +180,7 @@ def whole_checkpointed(t: Trainee) -> None:
 
 
 def _layers_checkpointed(t: Trainee, reentrant: bool) -> None:
-    """Each block by hand, as recipes patch it."""
+    """Recompute each block by a patched forward, as recipes do."""
 
     def run(part: dict) -> torch.Tensor:
         return _loss(t, t.hidden(part), part)
@@ -245,7 +245,7 @@ def switched(t: Trainee) -> None:
 
 @loop("GradCache", **PART, **DROP)
 def cached(t: Trainee) -> None:
-    """Representations without a graph, their gradient, and a second forward of the same draws."""
+    """Train as GradCache does: representations without a graph, their gradient, and a forward with the same dropout."""
 
     def contrast(a: torch.Tensor) -> torch.Tensor:
         b = functional.normalize(a, dim=-1)

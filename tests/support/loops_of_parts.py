@@ -1,4 +1,4 @@
-"""Loops that call a part of a model: the backbone, an encoder, a layer, alone or beside the whole."""
+"""Loops that call a submodule: the backbone, an encoder, a layer, alone or beside the full model."""
 
 from contextlib import suppress
 from typing import Any
@@ -10,7 +10,7 @@ from loop_families import MASKED, ONE_STACK, PAIRS, TEXT
 from loops import Trainee, loop
 
 MODES = "sequence_parallel=True: this backward goes through a forward with sharded tokens"
-PART = {"pp": "pp=1", "dp_shard": "dp_shard="}  # what a part alone is told
+PART = {"pp": "pp=1", "dp_shard": "dp_shard="}  # errors of a submodule called alone
 PARTS = (*ONE_STACK, *PAIRS, "clip")
 STEPS = 2
 
@@ -27,7 +27,7 @@ def backbone(t: Trainee) -> None:
 
 @loop("backbone in eval", families=PARTS, **PART)
 def in_eval_mode(t: Trainee) -> None:
-    """Frozen norms and dropout, and a gradient all the same."""
+    """Train in eval mode: without dropout, with gradients."""
     t.model.eval()
     for step in range(STEPS):
         t.by_hand(step, _alone(t))
@@ -35,7 +35,7 @@ def in_eval_mode(t: Trainee) -> None:
 
 @loop("backbone after a step", families=PARTS, **PART)
 def after_a_step(t: Trainee) -> None:
-    """Another batch of the same shape, and padded otherwise."""
+    """Call the backbone after a step, on a batch of the same shape with other padding."""
     for step in range(STEPS):
         _own(t, step)
         t.by_hand(step + 10, _alone(t))
@@ -50,7 +50,7 @@ def before_a_step(t: Trainee) -> None:
 
 @loop("backbone after a forward", families=ONE_STACK, tp2_sp=MODES, **PART)
 def after_a_forward(t: Trainee) -> None:
-    """Both forwards of one loss: the model's own and one on the hidden states."""
+    """Add a loss on hidden states to the model's own loss: two forwards, one backward."""
     for step in range(STEPS):
         t.by_hand(step, lambda part: t.model(**part).loss + t.read(t.hidden(part), part))
 
@@ -71,7 +71,7 @@ def of_another_length(t: Trainee) -> None:
 
 @loop("embeddings amid training", families=PARTS, **PART)
 def embeddings(t: Trainee) -> None:
-    """Sentence embeddings for an evaluation, between the steps of the own loss."""
+    """Compute sentence embeddings for an evaluation between steps on the model's own loss."""
     for step in range(STEPS):
         _own(t, step)
         t.model.eval()
@@ -94,7 +94,7 @@ def embeddings_in_training_mode(t: Trainee) -> None:
 
 @loop("two towers", families=PARTS, **PART)
 def two_towers(t: Trainee) -> None:
-    """Siamese: two calls of one backbone, other rows in each, in-batch negatives."""
+    """Train two towers that share one backbone: two calls with other rows, in-batch negatives."""
 
     def loss_of(part: dict) -> torch.Tensor:
         other = {k: v.flip(0) if torch.is_tensor(v) else v for k, v in part.items()}
@@ -127,7 +127,7 @@ def _cross_entropy(logits: torch.Tensor, part: dict) -> torch.Tensor:
 
 @loop("chunked loss", families=TEXT, **PART)
 def chunked(t: Trainee) -> None:
-    """Logits of a few tokens at a time, so that they never stand in memory together."""
+    """Compute logits of a few tokens at a time, so that memory never holds all of them."""
 
     def loss_of(part: dict) -> torch.Tensor:
         total = torch.zeros((), dtype=t.dtype)
@@ -161,7 +161,7 @@ def chunked(t: Trainee) -> None:
     **PART,
 )
 def layer_alone(t: Trainee) -> None:
-    """A block on made-up hidden states, as layer-wise distillation and probes call it."""
+    """Call a block on synthetic hidden states, as layer-wise distillation and probes do."""
     layer = t.model.get_submodule(t.family.layers)[1]
 
     def loss_of(part: dict) -> torch.Tensor:
@@ -200,7 +200,7 @@ def _beside(t: Trainee) -> dict[str, Any]:
 
 @loop("encoder", families=("bert", "roberta", "albert", "electra", "distilbert", "esm"), **PART)
 def encoder(t: Trainee) -> None:
-    """The stack of blocks without its embeddings."""
+    """Call the stack of blocks without its embeddings."""
     stack = t.backbone.get_submodule("transformer" if "Distil" in t.family.cls else "encoder")
     for step in range(STEPS):
         t.by_hand(step, lambda part: stack(_made_up(t)).last_hidden_state.square().mean())
@@ -214,7 +214,7 @@ def encoder_by_its_getter(t: Trainee) -> None:
 
 @loop("encoder outputs by hand", families=PAIRS, **PART)
 def encoder_outputs(t: Trainee) -> None:
-    """One call of the encoder serves two of the decoder."""
+    """Call the encoder once for two calls of the decoder."""
 
     def loss_of(part: dict) -> torch.Tensor:
         source = {k: part[k] for k in ("input_ids", "attention_mask")}
@@ -244,7 +244,7 @@ def decoder_alone(t: Trainee) -> None:
 
 @loop("features", families=("clip",), **PART)
 def features(t: Trainee) -> None:
-    """CLIP by its towers: the loss of a batch by hand."""
+    """Call CLIP's towers and compute the contrastive loss by hand."""
 
     def loss_of(part: dict) -> torch.Tensor:
         text = t.model.get_text_features(
@@ -274,7 +274,7 @@ def image_features(t: Trainee) -> None:
 
 @loop("input embeddings alone", families=TEXT, **PART)
 def input_embeddings(t: Trainee) -> None:
-    """An embedding table read by hand: a penalty, a nearest neighbour, a soft label."""
+    """Read the embedding table by hand: a penalty, a nearest neighbour, a soft label."""
 
     def loss_of(part: dict) -> torch.Tensor:
         return t.model.get_input_embeddings()(part["input_ids"]).square().mean()
@@ -323,7 +323,7 @@ def layers_shown(t: Trainee) -> None:
 
 @loop("backbone without gradients kept", families=MASKED, **PART)
 def probe(t: Trainee) -> None:
-    """A linear probe: the backbone under no_grad in training mode, a head of plain torch by hand."""
+    """Train a linear probe: the backbone under no_grad in training mode, a plain torch head."""
     head = torch.nn.Linear(_width(t), 3, dtype=t.dtype)
     with torch.no_grad():
         head.weight.copy_(torch.sin(torch.arange(head.weight.numel())).view_as(head.weight))
@@ -335,7 +335,7 @@ def probe(t: Trainee) -> None:
 
 
 def _own(t: Trainee, step: int) -> None:
-    """A step of the model's own loss; CLIP's needs the whole batch, so its step is one by hand of a tower."""
+    """Take a step on the model's own loss; CLIP's needs the full batch, so its step trains one tower by hand."""
     if "CLIP" in t.family.cls:
         t.by_hand(
             step,

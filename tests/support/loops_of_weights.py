@@ -1,4 +1,4 @@
-"""Loops on weights: frozen, tied, copied, penalised, hooked, adapted; optimizers that look at all of them."""
+"""Loops on weights: frozen, tied, copied, penalised, hooked, adapted; optimizers that read all of them."""
 
 import copy
 from typing import Any
@@ -80,7 +80,7 @@ def scaled(t: Trainee) -> None:
     unlike=("pp2", "dp2", "dp2-shard", "tp2-dp2"),
 )
 def clamped(t: Trainee) -> None:
-    """On one dp rank and in one stage: what others add comes after the hook, as with torch's DDP."""
+    """Clamp gradients by a hook; over dp or pp the all-reduce comes after the hook, as with torch's DDP."""
     for p in t.model.parameters():
         if p.requires_grad:
             p.register_hook(lambda g: g.clamp(-1e-3, 1e-3))
@@ -97,7 +97,7 @@ def new_rows(t: Trainee) -> None:
 
 
 def _penalty(t: Trainee, before: list[torch.Tensor]) -> torch.Tensor:
-    """L2-SP: half of the squared distance to where the weights began (a little beside it)."""
+    """Return the L2-SP penalty: half of the squared distance to (nearly) the initial weights."""
     pairs = zip((p for p in t.model.parameters() if p.requires_grad), before, strict=True)
     return 0.05 * sum((p - b).square().sum() for p, b in pairs)
 
@@ -168,7 +168,7 @@ def averaged_model(t: Trainee) -> None:
 
 @loop("a copy is independent", families=(*ONE_STACK, *PAIRS, "clip"))
 def independent(t: Trainee) -> None:
-    """The copy is trained away; the original does not move, nor is a tensor shared."""
+    """Train a deepcopy: the original does not change, and no tensor is shared."""
     other = copy.deepcopy(t.model)
     held = [*t.model.parameters(), *t.model.buffers()]
     mine = {x.data_ptr() for x in held if x.numel()}
@@ -250,7 +250,7 @@ APART = "step"
 
 @loop("a dp rank skips its step", families=(*TEXT, "vit"), pp=CALL_TRAIN_STEP, dp=APART)
 def skipped(t: Trainee) -> None:
-    """Its own loss was not finite, say."""
+    """Skip a step on one dp rank, as users do when a loss is not finite."""
     for step in range(3):
         t.optimizer.zero_grad()
         for part in t.parts(step):
@@ -263,7 +263,7 @@ def skipped(t: Trainee) -> None:
 
 @loop("one rank reads logits", families=ONE_STACK, pp=CALL_TRAIN_STEP, tp="went on without")
 def read_on_one(t: Trainee) -> None:
-    """A metric that rank 0 alone prints."""
+    """Read a metric on rank 0 alone."""
     for step in range(STEPS):
 
         def loss_of(part: dict, _step: int = step) -> torch.Tensor:
@@ -294,7 +294,7 @@ def read_in_eval(t: Trainee) -> None:
     dp_shard="went on without",
 )
 def evaluated_on_one(t: Trainee) -> None:
-    """A validation loss between two steps that rank 0 alone computes."""
+    """Compute a validation loss on rank 0 alone, between two steps."""
     for step in range(2):
         t.own(step)
         if not t.scheduled or t.mesh.rank == 0:
@@ -307,7 +307,7 @@ def evaluated_on_one(t: Trainee) -> None:
 
 @loop("weights of classes", families=("gpt2", "opt", "llama", "qwen3", "modernbert", "vit"))
 def weighted_classes(t: Trainee) -> None:
-    """A `loss_function` with a denominator of its own, over micro-batches."""
+    """Train with a `loss_function` that has its own denominator, over micro-batches."""
     t.model.loss_function = _weighted(t.family.cls)
     _own(t, **({"micro_batches": 2} if t.scheduled else {}))
 

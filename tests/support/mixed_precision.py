@@ -1,4 +1,4 @@
-"""Plain `transformers` in mixed precision: what a scheduled model is held against."""
+"""Plain `transformers` in mixed precision, the reference of a scheduled model."""
 
 import functools
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ COMPUTE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @functools.cache
 def plain_mixed(case, folder, precision):
-    """Plain transformers with fp32 masters: a narrow model's gradients, summed and stepped in fp32."""
+    """Train plain transformers with fp32 masters: gradients of a 16-bit model, accumulated and stepped in fp32."""
     dtype, cls = COMPUTE[precision], getattr(transformers, case.cls)
     scale = 2.0**12 if precision == "fp16" else 1.0
     masters = cls.from_pretrained(folder, dtype=torch.float32).train()
@@ -48,7 +48,7 @@ def far(found, truth):
 
 
 def compare(result, case, folder, precision):
-    """At most twice as far from the fp64 truth as plain transformers in the same precision."""
+    """Fail where a run is more than twice as far from fp64 as plain transformers in the same precision."""
     truth, own = plain(case, folder, torch.float64, "sdpa"), plain_mixed(case, folder, precision)
     eps = torch.finfo(COMPUTE[precision]).eps
     scale = max(truth.losses)

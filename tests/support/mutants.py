@@ -1,4 +1,4 @@
-"""Broken schedules: the right history of a family, and what is done to it.
+"""Broken schedules: the correct history of a family, and an edit that breaks it.
 
 An edit is a function of the steps; `live` edits change the model itself after the steps, as a wrong
 kernel or a careless patch would. `culprit` is the module that must be named.
@@ -48,7 +48,7 @@ Steps = list[Any]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One broken schedule.
+    """Broken schedule.
 
     Args:
         name: what is wrong.
@@ -74,14 +74,14 @@ LAYOUTS = {
 
 
 def config_of(mutant):
-    """The config of a mutant's family."""
+    """Return the config of a mutant's family."""
     cls = getattr(transformers, mutant.cls)
     fields = {**CONFIGS[mutant.cls], **dict(mutant.config), "architectures": [mutant.cls]}
     return cls.config_class(**fields)
 
 
 def mutate(mutant, steps):
-    """The broken schedule: a function, for each rank to apply by itself."""
+    """Return the broken schedule as a function that each rank applies."""
     for edit in mutant.edits:
         steps = edit(steps)
 
@@ -100,7 +100,7 @@ def _matches(step, pattern, text):
 
 
 def drop(pattern, text):
-    """Leave steps out."""
+    """Edit: leave steps out."""
 
     def edit(steps):
         kept = [step for step in steps if not _matches(step, pattern, text)]
@@ -111,7 +111,7 @@ def drop(pattern, text):
 
 
 def change(pattern, text, **fields):
-    """Other arguments."""
+    """Edit: replace arguments of a step."""
 
     def edit(steps):
         new = [(p, dataclasses.replace(d, **fields)) if _matches((p, d), pattern, text) else (p, d)
@@ -123,12 +123,12 @@ def change(pattern, text, **fields):
 
 
 def add(pattern, directive):
-    """One directive more."""
+    """Edit: add a directive."""
     return lambda steps: [*steps, (pattern, directive)]
 
 
 def move(pattern, text, to):
-    """A step on another module."""
+    """Edit: move a step to another module."""
     return lambda steps: [(to if _matches(s, pattern, text) else s[0], s[1]) for s in steps]
 
 
@@ -144,7 +144,7 @@ def live(pattern, patch):
 
 
 def on_output(change_y):
-    """A patch: another output."""
+    """Return a patch that changes a module's output."""
     return lambda module, sch, path: module.register_forward_hook(lambda m, a, y: change_y(y, sch))
 
 
@@ -203,7 +203,7 @@ def _half_gradient(module, sch, path):
 
 
 def _rank_scaled(module, sch, path):
-    """A copy that is not the same on every rank."""
+    """Patch: scale a module's output by a factor that depends on the rank."""
     factor = 1.0 + 1e-3 * sch.mesh.coord("tp")
     module.register_forward_hook(lambda m, a, y: y * factor)
 

@@ -1,4 +1,4 @@
-"""A device that is not the CPU, on a machine that has no other: real numbers, a device type of its own.
+"""Device type of its own on a machine with only a CPU: its tensors hold real numbers.
 
     install(); with DeviceOnly() as watch: model.train_step(batch on DEVICE); watch.waits
 
@@ -34,7 +34,7 @@ _WATCHES, _GLOO = [], set()
 
 @cache
 def install():
-    """Make torch know the device; for the rest of this process."""
+    """Register the device in torch, for the rest of this process."""
     from torch.utils import backend_registration as registration
 
     class Module(registration._DummyBackendModule):
@@ -82,7 +82,7 @@ def _grouped_mm(*args, **kwargs):
 
 
 def _listed(index):
-    """An index with a list in it: torch copies the list to the device."""
+    """Convert lists in an index to device tensors, which torch copies to the device."""
     many = index if isinstance(index, tuple) else (index,)
     if not any(isinstance(x, list) for x in many):
         return index
@@ -90,7 +90,7 @@ def _listed(index):
 
 
 def _from_data(make):
-    """torch.tensor and its kin: what comes of a list is copied to the device, and the host waits."""
+    """Wrap torch.tensor and similar functions: values of a list are copied to the device, and the host waits."""
 
     def wrapped(data, *args, device=None, **kwargs):
         if device is None or torch.device(device).type != DEVICE or isinstance(data, torch.Tensor):
@@ -103,7 +103,7 @@ def _from_data(make):
 
 
 def _named(make):
-    """dist.new_group, noting the groups that ask for gloo: they serve the CPU too."""
+    """Wrap dist.new_group; note the groups with gloo, which serve the CPU too."""
 
     def new_group(*args, backend=None, **kwargs):
         group = make(*args, backend=backend, **kwargs)
@@ -119,7 +119,7 @@ def _is_here(x):
 
 
 def _raw(x):
-    """The CPU tensor that lies in the memory of one of the device."""
+    """Return the CPU tensor that shares the memory of a device tensor."""
     if not _is_here(x):
         return x
     raw = torch.empty(0, dtype=x.dtype)
@@ -127,7 +127,7 @@ def _raw(x):
 
 
 def _on_device(raw, storage=None, found=None):
-    """A tensor of the device over the memory of a CPU tensor; `found` is made that one."""
+    """Return a device tensor over the memory of a CPU tensor, or turn `found` into it."""
     if storage is None:
         own = raw.untyped_storage()
         place, nbytes = torch.device(DEVICE, 0), own.nbytes()
@@ -145,7 +145,7 @@ def _tensors(*trees):
 
 
 def _run(func, args, kwargs):
-    """The operation on the numbers; what it makes lies on the device unless asked otherwise."""
+    """Run the operation on CPU memory; the result is on the device unless requested elsewhere."""
     name = func.name().split("::")[1].split(".")[0]
     device = torch.device(kwargs["device"]) if kwargs.get("device") is not None else None
     tensors = _tensors(args, kwargs)
@@ -153,7 +153,7 @@ def _run(func, args, kwargs):
         raise RuntimeError(f"Expected all tensors to be on the same device: {func}, cpu too")
     for watch in _WATCHES:
         watch.count(name, args, tensors, device)
-    if name == "_copy_from":  # what copy_ is for a device that torch knows nothing of
+    if name == "_copy_from":  # copy_ calls it for a device without a backend
         _raw(args[1]).copy_(_raw(args[0]))
         return args[1]
     kwargs = kwargs | ({"device": torch.device("cpu")} if _names(device) else {})
@@ -183,7 +183,7 @@ def _kept(x, storages):
 
 
 def _on_numbers(func, args, kwargs):
-    """A number where a tensor is expected was a tensor of no axis before it was boxed."""
+    """Run the operation on CPU memory; a number where a tensor is expected becomes a 0-dim tensor."""
     args = [torch.as_tensor(x) if isinstance(x, int | float) and "Tensor" in str(takes.type) else x
             for x, takes in zip(args, func._schema.arguments, strict=False)]  # fmt: skip
     with torch.no_grad():
@@ -193,12 +193,12 @@ def _on_numbers(func, args, kwargs):
 
 
 class DeviceOnly(TorchDispatchMode):
-    """Groups that serve the device only, and a count of the host's waits for it."""
+    """Context in which process groups serve the device only, and the host's waits for it are counted."""
 
     def __init__(self):
         super().__init__()
         self.waits = Counter()
-        self.uncapturable = Counter()  # of these, those of a model's forward or a backward
+        self.uncapturable = Counter()  # those of a model's forward or backward
         self.collectives = Counter()
 
     def __enter__(self):
@@ -239,7 +239,7 @@ class DeviceOnly(TorchDispatchMode):
                 self.note("index of the CPU")  # torch copies it to the device
 
     def note(self, what):
-        """One wait; a CUDA graph cannot hold it where a model's layers or a backward run."""
+        """Count one wait; within layers or a backward it could not be captured in a CUDA graph."""
         self.waits[what, where()] += 1
         if in_layers():
             self.uncapturable[what, where()] += 1
@@ -259,7 +259,7 @@ def in_layers():
 
 
 def where():
-    """The innermost line outside torch and this file."""
+    """Return the innermost stack line outside torch and this file."""
     frame = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -270,7 +270,7 @@ def where():
 
 
 def _of_torch_itself():
-    """Objects travel over a device that torch takes from the group."""
+    """Return True within torch's own collectives of objects, whose tensors are on the group's device."""
     frame = sys._getframe(1)
     while frame is not None:
         if "_object" in frame.f_code.co_name and "distributed_c10d" in frame.f_code.co_filename:

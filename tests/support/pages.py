@@ -1,4 +1,4 @@
-"""Pages of the documentation as a reader takes them: what they show is copied, typed and run."""
+"""Pages of the documentation, followed as a reader does: code is copied, typed and run."""
 
 import os
 import re
@@ -29,14 +29,14 @@ def commands(text):
 
 
 def clean_environment():
-    """Offline, one thread, and no ranks: what is started starts in one process."""
+    """Return an environment for child processes: offline, one thread, no launcher variables."""
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     env = {name: value for name, value in os.environ.items() if name not in ranks}
     return env | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 class Desk:
-    """A folder, and a shell in which the environment of the project is active."""
+    """Folder with a shell in which the project's environment is active."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -47,14 +47,14 @@ class Desk:
         }  # fmt: skip
 
     def start(self, line):
-        """Type a line; the process."""
+        """Start a command line; return the process."""
         return subprocess.Popen(
             ["bash", "-c", f"exec {line}"], cwd=self.folder, env=self.env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
 
     def type(self, line, code=0):
-        """Type a line and wait; standard output of what must end so, standard error where it must fail."""
+        """Run a command line that must exit with `code`; return stdout, or stderr where it must fail."""
         process = self.start(line)
         out, err = process.communicate(timeout=400)
         assert process.returncode == code, f"{line}\n{out}\n{err}"

@@ -1,4 +1,4 @@
-"""Plain `transformers` in one process against a scheduled model on a mesh, value by value.
+"""Comparison of plain `transformers` in one process with a scheduled model on a mesh, value by value.
 
 The tolerance is relative to the reference's own error: the scheduled fp32 run may be at most twice
 as far from the fp64 truth as the plain fp32 run is, plus a floor of a few units in the last place
@@ -27,7 +27,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One head class of one family, and what its batch holds.
+    """Head class of a family, and the contents of its batch.
 
     Args:
         cls: name of the class in transformers.
@@ -72,7 +72,7 @@ DROPOUTS = (
 
 
 def tiny_config(case):
-    """The tiny config of a case's family, with its dropout probability everywhere."""
+    """Return the tiny config of a case's family, with its dropout probability everywhere."""
     cls = getattr(transformers, case.cls)
     tiny = TINY[cls.config_class.model_type]
     known = vars(cls.config_class()) | {"classifier_dropout": None}
@@ -91,7 +91,7 @@ def changes_of(case):
 
 
 def batch_of(case, step=0):
-    """Padded rows with ignored labels; every row has at least 4 real tokens."""
+    """Return a batch of padded rows with ignored labels; every row has at least 4 real tokens."""
     g = torch.Generator().manual_seed(100 + step)
     if case.cls.startswith(WITHOUT_TEXT):
         audio = case.cls.startswith("Whisper")
@@ -129,7 +129,7 @@ def _features(rows, g):
 
 
 def _spoken(batch, g):
-    """Audio for the encoder; the decoder reads the ids, or makes its own of the labels."""
+    """Return a batch with audio for the encoder; the decoder reads the ids, or makes its own from the labels."""
     ids = batch["input_ids"]
     decoder = {} if "labels" in batch else {"decoder_input_ids": ids}
     return {"input_ids": None, "attention_mask": None, **_features(len(ids), g), **decoder}
@@ -151,7 +151,7 @@ def _with_decoder_inputs(batch, g):
 
 
 def _with_one_end(batch, g):
-    """The last real token is the end of sequence (1), and no other."""
+    """Make the last real token of each row, and no other, the end of sequence (1)."""
     last = batch["attention_mask"].sum(-1, keepdim=True) - 1
     return {"input_ids": batch["input_ids"].scatter(1, last, 1)}
 
@@ -165,7 +165,7 @@ VARIANTS = {
 
 
 def batches_of(case, step):
-    """The batches of one optimizer step: one, or two whose gradients add up."""
+    """Return the batches of one optimizer step: one, or two whose gradients are accumulated."""
     return [batch_of(case, step), *([batch_of(case, step + 50)] if "twice" in case.variant else [])]
 
 
@@ -210,14 +210,14 @@ LABELS = {
 
 
 def cast(batch, dtype):
-    """Floating inputs follow the dtype of the model."""
+    """Cast floating inputs to the dtype of the model."""
     floating = {k: v for k, v in batch.items() if torch.is_tensor(v) and v.is_floating_point()}
     return batch | {k: v.to(dtype) for k, v in floating.items()}
 
 
 @cache
 def checkpoint(case, root):
-    """The case's model with random weights, as a folder of plain transformers."""
+    """Save the case's model with random weights by plain transformers; return the folder."""
     folder = root / f"{case.cls}-{abs(hash(case)) % 10**8}"
     config, cls = tiny_config(case)
     torch.manual_seed(0)
@@ -230,21 +230,21 @@ def checkpoint(case, root):
 
 
 def references(case, folder):
-    """The fp64 truth, and plain fp32 runs: with both of its attentions, to know its own error."""
+    """Return the plain run in fp64, and plain fp32 runs with both attentions, which give fp32's own error."""
     kinds = ("sdpa", "eager") if getattr(transformers, case.cls)._supports_sdpa else ("eager",)
     truth = plain(case, folder, torch.float64, kinds[0])
     return truth, [plain(case, folder, torch.float32, kind) for kind in kinds]
 
 
 def saved_names(model):
-    """Parameters by the names in files: of tied ones, `named_parameters` tells the first it meets."""
+    """Return parameters by the names in files; of tied ones `named_parameters` gives the first."""
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     return ((tied.get(name, name), p) for name, p in model.named_parameters())
 
 
 @cache
 def plain(case, folder, dtype, attention):
-    """The reference: plain transformers, one process, the whole batch at once."""
+    """Run the reference: plain transformers, one process, the full batch at once."""
     from slapo_zoo.hf.models import freeze_as_made
 
     cls = getattr(transformers, case.cls)
@@ -271,7 +271,7 @@ def plain(case, folder, dtype, attention):
 
 
 def scheduled(case, folder, layout, micro_batches=None, seed=0, out=None, **options):
-    """The same on this rank of a mesh; rank 0 returns the Result."""
+    """Run the scheduled model on this rank of a mesh; rank 0 returns the Result."""
     from slapo_zoo import AutoScheduledModel
 
     (tp, pp, dp), sequence_parallel = layout[:3], layout[3:] == (True,)
@@ -315,7 +315,7 @@ def own_error(plains, truth, what):
 
 
 def assert_close(name, what, result, plains, truth, scale=0.0):
-    """At most twice as far from the fp64 truth as the plain fp32 runs.
+    """Fail where a value is more than twice as far from fp64 as the plain fp32 runs.
 
     Args:
         what: takes the tensor to compare from a Result.
@@ -330,7 +330,7 @@ def assert_close(name, what, result, plains, truth, scale=0.0):
 
 
 def compare(result, plains, truth):
-    """Outputs, loss, every gradient, the norm, and the weights after STEPS steps."""
+    """Compare outputs, loss, every gradient, the norm, and the weights after STEPS steps."""
     for name in truth.outputs:
         assert_close(f"output {name}", lambda r: r.outputs[name], result, plains, truth)  # noqa: B023
     assert set(result.grads) == set(truth.grads)
@@ -344,7 +344,7 @@ def compare(result, plains, truth):
 
 
 def compare_weights(result, plains, truth):
-    """The weights after STEPS steps, all by the worst error that plain runs make in any of them."""
+    """Compare the weights after STEPS steps; the tolerance is the largest error of plain runs in any weight."""
     worst = max(own_error(plains, truth, lambda r: r.weights[n]) for n in truth.weights)  # noqa: B023
     for name, want in truth.weights.items():
         error = float((result.weights[name].double() - want).abs().max())

@@ -1,4 +1,4 @@
-"""A pool of warm worker processes: a test runs a function on many ranks in milliseconds.
+"""Pool of worker processes with warm imports: a test runs a function on many ranks in milliseconds.
 
     def work(argument): ...            # a function of the test module
 
@@ -77,7 +77,7 @@ def forkserver():
 
 
 class RankPool:
-    """Warm workers, forked when first needed."""
+    """Pool of workers, forked when first needed."""
 
     def __init__(self):
         self._context = forkserver()
@@ -180,7 +180,7 @@ def _run(job, data, store):
 
 
 def _load_module(name, file):
-    """A test module is found by its file: --import-mode=importlib puts it on no path."""
+    """Import a test module by its file, since --import-mode=importlib puts it on no path."""
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, file)
         sys.modules[name] = importlib.util.module_from_spec(spec)

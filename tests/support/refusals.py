@@ -10,7 +10,7 @@ BERT = Case("BertForMaskedLM", ("tokens",))
 
 
 def attempt(folder, options):
-    """The parts of the error of from_pretrained on this rank."""
+    """Return the parts of the error of from_pretrained on this rank."""
     if dist.is_initialized():
         dist.barrier()  # a rank that fails at once must not leave before all have met
     try:

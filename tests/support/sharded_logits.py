@@ -1,4 +1,4 @@
-"""Logits of which each rank has some columns."""
+"""Sharded logits: each rank holds some columns."""
 
 import torch.distributed as dist
 from torch.nn import functional
@@ -7,7 +7,7 @@ from slapo_zoo.kernels.vocab_logits import VocabLogits
 
 
 def wrapped(full):
-    """This rank's columns of full logits, with a gradient; padding holds huge values."""
+    """Return this rank's columns of full logits, with a gradient; padding holds huge values."""
     n, r, size = dist.get_world_size(), dist.get_rank(), full.shape[-1]
     share = -(-size // n)
     columns = full[..., r * share : (r + 1) * share]

@@ -28,7 +28,7 @@ TENSORS = (
 
 
 def model(pp=2):
-    """Specs and whole tensors of a model that has all kinds of placements."""
+    """Return specs and unsharded tensors of a model with all kinds of placements."""
     specs = [TensorSpec(n, s, d, p, min(stage, pp - 1)) for n, s, d, p, stage in TENSORS]
     generator = torch.Generator().manual_seed(7)
     full = {
@@ -39,7 +39,7 @@ def model(pp=2):
 
 
 def cut(full, placement, mesh):
-    """The local tensor, element by element of the placed axis."""
+    """Return the local tensor, sliced element by element along the sharded axis."""
     if placement is None:
         return full.clone()
     n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
@@ -58,13 +58,13 @@ def local_tensors(specs, full, mesh):
 
 
 def single(pp=1):
-    """A model on one rank."""
+    """Return specs and tensors of a model on one rank."""
     specs, full = model(pp)
     return SimpleNamespace(specs=specs, full=full, mesh=Mesh())
 
 
 def assert_same(found, expected):
-    """Bit for bit, dtypes and names included."""
+    """Fail unless tensors are equal bit for bit, dtypes and names included."""
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name

@@ -1,4 +1,4 @@
-"""Modules of a few lines, each with one habit that a primitive is made for, and the schedule of each, as module 1."""
+"""Modules of a few lines, each with one feature that a primitive handles, and the schedule of each."""
 
 import torch
 from torch import nn
@@ -6,7 +6,7 @@ from torch.nn import functional
 
 
 class Fusable(nn.Module):
-    """In training it hands the weights of its children to one function, past their hooks."""
+    """Module that in training passes its children's weights to one function, without calling the children."""
 
     def __init__(self):
         super().__init__()
@@ -20,7 +20,7 @@ class Fusable(nn.Module):
 
 
 class Biased(nn.Module):
-    """A head that adds a bias of its own to what its child makes."""
+    """Head that adds its own bias to the output of its child."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Biased(nn.Module):
 
 
 class Sloped(nn.Module):
-    """It makes a number for each row and column of its child, which passes as an argument."""
+    """Module that passes a number for each row and column to its child as an argument."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Inner(nn.Module):
 
 
 class Multi(nn.Module):
-    """Four heads of two queries, and one key and value for all of them, from one linear."""
+    """Attention with one fused projection: four heads of two queries, and one key and value for all."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Multi(nn.Module):
 
 
 class Normed(nn.Module):
-    """Columns that are normalised all together, between two linears."""
+    """Norm over all columns between two linears."""
 
     def __init__(self):
         super().__init__()

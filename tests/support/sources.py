@@ -11,7 +11,7 @@ LINKED = ("kernels", "schedules", "hub_cards")  # slapo_zoo/<name> -> ../<name>
 
 @cache
 def files(*folders):
-    """Python files by their real place: what lies behind a symlink is counted once."""
+    """Return Python files by their resolved path, so that a file behind a symlink counts once."""
     found = {path.resolve() for folder in folders for path in (ROOT / folder).rglob("*.py")}
     return sorted(path for path in found if "__pycache__" not in path.parts)
 

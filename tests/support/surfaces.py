@@ -8,7 +8,7 @@ RATIOS = [0.25, 0.34, 0.5, 0.67, 0.84, 0.92, 1.0]
 
 
 class Surface:
-    """A step takes `fixed` s, and `per_row` s a row, a third more for what is recomputed.
+    """Surface of a step that takes `fixed` s plus `per_row` s a row, a third more with recomputation.
 
     Memory is what a row keeps, of which recomputation saves most; `limit` is in rows without it.
     """
@@ -41,7 +41,7 @@ def space(batches=tuple(BATCHES)):
 
 
 class Measured:
-    """The 91 points of the original's tuner, samples/s; 0 ran out of memory, and nothing says how much ran.
+    """The 91 configurations of the original Slapo's tuner in samples/s; 0 ran out of memory, without a measured peak.
 
     Source: awslabs/slapo, benchmark/plot/autotune.py (Apache-2.0).
     """
@@ -63,7 +63,7 @@ class Measured:
 
 
 class Silent(Surface):
-    """A surface with cliffs, of which nothing says how much memory a point took.
+    """Surface with jumps that reports no memory of a configuration.
 
     Batches that are no multiple of `step` cost `loss` more, as products in tiles do.
     """

@@ -44,7 +44,7 @@ MODELS = {
 
 
 def tiny_model(family):
-    """A freshly initialised model, in eval mode."""
+    """Return a newly initialised model, in eval mode."""
     name, config, *_ = MODELS[family]
     cls = getattr(transformers, name)
     torch.manual_seed(7)
@@ -53,12 +53,12 @@ def tiny_model(family):
 
 @cache
 def shared_model(family):
-    """The same, made once; for tests that change nothing."""
+    """Return the same model, made once; for tests that change nothing."""
     return tiny_model(family)
 
 
 def batch_for(model, rows, tokens):
-    """A padded batch of another size than the one a trace uses."""
+    """Return a padded batch of another size than that of a trace."""
     g = torch.Generator().manual_seed(rows * 100 + tokens)
     if model.main_input_name == "pixel_values":
         size = getattr(model.config, "image_size", 32)
@@ -91,7 +91,7 @@ def call_of(model, path, batch):
 
 
 def train_step(model, batch, seed=3):
-    """Logits and all gradients in training mode, dropout included."""
+    """Return logits and all gradients in training mode, dropout included."""
     model.train()
     model.zero_grad()
     torch.manual_seed(seed)
@@ -101,7 +101,7 @@ def train_step(model, batch, seed=3):
 
 
 def assert_same_step(model, plain, same_names=True):
-    """Outputs and gradients of a scheduled model equal those of the plain one."""
+    """Fail unless outputs and gradients of a scheduled model equal the plain model's."""
     batch = batch_for(plain, 3, 11)
     (mine, grads), (theirs, expected) = train_step(model, batch), train_step(plain, batch)
     torch.testing.assert_close(mine, theirs)

@@ -1,4 +1,4 @@
-"""Imported by the server that workers are forked from: what each would import and make first.
+"""Imports of the server that workers are forked from, so that no worker has to repeat them.
 
 A worker's first dry run on fake tensors takes seconds, because torch registers its operators'
 rules then. Nothing here may start a thread, e.g. by a backward: forked workers would lack it.

@@ -50,7 +50,7 @@ def test_forecast_flops_equal_torch_counter(case, monkeypatch):
 
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.cls)
 def test_forecast_activations_equal_those_saved_by_autograd(case):
-    """To 10 %: a fused attention on real tensors may copy what one on fake tensors views."""
+    """Equal within 10 %: fused attention on real tensors may copy where it makes a view on fake ones."""
     config, cls = tiny_config(case)
     config.architectures = [cls.__name__]
     model = AutoScheduledModel.from_config(config, kernels="reference").eval()
@@ -117,7 +117,7 @@ ANSWERS = [  # a layout of each family at every run, all of them in the slow gri
 def test_plan_of_a_layout_and_plan_search_give_the_same_forecast(
     case, tp, pp, order, tmp_path, capsys
 ):
-    """`plan` of a layout and `plan --gpus`, which looks at it among others: to the byte."""
+    """`plan` of one layout and `plan --gpus`, which tries it among others, agree to the byte."""
     planner = planner_of(case)
     virtual = places_of(Layout(pp=pp, pipeline_order=order)).per_rank
     orders = [order] if pp > 1 else None
@@ -140,7 +140,7 @@ def test_expensive_head_or_decoder_moves_the_pipeline_cuts():
 
 
 def test_forecast_estimates_the_cost_of_a_data_dependent_head():
-    """T5's classifier takes the last end token of each row, which no dry run can know."""
+    """T5's classifier reads the last end token of each row, which a dry run without data cannot know."""
     case = Case("T5ForSequenceClassification", ("class",), (("num_labels", 3),))
     found = costs.unit_costs(outline_of(case).skeleton, outline_of(case).units, seq_len=8)
     assert "classification_head" in {cost.unit for cost in found}

@@ -44,7 +44,7 @@ def test_tune_command_writes_the_best_configuration_beside_a_card(tmp_path):
 
 
 def test_tuned_values_apply_to_the_tuned_model_only(tmp_path, monkeypatch):
-    """Attention and kernels of the best point; another size, dtype or device is not served."""
+    """The tuned attention and kernels apply; another size, dtype or device keeps the defaults."""
     card = tmp_path / "gpt2"
     shutil.copytree(Path(__file__).parents[2] / "hub_cards" / "gpt2", card)
     monkeypatch.setattr(tuned, "CARDS", tmp_path)

@@ -64,7 +64,7 @@ def test_tuner_finds_the_optimum_in_few_evaluations_for_every_seed(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SURFACES)
 def test_tuner_finds_the_optimum_in_few_evaluations_for_every_batch_range(name):
-    """Ranges of batch sizes that end anywhere, each from its largest batch with all recomputed."""
+    """Search ranges of batch sizes with any upper end, each from its largest batch with full recomputation."""
     for end in range(4, len(BATCHES) + 1):
         grid = Grid(space(BATCHES[:end]).all_points())
         assert_found(SURFACES[name], len(grid.points) - 1, grid)
@@ -206,7 +206,7 @@ print(len(db), db.damaged)
 
 
 def test_tuner_killed_at_random_loses_no_finished_measurement(tmp_path):
-    """Started again and again and killed at random; at most what was running is repeated."""
+    """Start the tuner repeatedly and kill it at random; only the running measurement is repeated."""
     generator, kills = random.Random(5), 0
     command = [sys.executable, "-c", TUNER, str(tmp_path), os.path.dirname(surfaces.__file__)]
     for _ in range(12):

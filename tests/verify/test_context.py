@@ -115,7 +115,7 @@ def test_no_dropout_context_disables_dropout_of_fused_attention():
 
 
 def test_disabled_verify_changes_nothing():
-    """The original deep-copied the model and left a trace function behind."""
+    """The original Slapo deep-copied the model and left a trace function behind."""
     trace = sys.gettrace()
     with Verify(Refuses(), Refuses(), enable=False) as verify:  # pyright: ignore[reportArgumentType]
         assert sys.gettrace() is trace
@@ -185,7 +185,7 @@ def test_verify_accepts_a_missing_gradient_of_attention_masks(least):
 
 
 def on_meta(parts):
-    with torch.device("meta"):  # of this thread alone
+    with torch.device("meta"):  # the default device of this thread alone
         model = two_layers()
     sch = slapo_zoo.create_schedule(model)
     try:
@@ -206,7 +206,7 @@ def test_verify_initializes_a_meta_model_temporarily():
 
 
 def test_verify_probe_loss_ignores_the_shared_random_generator(monkeypatch):
-    """Another rank, a thread, may put torch's generator back between a seed and a draw."""
+    """Another rank's thread may reset torch's generator between a seed and a draw."""
     draw, seeds = torch.randn, iter(range(100))
 
     def disturbed(*args, **options):

@@ -56,7 +56,7 @@ def test_correct_schedules_pass_verification(family, layout):
 
 @pytest.mark.parametrize(("family", "seed"), [("mt5", 1), ("wideresnet", 3)])
 def test_verify_accepts_differences_within_rounding(family, seed):
-    """One rank's rounding is lucky in one gradient; one rank's ReLU gets 1e-7, the other's -1e-7."""
+    """One rank may round a gradient exactly; a ReLU's input may be 1e-7 on one rank and -1e-7 on another."""
     config, head = config_of(family)
     report = verify(
         config, hf.resolve_class(config, usual_head(config, head)).__name__, (2, 1, 1), seed=seed
@@ -108,7 +108,7 @@ def test_every_family_config_can_be_reduced(family):
 
 @pytest.mark.parametrize("family", families())
 def test_every_reduced_model_runs_in_float64(family):
-    """The truth of a verification is a number: rows see a real token, rotary columns fit a head."""
+    """The reference is finite: each row has a real token, and rotary dims fit the reduced heads."""
     config, head = config_of(family)
     small = shrink(config, Mesh(4), num_stages=2)
     for name, value in expressive(small).items():

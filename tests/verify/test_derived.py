@@ -123,7 +123,7 @@ def test_wrong_derived_schedule_is_rejected(searches):
 
 
 def test_derived_schedule_with_different_dropout_on_replicas_is_rejected(searches):
-    """Without dropout nothing would show."""
+    """The fault shows only with dropout."""
     search = searches("distilbert")
     table, width = table_of(search), search.case.config.dim
     # drops what every rank has whole
@@ -144,7 +144,7 @@ def test_derived_schedule_is_correct_on_a_pipeline():
     config = tiny(transformers.ElectraConfig())
     proof = derive(config, transformers.ElectraForSequenceClassification, (1, 2, 1))
     assert proof.table.blocks == ("encoder.layer.*",)
-    assert proof.share > 0  # what tp would divide; its groups are right on any mesh
+    assert proof.share > 0  # the share that tp would shard; the table is right on any mesh
     assert "proven on tp=1, pp=2" in proof.words()[0]
 
 
@@ -157,7 +157,7 @@ def test_derived_schedule_without_block_stacks_refuses_a_pipeline(searches):
 
 
 def test_failed_derivation_is_refused_with_the_first_reason(searches):
-    """A fault that no module's division explains: the first problem is told."""
+    """The error names the first problem where no module's sharding causes the fault."""
     search = searches("distilbert")
     broken = Search(search.config, search.case, (2, 1, 1), {"pipeline_order": "no such order"})
     with pytest.raises(ArchitectureError, match=r"no table is right here: .*no such order"):
@@ -247,7 +247,7 @@ def test_derivation_handles_unusual_model_classes(name):
 
 
 def test_derivation_ignores_a_tp_plan_that_does_not_fit_the_real_config():
-    """Its tiny model has no dropout, for which a plan has no place."""
+    """transformers' tp_plan cannot express the dropout of the real config, which the tiny model lacks."""
     config = tiny(transformers.SeedOssConfig(residual_dropout=0.1))
     proof = derive(config, transformers.SeedOssForCausalLM, (2, 1, 1))
     assert proof.open_table.source.startswith("derived from")
@@ -256,7 +256,7 @@ def test_derivation_ignores_a_tp_plan_that_does_not_fit_the_real_config():
 
 @pytest.mark.parametrize("name", ["T5", "Dinov2", "CLIP"])
 def test_tiny_model_of_each_tested_class_trains(name, tmp_path):
-    """A decoder gets its first token, a backbone its last stage, an image its size from where it stands."""
+    """The tiny config sets a decoder's first token, a backbone's last stage and an image's size."""
     cls = getattr(
         transformers,
         {"T5": "T5ForConditionalGeneration"}.get(name, f"{name}ForImageClassification"),
@@ -308,7 +308,7 @@ def test_checkpoint_keys_without_a_rename_are_named():
 
 
 def test_checkpoint_keys_are_renamed_in_full_when_parts_are_ambiguous():
-    """Two parts of one file name become two parts of the model that other names share."""
+    """Two parts of one key map to two parts of model names that other keys share."""
     g = torch.Generator().manual_seed(0)
     pairs = [
         ("attn.wq", "self_attn.q_proj"),
@@ -346,7 +346,7 @@ def test_checkpoint_tensor_stored_in_slices_of_its_first_axis_is_detected():
 
 @pytest.mark.parametrize("name", ["Lilt", "RecurrentGemma", "Gemma4", "ProphetNet"])
 def test_tiny_config_search_takes_the_first_size_that_trains(name, tmp_path):
-    """Widths that are parts of each other, kinds of layers further down, heads of a layer's own size; or none."""
+    """Classes need widths that divide each other, deeper layers or other head sizes; one class has no size that trains."""
     ends = {"Lilt": "ForSequenceClassification"}
     cls = getattr(transformers, name + ends.get(name, "ForCausalLM"))
     if name == "ProphetNet":
@@ -362,7 +362,7 @@ def test_tiny_config_search_takes_the_first_size_that_trains(name, tmp_path):
 
 
 def test_derived_schedule_shards_tokens_between_submodules_of_a_block():
-    """A residual beside the input of a part (ERNIE) is joined with it; what divides none was not seen to be right."""
+    """The residual that ERNIE passes beside a submodule's input is sharded with it; a class without shardable tokens raises."""
     asked = {"sequence_parallel": True}
     found = derive(transformers.ErnieConfig(), transformers.ErnieForMaskedLM, (2, 1, 1), **asked)
     parts = ("attention", "intermediate", "output")
@@ -375,7 +375,7 @@ def test_derived_schedule_shards_tokens_between_submodules_of_a_block():
 
 
 def test_derived_schedule_all_reduces_gradients_of_parameters_on_sharded_tokens():
-    """Whatever its name, and where the block itself holds it."""
+    """Parameters of any name count, also those that the block itself holds."""
     config = tiny(transformers.Dinov2Config())
     with torch.device("meta"):
         model = transformers.Dinov2ForImageClassification(config)
@@ -391,7 +391,7 @@ def test_derived_schedule_all_reduces_gradients_of_parameters_on_sharded_tokens(
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
 def test_derivation_handles_encoder_decoder_of_two_families(mesh, caplog):
-    """And nothing is printed of a dry run that does not suit it."""
+    """The derivation logs no warning of a failed dry run."""
     encoder, decoder = transformers.BertConfig(), transformers.GPT2Config()
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
     config.decoder_start_token_id, config.pad_token_id = 1, 0

@@ -30,12 +30,12 @@ WHOLE = {
     "m2m_100": ("embed_tokens", "shared", "lm_head"),  # an embedding with a forward of its own, and small here
     "mamba": ("mixer.A_log", "mixer.D", "mixer.conv1d", "mixer.dt_proj"),  # channels between two products
     "mt5": T5, "t5": T5, "umt5": T5,  # a number per head; tied embeddings that are small here
-    "olmo2": ("_norm.weight",), "olmo3": ("_norm.weight",),  # of the columns of all heads
+    "olmo2": ("_norm.weight",), "olmo3": ("_norm.weight",),  # norms over the columns of all heads
     "swin": ("relative_position_bias_table",),  # a number per head
 }  # fmt: skip
 # family --> what is divided along another axis, beside what ends an attention
 GATHERED = {
-    "mamba": ("mixer.out_proj", "mixer.x_proj"),  # what lies before them is not seen to be element by element
+    "mamba": ("mixer.out_proj", "mixer.x_proj"),  # the operations before them are not recognised as elementwise
     "modernbert": ("mlp.Wo",), "phi3": ("mlp.down_proj",),  # behind halves of one product
 }  # fmt: skip
 ATTENTION = ("attn", "attention", "Attention")

@@ -59,7 +59,7 @@ WRONG = [("FocalNetForImageClassification", {}, "after"), ("XLNetForSequenceClas
 
 @pytest.mark.parametrize(("cls", "knobs", "said"), WRONG)
 def test_verify_detects_dropout_of_other_elements_than_on_one_rank(cls, knobs, said, tmp_path):
-    """Replicas agree: what goes wrong is within what each rank has alone."""
+    """Replicated tensors agree: the fault is in the dropout of each rank's own shard."""
     known, mesh = getattr(transformers, cls), (2, 1, 1)
     config = known.config_class()
     for name in dropouts(config):
@@ -90,7 +90,7 @@ def trained(mesh):
 
 
 def test_torch_attention_dropout_is_independent_for_each_row_on_every_mesh():
-    """Emulated ranks share torch's generator: each run gave another loss."""
+    """Emulated ranks share torch's generator, so dropout that reads it would differ in each run."""
     wanted = trained((1, 1, 1))
     for mesh in ((2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
         for found in emulate(trained, mesh, mesh=mesh):

@@ -39,14 +39,14 @@ def right_table(search):
 
 
 def test_correct_schedule_table_passes_the_proof(case, search):
-    """Also in fp32: the tolerance of a case is that of its dtype."""
+    """The table passes in fp32 too: the tolerance depends on the dtype."""
     found = judge(Trial(case, MESH, right_table(search), SP))
     assert not found.findings
     assert {"outputs", "loss", "gradients", "replicas", "dropout"} <= found.counts.keys()
 
 
 def test_verify_detects_equal_dropout_masks_on_ranks_with_different_tokens(case, search):
-    """Each rank alone looks right: it drops the elements of its own tokens that the others drop of theirs."""
+    """Each rank alone is plausible: it drops the same elements of its tokens as the others of theirs."""
     table = right_table(search)
     rows = [
         (pattern, any(getattr(d, "tokens", "") for d in rule), rule)

@@ -53,7 +53,7 @@ def test_layerwise_verify_checks_equal_layers_once(verified):
     ],
 )
 def test_layerwise_verify_names_the_wrong_layer(layer, runs, verified):
-    """A single forgotten backward sum, in one layer of nine."""
+    """One layer of nine lacks one all-reduce in the backward."""
     config = config_of("gpt2", n_layer=9)
     every = [(f"transformer.h.{i}.mlp", d) for p, d in steps_of(config)
              if p == "transformer.h.*.mlp" and d.name == "sync" for i in range(9) if i != layer]  # fmt: skip
@@ -69,7 +69,7 @@ def test_layerwise_verify_names_the_wrong_layer(layer, runs, verified):
 
 
 def test_layerwise_verify_checks_each_kind_of_layer(verified):
-    """GPT-Neo's seventh layer begins another pair than the others do."""
+    """Pairs of GPT-Neo layers that begin with global and with local attention are each verified."""
     kinds = [["global", "local"], 3]
     report = verify_layers(
         config_of("gpt_neo", num_layers=7, attention_types=[kinds, [["global"], 1]])
@@ -97,7 +97,7 @@ def test_layerwise_config_keeps_all_widths():
 
 
 def test_layerwise_verify_of_layers_larger_than_memory_is_refused():
-    """Refused before anything is made, not killed half way."""
+    """The error comes before any allocation."""
     with pytest.raises(SlapoError, match=r"needs about \d+ GB, \d+ GB are free"):
         verify_layers(transformers.LlamaConfig(hidden_size=16384, intermediate_size=65536))
 

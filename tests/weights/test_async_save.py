@@ -56,7 +56,7 @@ def trains_on(out, tp, pp, dp):
 
     with instead(late):
         saving = async_save_checkpoint(model, out / "async", optimizer, step=1)
-        model.config.n_embd = 99  # what the config becomes later is not saved either
+        model.config.n_embd = 99  # later changes of the config are not saved either
         train(model, optimizer, 2)  # its collectives run while those of the save are under way
         was_done = saving.done()
         trained.set()

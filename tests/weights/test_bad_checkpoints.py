@@ -57,7 +57,7 @@ def full_name(name, keys):
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_checkpoint_with_missing_keys_is_refused_and_names_them(name, folders, ranks):
-    """A part of a block, then a whole block: neither is a head that may be new."""
+    """First a part of a block is missing, then a block: neither is a head that may be initialised."""
     key = full_name(name, load_file(folders[name] / "model.safetensors"))
     rewrite(folders[name], lambda t: {k: v for k, v in t.items() if k != key})
     text = refused(WeightsError, folders[name], ranks, 2, tp=2)
@@ -71,7 +71,7 @@ def test_checkpoint_with_missing_keys_is_refused_and_names_them(name, folders, r
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_checkpoint_with_unexpected_keys_is_refused_and_names_them(name, folders):
-    """A block too many, or an odd tensor in a block."""
+    """The file has a block too many, or an unknown tensor in a block."""
     extra = {k.replace(".1.", ".3.", 1) for k in load_file(folders[name] / "model.safetensors") if BLOCK[name] in k}  # fmt: skip
     rewrite(folders[name], lambda t: t | {k.replace(".1.", ".3.", 1): v.clone() for k, v in t.items() if BLOCK[name] in k})  # fmt: skip
     text = refused(WeightsError, folders[name])
@@ -266,10 +266,10 @@ def with_own_head(tensors):
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=["one", "tp2", "pp2"])
 def test_checkpoint_whose_tied_head_has_other_values_is_refused(layout, folders, ranks):
-    """Refused; told to untie, it is what plain transformers makes of the file."""
+    """The file is refused; with tie_word_embeddings=False it loads as in plain transformers."""
     folder, batch, n = folders["gpt2"], batch_of(GPT2), 2 if layout else 1
     rewrite(folder, with_own_head)
-    text = refused(SlapoError, folder, ranks, n, **layout)  # of rank 0, to all
+    text = refused(SlapoError, folder, ranks, n, **layout)  # rank 0's error on all ranks
     assert "lm_head.weight" in text
     assert "transformer.wte.weight" in text
     untie = {**layout, "tie_word_embeddings": False}

@@ -155,7 +155,7 @@ def test_checkpoint_folder_without_weights_is_refused(tmp_path):
 
 
 def test_weight_file_truncated_while_read_raises(two_files):
-    """A page beyond the end of a mapped file would kill the process without a word."""
+    """Reading beyond the end of a mapped file would kill the process without a message."""
     with open_checkpoint(two_files) as folder:
         folder.view("a")
         os.truncate(two_files / A, (two_files / A).stat().st_size - 1)

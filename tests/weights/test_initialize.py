@@ -21,7 +21,7 @@ def bart(**changes):
 
 
 def test_parameters_outside_the_blocks_are_initialized(monkeypatch):
-    """`final_logits_bias` is the model's own; storage that was freed before must not shine through."""
+    """`final_logits_bias` belongs to the model itself; it must not keep values of freed memory."""
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty(*a, **k).fill_(7))
     model = AutoScheduledModel.from_config(bart())
@@ -71,7 +71,7 @@ def test_layerdrop_with_several_pipeline_stages_is_refused(name):
 
 
 def test_weight_set_by_the_constructor_keeps_its_value():
-    """CLIP's scale: no initialisation of `transformers` sets it."""
+    """CLIP's logit_scale is set by the constructor, not by `_init_weights` of transformers."""
     model = AutoScheduledModel.from_config(tiny_config(HEADS["clip"][0])[0], seed=0)
     scale = dict(model.named_parameters())["logit_scale"]
     assert float(scale.detach()) == pytest.approx(model.config.logit_scale_init_value)
@@ -95,7 +95,7 @@ class Tables(torch.nn.Module):
 
 
 def test_buffer_without_an_initializer_in_any_enclosing_model_is_refused():
-    """Storage that nobody sets holds what was in memory before, and it is never served."""
+    """A buffer that nothing sets would hold values of freed memory, so it is refused."""
     outer = Tables()
     outer.inner = Tables("own")
     outer.rotary = torch.nn.Module()

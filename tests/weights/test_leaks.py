@@ -10,7 +10,7 @@ from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel, async_save_checkpoint
 
 GPT2 = Case("GPT2LMHeadModel", ("tokens",))
-WARM_UP = 0.3  # of the steps: allocators, caches and the first saves
+WARM_UP = 0.3  # share of the steps for allocators, caches and the first saves
 
 
 def counted():

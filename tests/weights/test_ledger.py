@@ -24,7 +24,7 @@ def growth_of_a_block():
 
 
 def test_load_ledger_peak_includes_memory_released_later(ranks):
-    """In a worker: what else the test process gives back meanwhile would count against it."""
+    """Measured in a worker process: memory that the test process frees meanwhile would be subtracted."""
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")
     assert 32 * MIB <= ranks.run(growth_of_a_block, 1)[0] < 96 * MIB

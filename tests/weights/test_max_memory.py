@@ -29,7 +29,7 @@ def load(folder, limit):
 
 
 def test_max_load_memory_exceeded_on_one_rank_stops_all_ranks(ranks, folder):
-    """The first stage holds the embeddings, the second nothing but a head tied to them."""
+    """The first stage holds the embeddings, the second only a head tied to them."""
     plain = AutoScheduledModel.from_pretrained(folder)
     sizes = {name: p.nbytes for name, p in plain.named_parameters()}
     block = sum(size for name, size in sizes.items() if ".h.0." in name)
@@ -47,7 +47,7 @@ def load_shared(folder):
 
 
 def test_max_load_memory_counts_only_the_dp_shard_of_a_rank(ranks, folder):
-    """fp32 masters of a checkpoint, a half of them on each rank."""
+    """Each of two ranks holds half of the fp32 master weights."""
     plain = sum(p.nbytes for p in GPT2LMHeadModel(CONFIG).parameters())
     for size in ranks.run(load_shared, 2, folder):
         assert plain / 2 <= size <= 1.1 * plain / 2

@@ -79,7 +79,7 @@ def test_memory_mapped_weights_and_their_file_do_not_change_each_other(source, t
     expected = model.get_parameter(name).detach().clone()
     other = {key: torch.zeros_like(t) for key, t in load_file(folder / "model.safetensors").items()}
     save_file(other, tmp_path / "new")
-    os.replace(tmp_path / "new", folder / "model.safetensors")  # as every save of ours does
+    os.replace(tmp_path / "new", folder / "model.safetensors")  # as every save does
     assert torch.equal(model.get_parameter(name), expected)
     shutil.copy(source / "model.safetensors", folder)
     model = load(folder)

@@ -106,7 +106,7 @@ def test_tied_tensor_stored_twice_is_reported():
 
 
 def test_tensor_repeated_per_layer_in_old_files_maps_to_one_model_tensor():
-    """ESM-2: written under a `*`, read from any layer."""
+    """ESM-2's files repeat one tensor per layer: a `*` in the rename reads it from any layer."""
     keys = KeyMap((("layer.*.rotary.", "rotary."),))
     for key in (
         "esm.layer.*.rotary.inv_freq",
@@ -119,7 +119,7 @@ def test_tensor_repeated_per_layer_in_old_files_maps_to_one_model_tensor():
 
 
 def test_row_shards_over_dp_are_split_at_tensor_boundaries_of_the_file():
-    """Parts of axis 0 in a tensor of which a rank keeps rows 4..7."""
+    """The model's tensor joins three tensors of the file along axis 0; this rank holds rows 4..7."""
     keys = KeyMap((), (Pieces("conv.weight", ("q.weight", "k.weight", "v.weight")),))
     spec = TensorSpec("conv.weight", (9, 2), "float32")
     whole = torch.arange(18.0).reshape(9, 2)

@@ -60,7 +60,7 @@ def test_load_plan_reads_no_weights(folder, monkeypatch):
 
 
 def test_load_plan_of_a_hub_model_reads_only_file_headers(folder, monkeypatch):
-    """The answer of the Hub is made up here: no network in tests."""
+    """The Hub's answer is simulated: tests use no network."""
     tensors = {
         key: SimpleNamespace(dtype=CODES[source.dtype], shape=list(source.shape))
         for key, source in read_sources(folder).items()

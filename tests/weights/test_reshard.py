@@ -85,10 +85,10 @@ def test_reshard_with_invalid_arguments_is_refused(source, tmp_path):
 
 
 def test_reshard_holds_at_most_one_tensor_in_memory(source, tmp_path):
-    """Bounds are one tensor apart: what a first call imports and a counter's lag are smaller."""
+    """The bound is one tensor wide: imports of a first call and the counter's delay are smaller."""
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")
-    reshard(source, tmp_path / "first", dtype=torch.bfloat16)  # what the first call imports
+    reshard(source, tmp_path / "first", dtype=torch.bfloat16)  # the first call imports modules
     full = {f"w{i}": torch.ones(18 * MIB) for i in range(3)}  # large: freed memory goes back
     (tmp_path / "large").mkdir()
     save_file(full, tmp_path / "large" / "model.safetensors")

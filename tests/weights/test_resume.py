@@ -158,7 +158,7 @@ def test_training_resumes_on_another_mesh(ranks, source, tmp_path, one, other):
 
 
 def test_resumed_dropout_continues_unchanged_on_another_mesh(ranks, source, tmp_path):
-    """With dropout too: the stream is where it was, and does not depend on the mesh."""
+    """The position of the random stream is resumed, and does not depend on the mesh."""
     folder, out = checkpoint(DROPOUT, source), tmp_path / "out"
     whole = ranks.run(stop_and_go, 1, folder, tmp_path / "one", (1, 1, 1))[0]
     losses, _ = both_halves(ranks, folder, out, (2, 2, 1), (2, 1, 2), DROPOUT)
@@ -284,7 +284,7 @@ def test_malformed_training_state_is_refused(source, tmp_path, case):
     model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
     save_checkpoint(model, tmp_path / "out")
     (tmp_path / "out" / "training_state.json").write_text(BROKEN[case][0])
-    (tmp_path / "out" / "checksums.json").unlink()  # as before there were any
+    (tmp_path / "out" / "checksums.json").unlink()  # as in checkpoints of older releases
     with pytest.raises(WeightsError, match=BROKEN[case][1]):
         load_checkpoint(model, tmp_path / "out")
 

@@ -189,7 +189,7 @@ def save_equal_extra(folder, out):
 
 
 def test_extra_state_equal_on_all_ranks_resumes_on_any_dp(ranks, source, tmp_path):
-    """A place in the data does not: the rows of a rank are others at another dp."""
+    """Equal state resumes on any dp; a data position does not, because another dp gives a rank other rows."""
     ranks.run(save_equal_extra, 2, source, tmp_path / "out")
     found = load_checkpoint(start(source)[0], tmp_path / "out")
     assert found.extra == {"schedule": [1, 2]}
@@ -212,7 +212,7 @@ def test_tp_peers_with_different_data_positions_are_refused(ranks, source, tmp_p
 
 
 def test_numpy_random_state_with_out_of_range_numbers_is_refused(saved):
-    """Found by ci/fuzz.py: NumPy raises OverflowError for it."""
+    """Found by ci/fuzz.py: NumPy raises OverflowError for such numbers."""
     out, state, made = saved
     numbers = base64.b64encode(json.dumps(["MT19937", [2**40] * 624, 1, 0, 0.0]).encode()).decode()
     edited = json.loads(json.dumps(state))

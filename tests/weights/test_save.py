@@ -169,7 +169,7 @@ def test_temporary_folders_of_killed_saves_are_removed(tmp_path, monkeypatch, ha
 
 
 def test_interrupted_rename_of_a_checkpoint_is_restored(tmp_path):
-    """Without renameat2 a kill can hit between two renames: the old files are not lost."""
+    """Without renameat2 a kill may come between two renames: the old files are restored."""
     save_one(tmp_path / "out")
     (tmp_path / "out" / "README.md").write_text("mine")
     (tmp_path / "out").rename(tmp_path / ".out.previous-0123abcd")
@@ -242,7 +242,7 @@ def test_invalid_max_shard_size_is_refused(tmp_path):
 
 
 def test_ranks_together_write_every_element_once():
-    """The ranks of any mesh together cover each tensor; all but the shares stay silent."""
+    """The ranks of any mesh together write each element of each tensor exactly once."""
     from slapo_zoo.weights.write import shares
 
     for sizes in ((1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 2)):
@@ -265,7 +265,7 @@ def test_save_on_a_mesh_without_process_group_raises(tmp_path):
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_failure_at_any_write_call_keeps_the_old_checkpoint(tmp_path, monkeypatch, code):
-    """Whichever call fails: the old checkpoint or the new one is there, and nothing beside it."""
+    """Whichever call fails, the folder holds the old or the new checkpoint, and no other files."""
     one, calls = single(), []
     originals = {
         name: getattr(os, name) for name in ("pwrite", "posix_fallocate", "fsync", "rename")
@@ -319,7 +319,7 @@ def test_save_target_in_a_circle_of_symlinks_is_refused(tmp_path):
 
 
 def test_save_flushes_only_pages_written_by_its_rank(tmp_path, monkeypatch):
-    """Rows that share a page with another rank's would be waited for, or read back."""
+    """Flushing a page shared with another rank would wait for that rank, or read the page back."""
     specs = [
         TensorSpec("columns", (512, 8192), "float32", Placement(1)),
         TensorSpec("rows", (512, 8192), "float32", Placement(0)),

@@ -64,7 +64,7 @@ def test_rank_killed_during_a_save_leaves_the_older_checkpoint(tmp_path):
 
 
 def test_save_killed_at_any_point_leaves_a_complete_checkpoint(tmp_path):
-    """20 points of a save, on ranks drawn by a seed: the old checkpoint or the new one, whole."""
+    """Kill random ranks at 20 points of a save: the folder holds the complete old or new checkpoint."""
     kill_at(tmp_path, POINTS)
 
 

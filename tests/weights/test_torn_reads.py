@@ -77,7 +77,7 @@ class Writer:
 
 
 def test_load_during_a_save_reads_one_complete_save(tmp_path, monkeypatch):
-    """Published right after the state was read: the load takes the new one whole."""
+    """A new save is published after the load has read the state: the load reads all of the new save."""
     writer = Writer(tmp_path / "out")
     writer.save()
     model, optimizer = tiny()
@@ -182,7 +182,7 @@ def test_all_ranks_load_the_same_save_while_another_is_written(ranks, tmp_path):
 
 
 def test_concurrent_saves_keep_all_other_files_of_the_folder(tmp_path):
-    """Each makes its folder while others sweep; what a person keeps there is in every save."""
+    """Each save makes a temporary folder while others remove old ones; files of the user are kept in every save."""
     out, failed = tmp_path / "out", []
     kept = {f"notes/{n}.txt": f"mine {n}" for n in range(20)}
     (out / "notes").mkdir(parents=True)

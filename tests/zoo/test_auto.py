@@ -97,7 +97,7 @@ def cells():
     for i, name in enumerate(DERIVED):
         for j, layout in enumerate(("2x1x1", "2x2x1", "2x2x1-sp")):
             if layout.endswith("sp") and name in WITHOUT_PLAN:
-                continue  # what is gathered after each product divides no tokens
+                continue  # a table that gathers after each product shards no tokens
             quick = i % 3 == j and name not in ("cwm", "pegasus")  # Llama's and BART's layers
             marks = () if quick or name == "arcee" else pytest.mark.slow
             yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
@@ -193,7 +193,7 @@ def test_schedule_auto_refuses_micro_batches_of_an_unproven_model(monkeypatch):
 
 
 def test_schedule_auto_accepts_a_config_with_an_infinite_number(monkeypatch, tmp_path):
-    """Mamba's hybrids have one; json of transformers spells it as a dict."""
+    """Configs of Mamba hybrids have an infinite number, which transformers writes to JSON as a dict."""
     config, asked = transformers.BambaConfig(num_hidden_layers=1), []
 
     def document(request, *_):

@@ -198,7 +198,7 @@ def test_dropout_equals_one_process_with_the_same_masks(name, run_name, root, ra
 
 @pytest.mark.parametrize("run_name", ["one", "tp2", "dp2", "tp2-dp2"])
 def test_dropout_of_unpadded_tokens_equals_one_process(run_name, root, ranks):
-    """The real tokens have the masks that they have among padding."""
+    """Real tokens have the same dropout masks with and without padding."""
     case, (layout, options) = CASES["bert"], RUNS[run_name]
     folder = checkpoint(case, root)
     truth, plains = plain(case, folder, torch.float64), [plain(case, folder, torch.float32)]
@@ -235,7 +235,7 @@ def _masks_are_slices(results, whole):
 
 @pytest.mark.parametrize("name", CASES)
 def test_dropout_masks_differ_between_heads_rows_steps_layers_and_seeds(name, root, ranks):
-    """Heads on two tp ranks, two rows, two steps, two sites, two seeds: never the same mask."""
+    """Heads on two tp ranks, two rows, two steps, two dropouts and two seeds never have the same mask."""
     first, second = (r[1] for r in run(name, "tp2", checkpoint(CASES[name], root), ranks))
     attention = [
         (a[4], b[4]) for a, b in zip(first, second, strict=True) if a[0].endswith("core_attn")
@@ -310,7 +310,7 @@ CELLS = {"native": drawn_cells, "hashed": hashed_cells}
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("draw", CELLS)
 def test_dropout_rates_are_within_5_standard_deviations(draw, p):
-    """Over all, per cell and per column: within 5 standard deviations of p."""
+    """The rate over all, per row and per column is within 5 standard deviations of p."""
     cells, size = 200, 2000
     kept = CELLS[draw](torch.empty(cells, size), p, list(range(cells)))
     assert set(kept.unique().tolist()) <= {0.0, 1.0}
@@ -322,7 +322,7 @@ def test_dropout_rates_are_within_5_standard_deviations(draw, p):
 
 @pytest.mark.parametrize("draw", CELLS)
 def test_dropout_masks_are_uncorrelated(draw):
-    """No correlation between neighbours of one cell, nor between cells of consecutive seeds."""
+    """Neighbouring elements of a mask, and masks of consecutive seeds, are uncorrelated."""
     kept = CELLS[draw](torch.empty(400, 1000), 0.5, list(range(400))) - 0.5
     for shift in (1, 2, 8, 64):
         for axis in (0, 1):

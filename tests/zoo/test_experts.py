@@ -104,7 +104,7 @@ def test_router_auxiliary_loss_with_micro_batches_is_refused(folder):
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)])
 def test_default_expert_kernel_equals_plain(folder, ranks, layout):
-    """grouped_mm, which transformers chooses when nothing is asked for."""
+    """The default of transformers, grouped_mm, gives the plain model's results."""
     assert load(folder).config._experts_implementation == "grouped_mm"
     compare(folder, {}, ranks, layout)
 

@@ -99,7 +99,7 @@ def cells():
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "layout"), [*cells()])
 def test_generate_equals_plain_transformers(name, layout, root, ranks):
-    """Tokens and logits of greedy search, sampling, beams, both caches and none, on every rank."""
+    """Compare tokens and logits of greedy search, sampling and beam search, with both caches and none, on every rank."""
     (tp, pp), case = LAYOUTS[layout], FAMILIES[name]
     folder = checkpoint(case, root)
     want = plain(case, folder, pp)
@@ -178,7 +178,7 @@ def evaluate(case, folder, tp, pp, positional):
 @pytest.mark.parametrize(("layout", "positional"), [*((name, False) for name in LAYOUTS), ("tp2", True), ("pp2", True)])  # fmt: skip
 @pytest.mark.parametrize("case", [GPT2, BERT], ids=lambda c: c.cls)
 def test_forward_returns_full_output_on_every_rank(case, layout, positional, root, ranks):
-    """A HuggingFace output object with full logits and the loss, as plain tensors."""
+    """The output is a HuggingFace object with full logits and the loss, as plain tensors."""
     tp, pp = LAYOUTS[layout]
     folder = checkpoint(case, root)
     model = getattr(transformers, case.cls).from_pretrained(folder).eval()

@@ -107,7 +107,7 @@ def test_every_golden_file_belongs_to_a_zoo_family():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", families())
 def test_schedule_is_the_same_on_every_rank(family):
-    """On meta and without a process group; only the local shapes differ."""
+    """Built on meta without a process group: only the local shapes differ between ranks."""
     sizes = {"tp": 2, "pp": 2, "dp": 2}
     schedules = [scheduled(on_meta(family), family, Mesh(**sizes, rank=r)) for r in range(8)]
     whole = {n: p.shape for n, p in on_meta(family).named_parameters()}
@@ -158,7 +158,7 @@ def _ties(model):
 
 @pytest.mark.parametrize("family", families())
 def test_schedule_table_covers_every_parameter_and_no_other(family):
-    """Over all head classes and variants: each base parameter has a row, each row a module."""
+    """For all head classes and variants each parameter has a line in the table, and each line matches a module."""
     table, unused = table_for(family), None
     for changes in [{}, *VARIANTS.get(family, [])]:
         for cls in classes_of(family):
@@ -186,7 +186,7 @@ def _every_parameter_has_a_row(model, found, cls):
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("family", families())
 def test_schedule_table_shards_every_head_class_and_variant(family):
-    """Every head class, variant and mesh: nothing raises, and what is sharded is a whole model."""
+    """The table applies to every head class and variant without error, and every shard is at most as large as its tensor."""
     for changes in [{}, *VARIANTS.get(family, [])]:
         for cls in classes_of(family):
             model = on_meta(family, cls, **changes)
@@ -199,7 +199,7 @@ def test_schedule_table_shards_every_head_class_and_variant(family):
 
 
 def test_schedule_tables_of_the_zoo_are_short():
-    """Peers take 61 to 2,900 lines; the whole entry of a family is its file here."""
+    """Other libraries take 61 to 2,900 lines for a family; here its table file is all."""
     files = (Path(__file__).parents[2] / "schedules").glob("*.py")
     lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
     assert set(lines) == {family.replace("-", "_") for family in families()}
@@ -207,7 +207,7 @@ def test_schedule_tables_of_the_zoo_are_short():
 
 
 def test_extended_schedule_table_replaces_only_given_entries():
-    """Rows that differ are data; all else is the base's."""
+    """An extended table lists only the lines that differ; all others are the base table's."""
     llama, mixtral = table_for("llama"), table_for("mixtral")
     assert set(llama.body) - set(mixtral.body) == {r for r in llama.body if ".mlp" in r[0]}
     assert mixtral.heads == llama.heads
@@ -216,7 +216,7 @@ def test_extended_schedule_table_replaces_only_given_entries():
 
 
 def test_config_options_unsupported_with_tp_are_refused_only_with_tp():
-    """BLOOM's exact path reads the weights of its rows past their sums."""
+    """BLOOM's slow_but_exact path multiplies slices of a row-parallel weight itself, past the all-reduce."""
     model = on_meta("bloom", slow_but_exact=True, pretraining_tp=2)
     assert scheduled(model, "bloom", Mesh(pp=2)).history
     with pytest.raises(ArchitectureError, match="slow_but_exact of bloom"):

@@ -87,7 +87,7 @@ def fresh_head(folder, layout, options):
 
 
 def test_different_num_labels_requires_a_flag_and_initializes_a_new_head(root, ranks):
-    """5 labels over a checkpoint of 3: told what to pass, and then a new head on the old body."""
+    """5 labels on a checkpoint of 3: the error names the flag; with the flag a new head is initialised."""
     folder = checkpoint(BERT, root)
     assert "ignore_mismatched_sizes=True" in refused(SlapoError, folder, num_labels=5)
     options = {"num_labels": 5, "ignore_mismatched_sizes": True, "seed": 0}

@@ -53,7 +53,7 @@ def cells():
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("family", "layout"), [*cells()])
 def test_model_with_all_kernels_equals_plain_transformers(family, layout, root, ranks):
-    """Outputs, loss, every gradient and four steps, with all kernels that apply switched on."""
+    """Outputs, loss, gradients and four steps are equal with all applicable kernels enabled."""
     case, sizes = CASES[family], LAYOUTS[layout]
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
@@ -75,7 +75,7 @@ def with_kernels(case, folder, sizes, names):
 
 
 def test_kernels_option_with_one_name_enables_only_that_kernel(root):
-    """Exactly what was asked for; the rest says that it was not."""
+    """Only the requested kernel is enabled; the others give "not asked for" as the reason."""
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="bias_gelu")
     verdicts = {choice.kernel: choice for choice in model.schedule.kernels}
     assert verdicts["bias_gelu"].accepted
@@ -111,7 +111,7 @@ def test_unknown_or_unsupported_kernel_is_refused(case, asked, said, root):
 
 
 def test_kernels_auto_follows_the_timings_of_the_device(root, monkeypatch, tmp_path):
-    """A default that loses is switched off, and so is what was not measured."""
+    """Kernels that are slower or unmeasured on the device are disabled."""
     table = {"bias_gelu:float32:64": "ours", "linear_cross_entropy:float32:32": "torch"}
     ratios = {"bias_gelu:float32:64": 3.0, "linear_cross_entropy:float32:32": 0.5}
     (tmp_path / "cpu.json").write_text(json.dumps({"dispatch": table, "ratios": ratios}))
@@ -156,7 +156,7 @@ def test_kernels_auto_on_an_unmeasured_gpu_enables_kernels_estimated_faster(
 def test_kernel_unsupported_by_the_device_is_reported_before_launch(
     case, kernel, dtype, sizes, said, monkeypatch
 ):
-    """The kernel that was asked for stays, as torch operations, with the reason; "auto" leaves it out."""
+    """A requested kernel runs as torch operations and gives the reason; "auto" leaves it out."""
     sizes = dict(sizes)
     monkeypatch.setattr(registry, "HAS_TRITON", not sizes.pop("without", False))
     config, cls = tiny_config(case)
@@ -201,7 +201,7 @@ def test_kernels_measure_times_kernels_once_for_all_ranks(root, ranks, tmp_path,
     first, second = ranks.run(measured_by_rank_0, 2, checkpoint(case, root), tmp_path)
     assert first == second
     rows = json.loads(file.read_text())["rows"]
-    measured = [row for row in rows if row not in kept]  # what was there is not measured again
+    measured = [row for row in rows if row not in kept]  # existing measurements are not repeated
     assert {row["what"] for row in measured} == {"bias_gelu"}
     assert any(
         line.startswith("bias_gelu at ") and "as long (bias_gelu:" in line for line in first
@@ -217,7 +217,7 @@ def of(case, root, kernels):
 
 @pytest.mark.parametrize(("case", "name"), [(GPT2, "linear_cross_entropy"), (BERT, "sparse_mlm_head_loss")])  # fmt: skip
 def test_logits_on_demand_are_computed_when_read(case, name, root):
-    """In a plain forward: untouched by the loss, right when read, part of a loss of one's own."""
+    """In a plain forward the loss computes no logits; they are right when read and usable in a user's loss."""
     plain, model = of(case, root, "reference"), of(case, root, name)
     batch = batch_of(case)
     want, found = plain(**batch), model(**batch)
@@ -235,7 +235,7 @@ def test_logits_on_demand_are_computed_when_read(case, name, root):
 
 
 def test_logits_on_demand_read_after_a_weight_change_raise(root):
-    """The weights have moved on: an error, not logits of another step."""
+    """After a weight change reading raises, because the logits would be those of other weights."""
     model = of(GPT2, root, "linear_cross_entropy")
     output = model(**batch_of(GPT2))
     output.loss.backward()
@@ -245,7 +245,7 @@ def test_logits_on_demand_read_after_a_weight_change_raise(root):
 
 
 def test_train_step_returns_the_same_logits_with_and_without_kernel(root):
-    """`return_logits` and micro-batches: as without the kernel."""
+    """`return_logits=True` with micro-batches gives the logits of a step without the kernel."""
     outputs = []
     for kernels in ("reference", "linear_cross_entropy"):
         model = of(GPT2, root, kernels)
@@ -255,7 +255,7 @@ def test_train_step_returns_the_same_logits_with_and_without_kernel(root):
 
 
 def test_schedule_with_kernels_is_replayed_in_a_new_process(root):
-    """The names are looked up in the registry, whether its files were imported or not."""
+    """Replay finds kernels in the registry, even if their files were not imported yet."""
     model = of(GPT2, root, ["bias_gelu", "linear_cross_entropy"])
     steps = [step for step in model.schedule.history if step[1].name == "replace"]
     again = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), schedule=steps)
@@ -284,7 +284,7 @@ def unpadding(root, kernels, p, options, sizes=(1, 1, 1)):
 @pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)])
 def test_unpadded_encoder_equals_padded_run(p, sizes, root, ranks):
-    """The loss, the dropout masks and every gradient are those of the padded run."""
+    """Loss, dropout masks and gradients equal those of the padded run."""
     names = ["unpadded_encoder", "sparse_mlm_head_loss", "bias_dropout_residual_layer_norm"]
     want, want_grads, whole = ranks.run(unpadding, sizes[0], root, "reference", p, {}, sizes)[0]
     loss, grads, seen = ranks.run(unpadding, sizes[0], root, names, p, {}, sizes)[0]
@@ -297,7 +297,7 @@ def test_unpadded_encoder_equals_padded_run(p, sizes, root, ranks):
 
 
 def test_unpadded_encoder_keeps_padding_that_has_labels(root):
-    """A label at padding, or hidden states that are asked for: nothing is left out."""
+    """With a label at padding, or with requested hidden states, no padding is left out."""
     labels = torch.randint(3, 99, (4, 12))
     for options in ({"labels": labels}, {"output_hidden_states": True}):
         _, _, seen = unpadding(root, "unpadded_encoder", 0.0, options)
@@ -305,7 +305,7 @@ def test_unpadded_encoder_keeps_padding_that_has_labels(root):
 
 
 def test_unpadded_encoder_runs_the_kernels_of_its_layers():
-    """It runs the layers as they are; ALBERT's activation lies in them all."""
+    """The unpadded encoder calls the layers with their kernels; ALBERT's shared activation is among them."""
     config, cls = tiny_config(Case("AlbertForMaskedLM", ("tokens",)))
     sch = Outline(
         config, cls, Mesh(), torch.float32, kernels=["unpadded_encoder", "bias_gelu"]

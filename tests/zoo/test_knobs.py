@@ -115,7 +115,7 @@ QUICK = ("bert", "t5", "llama")
     ],
 )  # fmt: skip
 def test_eager_attention_is_as_accurate_as_plain_transformers(family, layout, root, ranks):
-    """The family's own function: as near to the truth as plain transformers is with it."""
+    """attention="eager" is as near to fp64 as plain transformers with eager attention."""
     case, sizes = HEADS[family][0], LAYOUTS[layout]
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
@@ -172,7 +172,7 @@ def test_xformers_attention_is_refused_where_it_cannot_run(root):
 
 
 def test_save_matmuls_recomputation_gives_equal_gradients(root, ranks):
-    """Recomputation that keeps products gives the same gradients; an unknown policy is an error."""
+    """Recomputation that saves matrix products gives the same gradients; an unknown policy raises."""
     folder = checkpoint(GPT2, root)
     truth, plains = references(GPT2, folder)
     options = {"checkpoint_ratio": 1.0, "checkpoint_policy": "save_matmuls"}
@@ -200,7 +200,7 @@ def with_options(case, folder, sizes, options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash", "flex", "xformers"])
 def test_attention_backends_on_a_gpu_equal_eager_attention(name, root):
-    """Loss and gradients of each back end that is there, beside eager in float32."""
+    """Compare loss and gradients of each available back end with eager attention in float32."""
     folder = checkpoint(Case("LlamaForCausalLM", ("tokens",), (("head_dim", 16),)), root)
     ids = torch.randint(3, 99, (2, 16), device="cuda")
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}

@@ -86,7 +86,7 @@ def test_rank_plan_lists_gradient_all_reduces_of_tied_and_replicated_tensors():
     ("family", "tp", "pp"), [("gpt2", 2, 2), ("llama", 4, 2), ("t5", 2, 3), ("albert", 2, 3)]
 )
 def test_ranks_of_a_gradient_all_reduce_list_the_same_tensors_in_order(family, tp, pp):
-    """Ranks whose order differs would wait for each other for ever."""
+    """Ranks with another order of all-reduces would deadlock."""
     took = {}
     for rank in range(tp * pp):
         plan = outline_of(family, tp, pp, 1, rank, sequence_parallel=tp > 1).plan

@@ -144,7 +144,7 @@ def _bit_identical(folder, out, names):
 
 
 def test_ranks_together_read_the_bytes_of_the_file_once(ranks, folder):
-    """Every rank reads its own part: vocabulary rows by fourths, heads by threes, and so on."""
+    """Every rank reads only its own shard: a fourth of the vocabulary rows, its own heads, and so on."""
     source = load_file(folder / "model.safetensors")
     total = sum(tensor.nbytes for name, tensor in source.items() if name not in LEFTOVERS)
     results = ranks.run(ledger_of, 4, folder)

@@ -48,7 +48,7 @@ def test_list_command_as_json_names_every_family(capsys):
     assert all(has["tp"] and has["pp"] for has in features().values())
 
 
-def test_show_command_prints_a_family(capsys):
+def test_show_command_prints_shards_and_collectives_of_a_family(capsys):
     assert run("show", "gpt2", "--tp", "4", "--pp", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["total_parameters"] == 124_439_808
@@ -66,7 +66,7 @@ def test_show_command_prints_a_family(capsys):
     }  # fmt: skip
 
 
-def test_show_command_prints_a_checkpoint_folder(root, capsys):
+def test_show_command_prints_shards_of_a_checkpoint_folder(root, capsys):
     folder = checkpoint(CASES[0], root)
     assert run("show", str(folder), "--tp", "2", "--sequence-parallel") == 0
     printed = capsys.readouterr().out
@@ -87,7 +87,7 @@ def held(folder, case, layout):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
 def test_show_command_counts_parameters_per_rank(case, root, ranks):
-    """Uneven parts, tied tensors on two stages and divided experts are counted as they are held."""
+    """Uneven shards, tensors tied over two stages and sharded experts are counted on each rank that holds them."""
     folder = checkpoint(case, root)
     outline = Outline(tiny_config(case)[0], case.cls, Mesh(2, 2, 1), torch.float32)
     found = [rank.parameters for rank in survey(outline, 1, 8).ranks]
@@ -142,7 +142,7 @@ OPTIONS = {
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
 def test_predicted_collectives_equal_those_that_run(case, how, root, ranks):
-    """Each one and its bytes: forward, backward, recomputation, the loss, and sums of gradients."""
+    """Each collective and its bytes are compared: forward, backward, recomputation, loss and gradient all-reduces."""
     folder, options = checkpoint(case, root), OPTIONS[how]
     for sent, explained, _ in ranks.run(sent_and_explained, 2, folder, case, options):
         assert {mesh_dim for _, mesh_dim, _ in explained} == {"tp"}
@@ -182,7 +182,7 @@ def explained_alone(folder, case, pp):
     ids=lambda c: c.cls,
 )
 def test_explain_of_each_pipeline_stage_lists_its_share(case, root, ranks):
-    """The parts of all stages, together, are what one stage that holds everything has."""
+    """The lists of all stages together equal that of one stage with the full model."""
     folder = checkpoint(case, root)
     parts = ranks.run(explained_alone, 4, folder, case, 2)
     if "Albert" in case.cls:
@@ -212,5 +212,5 @@ def test_explain_prints_collectives_with_module_kind_and_bytes(root, ranks):
     whole = text.partition("in one training step, on this rank:\n")[2]
     assert (
         "forward: 1 all_gather over tp, 384 bytes" in whole
-    )  # of the loss, whose vocabulary is sharded
+    )  # the loss over the sharded vocabulary
     assert "backward: 7 all_reduce over tp" in whole

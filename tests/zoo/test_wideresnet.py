@@ -285,7 +285,7 @@ def test_wideresnet_learns_handwritten_digits(ranks):
 
 
 def test_wideresnet_with_sequence_parallelism_is_refused():
-    """Images have no axis of tokens to divide."""
+    """Images have no token axis to shard."""
     config = WideResNetConfig(**TINY["wideresnet"])
     model = hf.build_on_meta(WideResNetForImageClassification, config, torch.float32)
     with pytest.raises(ArchitectureError, match="no row that shards tokens"):

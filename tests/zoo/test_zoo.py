@@ -35,7 +35,13 @@ FOLLOWERS = (
     "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "gptj", "bloom", "falcon", "whisper",
 )  # fmt: skip
 IN_STAGES = ("2x2x1", "2x2x1-sp")  # on one of them, and one of TURNS, the main head of each family
-TURNS = ("1x2x1", "2x1x1-sp", "2x1x2", "4x1x1", "2x1x1")  # of main heads, and of all others
+TURNS = (
+    "1x2x1",
+    "2x1x1-sp",
+    "2x1x2",
+    "4x1x1",
+    "2x1x1",
+)  # layouts of the main heads, and of all other heads
 P = 0.1
 
 
@@ -132,7 +138,7 @@ def save(folder, out):
 def test_saved_files_of_every_family_load_in_plain_transformers(
     family, case, root, ranks, tmp_path
 ):
-    """`from_pretrained` finds every key, and the weights are the same bits."""
+    """Plain `from_pretrained` finds every key, and the weights are bit-equal."""
     folder, out = checkpoint(case, root), tmp_path / "saved"
     ranks.run(save, 4, folder, out)
     cls = getattr(transformers, case.cls)
@@ -176,7 +182,7 @@ def headless_cells():
 def test_base_models_without_head_equal_plain_transformers(
     family, case, layout, root, ranks, tmp_path
 ):
-    """Outputs on every rank, and the saved file: nothing to train without a loss."""
+    """Compare outputs on every rank and the saved file; base models have no loss to train."""
     sizes, folder, out = LAYOUTS[layout], checkpoint(case, root), tmp_path / "saved"
     arguments = (case, folder, sizes, None, 0, out)
     (want,) = ranks.run(forward_plain, 1, case, folder)

@@ -17,6 +17,7 @@ from slapo_zoo.model.checkpoints.training_checkpoint import (
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks import background
 from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.hosted_ranks import on_each_rank
 from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.checksums import damaged_tensors, raise_first
@@ -29,6 +30,7 @@ from slapo_zoo.weights.training_folder import TrainingFolder, open_training
 from slapo_zoo.weights.training_state import FILE, OF_COPY, of_copies
 
 
+@on_each_rank
 def load_checkpoint(
     model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None
 ) -> Resumed:

@@ -23,6 +23,7 @@ from slapo_zoo.parallel.digests import digest, unlike
 from slapo_zoo.parallel.local_tensors import Rows, marked_as, rows_of
 from slapo_zoo.parallel.ranks import background
 from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.hosted_ranks import on_each_rank
 from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
 from slapo_zoo.weights.checksums import save_in
@@ -71,6 +72,7 @@ class Resumed:
         return values[self.copy]
 
 
+@on_each_rank
 def save_checkpoint(
     model: Any,
     folder: str | os.PathLike[str],

@@ -8,6 +8,7 @@ rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->
 
 import functools
 import warnings
+from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -20,7 +21,7 @@ from torch.optim.optimizer import (
 )
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.model.gradients.of_models import parameters_of, place_of
+from slapo_zoo.model.gradients.of_models import parameters_of, place_of, runtime_of
 from slapo_zoo.parallel.local_tensors import part_of, put_part
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import TensorPlan
@@ -78,6 +79,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     if any(cls.__name__ in ELEMENTWISE for cls in type(optimizer).__mro__):
         return
     places = {p: place for p in parameters_of(optimizer) if (place := place_of(p))}
+    _refuse_hosted(name, places)
     meshes = [plan.mesh for plan, _ in places.values()]
     if name.startswith(WHOLE_MODEL) and any(mesh.tp * mesh.pp > 1 for mesh in meshes):
         problem = "its step needs dot products over all parameters, not over shards"
@@ -106,6 +108,13 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     _RUNNING[optimizer] = [(p, *place, p.data, p.grad) for p, place in divided.items()]
     for p, place in divided.items():
         _enlarge(optimizer, p, *place)
+
+
+def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
+    """Raise SlapoError if this process holds the parameters of several ranks of a virtual mesh."""
+    if any(runtime_of(p).calls.guard.on_ranks for p in parameters):
+        problem = "it is not known to work element by element, and this process holds several ranks"
+        raise SlapoError(f"{name}.step", "exact=", problem, "use AdamW, or leave exact= out")
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:

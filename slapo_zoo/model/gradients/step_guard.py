@@ -6,7 +6,7 @@
 import functools
 import inspect
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ class StepGuard:
         interval: steps between checks, after the first ALWAYS steps; 0 switches checks off.
         divides: whether ranks hold different gradients, because of tp, pp or `dp_shard=`.
         needed: whether to check; False where an engine clips and steps by itself.
+        on_ranks: calls `before_step` on each rank that this process hosts; None: it is one rank.
     """
 
     def __init__(self, mesh: Mesh):
@@ -52,6 +53,7 @@ class StepGuard:
         self.marks: dict[str, Tensor] = {}  # of gradients of what each tp rank holds whole
         self.trained: Tensor | None = None  # ranks that have something to train; None: all
         self.fresh, self.needed, self.divides = False, True, mesh.tp * mesh.pp > 1
+        self.on_ranks: Callable[[], Any] | None = None
 
     def complete(
         self,
@@ -275,6 +277,9 @@ def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
     if runtime is None or runtime.schedule.mesh.world_size == 1:
         return
     guard: StepGuard = runtime.calls.guard
+    if guard.on_ranks is not None:
+        guard.on_ranks()
+        return
     guard.look_beside(parameters)
     if guard.divides:
         _require_own_scaler()

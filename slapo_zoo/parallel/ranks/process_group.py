@@ -194,7 +194,7 @@ def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
 
 def publish_error(exc: BaseException, what: str = "") -> None:
     """Write this rank's error into the store for the other ranks, unless the store holds an earlier error."""
-    store = _store()
+    store = default_store()
     if store is None:
         return
     error = rank_error(dist.get_rank(), exc, what)
@@ -206,7 +206,7 @@ def publish_error(exc: BaseException, what: str = "") -> None:
 
 def peer_error() -> RankError | None:
     """Return the first error that a rank of this process group published, or None."""
-    store, heart = _store(), heartbeat.current()
+    store, heart = default_store(), heartbeat.current()
     text = heart.error if heart is not None else ""
     with suppress(RuntimeError):
         if not text and store is not None and store.check([ERROR_KEY]):
@@ -301,7 +301,7 @@ def _linger() -> None:
         time.sleep(0.1)
 
 
-def _store() -> Any | None:
+def default_store() -> Any | None:
     """Return the store of the default process group, or None; torch has no public name for it."""
     if not dist.is_initialized():
         return None

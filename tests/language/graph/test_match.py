@@ -18,7 +18,7 @@ X = torch.randn(2, 3, 8)
 
 
 class Net(nn.Module):
-    """Runs a function over some modules."""
+    """Module whose forward is a function of its submodules."""
 
     def __init__(self, function, **modules):
         super().__init__()
@@ -66,7 +66,7 @@ def softmax_of(x, q, k):
 
 
 def test_graph_match_compares_edges_not_node_order():
-    """The same operations in the same order, with q and k exchanged, are another computation."""
+    """The same operations in the same order with q and k exchanged are another computation."""
     args = (X, X + 1, X + 2)
 
     def straight(m, x, q, k):
@@ -141,7 +141,7 @@ def test_graph_match_is_refused_when_an_inner_value_is_used_outside():
 
 
 def test_graph_match_is_refused_when_its_output_feeds_its_own_input():
-    """The subgraph would have to run before and after what lies between its parts."""
+    """An operation outside the match lies between two of its nodes, so the match cannot run as one."""
 
     def forward(m, x):
         y = x.exp()

@@ -1,4 +1,4 @@
-"""Rewriting keeps what is computed: outputs and gradients before and after."""
+"""Graph rewriting: outputs and gradients stay the same."""
 
 import copy
 

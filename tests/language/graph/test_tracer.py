@@ -1,4 +1,4 @@
-"""A trace is exact, on other sizes too; where it would have to guess, it says so."""
+"""Traces: exact on other sizes too; an error where the tracer would have to guess."""
 
 import copy
 
@@ -61,7 +61,7 @@ def test_traced_model_equals_plain_with_a_padding_mask(family):
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "opt", "llama"])
 def test_traced_model_follows_train_and_eval_mode(family):
-    """Traced in eval mode; in training it drops what the model drops, with the same gradients."""
+    """The model is traced in eval mode; in train mode its dropout and gradients equal the plain model's."""
     model = tiny_model(family)
     traced = trace_module(model, *capture(model, ""), flatten=True)
     batch = batch_for(model, 3, 11)
@@ -109,7 +109,7 @@ def test_module_traced_on_meta_runs_on_real_tensors():
 
 
 class Odd(nn.Module):
-    """One forward per way to fail."""
+    """Module with one forward for each way in which a trace fails."""
 
     def __init__(self, how):
         super().__init__()
@@ -226,7 +226,7 @@ def test_trace_restores_buffers_and_training_modes():
 
 def test_trace_keeps_module_with_patched_forward_as_a_leaf():
     net = nn.Sequential(Odd(""), Odd(""))
-    net[0].forward = net[0].forward  # as checkpoint and fork_rng do
+    net[0].forward = net[0].forward  # an instance attribute, as checkpoint and fork_rng set it
     net[1].register_forward_hook(lambda m, args, y: y * 3)  # as sync does
     x = torch.ones(2, 3, 4)
     traced = trace_module(net, (x,), flatten=True)
@@ -240,7 +240,7 @@ def test_trace_keeps_module_with_patched_forward_as_a_leaf():
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
 def test_traced_model_runs_in_another_dtype(family):
-    """Traced in float32, run in bfloat16, under autocast and by dynamo."""
+    """The model is traced in float32 and runs in bfloat16, under autocast and under torch.compile."""
     model = tiny_model(family)
     traced = trace_module(model, *capture(model, ""), flatten=True)
     batch = batch_for(model, 3, 11)

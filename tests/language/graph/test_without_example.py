@@ -1,4 +1,4 @@
-"""A plain module is traced without an example: nothing is computed, only what decides needs values."""
+"""Traces without example inputs: nothing is computed; only branches on values need an example."""
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ class Gelu(nn.Module):
 
 
 def test_find_matches_the_bias_of_a_decomposed_linear():
-    """Parameters have shapes without an example; sums of unknown shape were taken for sums of sizes."""
+    """An addition of tensors of unknown shape is not taken for arithmetic on sizes."""
     sch = create_schedule(Gelu())
     sch["linear"].decompose()
     sch.trace(flatten=True)

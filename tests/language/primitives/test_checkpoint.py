@@ -1,4 +1,4 @@
-"""checkpoint: whole modules, subgraphs, policies and offload; the same gradients and masks."""
+"""The checkpoint primitive: modules, subgraphs, policies and offload; the same gradients and masks."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_offloaded_activations_are_prefetched_one_module_ahead(options):
 
 
 def test_offloaded_views_of_a_tensor_share_one_host_copy(monkeypatch):
-    """A copy as a GPU makes it: what was kept is another tensor with the same values and strides."""
+    """The host copy is made as on a GPU: another tensor with the same values and strides."""
     made = []
 
     def away(self, tensor):
@@ -139,7 +139,7 @@ def test_checkpoint_function_restores_the_dropout_random_stream(use_reentrant):
 
 
 class Forks(torch.nn.Module):
-    """Drops by the generator that was forked for this rank."""
+    """Module whose dropout reads the generator forked for this rank."""
 
     def forward(self, x):
         with get_cuda_rng_tracker().fork():

@@ -1,4 +1,4 @@
-"""The calls that the documents of the original Slapo show, as they show them; and what a third party adds."""
+"""Calls of the original Slapo's documents, as they show them; and extensions by third parties."""
 
 import inspect
 import pydoc
@@ -270,7 +270,7 @@ def test_shard_rule_for_a_user_class_is_registered_by_one_decorator():
 
 
 def mean_over_ranks(x):
-    """Registered and used on every rank."""
+    """Register a sync op and use it on every rank."""
     if "mean_of_tests" not in SYNC_OPS:
 
         @slapo_zoo.sync_op("mean_of_tests", "fwd_post")
@@ -286,7 +286,7 @@ def mean_over_ranks(x):
 def test_new_sync_op_is_registered_by_one_decorator(ranks):
     for y, explained in ranks.run(mean_over_ranks, 2, torch.ones(3, 2)):
         assert torch.equal(y, torch.full((3, 2), 1.5))
-        assert explained == [("all_reduce", 24, "0")]  # what it sends is explained too
+        assert explained == [("all_reduce", 24, "0")]  # explain lists its communication too
 
 
 @pytest.mark.usefixtures("registries")

@@ -56,7 +56,7 @@ register_fused_kernel("fused_gelu_of_tests", lambda x: functional.gelu(x))(
 
 
 def hf(family):
-    """A tiny model that trains without dropout; its attention goes through the seam."""
+    """Return a tiny model without dropout whose attention is a `core_attn` module."""
     register_attention()
     model = tiny_model(family).train()
     model.set_attn_implementation(NAME)
@@ -102,7 +102,7 @@ def batch_of(name, plain):
 
 
 def step_of(model, batch):
-    """The output, and the gradient of every parameter."""
+    """Return the output, and the gradient of every parameter."""
     y = model(**batch)
     y = y if isinstance(y, torch.Tensor) else y.logits
     y = y + 0.0  # logits that are sharded over ranks: gathered
@@ -111,7 +111,7 @@ def step_of(model, batch):
 
 
 def divide_mlp(sch, before=lambda sch: None):
-    """The feed-forward of BERT, divided over tp."""
+    """Shard the feed-forward of BERT over tp."""
     before(sch)
     sch["bert.encoder.layer.*.intermediate.dense"].shard("weight", 0).shard("bias", 0)
     sch["bert.encoder.layer.*.intermediate.dense"].sync("bwd_post", "all_reduce")
@@ -156,7 +156,7 @@ def divided(then, before=lambda sch: None):
 
 
 def traced(then, path=INNER, leaves=()):
-    """Divide, trace one module, and go on with its selection."""
+    """Shard, trace one module, and return its selection."""
 
     def use(sch):
         divide_mlp(sch)
@@ -184,7 +184,7 @@ def gelu_node(part):
 
 
 def tokens_divided(sch):
-    """Each rank normalises its own tokens, so its gradient of the norm is a part."""
+    """Shard the tokens: each rank normalises its own, so its gradient of the norm is a partial sum."""
     divide_mlp(sch)
     norm = sch[f"{LAYER}.output.LayerNorm"]
     norm.sync("fwd_pre", "RR->SR").sync("fwd_post", "SR->RR")
@@ -304,7 +304,7 @@ def test_every_primitive_has_a_test_example():
 
 
 def compare(key, n=1):
-    """On one rank: the effect, the output, and every gradient against the plain model's."""
+    """Compare effect, output and every gradient with the plain model, on one rank."""
     use = INDEX[key]
     rank = dist.get_rank() if n > 1 else 0
     plain, sch = (
@@ -378,7 +378,7 @@ def test_failed_primitive_leaves_the_model_unchanged(key):
 
 @pytest.mark.parametrize("key", INDEX)
 def test_every_primitive_survives_a_json_round_trip(key):
-    """Written, read and replayed it is the same program; a live object is refused, and why."""
+    """The schedule stays the same when written, read and replayed; a live Python object is refused with a reason."""
     use = INDEX[key]
     sch = Schedule(MODELS[use.model]())
     use.use(sch)

@@ -1,4 +1,4 @@
-"""expert_parallel: what it refuses; that it computes the same is tests/zoo/test_experts.py and tests/zoo/test_zoo.py."""
+"""The expert_parallel primitive: its errors. tests/zoo/test_experts.py and tests/zoo/test_zoo.py compare results."""
 
 import pytest
 import torch

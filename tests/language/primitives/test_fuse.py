@@ -1,4 +1,4 @@
-"""fuse, decompose and partial replace on real models: outputs and gradients stay."""
+"""fuse, decompose and replace of a subgraph on real models: outputs and gradients stay the same."""
 
 import pytest
 import torch

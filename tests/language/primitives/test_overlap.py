@@ -1,4 +1,4 @@
-"""overlap: the same numbers, and the sum of dx really is under way while dw is computed."""
+"""The overlap primitive: the same numbers, and the all-reduce of dx runs while dw is computed."""
 
 import pytest
 import torch
@@ -100,7 +100,7 @@ def scheduled(two, overlap, mesh):
 
 
 class Recorded:
-    """A handle that says when it is waited for."""
+    """Handle that records when it is waited for."""
 
     def __init__(self, work, events):
         self.work, self.events = work, events
@@ -137,7 +137,7 @@ def test_overlap_computes_weight_gradient_during_the_all_reduce(two, ranks):
     for events in ranks.run(events_of, 2, two, True):
         begun, waited = events.index("begun"), events.index("waited")
         assert weights == set(events[begun + 1 : waited])
-        assert "before" in events[waited:]  # what lies before the module needs the sum
+        assert "before" in events[waited:]  # modules before this one need the all-reduced gradient
         assert "done at once" not in events
     for events in ranks.run(events_of, 2, two, False):
         assert weights <= set(events[: events.index("done at once")])
@@ -145,7 +145,7 @@ def test_overlap_computes_weight_gradient_during_the_all_reduce(two, ranks):
 
 
 def falls_back():
-    """Autocast, no gradients, and a frozen weight: the plain way, with the same results."""
+    """Run autocast, no_grad and a frozen weight, which take the blocking path, and the same without overlap."""
     net, plain = (scheduled(True, on, Mesh(tp=2, rank=dist.get_rank())).model for on in (1, 0))
     found = []
     x = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))

@@ -127,7 +127,9 @@ def test_replace_all_replaces_every_matching_module():
     with pytest.raises(ScheduleError, match="no kernel 'fast'"):
         sch.replace_all("ReLU", "fast")
     before = sch.model[0]
-    with pytest.raises(ScheduleError, match="return a module"):  # of the second: the first stays
+    with pytest.raises(
+        ScheduleError, match="return a module"
+    ):  # the second replacement fails: the first stays
         sch.replace_all(
             "Linear", lambda path, module: nn.Linear(4, 6) if module is before else None
         )
@@ -176,7 +178,7 @@ def test_third_party_directive_is_registered_and_callable():
 def test_third_party_primitive_class_with_static_methods_is_registered():
     @register_primitive()
     class Halve:
-        """Divide a linear layer by two ranks."""
+        """Primitive of a third party that shards a linear layer over two ranks."""
 
         @staticmethod
         def name():

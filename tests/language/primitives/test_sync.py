@@ -1,4 +1,4 @@
-"""sync: the reshard forms, values and gradients on two ranks; what fits the output of a division."""
+"""The sync primitive: values and gradients of reshards on two ranks; ops that fit a sharded output."""
 
 from itertools import product
 
@@ -20,12 +20,12 @@ def world():
 
 
 def lay(x, form, n, r):
-    """This rank's part of a whole tensor."""
+    """Return this rank's shard of a tensor."""
     return x if AXIS[form] is None else x.chunk(n, AXIS[form])[r]
 
 
 class Twice(nn.Module):
-    """A module whose input and output show which of the two an op was put on."""
+    """Module whose result shows whether an op was applied to its input or its output."""
 
     def forward(self, x):
         return x * 2
@@ -35,7 +35,7 @@ class Twice(nn.Module):
 
 
 def moved(op, mode, x, upstream, is_part):
-    """y and dx of this rank; upstream of this rank where it is a part, else the whole gradient."""
+    """Return y and dx of this rank; the upstream gradient is this rank's partial one, or the full one."""
     n, r = dist.get_world_size(), dist.get_rank()
     source, target = op.split("->")
     sch = Schedule(nn.Sequential(Twice()), world())
@@ -82,7 +82,7 @@ def mlp(seed=5):
 
 
 def chained(x):
-    """Columns -> tokens -> whole -> columns -> whole: each layer sees another layout."""
+    """Chain reshards: columns -> tokens -> replicated -> columns -> replicated, another layout in each layer."""
     net = mlp()
     sch = Schedule(net, world())
     sch["0"].sync("bwd_post", "all_reduce")
@@ -123,13 +123,13 @@ def uneven(op):
 
 @pytest.mark.parametrize("op", ["RR->SR", "RS->SR", "scatter", "reduce_scatter"])
 def test_reshard_of_uneven_axis_is_refused_before_communication(op, ranks):
-    """A part that is left over would be dropped in silence, or kill the process in C++."""
+    """Elements beyond an even split would be dropped silently, or crash the process in C++."""
     for text in ranks.run(uneven, 2, op):
         assert "is not a multiple of tp=2" in text
         assert "pad the axis" in text
 
 
-def test_wrong_reshard_is_refused_and_names_its_position():
+def test_invalid_or_misplaced_reshard_is_refused():
     sch = Schedule(nn.Sequential(Twice()), Mesh(tp=2, dry_run=True))
     with pytest.raises(ScheduleError, match="backward of fwd_pre 'RR->RS' is this"):
         sch["0"].sync("bwd_post", "RS->RR")
@@ -185,7 +185,7 @@ def test_unsharded_bias_on_sharded_output_is_refused():
 
 
 def two_ops(x):
-    """A row-parallel product is summed, its bias added, and the result divided: in this order."""
+    """All-reduce a row-parallel product, add its bias, then divide the result: in this order."""
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(4, 6))
     sch = Schedule(net, world())

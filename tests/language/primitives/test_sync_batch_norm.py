@@ -1,4 +1,4 @@
-"""sync_batch_norm: one rank; several ranks are in tests/zoo/test_wideresnet.py."""
+"""The sync_batch_norm primitive on one rank; tests/zoo/test_wideresnet.py tests several."""
 
 import pytest
 import torch

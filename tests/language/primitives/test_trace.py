@@ -85,7 +85,7 @@ def test_failed_trace_leaves_the_model_unchanged():
 
 
 def test_shard_attribute_is_refused_when_a_trace_recorded_the_value():
-    """A graph that reshapes by the number of heads would be wrong in silence."""
+    """A traced graph reshapes by the recorded number of heads, and would be silently wrong after the change."""
     sch = Schedule(tiny_model("gpt2"), Mesh(tp=2))
     sch[f"{BLOCK}.attn"].trace(flatten=True)
     with pytest.raises(ScheduleError, match="its graph was recorded with num_heads=4"):
@@ -108,7 +108,7 @@ def test_trace_records_the_attention_core_as_one_node():
 
 
 def column_row(seed):
-    """On each of two ranks: an MLP divided by columns and rows, decomposed, traced and grouped."""
+    """Shard an MLP by columns and rows on two ranks, then decompose, trace and group it."""
     torch.manual_seed(seed)
     mlp = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
     net = nn.Sequential(mlp, nn.Linear(4, 2))

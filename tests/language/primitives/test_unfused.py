@@ -1,4 +1,4 @@
-"""unfused: only the module's own flag changes, and only while it runs on several ranks."""
+"""The unfused primitive: it changes only the module's own flag, and only on several ranks."""
 
 import pytest
 from torch import nn

@@ -20,7 +20,7 @@ CONFIG.architectures = ["GPT2LMHeadModel"]
 
 
 def test_activation_budget_chooses_the_fastest_mix_of_recompute_policies():
-    """Beside all 256, on a device whose host is far away."""
+    """Compare with all 256 mixes, on a device with a slow link to the host."""
     planner = Planner(CONFIG, replace(HARDWARE["h100"], host=1e9), 32, "bf16")
     layout = Layout(rows=4, micro_batches=2)
     plain = planner.forecast(layout)
@@ -46,7 +46,7 @@ def test_activation_budget_chooses_the_fastest_mix_of_recompute_policies():
 
 
 def test_tp_lowers_the_smallest_possible_activation_budget():
-    """Shares of inputs are the last resort, and what is chosen keeps what was asked."""
+    """Sharding the saved inputs over tp is chosen last, and keeps within the budget."""
     planner, layout = Planner(CONFIG, HARDWARE["cpu"], 32, "fp32"), Layout(tp=2, rows=4)
     recomputed = replace(layout, checkpoint_ratio=1.0)
     budget = planner.forecast(recomputed).ranks[0].activations * 0.9

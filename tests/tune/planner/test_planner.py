@@ -68,7 +68,7 @@ def test_planner_profile_of_three_blocks_equals_the_full_model(case):
     ("Gemma2ForCausalLM", {"num_hidden_layers": 6}), ("WhisperForConditionalGeneration", {}),
 ])  # fmt: skip
 def test_planner_parameter_counts_equal_the_model(cls, changes):
-    """Each unit once, in families of sub-configs, windows, distances, capped scores and layers skipped."""
+    """Each parameter is counted once, in families with sub-configs, windows, relative positions or skipped layers."""
     config = config_for(Case(cls, ("class",), tuple(changes.items()), dropout=0.1))
     planner = Planner(config, CPU, 12)
     whole = planner.family.total_parameters
@@ -98,7 +98,7 @@ def test_planner_weights_and_pipeline_cuts_equal_the_built_model(case, tp, pp):
 
 
 def test_planner_activation_bytes_equal_those_saved_by_autograd():
-    """On real tensors, with dropout: bytes that a forward leaves alive."""
+    """Compare with the bytes that a forward on real tensors, with dropout, keeps alive."""
     config = config_for(Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),), dropout=0.1))
     model = AutoScheduledModel.from_config(config, kernels="reference").train()
     ids = torch.zeros((3, 8), dtype=torch.int64)
@@ -137,7 +137,7 @@ def test_planner_micro_batches_in_flight_match_the_pipeline_order(order, virtual
      ("interleaved_1f1b", 2, 1), ("interleaved_1f1b", 4, 3), ("interleaved_1f1b", 2, 4)],
 )  # fmt: skip
 def test_planner_closed_form_step_time_equals_simulation(order, virtual, count):
-    """Equal stages, and nothing to send; with fewer micro-batches than ranks too."""
+    """The stages are equal and communication is free; also with fewer micro-batches than ranks."""
     stage = StageTime(1.0, 2.0, 1.0, 0.0, 0.0, 1)
     layout = Layout(1, 4, 1, 1, count, order, virtual)
     cost = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -239,7 +239,7 @@ FEW = ("llama", "vit", "whisper", "electra")
     [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in families()],
 )
 def test_plan_command_accepts_every_family_name(family):
-    """Half of them have no head in their default config; images and speech ended in tracebacks."""
+    """Half of the families name no head in their default config; image and speech models are included."""
     found = make_planner(family, None, ("h100", None, "bf16", "eager")).search(1, 2)
     assert found.feasible or "GiB of 80.0" in found.refused[0][1]
     assert len(found.feasible) <= found.looked_at
@@ -276,7 +276,7 @@ def test_calibrated_hardware_file_is_read_back_unchanged(tmp_path):
 
 @pytest.mark.parametrize("name", ["v100", "cpu"])
 def test_planner_counts_attention_scores_as_each_device_materializes_them(name):
-    """On a GPU the scores of all tokens exist at once, on a CPU a block of them does."""
+    """A GPU holds the attention scores of all tokens at once, a CPU only of a block of them."""
     fields = {"n_layer": 1, "n_embd": 32, "n_head": 8, "vocab_size": 64, "n_positions": 2048}
     config = GPT2Config(**fields, loss_type="ForCausalLMLoss", bos_token_id=1, eos_token_id=2)
     config.architectures = ["GPT2LMHeadModel"]

@@ -33,7 +33,7 @@ def test_published_scaling_is_computed_from_published_throughput(tables):
 
 
 def test_predicted_step_times_match_published_runs(tables):
-    """A quick look at one model: table 5 of Korthikanti et al., 22B parameters on eight A100."""
+    """Check one model: table 5 of Korthikanti et al., 22B parameters on eight A100."""
     (row,), *_ = tables.values()
     assert row["rows"] == 2
     assert row["mean error"] < 0.05
@@ -42,7 +42,7 @@ def test_predicted_step_times_match_published_runs(tables):
 
 
 def test_predicted_step_time_matches_published_v100_plan(tables):
-    """The one plan of Aceso's artifact that is published whole: 350M parameters, 8 rows, all recomputed."""
+    """Check the only plan that Aceso's artifact publishes completely: 350M parameters, 8 rows, all recomputed."""
     (*_, (row,)) = tables.values()
     assert abs(row["error"]) < 0.05
     assert row["simulated layout"].endswith("128 x 8 rows recompute 1")

@@ -59,7 +59,7 @@ def everything(planner: Planner, gpus: int, batch: int) -> Iterator[Layout]:
      for name in SIZES for i, space in enumerate(SPACES)],
 )  # fmt: skip
 def test_planner_search_finds_the_fastest_of_all_layouts(name, space):
-    """Within 1 % of the fastest that fits; where none of all fits, the search finds none."""
+    """The search is within 1 % of the fastest layout that fits, and finds none where none fits."""
     gpus, batch, device, gib = space
     planner = planner_of(name).on(with_memory(find_hardware(device), gib * GIB))
     limit = planner.hardware.memory - planner.hardware.reserved
@@ -72,7 +72,7 @@ def test_planner_search_finds_the_fastest_of_all_layouts(name, space):
 
 
 def test_planner_gives_blocks_different_recompute_policies_when_memory_is_short():
-    """Early stages hold more micro-batches, so they recompute more; no one policy for all is as fast."""
+    """Early stages hold more micro-batches and recompute more; one policy for all blocks is slower."""
     config = transformers.GPT2Config(n_layer=16, n_embd=4096, n_head=32)
     config.architectures = ["GPT2LMHeadModel"]
     hardware = with_memory(find_hardware("v100"), 6 * GIB)
@@ -88,4 +88,4 @@ def test_planner_gives_blocks_different_recompute_policies_when_memory_is_short(
     outline = Outline(config, planner.family.cls, mesh, planner.dtype, checkpoint_policy=policies,
                       pipeline_order=at.pipeline_order, stages_per_rank=at.stages_per_rank,
                       sequence_parallel=at.sequence_parallel)  # fmt: skip
-    assert outline.schedule.state.checkpointed  # what the knobs of the plan make
+    assert outline.schedule.state.checkpointed  # the options of the plan enable recomputation

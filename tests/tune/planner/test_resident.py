@@ -135,7 +135,7 @@ LARGE = [
 
 @pytest.mark.parametrize(("config", "tokens", "layout", "most"), LARGE, ids=["1T", "405B"])
 def test_largest_published_runs_are_predicted_to_fit_in_memory(config, tokens, layout, most):
-    """GiB of the fullest rank within a step, and of what it has received or sent."""
+    """Check the GiB of the fullest rank within a step, and of its buffers for sending and receiving."""
     config.architectures = [{"gpt2": "GPT2LMHeadModel"}.get(config.model_type, "LlamaForCausalLM")]
     planner = Planner(config, HARDWARE["a100"], tokens, "bf16")
     again = replace(layout, checkpoint_ratio=1.0, checkpoint_policy="sharded")
@@ -148,7 +148,7 @@ def test_largest_published_runs_are_predicted_to_fit_in_memory(config, tokens, l
 
 
 def test_planner_counts_the_input_of_the_first_recomputed_block():
-    """The sum of the embeddings is made behind them and before a block, and no recomputation frees it."""
+    """The sum of the embeddings is computed before the first block, and no recomputation frees it."""
     profile = Planner(config_of(TINY), HARDWARE["cpu"], 64, "fp32").profile(1)
     pairs = zip(profile.units, profile.uses(4), strict=True)
     first, second, *_ = [(unit, use) for unit, use in pairs if unit.is_block]

@@ -1,0 +1,248 @@
+"""Models whose training has the same bits on every mesh: `from_pretrained(..., exact={"tp": 4, "dp": 2})`.
+
+`exact` names a virtual mesh, the finest one on which the run is defined. Each process hosts an equal share of the
+virtual ranks as threads. A virtual rank holds the same shards, runs the same products and takes part in the same
+collectives, whichever process hosts it; so the bits do not depend on the number of processes.
+"""
+
+import atexit
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.model.step.runtime import count_rows
+from slapo_zoo.parallel.digests import digest, digest_of_tensor
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.hosted_ranks import HostedRanks
+from slapo_zoo.parallel.ranks.process_group import default_store, timeout_of
+from slapo_zoo.zoo.argument_values import make_mesh, pick_device
+from slapo_zoo.zoo.options import LoaderOptions
+
+WHERE = "from_pretrained"
+_HOSTS: dict[tuple[Mesh, Mesh], HostedRanks] = {}  # (real mesh, virtual mesh) --> threads
+
+
+def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) -> "ExactModel":
+    """Load a model on the virtual mesh that `options.exact` names, and return this process's share of it.
+
+    Args:
+        options: options of the loader; tp, pp and dp are the mesh of the processes.
+        load: loads the model of one virtual rank; called in the thread of each.
+    """
+    real = make_mesh(tp=options.tp, pp=options.pp, dp=options.dp)
+    virtual = _virtual_mesh(real, options.exact)
+    _check(options)
+    host = _host(real, virtual)
+    own = replace(options, exact=False, **virtual.sizes)
+    return ExactModel(host, real, virtual, host.run(lambda _rank: load(own)))
+
+
+def _virtual_mesh(real: Mesh, asked: Any) -> Mesh:
+    """Return the virtual mesh: the sizes in `asked`, and for other mesh dims, or for True, those of the real mesh."""
+    if asked is not True and not isinstance(asked, Mapping):
+        problem = f'found {asked!r}, expected True, or sizes as in {{"tp": 4, "dp": 2}}'
+        raise SlapoError(
+            WHERE, "exact", problem, "name the largest mesh that the run will ever have"
+        )
+    given = {} if asked is True else dict(asked)
+    if unknown := sorted(given.keys() - real.sizes.keys()):
+        problem = f"no such mesh dim: {unknown[0]}"
+        raise SlapoError(WHERE, "exact", problem, f"name some of {', '.join(real.sizes)}")
+    sizes = real.sizes | given
+    for name, size in real.sizes.items():
+        if not isinstance(sizes[name], int) or sizes[name] < 1 or sizes[name] % size:
+            problem = f"found {name}={size} with a virtual {name} of {sizes[name]!r}"
+            hint = f"take a divisor of {sizes[name]!r} as {name}, or a multiple of {size} in exact="
+            raise MeshError(WHERE, "exact", problem, hint)
+    return Mesh(**sizes)
+
+
+def _check(options: LoaderOptions) -> None:
+    """Raise SlapoError for options whose results depend on more than the virtual mesh."""
+    device = pick_device(options.device)
+    if device.type != "cpu":
+        problem = f"found device {device}: virtual ranks talk by gloo, which is built for the CPU"
+        raise SlapoError(WHERE, "exact", problem, 'pass device="cpu"')
+    if options.kernels == "measure":
+        problem = 'kernels="measure" chooses by timings, which differ from run to run'
+        raise SlapoError(WHERE, "exact", problem, 'pass kernels="auto" or kernels="reference"')
+    if options.target not in (None, "torch"):
+        problem = f"the engine {options.target} sums gradients in an order of its own"
+        raise SlapoError(WHERE, "exact", problem, "leave target= out")
+
+
+def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
+    """Return the threads of the virtual ranks of this process; they live until `close`, or the process's end."""
+    key = real, virtual
+    if key in _HOSTS:
+        return _HOSTS[key]
+    if _HOSTS:
+        ((_, other),) = _HOSTS
+        problem = f"this process hosts ranks of the virtual mesh {other.sizes} already"
+        raise MeshError(WHERE, "exact", problem, "take one virtual mesh in a process")
+    steps = {name: virtual.sizes[name] // size for name, size in real.sizes.items()}
+    first = {name: real.coord(name) * step for name, step in steps.items()}
+    ranks = sorted(
+        virtual.at(**{name: first[name] + i for name, i in zip(steps, offsets, strict=True)})
+        for offsets in product(*map(range, steps.values()))
+    )
+    store = default_store() or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
+    world = PrefixStore("slapo_zoo/exact", store)
+    _HOSTS[key] = host = HostedRanks(world, ranks, virtual.world_size, timeout_of(None))
+    host.__enter__()
+    atexit.register(close)
+    return host
+
+
+def close() -> None:
+    """End the virtual ranks of this process; a collective call of all processes. Exact models end with them."""
+    for key in list(_HOSTS):
+        _HOSTS.pop(key).__exit__()
+
+
+class ExactModel(nn.Module):
+    """Share of one process of a model on a virtual mesh; its methods are collective calls of all processes.
+
+    Its parameters are those of all hosted ranks, for an optimizer that works element by element.
+
+    Attributes:
+        mesh: mesh of the processes.
+        virtual: the virtual mesh.
+        hosted: the models of the hosted ranks.
+    """
+
+    def __init__(self, host: HostedRanks, real: Mesh, virtual: Mesh, models: Iterable[Any]):
+        super().__init__()
+        self.mesh, self.virtual, self._host = real, virtual, host
+        self.hosted = nn.ModuleList(models)
+        self._last: tuple[float, float] = (0.0, 0.0)  # loss and norm of the step
+        for model in self.hosted:
+            model._slapo.calls.guard.on_ranks = self._before_step
+
+    @property
+    def _slapo(self) -> Any:
+        """Raise SlapoError: a function for models of one rank was called with this one."""
+        problem = "this call is not built for exact models"
+        hint = (
+            "call train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
+        )
+        raise SlapoError("ExactModel", "exact", problem, hint)
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raise SlapoError: the loss of a call would end in this thread, its graph in others."""
+        problem = "a forward of one's own is not built for exact models"
+        raise SlapoError("ExactModel", "forward", problem, "call train_step(batch)")
+
+    def close(self) -> None:
+        """End the virtual ranks of this process, of all its exact models; a collective call of all processes."""
+        close()
+
+    def on_each_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call `function(model, ...)` on every hosted rank, and return the result of the first.
+
+        An optimizer among the arguments is narrowed to the parameters of each rank.
+        """
+
+        def call(rank: int) -> Any:
+            model = self._of(rank)
+            given = [_narrowed(arg, model) for arg in args]
+            named = {name: _narrowed(arg, model) for name, arg in kwargs.items()}
+            found = function(model, *given, **named)
+            for old, new in zip([*args, *kwargs.values()], [*given, *named.values()], strict=True):
+                _give_back(old, new)
+            return found
+
+        return self._host.run(call)[0]
+
+    def _before_step(self) -> None:
+        """Compare over ranks how the gradients were scaled, before a step of an optimizer over all of them."""
+        self.on_each_rank(lambda model: model._slapo.calls.guard.before_step())
+
+    def _of(self, rank: int) -> Any:
+        return self.hosted[self._host.ranks.index(rank)]
+
+    def train_step(self, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        """Run forward and backward as `Scheduled.train_step` does, which describes the arguments.
+
+        Args:
+            batch: rows of this process, which its virtual dp ranks share in order.
+            *args: further arguments of `Scheduled.train_step`; `micro_batches` counts those of a virtual rank.
+            **kwargs: the same by name.
+        """
+        parts = self.virtual.dp // self.mesh.dp
+        rows = count_rows(batch)
+        if rows % parts:
+            problem = f"found {rows} rows for {parts} virtual dp ranks of this process"
+            raise SlapoError("train_step", "batch", problem, f"pass a multiple of {parts} rows")
+
+        def call(rank: int) -> Any:
+            model = self._of(rank)
+            at = model.mesh.coord("dp") % parts * (rows // parts)
+            own = {
+                k: v[at : at + rows // parts] if _has_rows(v, rows) else v for k, v in batch.items()
+            }
+            return model.train_step(own, *args, **kwargs)
+
+        loss = self._host.run(call)[0]
+        self._last = float(loss), 0.0
+        return loss
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
+        norm = self.on_each_rank(lambda model: model.clip_grad_norm_(max_norm))
+        self._last = self._last[0], float(norm)
+        return norm
+
+    def step_digest(self) -> str:
+        """Return a SHA-256 of the last loss and norm, and of all weights; equal runs have equal digests on every mesh."""
+
+        def own(model: Any) -> str:
+            tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+            mine = digest(*(f"{name} {digest_of_tensor(t)}" for name, t in sorted(tensors.items())))
+            return digest(*together(model.mesh, "step_digest", lambda: mine))
+
+        return digest(*self._last, self.on_each_rank(own))
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write a checkpoint as `Scheduled.save_pretrained` does, which describes the arguments."""
+        self.on_each_rank(lambda model: model.save_pretrained(save_directory, **kwargs))
+
+    def consolidated_state_dict(self, grads: bool = False) -> dict[str, Tensor]:
+        """Return {HuggingFace name: unsharded tensor or gradient} on process 0, {} elsewhere."""
+        return self.on_each_rank(lambda model: model.consolidated_state_dict(grads))
+
+
+def _has_rows(value: Any, rows: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
+
+
+def _narrowed(value: Any, model: nn.Module) -> Any:
+    """Return an optimizer over the parameters of `model` alone, with their state; other values as they are."""
+    if not isinstance(value, torch.optim.Optimizer):
+        return value
+    own = {id(p) for p in model.parameters()}
+    found = copy.copy(value)
+    found.param_groups = [
+        {**group, "params": [p for p in group["params"] if id(p) in own]}
+        for group in value.param_groups
+    ]
+    found.state = type(value.state)(dict, {p: s for p, s in value.state.items() if id(p) in own})
+    return found
+
+
+def _give_back(optimizer: Any, narrowed: Any) -> None:
+    """Take over what a call has changed in a narrowed optimizer: the state, and options such as the learning rate."""
+    if optimizer is narrowed or not isinstance(optimizer, torch.optim.Optimizer):
+        return
+    optimizer.state.update(narrowed.state)
+    for group, new in zip(optimizer.param_groups, narrowed.param_groups, strict=True):
+        group.update({name: value for name, value in new.items() if name != "params"})

@@ -1,0 +1,197 @@
+"""Several ranks of one world as threads of this process, beside ranks of the world in other processes.
+
+Every thread has its own gloo process groups, so the same collectives run, in the same order and with the same
+results, wherever the ranks of the world are.
+"""
+
+import functools
+import gc
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slapo_zoo.errors import RankError, is_agreed
+from slapo_zoo.parallel import compat
+from slapo_zoo.parallel.ranks import heartbeat
+from slapo_zoo.parallel.ranks.process_group import join_group, rank_guard
+from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads
+
+_ONE_WORLD = threading.Lock()  # per process: torch has one switch for process groups per thread
+
+
+class HostedRanks:
+    """Ranks of a world that run as threads of this process; a context, at whose end the threads leave their groups.
+
+    Within, operations use one CPU thread, because the bits of a sum depend on their number.
+
+    Args:
+        store: store of all processes of the world.
+        ranks: the ranks that this process hosts.
+        size: number of ranks of the world.
+        timeout_s: seconds after which a waiting collective raises.
+    """
+
+    def __init__(self, store: Any, ranks: Sequence[int], size: int, timeout_s: float = 60.0):
+        self.ranks, self._size, self._timeout = tuple(ranks), size, timedelta(seconds=timeout_s)
+        self._jobs: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in ranks}
+        self._results: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        self._store, self._threads, self._within = store, [], ExitStack()
+        self._failed: dict[int, BaseException] = {}  # rank --> why it has left
+
+    def __enter__(self) -> "HostedRanks":
+        self._within.enter_context(_ONE_WORLD)
+        for context in (compat.process_groups_per_thread(), _one_thread(), _set_aside()):
+            self._within.enter_context(context)
+        for rank in self.ranks:
+            thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)  # fmt: skip
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for jobs in self._jobs.values():
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        gc.collect()  # a group that only the interpreter's end frees may abort the process
+        self._within.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(rank, *args)` on every hosted rank, and return the results in order of the ranks.
+
+        Raises:
+            Exception: the error of the first rank that failed, with its traceback as the cause.
+        """
+        own: Any = torch.random.default_generator  # of this thread: its seed is that of all ranks
+
+        def call(rank: int, *given: Any) -> Any:
+            own_of_rank: Any = torch.random.default_generator
+            own_of_rank.mark = mark
+            found = function(rank, *given)
+            marks[rank] = own_of_rank.mark
+            return found
+
+        marks: dict[int, int] = {}
+        mark = own.mark
+        functools.update_wrapper(call, function)
+        for rank in self.ranks:
+            self._jobs[rank].put((call, *args))
+        try:
+            found = [self._results.get() for _ in self.ranks]
+        except BaseException:  # Ctrl-C: the threads may wait for others
+            self._threads.clear()
+            raise
+        own.mark = marks.get(self.ranks[0], mark)
+        if failures := [error for _, _, error in found if error is not None]:
+            raise _first_cause(failures)
+        return [value for _, value, _ in sorted(found, key=lambda each: each[0])]
+
+    def _work(self, rank: int) -> None:
+        """Join the world as `rank`, run the functions that `run` passes, and leave at the end."""
+        store = self._store.clone()  # in one that is shared a thread would wait for itself
+        jobs = self._jobs[rank]
+        self._done(rank, lambda _: join_group(store, rank, self._size, backend="gloo", timeout=self._timeout))  # fmt: skip
+        while (job := jobs.get()) is not None:
+            self._results.put((rank, *self._done(rank, *job)))
+            del job
+        if dist.is_initialized():
+            with suppress(RuntimeError):  # a peer that failed is gone
+                dist.barrier()
+            _leave()
+
+    def _done(
+        self, rank: int, function: Callable[..., Any], *args: Any
+    ) -> tuple[Any, BaseException | None]:
+        """Return (result, None) of a function, or (None, its error), after which this rank leaves the world."""
+        if rank in self._failed:
+            return None, self._failed[rank]
+        try:
+            with rank_guard(getattr(function, "__name__", "emulate")):
+                return function(rank, *args), None
+        except BaseException as error:
+            found = _without_frames(error)
+            if not is_agreed(error):
+                self._failed[rank] = found
+                _leave_at_once()
+            return None, found
+
+
+def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a model that also takes a model of several hosted ranks: it is then called on each."""
+
+    @functools.wraps(function)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        each = getattr(model, "on_each_rank", None)
+        return each(function, *args, **kwargs) if each else function(model, *args, **kwargs)
+
+    return call
+
+
+class RankTracebackError(Exception):
+    """Traceback of the hosted rank that failed, shown as the cause of its error."""
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Replace the traceback of an error by its text, since frames would keep the model and its open groups alive."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    error.__traceback__ = error.__context__ = None
+    error.__cause__ = RankTracebackError(f"\n{text}\n")
+    return error
+
+
+def _leave_at_once() -> None:
+    """Abort this rank's process groups, so that its peers stop waiting, and leave the world."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):
+            group.abort()
+    _leave()
+
+
+def _leave() -> None:
+    """Destroy this rank's process groups."""
+    if dist.is_initialized():
+        heartbeat.stop()
+        dist.destroy_process_group()
+    gc.collect()  # a group is left when it is freed: who waits for us in it learns so
+
+
+def _first_cause(failures: Sequence[BaseException]) -> BaseException:
+    """Return the first error that is no consequence of a lost peer (RankError); if there is none, the first error."""
+    return next((error for error in failures if not isinstance(error, RankError)), failures[0])
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    """Context in which garbage collection skips all objects that exist already; scanning torch's takes 0.25 s each time."""
+    if gc.get_freeze_count():  # set aside by somebody else, who wants it to stay so
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context in which torch uses one CPU thread, and every hosted rank has its own random generator state."""
+    before, hook = torch.get_num_threads(), sys.excepthook
+    names: Any = torch.random
+    generator = names.default_generator
+    names.default_generator = GeneratorOfThreads(generator)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        names.default_generator = generator
+        torch.set_num_threads(before)
+        sys.excepthook = hook  # a process group puts "[rank0]:" before each line of a traceback

@@ -1,0 +1,197 @@
+"""`exact=`: training has the same bits on every mesh whose sizes divide those of the virtual mesh."""
+
+import os
+import signal
+from itertools import product
+from math import prod
+
+import pytest
+import torch
+import transformers
+
+from parity import Case, batch_of, checkpoint
+from slapo_zoo import AutoScheduledModel, emulate, load_checkpoint, save_checkpoint
+from slapo_zoo.errors import MeshError, RankError, SlapoError
+from slapo_zoo.parallel.ranks.launch import run_local
+
+GPT2 = Case("GPT2LMHeadModel", ("tokens",), dropout=0.1, rows=8)
+BERT = Case("BertForMaskedLM", ("tokens",), dropout=0.1, rows=8)
+T5 = Case("T5ForConditionalGeneration", ("tokens",), dropout=0.1, rows=8)
+LLAMA = Case("LlamaForCausalLM", ("tokens",), (("num_key_value_heads", 1),), dropout=0.1, rows=8)
+OPT = Case("OPTForCausalLM", ("tokens",), dropout=0.1, rows=8)
+VIT = Case("ViTForImageClassification", ("classes",), dropout=0.1, rows=8)
+FAMILIES = (GPT2, BERT, T5, LLAMA, OPT, VIT)
+SP, ZERO = {"sequence_parallel": True}, {"dp_shard": 2}
+# Each row: case, options, and the virtual mesh as tp, pp, dp.
+RUNS = [
+    *((case, {}, (4, 1, 2)) for case in FAMILIES), *((case, {}, (2, 2, 2)) for case in FAMILIES),
+    *((case, SP, (4, 2, 1)) for case in FAMILIES if case is not VIT),
+    *((case, {"precision": "bf16"}, (2, 2, 2)) for case in (GPT2, BERT, T5)),
+    (GPT2, ZERO, (2, 2, 2)), (BERT, ZERO | SP, (2, 1, 2)),
+]  # fmt: skip
+SEVERAL = [(T5, SP, (2, 2, 1), (2, 1, 1)), (BERT, ZERO, (2, 1, 2), (1, 1, 2))]
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("exact")
+
+
+def divisors(virtual):
+    """All real meshes (tp, pp, dp) whose sizes divide those of a virtual mesh."""
+    return list(product(*([n for n in range(1, size + 1) if size % n == 0] for size in virtual)))
+
+
+def load(folder, case, real, virtual, options):
+    cls = getattr(transformers, case.cls)
+    sizes, exact = (dict(zip(("tp", "pp", "dp"), mesh, strict=True)) for mesh in (real, virtual))
+    model = AutoScheduledModel.from_pretrained(
+        folder, **sizes, auto_class=cls, seed=3, exact=exact, **options
+    )
+    model.train()
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def own_rows(case, step, mesh):
+    """This process's rows of the batch of all."""
+    batch = batch_of(case, step)
+    rows = case.rows // mesh.dp
+    first = mesh.coord("dp") * rows
+    return {name: value[first : first + rows] for name, value in batch.items()}
+
+
+def steps(model, optimizer, case, numbers):
+    """(loss, norm, digest) of each step of AdamW."""
+    found = []
+    for number in numbers:
+        loss = model.train_step(own_rows(case, number, model.mesh), micro_batches=2)
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((float(loss), float(norm), model.step_digest()))
+    return found
+
+
+def train(folder, case, real, virtual, options, count):
+    model, optimizer = load(folder, case, real, virtual, options)
+    try:
+        return steps(model, optimizer, case, range(count))
+    finally:
+        model.close()
+
+
+def train_rank(folder, case, virtual, options, count):
+    """The same loop by the model of one rank, which is not `exact`: (loss, norm) of each step."""
+    model = AutoScheduledModel.from_pretrained(
+        folder, tp=virtual[0], pp=virtual[1], dp=virtual[2], seed=3,
+        auto_class=getattr(transformers, case.cls), **options,
+    )  # fmt: skip
+    model.train()
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for number in range(count):
+        loss = model.train_step(own_rows(case, number, model.mesh), micro_batches=2)
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((float(loss), float(norm)))
+    return found
+
+
+@pytest.mark.parametrize(("case", "options", "virtual", "real"), SEVERAL)
+def test_several_processes_train_with_the_bits_of_one(case, options, virtual, real, root, ranks):
+    folder = checkpoint(case, root)
+    (one,) = ranks.run(train, 1, folder, case, (1, 1, 1), virtual, options, 3)
+    found = ranks.run(train, prod(real), folder, case, real, virtual, options, 3)
+    assert found == [one] * prod(real)
+    assert len({digest for *_, digest in one}) == 3
+    ranked = emulate(train_rank, folder, case, virtual, options, 3, mesh=virtual)
+    assert ranked[0] == [(loss, norm) for loss, norm, _ in one]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "options", "virtual"), RUNS)
+def test_ten_steps_have_the_same_bits_on_all_meshes(case, options, virtual, root, ranks):
+    folder = checkpoint(case, root)
+    (one,) = ranks.run(train, 1, folder, case, (1, 1, 1), virtual, options, 10)
+    for real in divisors(virtual):
+        found = ranks.run(train, prod(real), folder, case, real, virtual, options, 10)
+        assert found == [one] * prod(real), real
+
+
+def train_on(folder, case, real, virtual, saved, first, last, kill):
+    """Resume from `saved` if it is there, train to step `last`, saving each; `kill`: rank 0 dies at the end."""
+    model, optimizer = load(folder, case, real, virtual, {})
+    if first:
+        load_checkpoint(model, saved, optimizer)
+    found = []
+    for number in range(first, last):
+        found += steps(model, optimizer, case, [number])
+        if kill:
+            save_checkpoint(model, saved, optimizer, step=number + 1)
+    if kill and model.mesh.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.close()
+    return found
+
+
+def test_killed_run_resumed_on_another_mesh_ends_with_the_same_bits(root, tmp_path, ranks):
+    folder, virtual = checkpoint(GPT2, root), (2, 2, 2)
+    (whole,) = ranks.run(train, 1, folder, GPT2, (1, 1, 1), virtual, {}, 4)
+    saved = tmp_path / "saved"
+    with pytest.raises(RankError, match="SIGKILL"):
+        run_local(train_on, 4, (folder, GPT2, (2, 1, 2), virtual, saved, 0, 2, True), threads=1)
+    then = ranks.run(train_on, 2, folder, GPT2, (1, 2, 1), virtual, saved, 2, 4, False)
+    assert then == [whole[2:]] * 2
+
+
+def refused(folder, exact, options, act):
+    model = None
+    try:
+        model = AutoScheduledModel.from_pretrained(folder, tp=1, exact=exact, **options)
+        act(model)
+    except SlapoError as error:
+        return str(error)
+    finally:
+        if model is not None:
+            model.close()
+
+
+def nothing(model):
+    pass
+
+
+def forward(model):
+    model(input_ids=torch.ones(2, 4, dtype=torch.int64))
+
+
+def uneven(model):
+    model.train_step({"input_ids": torch.ones(3, 4, dtype=torch.int64)})
+
+
+def adafactor(model):
+    model.train()
+    model.train_step(batch_of(GPT2))
+    torch.optim.Adafactor(model.parameters()).step()
+
+
+@pytest.mark.parametrize(
+    ("exact", "options", "act", "words"),
+    [
+        ({"tp": 0}, {}, nothing, "tp=1 with a virtual tp of 0"),
+        ({"cols": 2}, {}, nothing, "no such mesh dim: cols"),
+        ("yes", {}, nothing, "expected True, or sizes"),
+        ({"tp": 2}, {"kernels": "measure"}, nothing, "chooses by timings"),
+        ({"tp": 2}, {"target": "deepspeed"}, nothing, "an order of its own"),
+        ({"tp": 2}, {}, forward, "call train_step"),
+        ({"dp": 2}, {}, uneven, "3 rows for 2 virtual dp ranks"),
+        ({"tp": 2}, {}, adafactor, "element by element"),
+    ],
+)
+def test_wrong_use_of_exact_is_refused_in_words(exact, options, act, words, root, ranks):
+    (found,) = ranks.run(refused, 1, checkpoint(GPT2, root), exact, options, act)
+    assert words in (found or "it was taken")
+
+
+def test_exact_needs_sizes_that_the_mesh_divides(root, ranks):
+    with pytest.raises((MeshError, RankError), match="tp=2 with a virtual tp of 3"):
+        ranks.run(train, 2, checkpoint(GPT2, root), GPT2, (2, 1, 1), (3, 1, 1), {}, 1)
