@@ -1,4 +1,4 @@
-"""Spaces: dependent and conditional symbols, constraints, and the names of the reference API."""
+"""Tuning spaces: dependent and conditional symbols, constraints, and the API of the original Slapo."""
 
 import pytest
 from hypothesis import given, settings
@@ -54,7 +54,7 @@ def test_tuning_candidates_may_depend_on_earlier_symbols():
 
 
 def polyhedral(arguments, space):
-    """The older form: called again each time one more symbol is fixed."""
+    """Space function in the older form, called again for each fixed symbol."""
     batch = space.create_symbol("batch_size", arguments["batches"])
     ratios = [0.5, 1.0] if batch >= 16 else [0.0]
     space.create_symbol("ckpt_ratio", ratios)

@@ -1,4 +1,4 @@
-"""A card is verified by its author, and before it is replayed."""
+"""Verification of a card by its author, and before a replay."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def run(*arguments):
 
 
 def broken(card):
-    """The card without the backward sum of the feed-forward; its hash and page agree."""
+    """Return a card without the feed-forward's all-reduce in the backward, with a matching hash and README."""
     steps = tuple(
         s
         for s in card.program.steps

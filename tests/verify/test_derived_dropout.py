@@ -1,4 +1,4 @@
-"""A derived table with dropout: what several ranks draw is what one rank draws."""
+"""Derived tables with dropout: several ranks draw the masks of one rank."""
 
 from dataclasses import replace
 

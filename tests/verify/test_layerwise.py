@@ -1,4 +1,4 @@
-"""Layer by layer: few layers of the true widths at a time, and the wrong one is named as it is."""
+"""Layer-wise verification: few layers of the true widths at a time; the wrong layer is named."""
 
 import copy
 
@@ -29,7 +29,7 @@ def steps_of(config):
 
 @pytest.fixture
 def verified(monkeypatch):
-    """The configs that were verified."""
+    """Return the list of verified configs."""
     seen = []
     run = layerwise.verify
     monkeypatch.setattr(layerwise, "verify", lambda c, *a, **k: seen.append(c) or run(c, *a, **k))

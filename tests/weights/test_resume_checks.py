@@ -1,4 +1,4 @@
-"""A training state that no save writes is refused in words, before anything is changed."""
+"""Training states that no save writes are refused before anything changes."""
 
 import base64
 import json
@@ -30,7 +30,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(source, tmp_path_factory):
-    """A checkpoint as it was before there were checksums, with what would load it."""
+    """Return a checkpoint without checksums, as older releases wrote it, and the objects to load it into."""
     out = tmp_path_factory.mktemp("saved") / "out"
     model, optimizer, scheduler = start(source)
     model.train_step(batch_of(CASE))
@@ -45,7 +45,7 @@ def saved(source, tmp_path_factory):
 
 
 def put(*path, value=None, drop=False):
-    """An edit of one place of the state."""
+    """Return an edit of one entry of the state."""
 
     def edit(state):
         place = state

@@ -1,4 +1,4 @@
-"""Saving from one rank: what lands in the folder, and what is never touched."""
+"""Saving from one rank: files that are written, and files that stay untouched."""
 
 import errno
 import json

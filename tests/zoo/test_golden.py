@@ -1,4 +1,4 @@
-"""Each zoo table as the program it becomes, line by line; and that this program is all there is.
+"""The schedule of each zoo table, line by line in a golden file, and its replay.
 
 A table that changes on purpose changes its file: `pytest tests/zoo/test_golden.py --update-golden`.
 """

@@ -1,4 +1,4 @@
-"""`slapo-zoo list` and `show`: what they say is what happens."""
+"""`slapo-zoo list` and `show`: their numbers equal those of real runs."""
 
 import json
 from collections import Counter

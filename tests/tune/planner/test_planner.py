@@ -1,4 +1,4 @@
-"""The planner: few blocks stand for many, memory and cuts are those of the real outline, misses are explained."""
+"""The planner: profiles of few blocks, memory and cuts equal to the built model's, reasons for layouts that do not fit."""
 
 import json
 import warnings
