@@ -188,7 +188,9 @@ def test_stopped_rank_is_named_in_the_error(where):
     (text, seconds), other = as_by_srun_but_first(waits_for_a_stopped_rank, where, 6.0)
     assert seconds < 90
     assert "rank 1" in text
-    assert ("not heard of" in text) or ("timed out after 8 s waiting for rank 1" in text), text
+    assert ("no heartbeat arrived" in text) or ("timed out after 8 s waiting for rank 1" in text), (
+        text
+    )
     assert "killed" not in text
     assert other is None
 

@@ -19,7 +19,7 @@ def test_unfixed_tuning_symbol_compares_false():
     assert (symbol.value, len(symbol), symbol.is_fixed()) == (32, 3, True)
     assert symbol > 16
     assert symbol <= 32
-    with pytest.raises(ValueError, match="found index 3, it has 3 values"):
+    with pytest.raises(ValueError, match="found index 3, the symbol has 3 values"):
         symbol.fix_at(3)
 
 
@@ -78,7 +78,7 @@ def test_tuning_space_lists_all_points_of_a_space_function(caplog):
 def test_invalid_tuning_space_raises_space_error():
     space = Space()
     space.create_symbol("a", [1])
-    with pytest.raises(SpaceError, match="its rule needs 'b'"):
+    with pytest.raises(SpaceError, match="the rule needs 'b'"):
         space.create_symbol("c", lambda b: [b])
     with pytest.raises(SpaceError, match="found the earlier symbols"):
         space.constrain(lambda z: True)

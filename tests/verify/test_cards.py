@@ -46,7 +46,7 @@ def load(card, **options):
 def test_wrong_card_fails_verification_on_every_rank(tmp_path, ranks):
     broken(zoo_card(CONFIG, None, Mesh(2), "gpt2")).write(tmp_path / "card")
     for said in ranks.run(load, 2, str(tmp_path / "card")):
-        assert "its schedule is wrong" in said
+        assert "the schedule of this card is wrong" in said
         assert "transformer.h.1.ln_2" in said
     assert all(said.isdigit() for said in ranks.run(load_unverified, 2, str(tmp_path / "card")))
 

@@ -103,7 +103,7 @@ def test_layerwise_verify_of_layers_larger_than_memory_is_refused():
 
 
 def test_unsupported_layerwise_verify_is_refused():
-    with pytest.raises(SlapoError, match="has no stages"):
+    with pytest.raises(SlapoError, match="have no pipeline stages"):
         verify_layers(config_of("gpt2"), mesh=(1, 2, 1))
     from slapo_zoo.hf import models as hf
 

@@ -56,7 +56,7 @@ def test_broken_schedule_is_detected_and_its_module_named(mutant):
 
 def test_schedule_that_loses_a_weight_tie_is_refused_and_named():
     report = verified(next(m for m in MUTANTS if m.name == "head untied"))
-    assert "lm_head.weight: it was tied to transformer.wte.weight" in report.error
+    assert "lm_head.weight: the parameter was tied to transformer.wte.weight" in report.error
     assert report.divergence.path == "lm_head"
 
 

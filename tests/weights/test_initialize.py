@@ -59,7 +59,7 @@ def test_parameter_outside_the_blocks_is_initialized_once_from_the_seed():
 
 
 def test_tensor_without_an_initializer_is_refused_and_named():
-    with pytest.raises(WeightsError, match=r"scale.*does not set it"):
+    with pytest.raises(WeightsError, match=r"scale.*does not set this tensor"):
         initialize_weights(Held(begins=False), ["block"], {"scale"}, 0, lambda *_: None)
 
 

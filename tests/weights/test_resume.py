@@ -275,7 +275,7 @@ BROKEN = {
     "no json": ("{", "found no JSON"),
     "a list": ("[]", "found 'list', expected"),
     "other": ('{"format": "x"}', "found 'x', expected"),
-    "empty": ('{"format": "slapo-zoo-training-state/1"}', "step: found nothing"),
+    "empty": ('{"format": "slapo-zoo-training-state/1"}', "step: found no such field"),
 }
 
 

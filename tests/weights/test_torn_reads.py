@@ -127,7 +127,7 @@ def test_load_of_a_continuously_replaced_folder_raises(tmp_path, monkeypatch):
 
     monkeypatch.setattr(folders.CheckpointFolder, "open_all", open_all)
     model, optimizer = tiny()
-    with pytest.raises(WeightsError, match="it was replaced 3 times while it was read"):
+    with pytest.raises(WeightsError, match="the folder was replaced 3 times while it was read"):
         load_checkpoint(model, tmp_path / "out", optimizer)
 
 

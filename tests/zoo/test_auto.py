@@ -188,7 +188,7 @@ def test_schedule_auto_refuses_micro_batches_of_an_unproven_model(monkeypatch):
     batch = {"input_ids": torch.ones(2, 4).long(), "labels": torch.ones(2, 4).long()}
     assert not model.schedule.state.placed
     assert model.train_step(batch, micro_batches=1) > 0
-    with pytest.raises(MeshError, match="it is no mean over rows"):
+    with pytest.raises(MeshError, match="the loss is no mean over rows"):
         model.train_step(batch, micro_batches=2)
 
 

@@ -102,7 +102,7 @@ def test_kernels_reference_disables_all_kernels(root):
             "no such kernel, there are auto, reference, measure, batch_norm_relu_add, bias",
         ),
         (GPT2, ["bias_gelu", "gelu"], "kernels='gelu'"),
-        (GPT2, "t5_attention", "no module that it serves (MT5Attention, T5Attention)"),
+        (GPT2, "t5_attention", "no module that this kernel serves (MT5Attention, T5Attention)"),
         (GPT2, 3, "expected auto, reference, the name of a kernel or a list of them"),
     ],
 )

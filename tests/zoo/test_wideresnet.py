@@ -288,7 +288,7 @@ def test_wideresnet_with_sequence_parallelism_is_refused():
     """Images have no token axis to shard."""
     config = WideResNetConfig(**TINY["wideresnet"])
     model = hf.build_on_meta(WideResNetForImageClassification, config, torch.float32)
-    with pytest.raises(ArchitectureError, match="no row that shards tokens"):
+    with pytest.raises(ArchitectureError, match="no rule that shards tokens"):
         apply_table(
             Schedule(model, Mesh(tp=2)),
             table_for("wideresnet"),

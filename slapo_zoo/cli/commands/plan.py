@@ -49,7 +49,7 @@ def plan(
         raise MeshError(
             "plan",
             what,
-            "only a search over layouts takes it, and none was asked for",
+            "this option is for a search over layouts, which --gpus starts",
             "add --gpus N",
         )
     if gpus is not None:
@@ -107,7 +107,7 @@ def _forecast(
 
 
 def _weights_data(found: Any) -> dict[str, Any] | None:
-    """Return the forecast of `plan_weights` as data for `--json`, sizes in bytes; None for None."""
+    """Return the forecast of `plan_weights` as data for `--json`, sizes in bytes; None if `found` is None."""
     if found is None:
         return None
     ranks = [{**vars(rank), "files": sorted(rank.files)} for rank in found.ranks]
@@ -118,7 +118,7 @@ def _weights_data(found: Any) -> dict[str, Any] | None:
 
 
 def _step_data(found: Any) -> dict[str, Any] | None:
-    """Return the result of `_forecast` as data for `--json`, in bytes and seconds; None for None."""
+    """Return the result of `_forecast` as data for `--json`, in bytes and seconds; None if `found` is None."""
     if found is None:
         return None
     step, stages, best, hardware = found
@@ -131,7 +131,7 @@ def _step_data(found: Any) -> dict[str, Any] | None:
 
 
 def _forecast_text(found: Any, order: str) -> str:
-    """Return the result of `_forecast` as two tables, of stages and of bytes per rank; "" for None."""
+    """Return the result of `_forecast` as two tables, of stages and of bytes per rank; "" if `found` is None."""
     if found is None:
         return ""
     from slapo_zoo.weights.ledger import as_table, filled, human

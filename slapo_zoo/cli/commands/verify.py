@@ -86,7 +86,7 @@ def _refuse_beside_card(given: dict[str, Any]) -> None:
         if name not in ORDER and value != LAYOUT[name][1]:
             flag = f"--{name.replace('_', '-')} {value}"
             hint = "leave it out, or leave out --schedule"
-            raise SlapoError("verify", flag, "the card of --schedule says it", hint)
+            raise SlapoError("verify", flag, "the card given by --schedule sets this option", hint)
 
 
 def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any]) -> None:

@@ -46,7 +46,7 @@ class Best:
         return {"value": self.value, "loss": loss, "step": self.step, "since": self.since}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Take over the record that `state()` returned, if it is not None."""
+        """Restore the record from a result of `state`; None changes nothing."""
         if state is not None:
             self.value, self.step, self.since = state["value"], state["step"], state["since"]
             self.loss = math.inf if state.get("loss") is None else state["loss"]

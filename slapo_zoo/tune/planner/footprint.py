@@ -190,7 +190,7 @@ class Footprint:
         self.ends.append(self._now(sum(ref.nbytes for ref in new)))
 
     def _attention_ends(self, row: Row) -> None:
-        """Record the work of the attention call that `row` ends, and the bytes it keeps beside q, k, v and its output."""
+        """Record the work of the attention call whose last operation is `row`, and its bytes beside q, k, v and output."""
         begin, live = self._begun.pop()
         result = sum(ref.nbytes for ref in (*row.reads[:3], *row.writes))
         work, kept = self.attention.get(len(self.ends), (Work(), 0.0))
