@@ -27,7 +27,7 @@ class Pattern(nn.Module):
     """
 
     def forward(self, *args: Any) -> Any:
-        """Compute what is to be found; each subclass writes this method."""
+        """Compute the operations to find in a graph; each subclass overrides this method."""
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
 
@@ -83,6 +83,6 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.GraphModule:
     root = pattern if isinstance(pattern, nn.Module) else tracer.root
     unused = [n.name for n in graph.nodes if n.op == "placeholder" and not n.users]
     if unused or not any(n.op.startswith("call") for n in graph.nodes):
-        problem = f"arguments {unused} are not used" if unused else "it computes nothing"
+        problem = f"arguments {unused} are not used" if unused else "the pattern computes nothing"
         raise ScheduleError("pattern", name, problem, "return the result of the operations to find")
     return fx.GraphModule(root, graph)

@@ -24,7 +24,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class Sharded(DataParallel):
-    """ZeRO: the backward reduces gradients over the ranks that share a replica, this class reduces over replicas."""
+    """Engine of ZeRO: the backward reduces gradients over the ranks that share a replica, this class over replicas."""
 
     def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
         self.shards, self.groups, self.blocks = shards, groups, blocks

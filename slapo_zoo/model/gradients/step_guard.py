@@ -247,7 +247,7 @@ def _sample(p: nn.Parameter) -> Tensor:
 
 
 def _alone(gone: Sequence[int]) -> MeshError:
-    problem = f"{names_of(gone)} went on without this step, so their weights differ from now on"
+    problem = f"{names_of(gone)} did not take this step, so their weights differ from now on"
     hint = (
         "step on all ranks or on none: let them agree on a number, e.g. torch.distributed.all_reduce of "
         "whether the loss is finite; slapo_zoo.GradScaler does it"

@@ -91,7 +91,7 @@ class Meter:
         self._read.discard(storage)
 
     def now(self) -> tuple[float, ...]:
-        """Return the running totals, after counting all pending outputs as written."""
+        """Return the totals counted so far; outputs of element-wise chains that may still grow count as written."""
         self.settle()
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
                 self.collectives)  # fmt: skip
