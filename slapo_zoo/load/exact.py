@@ -126,6 +126,7 @@ class ExactModel(nn.Module):
         super().__init__()
         self.mesh, self.virtual, self._host = real, virtual, host
         self.hosted = nn.ModuleList(models)
+        self._gradients: dict[Tensor, tuple[int, int]] = {}
         self._tracing: dict[int, list[Row]] | None = None  # virtual rank --> its rows
         self._last: tuple[float, float] = (0.0, 0.0)  # loss and norm of the step
         for model in self.hosted:
@@ -168,8 +169,22 @@ class ExactModel(nn.Module):
         return self._host.run(call)[0]
 
     def _before_step(self) -> None:
-        """Compare over ranks how the gradients were scaled, before a step of an optimizer over all of them."""
+        """Refuse gradients that others have changed, and compare over ranks how they were scaled.
+
+        A norm over the parameters of several ranks counts replicated parameters several times.
+        """
+        if self._versions() != self._gradients:
+            problem = (
+                "gradients were changed after train_step by something else than clip_grad_norm_"
+            )
+            hint = "call model.clip_grad_norm_(max_norm), which knows what each rank holds"
+            raise SlapoError("optimizer.step", "exact=", problem, hint)
         self.on_each_rank(lambda model: model._slapo.calls.guard.before_step())
+
+    def _versions(self) -> dict[Tensor, tuple[int, int]]:
+        """Return parameter --> (address, version) of its gradient; in-place changes count versions up."""
+        found = ((p, p.grad) for p in self.parameters())
+        return {p: (grad.data_ptr(), grad._version) for p, grad in found if grad is not None}
 
     def _of(self, rank: int) -> Any:
         return self.hosted[self._host.ranks.index(rank)]
@@ -198,13 +213,13 @@ class ExactModel(nn.Module):
                 return model.train_step(own, *args, **kwargs)
 
         loss = self._host.run(call)[0]
-        self._last = float(loss), 0.0
+        self._last, self._gradients = (float(loss), 0.0), self._versions()
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
         norm = self.on_each_rank(lambda model: model.clip_grad_norm_(max_norm))
-        self._last = self._last[0], float(norm)
+        self._last, self._gradients = (self._last[0], float(norm)), self._versions()
         return norm
 
     @contextmanager

@@ -168,6 +168,14 @@ def uneven(model):
     model.train_step({"input_ids": torch.ones(3, 4, dtype=torch.int64)})
 
 
+def clipped_by_torch(model):
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model.train_step(batch_of(GPT2))
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
 def adafactor(model):
     model.train()
     model.train_step(batch_of(GPT2))
@@ -184,6 +192,7 @@ def adafactor(model):
         ({"tp": 2}, {"target": "deepspeed"}, nothing, "an order of its own"),
         ({"tp": 2}, {}, forward, "call train_step"),
         ({"dp": 2}, {}, uneven, "3 rows for 2 virtual dp ranks"),
+        ({"tp": 2}, {}, clipped_by_torch, "call model.clip_grad_norm_"),
         ({"tp": 2}, {}, adafactor, "element by element"),
     ],
 )
