@@ -365,7 +365,7 @@ class _Sum:
             self.total = out.new_zeros(out.shape, dtype=_wide_dtype(out))
 
     def add(self, heads: slice, keys: slice, a: Tensor, b: Tensor) -> None:
-        """Add the product a b to the gradient of these heads and keys."""
+        """Add the matrix product a b to the gradient of the heads and keys that the two slices select."""
         part = self.total[heads, keys]
         if self.total is self.out:
             part.copy_(a @ b)

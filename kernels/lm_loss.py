@@ -93,7 +93,7 @@ def _mean(total: Tensor, counts: Tensor, items: Tensor | float | None) -> Tensor
 
 
 def _torch_has_it(x: Tensor, label_smoothing: float, group: Any) -> bool:
-    """Return whether torch's own chunked loss exists and was not measured to be slower."""
+    """Return whether torch has a chunked loss of its own for these arguments that was not measured to be slower."""
     has = hasattr(torch.nn, "LinearCrossEntropyOptions") and hasattr(
         functional, "linear_cross_entropy"
     )
@@ -221,7 +221,7 @@ def _one_pass(
     vocab_size: int,
     group: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute `_mean_loss` chunk by chunk; with a `group` that shards the classes, each chunk needs one all-gather."""
+    """Return the result of `_mean_loss`, computed by chunks; one all-gather per chunk if `group` shards the classes."""
     wide = cross_entropy.wide_dtype(x)
     start, stop = own_columns(vocab_size, group)
     padding = len(weight) - (stop - start)  # rows after those of real classes

@@ -292,9 +292,11 @@ def _whole(logits: Any, head: Head) -> Tensor:
 
 
 def _require_all(ranks: list[int]) -> None:
-    """Raise MeshError when only some ranks compute sharded logits, while others have gone on."""
+    """Raise MeshError if some of `ranks` do not compute the sharded logits, which takes all of them."""
     if gone := meet("output.logits", ranks):
-        problem = f"{names_of(gone)} went on without them, and each tp rank has some columns only"
+        problem = (
+            f"{names_of(gone)} did not read them, and each tp rank has some of their columns only"
+        )
         hint = (
             "read them on all ranks of tp, each gets the whole, and print them on one; "
             'kernels="reference" makes them in every forward'

@@ -112,7 +112,7 @@ def sparse_mlm_head_loss(
 
 
 def _at_most(rows: Tensor, targets: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Return `capacity` (rows, targets): first all masked tokens, then others to fill up."""
+    """Select `capacity` rows and their targets: the rows of all masked tokens, then others to fill up."""
     masked = targets != -100
     problem = f"more than capacity={capacity} masked tokens; hint: raise it, or pass None"
     torch._assert_async(masked.sum() <= capacity, problem)  # pyright: ignore[reportPrivateImportUsage]

@@ -87,7 +87,9 @@ class Program:
             CardError: the model is of another family, or a constraint does not hold.
         """
         if config.model_type != self.model_type:
-            problem = f"it was made for {self.model_type!r}, the model is {config.model_type!r}"
+            problem = (
+                f"the card was made for {self.model_type!r}, the model is {config.model_type!r}"
+            )
             mine = "choose a card of the model's family"
             hint = (
                 "apply it to a module of your own: slapo_zoo.apply_card(module, card)"
@@ -100,9 +102,12 @@ class Program:
             if not _ask(arithmetic.holds, text, numbers):
                 names = sorted(arithmetic.names_in(arithmetic.parse_comparison(text)))
                 found = ", ".join(f"{name} = {numbers[name]}" for name in names)
-                hint = "choose a mesh and a model for which it holds, or another card"
+                hint = "choose a mesh and a model that fulfil it, or another card"
                 raise CardError(
-                    "card", f"constraint {text!r}", f"it does not hold: found {found}", hint
+                    "card",
+                    f"constraint {text!r}",
+                    f"the constraint does not hold: found {found}",
+                    hint,
                 )
         steps = [[p, n, {k: _resolve(v, numbers) for k, v in a.items()}] for p, n, a in self.steps]
         try:
@@ -111,7 +116,7 @@ class Program:
             raise _card_error(error, "steps") from None
 
     def lines(self) -> list[str]:
-        """Return the program as lines of text for people; formulas are shown, not evaluated."""
+        """Return the schedule as lines of text for people; formulas are shown, not evaluated."""
         lines = [f"constraint {text}" for text in self.constraints]
         lines += [f"{name} = {text}" for name, text in sorted(self.numbers.items())]
         for pattern, name, arguments in self.steps:

@@ -68,7 +68,7 @@ def _is_folder(place: str | Path) -> bool:
 
 def _write(card: Card, folder: Path, options: Mapping[str, Any]) -> str:
     if options:
-        problem = f"{', '.join(options)} belongs to a repository of the Hub, and this is a folder"
+        problem = f"{', '.join(options)} is for a repository of the Hub, but a folder is given"
         raise CardError("card", str(folder), problem, "leave it out, or pass org/name")
     card.write(folder)
     return str(folder)

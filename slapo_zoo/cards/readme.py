@@ -45,7 +45,7 @@ def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
         raise CardError(
             where,
             "metadata",
-            "found no YAML block at its start",
+            "found no YAML block at the start of the file",
             "begin the file as the cards in hub_cards/ do",
         )
     body = _CODE.sub("", _FENCE.sub("", text[block.end() :]))

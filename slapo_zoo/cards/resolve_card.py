@@ -23,7 +23,7 @@ from slapo_zoo.parallel.rng.seeds import get_logger
 
 
 def load_card(name: str) -> Card:
-    """Return the card in a folder, on the Hub (org/name@revision), or with only the program of a .json file."""
+    """Return the card in a folder, on the Hub (org/name@revision), or in a .json file, which holds a schedule alone."""
     if name.endswith(".json") and Path(name).is_file():
         path = Path(name).absolute()
         program = Program.parse(files.read(path.parent, path.name), path.name)
@@ -51,12 +51,12 @@ def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
     """
     program = program_for_all(name, mesh)
     if program.model_type != MODULE:
-        problem = f"it is for {program.model_type} models of transformers"
+        problem = f"the card is for {program.model_type} models of transformers"
         hint = f"AutoScheduledModel.from_pretrained(..., schedule={name!r})"
         raise CardError("card", "model_type", problem, hint)
     kind = type(module).__name__
     if kind != program.model_class:
-        problem = f"it was made for {program.model_class}, the module is {kind}"
+        problem = f"the card was made for {program.model_class}, the module is {kind}"
         raise CardError("card", "class", problem, "choose another card")
     hint = "pass a module with the sizes that the card was made for, before any directive"
     _check_digest(program, structure_hash(module), hint)
@@ -83,9 +83,9 @@ def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
 
 
 def check_structure(program: Program, config: Any, cls: type) -> None:
-    """Raise CardError if the program was made for another model class, module tree or tensor shapes."""
+    """Raise CardError if a card's schedule was made for another model class, module tree or tensor shapes."""
     if cls.__name__ != program.model_class:
-        problem = f"it was made for {program.model_class}, the model is {cls.__name__}"
+        problem = f"the card was made for {program.model_class}, the model is {cls.__name__}"
         raise CardError("card", "class", problem, "pass auto_class=, or choose another card")
     _check_digest(
         program, structure_of(config, cls), "take a card of this size, or one made with --any-size"
@@ -94,7 +94,7 @@ def check_structure(program: Program, config: Any, cls: type) -> None:
 
 def _check_digest(program: Program, found: str, hint: str) -> None:
     if program.structure not in (None, found):
-        problem = "the module tree or its shapes are not those it was made for"
+        problem = "the card was made for another module tree or other shapes"
         raise CardError("card", "structure", problem, hint)
 
 
@@ -119,8 +119,8 @@ def python_schedule(name: str, trusted: bool) -> Callable[[Any], Any]:
     """
     reference = Reference.parse(name)
     if not trusted or not reference.is_pinned:
-        problem = "its schedule is a Python program, which would run with your rights"
-        hint = "read it; then pass trust_remote_code=True and org/name@<40-hex sha>"
+        problem = "the card holds a Python program, which would run with your rights"
+        hint = "read the program, then pass trust_remote_code=True and org/name@<40-hex sha>"
         raise CardError("card", name, problem, hint)
     pulled = pull(reference, with_python=True)
     warnings.warn(f"running {files.PYTHON} of {reference}: it was trusted", stacklevel=2)

@@ -70,9 +70,9 @@ def check_new_file(path: Path | None, option: str) -> None:
         return
     folder = path.absolute().parent
     if not folder.is_dir():
-        raise SlapoError(str(path), option, f"found no folder {folder}", "make it first")
+        raise SlapoError(str(path), option, f"found no folder {folder}", "create this folder first")
     if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise SlapoError(str(path), option, "it cannot be written", "name another file")
+        raise SlapoError(str(path), option, "this file cannot be written", "name another file")
 
 
 @contextmanager

@@ -140,8 +140,8 @@ class Stream:
                 is_empty = False
                 yield dict(row), epoch, data
             if is_empty:
-                hint = "give data with more text: it is empty or too short"
-                raise DataError("--data", "", "found no row in it", hint)
+                hint = "give more text: the data are empty or too short"
+                raise DataError("--data", "", "found no row in the data", hint)
             epoch, place = epoch + 1, None
 
 
@@ -163,7 +163,7 @@ def part_of(batch: dict[str, Tensor], dp_coord: int, dp: int) -> dict[str, Tenso
 
 
 def generator_of(seed: int, number: int, purpose: int) -> torch.Generator:
-    """Return the random generator for a purpose, e.g. ORDER, of a step, epoch or block; equal on all ranks."""
+    """Return the random generator for `purpose` (e.g. ORDER) in step, epoch or block `number`; equal on all ranks."""
     mixed = hash((seed, number, purpose)) % 2**63  # of integers: the same everywhere
     return torch.Generator().manual_seed(mixed)
 

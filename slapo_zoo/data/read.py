@@ -29,7 +29,7 @@ def kind_of(name: str) -> str:
     if not path.exists():
         if format_of(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
             hint = "name a file, a folder, or a data set of the Hub"
-            raise DataError(name, "--data", "found nothing there", hint)
+            raise DataError(name, "--data", "found no file, folder or data set of this name", hint)
         return "hub"
     if path.is_file():
         return "table" if format_of(path) else "text"
@@ -52,7 +52,7 @@ def _kind_of_folder(path: Path) -> str:
 
 
 def _visible_files(path: Path) -> list[Path]:
-    """Return the file itself, or all files below a folder in order of name, without hidden ones."""
+    """Return [path] for a file; for a folder all files below it in order of name, without hidden ones."""
     if path.is_file():
         return [path]
     is_hidden = lambda file: any(p.startswith(".") for p in file.relative_to(path).parts)  # noqa: E731
@@ -113,7 +113,7 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
 def check_split(name: str, split: str, own: Iterable[str]) -> None:
     """Raise DataError if the data set does not have the split; `own` names its splits."""
     if split not in own:
-        hint = "text, a single file and a saved data set have one split: name another as eval_data"
+        hint = "text, a single file and a saved data set have a single split: name other data as eval_data"
         raise DataError(name, f"split {split!r}", f"expected {' or '.join(own)}", hint)
 
 
@@ -172,7 +172,7 @@ def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str])
     chosen = {}
     if unknown := sorted(set(given) - set(task.roles)):
         hint = f"this task reads {', '.join(task.roles)}"
-        raise DataError("columns", unknown[0], "the task reads no column for this", hint)
+        raise DataError("columns", unknown[0], "the task has no such input", hint)
     for role, usual in task.roles.items():
         name = given.get(role) or next((one for one in usual if one in found), None)
         if name is None and role in task.optional:

@@ -39,7 +39,7 @@ class Task:
     couples: ClassVar[bool] = False  # the loss of a row depends on the others: no micro-batches
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return columns of tokens and labels; `columns` is role of an input, e.g. "text" --> its values."""
+        """Return columns of tokens and labels; `columns` maps the role of an input, e.g. "text", to its values."""
         raise NotImplementedError
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
@@ -70,7 +70,7 @@ class Language(Task):
         row are dropped.
         """
         if self.row_tokens < 1:
-            problem = f"found {self.seq_len}, which special tokens fill"
+            problem = f"found {self.seq_len}, but special tokens alone fill such a row"
             raise DataError("train", "--seq-len", problem, "choose a larger one")
         end = [t for t in (self.tokenizer.eos_token_id,) if t is not None]
         # verbose: a document is longer than the model may take, but a row is not
@@ -359,7 +359,11 @@ def pad_id(tokenizer: Any) -> int:
     found = tokenizer.pad_token_id
     found = tokenizer.eos_token_id if found is None else found
     if found is None:
-        raise DataError("tokenizer", "pad_token", "found none, and no end-of-text token either")
+        raise DataError(
+            "tokenizer",
+            "pad_token",
+            "found no padding and no end-of-text token: set tokenizer.pad_token",
+        )
     return found
 
 

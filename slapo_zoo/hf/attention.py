@@ -47,7 +47,7 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
     """Run transformers' sdpa attention, or ours if scores are capped (softcap); q [B, H, S, d] --> [B, S, H, d]."""
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
-            problem = f"dropout={kwargs['dropout']} with capped scores needs a child core_attn"
+            problem = f"dropout={kwargs['dropout']} with capped scores (softcap) works in a scheduled attention only"
             hint = "set the config's attention dropout to 0, or schedule the module's attention"
             raise SlapoError("attention", type(attention).__name__, problem, hint)
         core = CoreAttention(RandomStream(), ATTRIBUTE, ()).eval()

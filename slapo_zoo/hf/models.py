@@ -55,7 +55,7 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
         try:
             auto_class = auto_class._model_mapping[type(config)]
         except KeyError:
-            problem = f"it has no class for {type(config).__name__}"
+            problem = f"this Auto class has no model class for {type(config).__name__}"
             hint = "choose another auto_class"
             name = auto_class.__name__
             raise ArchitectureError("from_pretrained", name, problem, hint) from None
@@ -124,7 +124,9 @@ def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool
         raise
     except Exception as error:  # classes raise many types on bad values
         what = str(error).strip().partition("\n")[0]
-        problem = f"it cannot be built from this config: {type(error).__name__}: {what:.200}"
+        problem = (
+            f"this class cannot be built from this config: {type(error).__name__}: {what:.200}"
+        )
         hint = "check the values of config.json against those of a model that works"
         raise ArchitectureError("from_pretrained", cls.__name__, problem, hint) from error
     _forget_loose_ties(model)

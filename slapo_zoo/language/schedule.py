@@ -251,11 +251,13 @@ class Schedule(Selection):
         """
         if not self.history:
             hint = "apply a directive before undo()"
-            raise ScheduleError("schedule", "undo", "its history is empty", hint)
+            raise ScheduleError("schedule", "undo", "no directive was applied yet", hint)
         pattern, directive = self.history[-1]
         if type(directive).undo is Directive.undo:
             hint = "start from a fresh model: Schedule(model, mesh).replay(sch.history[:-1])"
-            raise ScheduleError(pattern, directive, "it changed the model in place", hint)
+            raise ScheduleError(
+                pattern, directive, "the directive changed the model in place", hint
+            )
         for path in self.landed[-1]:
             directive.undo(Site(path, self.state.modules[path], self.state))
         self.history.pop()

@@ -339,7 +339,7 @@ class Tape(TorchDispatchMode):
             raise _Done
 
     def _summed(self, parameter: Tensor) -> None:
-        """Append a row with the gradient tensor that has been accumulated into `parameter.grad`."""
+        """Record that autograd has accumulated a gradient into `parameter.grad`, in a row that names the gradient tensor."""
         if parameter.grad is not None:
             self.note(SUMMED, reads=self._refs(parameter.grad))
 

@@ -65,7 +65,7 @@ class AutoScheduledModel:
 
     def __init__(self) -> None:
         hint = "call AutoScheduledModel.from_pretrained(...) or .from_config(...)"
-        raise SlapoError("AutoScheduledModel", "()", "it has no instances", hint)
+        raise SlapoError("AutoScheduledModel", "()", "this class has no instances", hint)
 
     @classmethod
     @with_options(_from_files)
@@ -215,9 +215,7 @@ def within_budget(
     budget = parse_size(asked, "activation_memory")
     where, what = "from_pretrained", f"activation_memory={asked!r}"
     if options.checkpoint_ratio or options.checkpoint_policy:
-        problem = (
-            "found checkpoint_ratio= or checkpoint_policy= beside it: both choose the recomputation"
-        )
+        problem = "found checkpoint_ratio= or checkpoint_policy= beside activation_memory=: both choose the recomputation"
         raise SlapoError(where, what, problem, "pass only one of the two")
     if kind_of(options.schedule) not in FROM_TABLE:
         problem = "your own schedule decides the recomputation"

@@ -7,7 +7,8 @@ collectives, whichever process hosts it; so the bits do not depend on the number
 
 import atexit
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.load.exact_trace import ExactTrace, Recorder, Row
 from slapo_zoo.model.step.runtime import count_rows
 from slapo_zoo.parallel.digests import digest, digest_of_tensor
 from slapo_zoo.parallel.mesh import Mesh
@@ -124,6 +126,8 @@ class ExactModel(nn.Module):
         super().__init__()
         self.mesh, self.virtual, self._host = real, virtual, host
         self.hosted = nn.ModuleList(models)
+        self._gradients: dict[Tensor, tuple[int, int]] = {}
+        self._tracing: dict[int, list[Row]] | None = None  # virtual rank --> its rows
         self._last: tuple[float, float] = (0.0, 0.0)  # loss and norm of the step
         for model in self.hosted:
             model._slapo.calls.guard.on_ranks = self._before_step
@@ -156,7 +160,8 @@ class ExactModel(nn.Module):
             model = self._of(rank)
             given = [_narrowed(arg, model) for arg in args]
             named = {name: _narrowed(arg, model) for name, arg in kwargs.items()}
-            found = function(model, *given, **named)
+            with self._recorded(rank):
+                found = function(model, *given, **named)
             for old, new in zip([*args, *kwargs.values()], [*given, *named.values()], strict=True):
                 _give_back(old, new)
             return found
@@ -164,8 +169,22 @@ class ExactModel(nn.Module):
         return self._host.run(call)[0]
 
     def _before_step(self) -> None:
-        """Compare over ranks how the gradients were scaled, before a step of an optimizer over all of them."""
+        """Refuse gradients that others have changed, and compare over ranks how they were scaled.
+
+        A norm over the parameters of several ranks counts replicated parameters several times.
+        """
+        if self._versions() != self._gradients:
+            problem = (
+                "gradients were changed after train_step by something else than clip_grad_norm_"
+            )
+            hint = "call model.clip_grad_norm_(max_norm), which knows what each rank holds"
+            raise SlapoError("optimizer.step", "exact=", problem, hint)
         self.on_each_rank(lambda model: model._slapo.calls.guard.before_step())
+
+    def _versions(self) -> dict[Tensor, tuple[int, int]]:
+        """Return parameter --> (address, version) of its gradient; in-place changes count versions up."""
+        found = ((p, p.grad) for p in self.parameters())
+        return {p: (grad.data_ptr(), grad._version) for p, grad in found if grad is not None}
 
     def _of(self, rank: int) -> Any:
         return self.hosted[self._host.ranks.index(rank)]
@@ -190,17 +209,42 @@ class ExactModel(nn.Module):
             own = {
                 k: v[at : at + rows // parts] if _has_rows(v, rows) else v for k, v in batch.items()
             }
-            return model.train_step(own, *args, **kwargs)
+            with self._recorded(rank):
+                return model.train_step(own, *args, **kwargs)
 
         loss = self._host.run(call)[0]
-        self._last = float(loss), 0.0
+        self._last, self._gradients = (float(loss), 0.0), self._versions()
         return loss
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
         norm = self.on_each_rank(lambda model: model.clip_grad_norm_(max_norm))
-        self._last = self._last[0], float(norm)
+        self._last, self._gradients = (self._last[0], float(norm)), self._versions()
         return norm
+
+    @contextmanager
+    def tracing(self) -> Iterator[ExactTrace]:
+        """Context that records every operation of steps and clipping; yields the record, complete at its end.
+
+        It takes many times as long as the step itself. The record holds the rows of all virtual ranks on process 0.
+        """
+        found, self._tracing = ExactTrace(), {rank: [] for rank in self._host.ranks}
+        try:
+            yield found
+        finally:
+            rows, self._tracing = self._tracing, None
+        every = self._host.run(
+            lambda rank: together(self._of(rank).mesh, "tracing", lambda: (rank, rows[rank]))
+        )
+        found.rows.update(dict(every[0]))
+
+    @contextmanager
+    def _recorded(self, rank: int) -> Iterator[None]:
+        if self._tracing is None:
+            yield
+            return
+        with Recorder(self._of(rank), self._tracing[rank]):
+            yield
 
     def step_digest(self) -> str:
         """Return a SHA-256 of the last loss and norm, and of all weights; equal runs have equal digests on every mesh."""

@@ -134,7 +134,7 @@ def _refuse_dropped_layers(config: Any, mesh: Mesh) -> None:
     """Raise MeshError for LayerDrop with pp > 1: stages must know which blocks run."""
     for name, value in vars(config).items():
         if mesh.pp > 1 and name.endswith("layerdrop") and value:
-            problem = f"found {value}, expected 0: a stage would wait for the blocks that such a step leaves out"
+            problem = f"found {value}, expected 0: stages would wait for the blocks that LayerDrop leaves out"
             raise MeshError(
                 "from_pretrained",
                 f"{name} with pp={mesh.pp}",

@@ -72,7 +72,7 @@ def _require_width(path: str, module: Any, args: Any) -> None:
     if name not in INPUTS or not args or args[0].shape[-1] == weight.shape[INPUTS[name]]:
         return
     found, taken = args[0].shape[-1], weight.shape[INPUTS[name]]
-    problem = f"its input has {found} features, and its part of the weight takes {taken}"
+    problem = f"the input has {found} features, but this rank's shard of the weight takes {taken}"
     order = "[inputs, outputs]" if INPUTS[name] == 0 else "[outputs, inputs]"
     hint = (
         f"the weight of a {name} is {order}: shard its other axis, or give it what a rank needs of its "

@@ -79,7 +79,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise SlapoError: a rank's shards and process groups cannot be pickled usefully."""
-        problem = "a scheduled model is this rank's part, bound to its processes: no pickle"
+        problem = "this rank's shards and process groups cannot be pickled"
         hint = "model.save_pretrained(folder); or torch.save(model.consolidated_state_dict(), file)"
         raise SlapoError(type(self).__name__, "pickle or torch.save", problem, hint)
 
@@ -87,7 +87,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def accepts_loss_kwargs(self) -> Any:
         """Return the class's attribute; raise SlapoError if a plain Trainer reads it, which would wrap the model in DDP."""
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
-            problem = "it would wrap a model that is sharded over ranks in DDP"
+            problem = "this trainer would wrap a model that is sharded over ranks in DDP"
             raise SlapoError("transformers.Trainer", "model", problem, "use ScheduledTrainer")
         return self.unscheduled_class.accepts_loss_kwargs  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -280,7 +280,7 @@ class Scheduled(Structure, Generates, Recomputes):
     @peft_config.setter
     def peft_config(self, value: Any) -> None:
         if self._slapo.peft_config is None and self.mesh.world_size > 1:
-            problem = f"it cannot shard an adapter over the model's {self.mesh.world_size} ranks"
+            problem = f"peft cannot shard an adapter over the model's {self.mesh.world_size} ranks"
             hint = "load the model again and call model.add_adapter(config)"
             raise SlapoError("peft", "get_peft_model", problem, hint)
         self._slapo.peft_config = value

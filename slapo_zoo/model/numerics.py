@@ -92,7 +92,7 @@ class NumericsWatch:
             kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
         rank = self.model.mesh.rank
         problem = f"{int(wrong.sum())} of {x.numel()} elements are {kind} in {rows or self._rows()}"
-        hint = "it shows here first: look at the inputs and weights of this module"
+        hint = "this module shows it first: look at its inputs and weights"
         raise NumericsError(f"rank {rank}", f"{path}, {what}", problem, hint)
 
     def step(self, loss: Tensor | float) -> bool:

@@ -82,7 +82,7 @@ def require_same_weights(
     digests = [digest(sorted(part.items())) for part in parts]
     found = together(mesh, what, lambda: (history, *digests))
     if differ := unlike([program for program, *_ in found]):
-        problem = f"on ranks {differ} it differs from rank 0's"
+        problem = f"the schedule of ranks {differ} differs from rank 0's"
         hint = "pass one function or card on all ranks, and kernels= by name where devices differ"
         raise MeshError(what, "schedule", problem, hint)
     for rank in range(mesh.world_size):

@@ -102,7 +102,7 @@ class _WorldPerThread:
 
     @property
     def pg_config_info(self) -> list[dict[str, Any]]:
-        """Empty list; torch reads this attribute for its error reports."""
+        """Return an empty list; torch reads this attribute for its error reports."""
         return []
 
 

@@ -45,7 +45,7 @@ class Placement:
     shared: int = 0
 
     def units(self, size: int) -> list[int]:
-        """Return the number of units of each group, for an axis of length `size`."""
+        """Return how many times `unit` fits into each group, for an axis of length `size`."""
         return [group // self.unit for group in self._groups(size)]
 
     def _groups(self, size: int) -> tuple[int, ...]:

@@ -146,7 +146,7 @@ class RankPlan:
 
     @property
     def saved(self) -> list[TensorPlan]:
-        """Plans of the tensors that a checkpoint holds, in order: each tied tensor once, without adapters."""
+        """Return the plans of the tensors that a checkpoint holds, in order: each tied tensor once, without adapters."""
         return [row for row in self.tensors.values() if not row.tied_to and not row.adapter]
 
     def mine(self) -> Iterator[TensorPlan]:

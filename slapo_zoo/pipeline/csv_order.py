@@ -118,7 +118,7 @@ def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
                 raise places.at(action, problem, "keep each stage on one rank")
     missing = sorted(set(range(max(homes, default=0) + 1)) - set(homes))
     if missing:
-        problem = f"no cell names stage {missing[0]}, and there is stage {max(homes)}"
+        problem = f"no cell names stage {missing[0]}, but a cell names stage {max(homes)}"
         raise MeshError(places.path, "stages", problem, "number the stages without gaps")
     counts = [list(homes.values()).count(rank) for rank in range(len(ranks))]
     if len(set(counts)) > 1:

@@ -76,7 +76,9 @@ class Call:
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else None for x in leaves]
         wanted = [x.shape if isinstance(x, Shape) else None for x in self.leaves]
         if spec != self.spec or shapes != wanted:
-            problem = f"its output has the shapes {shapes}, expected {wanted}: they depend on data"
+            problem = (
+                f"the output has the shapes {shapes}, expected {wanted}: the shapes depend on data"
+            )
             raise ScheduleError(self.unit, "pipeline", problem, "use pp=1")
 
     def with_written(self, leaf: int) -> "Call":
@@ -86,7 +88,7 @@ class Call:
         return replace(self, leaves=tuple(leaves))
 
     def output(self, tensors: Mapping[int, Tensor], device: torch.device) -> Any:
-        """Return the call's output, from the given tensors by leaf index and zeros for all others."""
+        """Return the call's output, made of the given tensors (leaf index --> tensor) and zeros for all other leaves."""
         leaves = [
             (self.keep(i, tensors[i]) if i in tensors else leaf.stand_in(device))
             if isinstance(leaf, Shape) else leaf

@@ -99,7 +99,7 @@ class StageMap:
 
     @property
     def waits_for_sends(self) -> bool:
-        """Return whether torch's runtime class of this order waits itself for each send during a step."""
+        """Return whether torch's runtime class of this order waits for each send during a step."""
         return self.order.name in ("1F1B", "GPipe")
 
     def rank_of(self, stage: int) -> int:

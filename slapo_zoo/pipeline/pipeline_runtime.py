@@ -57,7 +57,7 @@ class Pipeline:
         return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
-        """Return the plan of each stage on this rank for a batch of these shapes; a dry run makes new ones."""
+        """Return the plan of each stage on this rank for a batch of these shapes; new shapes need a dry run."""
         divided = self.schedule.state.forward.tokens_divided
         key = (divided, self._dtype(), *sorted((k, _signature(v)) for k, v in batch.items()))
         if self.depends_on_data or key not in self._plans:

@@ -27,7 +27,7 @@ Cut = tuple[str, int]  # (unit, call after which a stage ends: 0 unless shared)
 
 
 class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of a stage
-    """Raised after the last unit of a stage has run, to end the model's forward."""
+    """Exception raised after the last unit (block, embedding, head) of a stage has run, to end the model's forward."""
 
 
 def leaf_units(
@@ -87,7 +87,7 @@ def assign_stages(
     """
     for unit, _ in cuts:
         if unit not in units:
-            problem = "it lies inside a block, or contains blocks"
+            problem = "the module lies inside a block, or contains blocks"
             raise ScheduleError(unit, "cut_pipeline_stage()", problem, "cut after a whole block")
     stages, stage = {}, 0
     for unit in units:
@@ -145,7 +145,7 @@ class StagePlan:
         return sorted(v for v in used if self.stage_of_call[v.call] < stage)
 
     def shape(self, value: Value) -> Shape:
-        """Return the shape and dtype of a tensor that a unit returns, given its identity."""
+        """Return the shape and dtype of an output tensor, which `value` names by the call and its index in the output."""
         return self.calls[value.call].leaves[value.leaf]
 
     @property
@@ -167,7 +167,7 @@ class StagePlan:
 
 
 class Cursor:
-    """Position of the running forward in one stage: received values, values to send, and the next unit call."""
+    """Position of the running forward in one stage: received values, values to send, and the next call of a unit."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
@@ -201,20 +201,22 @@ class Cursor:
             held: True when this stage has the module's weights.
         """
         if self.plan is None:
-            problem = "it is called outside the model's forward, and each rank has its own layers"
-            hint = "call the model as a whole (inputs_embeds: of a table of your own), or use pp=1"
+            problem = (
+                "the module is called outside the model's forward, and each rank has its own layers"
+            )
+            hint = "call the model as a whole (for inputs_embeds use an embedding of your own), or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         self.index += 1
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:
-            problem = f"its call number {self.index} was not in the dry run of the forward"
+            problem = f"call number {self.index} was not in the dry run of the forward"
             hint = "if blocks were moved since the load: change the plain model, save it, and load that; "
             hint += "if the forward depends on data: end the stage at another block, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         if self.plan.stage_of_call[self.index] == self.plan.stage:
             if not held:
-                problem = "this stage runs it, but another one holds it"
-                hint = "name it in the table's after_blocks: it runs later than it is defined"
+                problem = "this stage runs the module, but another stage holds its weights"
+                hint = "name it in after_blocks= in schedules/<model_type>.py, as it runs after the blocks"
                 raise ScheduleError(unit, "pipeline", problem, hint)
             return None
         tensors = {v.leaf: x for v, x in self.values.items() if v.call == self.index}
@@ -320,11 +322,11 @@ def _used_elsewhere(path: str, what: str) -> ScheduleError:
 def keep_stages(
     model: nn.Module, stages: Mapping[str, tuple[int, ...]], mine: Sequence[int]
 ) -> Cursor:
-    """Replace the units of other ranks' stages; the module tree and all paths stay. Return the cursor of the runtime.
+    """Replace the modules of other ranks' stages by empty ones at the same paths; return the counter of calls.
 
     Args:
         model: the model, with units of other stages on meta.
-        stages: unit --> stages that hold it.
+        stages: path of a module --> stages that hold it.
         mine: stages of this rank.
     """
     cursor = Cursor()
@@ -344,7 +346,7 @@ def keep_stages(
 
 
 def _track_calls(unit: str, module: nn.Module, cursor: Cursor) -> None:
-    """Make calls of a unit that this stage holds pass through the cursor.
+    """Wrap calls of a unit (block, embedding, head) of this stage; `cursor` stores outputs that later stages need.
 
     The call is wrapped, not the forward: outputs are stored after the schedule's hooks have run (an embedding
     is all-reduced by then), and replaced units run no hooks.

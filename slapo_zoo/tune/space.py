@@ -34,7 +34,7 @@ class Symbol:
     def value(self) -> Any:
         """Return the value at which the symbol is fixed; raise SpaceError (a ValueError) if it is not fixed yet."""
         if not self.is_fixed():
-            problem = f"it is not fixed yet at one of {self.vals}"
+            problem = f"the symbol is not fixed yet at one of {self.vals}"
             raise SpaceError("Symbol", self.name, problem, "call fix_at(index) first")
         return self.vals[self.fixed_idx]
 
@@ -45,7 +45,7 @@ class Symbol:
     def fix_at(self, idx: int) -> None:
         """Fix the symbol at the candidate with index `idx`; raise SpaceError for an index out of range."""
         if not 0 <= idx < len(self.vals):
-            problem = f"found index {idx}, it has {len(self.vals)} values"
+            problem = f"found index {idx}, the symbol has {len(self.vals)} values"
             raise SpaceError(
                 "Symbol", self.name, problem, f"pass an index from 0 to {len(self.vals) - 1}"
             )
@@ -176,7 +176,7 @@ class Space:
         for point in self.points(*arguments):
             found.append(point)
             if len(found) > MOST_POINTS:
-                problem = f"it has more than {MOST_POINTS} configurations"
+                problem = f"the space has more than {MOST_POINTS} configurations"
                 raise SpaceError(
                     "Space", self, problem, "give a symbol fewer values, or add a constraint"
                 )
@@ -233,7 +233,7 @@ class Space:
 
 def _check_names(what: str, rule: Callable[..., Any], known: list[str]) -> None:
     if unknown := [name for name in signature(rule).parameters if name not in known]:
-        problem = f"its rule needs {unknown[0]!r}, found the earlier symbols {known}"
+        problem = f"the rule needs {unknown[0]!r}, found the earlier symbols {known}"
         raise SpaceError("Space", what, problem, "create that symbol first")
 
 

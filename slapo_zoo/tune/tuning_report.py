@@ -13,7 +13,7 @@ from slapo_zoo.weights.ledger import as_table
 
 
 def printer(total: int) -> OnTrial:
-    """Return a callback that prints a line for each measurement, with the best so far; at most `total` will come."""
+    """Return a callback that prints a line for each of at most `total` measurements, with the best so far."""
 
     def on_trial(trial: Trial, result: Result) -> None:
         best = result.best

@@ -141,7 +141,7 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have caused the wrong forward value of event number `index`."""
+        """Return the paths of modules that can have caused the wrong value at `order[index]`, an input or output."""
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))

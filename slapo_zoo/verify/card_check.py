@@ -49,7 +49,9 @@ def require_correct(
         get_logger("slapo_zoo").warning("the card was not verified: %s", found["text"])
     elif found["verdict"] != "verified":
         hint = 'do not use it; or pass verify="off" if you trust it'
-        raise CardError("card", "verify", f"its schedule is wrong\n{found['text']}", hint)
+        raise CardError(
+            "card", "verify", f"the schedule of this card is wrong\n{found['text']}", hint
+        )
 
 
 def request_for(
@@ -65,7 +67,7 @@ def request_for(
 
 @cache
 def _once(request: str) -> dict[str, Any]:
-    """Verify as a JSON request says, in a process of its own; an equal request later returns the same outcome."""
+    """Run the verification that a JSON request describes, in a process of its own; cache the outcome by request."""
     return verify_apart(json.loads(request))
 
 

@@ -85,7 +85,7 @@ def _of_program(
 
 
 def main() -> None:
-    """Read a request from stdin, and write the document of its outcome as the last line of stdout."""
+    """Read a request from stdin, and write the outcome as JSON in the last line of stdout."""
     try:
         found = answer(json.load(sys.stdin))
     except SlapoError as error:

@@ -161,7 +161,7 @@ class Tolerance:
         return bool(more)
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """Return the largest distance of the plain runs from the truth; `what` takes the compared value from a run."""
+        """Return the largest distance of the plain runs from the fp64 run; `what` takes the compared value from a run."""
         want = torch.as_tensor(what(self.truth)).double()
         return max(_distance(what(plain), want) for plain in self.plains)
 

@@ -79,7 +79,7 @@ def known_schedule(config: Any, schedule: Any) -> Any:
         return schedule
     if config.model_type in families():
         return "zoo"
-    problem = f"a table of {config.model_type} is proven when it is derived"
+    problem = f"the rules of {config.model_type} are proven when they are derived, not here"
     hint = "slapo-zoo derive MODEL --tp N --pp N proves and prints it; with --write the zoo has it"
     raise ArchitectureError("verify", 'schedule="auto"', problem, hint)
 
@@ -167,7 +167,7 @@ class _Verification:
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
         """Return a divergence outside of all modules: in the loss, in one factor of all gradients, or in their norm.
 
-        If it has no such cause, or is in the forward, return `divergence`, which names a module.
+        If none is found, or `divergence`, which names a module, lies in the forward, return `divergence`.
         """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}

@@ -106,7 +106,7 @@ class Search:
         self.groups = [group.name for group in groups]
 
     def run(self) -> Proof:
-        """Return the proof of the first table that equals the plain model on the whole mesh; ArchitectureError if none does."""
+        """Return the proof of the first table whose sharded model equals the plain one; ArchitectureError if none does."""
         if unknown := self.case.seen.spelling.unknown:
             problem = f"its files hold {unknown[0]} in a form that is not read"
             raise refusal(self.config, problem, "load it with plain transformers")
@@ -134,7 +134,7 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return the stacks of blocks of a model with several (encoder, decoder); a pipeline may cut one of them."""
+        """Return the stacks of blocks (encoder, decoder) if a model has several, of which a pipeline may cut one; else []."""
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 

@@ -52,7 +52,9 @@ def verify_layers(
     """
     if mesh[1] > 1:
         hint = "verify the cuts with `slapo-zoo verify --pp N`, on a small model"
-        raise SlapoError("verify", f"pp={mesh[1]}", "a stretch of layers has no stages", hint)
+        raise SlapoError(
+            "verify", f"pp={mesh[1]}", "a few layers at a time have no pipeline stages", hint
+        )
     cls = hf.resolve_class(config, auto_class)
     require_memory(few_layers(config, 0), cls)
     given = copy.deepcopy(config)
@@ -74,7 +76,7 @@ def require_memory(config: Any, cls: Any) -> None:
     free = _available()
     if free is not None and needed > free:
         problem = f"needs about {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
-        hint = "leave --full and --layers out: a small model of the same family stands in"
+        hint = "leave --full and --layers out: a small model of the same family is verified then"
         raise SlapoError("verify", cls.__name__, problem, hint)
 
 

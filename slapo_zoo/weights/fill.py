@@ -255,7 +255,9 @@ def _refuse_untied(
             for other in others:
                 a, b = folder.view(first), folder.view(other)
                 if a.shape != b.shape or not torch.equal(a, b.to(a.dtype)):
-                    problem = f"the config ties it to {first!r}, but the file holds other values"
+                    problem = (
+                        f"the config ties this tensor to {first!r}, but the file holds other values"
+                    )
                     hint = "pass tie_word_embeddings=False: both are kept, as in transformers"
                     raise WeightsError(str(folder.path), other, problem, hint)
 

@@ -90,7 +90,7 @@ def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tens
 
 
 def _poisoned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return storage for a meta tensor filled with NaN, so that a tensor which is never initialised is noticed."""
+    """Return storage filled with NaN for a meta tensor, so that a tensor which is never initialised is noticed."""
     empty = torch.empty_like(tensor, device=device)
     return empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
 
@@ -102,7 +102,7 @@ def _restore(module: nn.Module, before: list[tuple[dict, str, Tensor]]) -> None:
 
 def _check_finite(name: str, tensor: Tensor) -> None:
     if tensor.is_floating_point() and tensor.isnan().any():
-        problem = "the model's own initialisation does not set it"
+        problem = "the model's own initialisation does not set this tensor"
         raise WeightsError("initialise", name, problem, "load it from a checkpoint")
 
 

@@ -197,7 +197,7 @@ def _numbered(pattern: str) -> re.Pattern[str]:
 
 def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piece]:
     if spec.placement is not None:
-        problem = f"files hold it in {len(rule.names)} tensors, so it cannot be sharded"
+        problem = f"files hold this parameter in {len(rule.names)} tensors, so it cannot be sharded"
         raise WeightsError("weights", spec.name, problem, "do not shard this parameter")
     rows, *rest = spec.shape
     for part, name in enumerate(rule.names):

@@ -46,7 +46,7 @@ def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str,
 
 def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
     if id(parameter) not in names:
-        problem = f"it holds a parameter of shape {list(parameter.shape)} that is not in the model"
+        problem = f"the optimizer holds a parameter of shape {list(parameter.shape)} that is not in the model"
         raise WeightsError(step, "optimizer", problem, "make it from model.parameters()")
     return names[id(parameter)]
 
@@ -202,7 +202,7 @@ class Restored:
 def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Raise WeightsError unless the saved options of a parameter group fit the optimizer's own group.
 
-    Each must exist there, have the same kind of value, and be finite.
+    Each saved option must exist in the own group, have the same kind of value, and be finite.
     """
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:

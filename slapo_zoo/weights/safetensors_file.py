@@ -226,7 +226,7 @@ class SafetensorsFile:
             return torch.empty(shape, dtype=dtype)
         size = os.fstat(self._file.fileno()).st_size
         if size < stop:  # reading a page beyond the end kills the process
-            problem = f"found {size} bytes, expected {stop}: it was cut after it had been opened"
+            problem = f"found {size} bytes, expected {stop}: the file was truncated after it had been opened"
             hint = "does another process write it? fetch the file again"
             raise WeightsError(str(self.path), f"tensor {name!r}", problem, hint)
         if self._pages is None:  # shared: each mapping keeps a file descriptor

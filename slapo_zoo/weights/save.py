@@ -86,7 +86,7 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
         return Path(folder).resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
         hint = "pass another path"
-        raise WeightsError(str(folder), "", f"is no folder: {error}", hint) from error
+        raise WeightsError(str(folder), "", f"cannot be used as a folder: {error}", hint) from error
 
 
 class _Save:
@@ -194,7 +194,7 @@ class _Save:
 
     @contextmanager
     def _io_errors(self) -> Iterator[None]:
-        """Context that turns an OSError into a WeightsError: which folder, what it needs, that nothing is lost."""
+        """Context that turns an OSError into a WeightsError, which names the folder and says that nothing is lost."""
         try:
             yield
         except OSError as error:

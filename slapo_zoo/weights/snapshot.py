@@ -45,7 +45,7 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
                 raise
         finally:
             os.close(held)
-    problem = f"it was replaced {TRIES} times while it was read"
+    problem = f"the folder was replaced {TRIES} times while it was read"
     raise WeightsError(str(folder), "", problem, "save less often, or read a copy")
 
 

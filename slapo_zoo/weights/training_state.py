@@ -33,7 +33,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise WeightsError(place, "format", f"found {found!r:.80}, expected {FORMAT!r}", AGAIN)
     for name, check in CHECKS.items():
         if name not in state:
-            raise WeightsError(place, name, "found nothing", AGAIN)
+            raise WeightsError(place, name, "found no such field", AGAIN)
         if problem := _problem(check, state[name]):
             raise WeightsError(place, name, problem, AGAIN)
     _check_together(place, state)
@@ -74,7 +74,7 @@ def _check_together(place: str, state: Mapping[str, Any]) -> None:
     for name in OF_COPY:
         kept = state[name]
         if isinstance(kept, dict) and BY_DP in kept and len(kept[BY_DP]) != mesh.dp:
-            problem = f"found {len(kept[BY_DP])} of them, expected one for each of dp={mesh.dp}"
+            problem = f"found {len(kept[BY_DP])} values, expected one for each of dp={mesh.dp}"
             raise WeightsError(place, name, problem, AGAIN)
 
 

@@ -149,7 +149,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
-        problem = "its table has no row that shards tokens"
+        problem = "the family's table has no rule that shards tokens"
         hint = "leave sequence_parallel out: the model has no axis of tokens"
         raise ArchitectureError("zoo", f"sequence_parallel of {table.model_type}", problem, hint)
     prefix, found = base_prefix(sch.model), []

@@ -99,7 +99,7 @@ def choose(
     for kernel in load_kernels().values():
         places = _places(sch, kernel)
         if names and kernel.name in names and not places:
-            problem = f"the model has no module that it serves ({', '.join(sorted(kernel.serves))})"
+            problem = f"the model has no module that this kernel serves ({', '.join(sorted(kernel.serves))})"
             hint = 'kernels="auto" picks what applies'
             raise ScheduleError("from_pretrained", f"kernels={kernel.name!r}", problem, hint)
         for pattern, paths in places.items():

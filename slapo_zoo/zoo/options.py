@@ -61,7 +61,7 @@ def check_precision(name: str | None, dtype: Any, device: torch.device | str, ta
         raise SlapoError(where, what, "no such precision", f"choose one of {', '.join(PRECISIONS)}")
     kept = str(PRECISIONS[name].parameters).removeprefix("torch.")
     if str(dtype).removeprefix("torch.") not in ("auto", kept):
-        problem = f"its parameters are {kept}, found dtype={dtype!r}"
+        problem = f"this precision keeps parameters in {kept}, found dtype={dtype!r}"
         raise SlapoError(where, what, problem, "leave dtype= out")
     if target in TARGETS and name != "fp32":
         problem = f"{target} keeps fp32 master weights of its own"

@@ -141,8 +141,8 @@ def _refuse_knobs(options: BuildOptions) -> None:
     ):
         value = getattr(options, name)
         if value and value not in ("auto", "reference"):
-            problem = "your own schedule decides this"
-            hint = f'leave {name}= out and put it into the program, or use schedule="zoo"'
+            problem = "your own schedule decides this option"
+            hint = f'leave {name}= out and express it in your schedule, or use schedule="zoo"'
             raise SlapoError("from_pretrained", f"{name}={value!r}", problem, hint)
 
 

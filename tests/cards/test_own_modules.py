@@ -88,8 +88,8 @@ def test_card_readme_shows_how_to_apply_the_card(card):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Tower(16), "the module tree or its shapes are not those it was made for"),
-        (Other(), "it was made for Tower, the module is Other"),
+        (Tower(16), "the card was made for another module tree or other shapes"),
+        (Other(), "the card was made for Tower, the module is Other"),
     ],
 )
 def test_apply_card_refuses_module_of_other_shapes_or_class_and_leaves_it_unchanged(
@@ -122,13 +122,13 @@ def test_card_used_with_the_wrong_call_raises_and_names_the_right_call(card, tmp
     assert family == str(tmp_path / "family")
     again = AutoScheduledModel.from_config(model.config, schedule=family, verify="off")
     assert str(again.schedule) == str(model.schedule)
-    with pytest.raises(CardError, match="it is for gpt2 models of transformers"):
+    with pytest.raises(CardError, match="the card is for gpt2 models of transformers"):
         slapo_zoo.apply_card(tower(), family)
 
 
 def test_publish_to_folder_refuses_options_of_a_hub_repository(tmp_path):
     sch = schedule(slapo_zoo.create_schedule(tower()))
-    with pytest.raises(CardError, match="tag belongs to a repository of the Hub"):
+    with pytest.raises(CardError, match="tag is for a repository of the Hub"):
         slapo_zoo.publish_card(sch, tmp_path / "card", tag="v1")
     assert not (tmp_path / "card").exists()
 

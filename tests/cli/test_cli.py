@@ -295,7 +295,7 @@ def test_train_prints_the_same_losses_on_every_mesh(family, request, text, capfd
 def test_train_refuses_bad_arguments_before_loading(gpt2, text, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
     start = ("train", gpt2, "--data")
-    assert "found nothing there" in failure(capsys, *start, tmp_path / "none")
+    assert "found no file, folder or data set" in failure(capsys, *start, tmp_path / "none")
     assert "expected at least 999 rows" in failure(
         capsys, *start, text, "--seq-len", 16, "--batch-size", 999
     )
@@ -312,7 +312,9 @@ def test_train_refuses_bad_arguments_before_loading(gpt2, text, tmp_path, capsys
 
 def test_command_with_unknown_family_prints_an_error_that_names_it(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet"}))
-    assert "the zoo has no table for it" in failure(capsys, "train", tmp_path, "--data", text)
+    assert "the zoo has no table for this family" in failure(
+        capsys, "train", tmp_path, "--data", text
+    )
 
 
 def test_train_refuses_wrong_number_of_processes(gpt2, text, capsys, monkeypatch):

@@ -93,7 +93,9 @@ def test_renamed_config_keys_still_work_with_a_message(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "run.yaml: steps is called max_steps now, lr is called learning_rate now" in said
     assert read_sets(["best_metric=accuracy"]) == {"metric_for_best_model": "accuracy"}
-    with pytest.raises(ConfigError, match="max_steps: found steps too, which is its older name"):
+    with pytest.raises(
+        ConfigError, match="max_steps: found steps too, the older name of this option"
+    ):
         read_sets(["steps=1", "max_steps=2"])
     for old, new in RENAMED.items():
         assert new in described()
@@ -237,7 +239,7 @@ def test_init_command_writes_a_config_from_four_answers(tmp_path, monkeypatch, c
     )
     assert options.metric_for_best_model == "accuracy"
     assert "# copies of the model" in file.read_text()
-    assert "it is there already" in failure(capsys, "init", file)
+    assert "this file exists already" in failure(capsys, "init", file)
 
 
 def test_init_command_writes_a_batch_size_divisible_by_ranks(tmp_path):
@@ -259,7 +261,9 @@ def test_unknown_loader_argument_error_names_the_nearest_argument():
     with pytest.raises(SlapoError, match=r"nearest: load\.sequence_parallel"):
         check_load({"sequence_paralel": True}, config)
     for name, key in (("tp", "tp"), ("auto_class", "task")):
-        with pytest.raises(ConfigError, match=f"it has a key of its own\n.*write `{key}:` outside"):
+        with pytest.raises(
+            ConfigError, match=f"this argument has a key of its own\n.*write `{key}:` outside"
+        ):
             check_load({name: 2}, config)
     with pytest.raises(SlapoError, match=r"nearest: load\.resid_pdrop"):
         check_load({"residual_pdrop": 0.1}, config)

@@ -62,4 +62,4 @@ def test_verify_command_refuses_flags_fixed_by_the_card(capsys):
     assert (
         cli("verify", "gpt2", "--tp", 2, "--schedule", "hub_cards/gpt2", "--sequence-parallel") == 2
     )
-    assert "the card of --schedule says it" in capsys.readouterr().err
+    assert "the card given by --schedule sets this option" in capsys.readouterr().err

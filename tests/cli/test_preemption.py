@@ -109,7 +109,7 @@ def test_resume_with_other_training_text_is_refused(job, tmp_path, capfd):
     other.write_text(text.replace("the dog ran", "the cat sat"))
     changed = [str(other) if arg == job[3] else arg for arg in job]
     error = failure(capfd, *changed, "--max-steps", "2", "--checkpoint", str(out))
-    assert "it was trained with other data" in error
+    assert "the checkpoint was trained with other data" in error
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_saved_dataset_streams_and_keeps_its_splits(several, tmp_path):
 
 
 def test_missing_or_empty_data_raises(tmp_path):
-    with pytest.raises(DataError, match="found nothing there"):
+    with pytest.raises(DataError, match="found no file, folder or data set"):
         read.kind_of(str(tmp_path / "none"))
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(DataError, match="no UTF-8 text in 1 file\n"):
@@ -115,7 +115,9 @@ def test_too_little_text_raises_and_names_the_number_of_rows():
     rows = packed(Masked(Letters(cls=1, sep=2), 4), "abcde")
     with pytest.raises(DataError, match="found 2 rows of up to 4 tokens; expected at least 3"):
         require_rows(rows, 3, TrainOptions("m", seq_len=4))
-    with pytest.raises(DataError, match="--seq-len: found 2, which special tokens fill"):
+    with pytest.raises(
+        DataError, match="--seq-len: found 2, but special tokens alone fill such a row"
+    ):
         packed(Masked(Letters(cls=1, sep=2), 2), "abcde")
 
 
@@ -235,10 +237,10 @@ def test_wrong_data_columns_raise_and_are_named(name, tmp_path):
 def test_evaluating_on_another_split_of_a_single_file_raises(kind, tmp_path):
     """Without the error the model would be evaluated on its training rows."""
     (tmp_path / f"a.{kind}").write_text('{"text": "to be"}\n' * 8)
-    with pytest.raises(DataError, match="have one split"):
+    with pytest.raises(DataError, match="have a single split"):
         read.open_table(str(tmp_path / f"a.{kind}"), "test")
     options = TrainOptions("m", data=str(tmp_path / f"a.{kind}"), eval_split="test", seq_len=4)
-    with pytest.raises(DataError, match="have one split"):
+    with pytest.raises(DataError, match="have a single split"):
         other_rows(Causal(tokenizer(eos_token=END), 4), options)
 
 
@@ -266,7 +268,7 @@ def test_broken_file_or_unknown_dataset_raises(tmp_path, monkeypatch):
         read.open_table(str(tmp_path / "a.jsonl"), "train")
     with pytest.raises(DataError, match="data_split"):
         read.open_table("nobody/nothing", "train")
-    with pytest.raises(DataError, match="found nothing there"):
+    with pytest.raises(DataError, match="found no file, folder or data set"):
         read.kind_of("gone.parquet")
 
 

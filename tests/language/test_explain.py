@@ -101,5 +101,5 @@ def test_undo_removes_the_last_pipeline_cut():
     assert str(sch) == lines
     again = Schedule(Net()).replay(sch.history[:-1])  # the call that the hint shows
     assert str(again) == "\n".join(lines.splitlines()[:-1])
-    with pytest.raises(ScheduleError, match="its history is empty"):
+    with pytest.raises(ScheduleError, match="no directive was applied yet"):
         Schedule(Net()).undo()

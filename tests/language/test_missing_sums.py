@@ -126,8 +126,8 @@ def run_two(write):
 @pytest.mark.parametrize(
     ("write", "path", "said"),
     [
-        (of_inputs, "transformer.h.0.mlp.c_fc", "its input has 8 features"),
-        (of_outputs, "transformer.h.0.mlp.c_proj", "its input has 16 features"),
+        (of_inputs, "transformer.h.0.mlp.c_fc", "the input has 8 features"),
+        (of_outputs, "transformer.h.0.mlp.c_proj", "the input has 16 features"),
     ],
 )
 def test_weight_sharded_on_the_wrong_axis_raises_and_names_its_input_size(write, path, said):

@@ -99,7 +99,7 @@ def test_unknown_architecture_is_refused(folders):
     ("auto_class", "problem"),
     [
         ("GPT5LMHeadModel", "transformers has no class of that name"),
-        ("AutoModelForMaskedLM", "it has no class for GPT2Config"),
+        ("AutoModelForMaskedLM", "this Auto class has no model class for GPT2Config"),
     ],
 )
 def test_unknown_or_mismatched_auto_class_is_refused(auto_class, problem, sources):

@@ -212,7 +212,7 @@ def test_moved_or_shared_blocks_are_refused_in_evaluation_with_sequence_parallel
     """The first block shards the tokens and the last gathers them, so a moved block would change the loss."""
     with pytest.raises(
         SlapoError,
-        match=r"transformer.h.\d: it is another block than was loaded.*\n.*sequence_parallel",
+        match=r"transformer.h.\d: the block was replaced or removed since the load.*\n.*sequence_parallel",
     ):
         emulate(evaluated, folder, change, mesh=(2, 1, 1))
 

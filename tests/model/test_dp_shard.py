@@ -371,7 +371,7 @@ def test_unsupported_uses_of_dp_shard_are_refused(root, ranks):
         check_dp_shard(Mesh(dp=4), 3, "torch", None)
     with pytest.raises(MeshError, match=r"zero_stage=2: nothing is sharded[\s\S]*pass dp_shard=N"):
         check_dp_shard(Mesh(dp=4), 1, "torch", None, 2)
-    with pytest.raises(MeshError, match="an engine divides"):
+    with pytest.raises(MeshError, match="the engine shards"):
         check_dp_shard(Mesh(dp=4), 2, "deepspeed", None)
     said, loss = ranks.run(refused, 2, checkpoint(GPT2, root))[0]
     assert "element by element" in said[0]

@@ -167,7 +167,7 @@ def test_saved_files_contain_fp32_master_weights(root):
     ("options", "problem"),
     [
         ({"precision": "int8"}, "choose one of fp32, bf16, bf16-pure, fp16"),
-        ({"precision": "bf16", "dtype": "bfloat16"}, "its parameters are float32"),
+        ({"precision": "bf16", "dtype": "bfloat16"}, "keeps parameters in float32"),
         (
             {"precision": "bf16", "target": "deepspeed", "target_options": {"config": {}}},
             "deepspeed keeps fp32 master weights of its own",

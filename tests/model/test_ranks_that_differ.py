@@ -108,7 +108,7 @@ def other_schedule(source):
 
 def test_ranks_with_different_schedules_are_refused(ranks, source):
     found = ranks.run(other_schedule, 2, source)
-    assert all("on ranks [1] it differs from rank 0's" in text for text in found), found
+    assert all("the schedule of ranks [1] differs from rank 0's" in text for text in found), found
 
 
 def from_other_config():

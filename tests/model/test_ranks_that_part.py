@@ -231,7 +231,7 @@ def test_step_run_by_only_some_ranks_raises_on_all_ranks(name, monkeypatch):
     assert len(told) == mesh[0] * mesh[1] * mesh[2]
     for rank, error in told.items():
         assert isinstance(error, SlapoError), f"rank {rank}: {error}"
-        assert "went on without" in str(error), f"rank {rank}: {error}"
+        assert "did not" in str(error), f"rank {rank}: {error}"
         assert "imed out" not in str(error)
 
 

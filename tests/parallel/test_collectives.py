@@ -1,4 +1,4 @@
-"""Each collective with its backward against the whole computation in one process.
+"""Each collective and its backward, compared with the full computation in one process.
 
 Every rank r holds x_r and weighs its own output with u_r; the truth sums all of it in one graph.
 """
@@ -37,7 +37,7 @@ AXES = {"reduce_forward": (0,), "reduce_backward": (0,)}
 
 
 def work(name, axis, x_n, u_n, contiguous):
-    """y and dx of this rank."""
+    """Return y and dx of this rank."""
     x = x_n[dist.get_rank()].clone()
     if not contiguous:
         x = x.transpose(0, 2).contiguous().transpose(0, 2)
@@ -52,7 +52,7 @@ def work(name, axis, x_n, u_n, contiguous):
 
 
 def truth(name, axis, x_n, u_n):
-    """(y, dx) of every rank from one graph over all of them.
+    """Return (y, dx) of every rank from one graph over all of them.
 
     reduce_forward: y is one value that all ranks hold, so dy is the same on all (u of rank 0).
     reduce_backward, scatter: x is one value that all ranks hold (x of rank 0), so dx is a sum.

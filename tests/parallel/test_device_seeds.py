@@ -1,4 +1,4 @@
-"""Seeds made on the device are those of the host, and those of a part give a part of the mask."""
+"""Dropout seeds made on the device: equal to the host's, and seeds of a slice give a slice of the mask."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ P, SITE = 0.3, "h.0.attn"
 
 
 class Hashed(RandomStream):
-    """A stream that draws on a CPU as on other devices."""
+    """Random stream that draws on a CPU as on other devices."""
 
     @staticmethod
     def draws_in_blocks(device):
@@ -84,7 +84,7 @@ def test_dropout_mask_of_unpadded_tokens_is_a_slice_of_the_full_mask():
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations, and those that take something from the host."""
+    """Counter of operations, and of those that copy from the host."""
 
     def __init__(self):
         super().__init__()

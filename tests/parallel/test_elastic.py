@@ -1,4 +1,4 @@
-"""torchrun restarts a job whose ranks are killed: it goes on and ends as if nothing had happened."""
+"""torchrun restarts of a job whose ranks are killed: it resumes and ends as an undisturbed run."""
 
 import os
 import random
@@ -34,7 +34,7 @@ def descendants(pid):
 
 
 def torchrun(folder, steps, kills):
-    """The digest of the weights at the end, and the steps at which a start went on."""
+    """Run the job; return the digest of the final weights, and the steps at which each start resumed."""
     folder.mkdir()
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [

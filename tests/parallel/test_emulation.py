@@ -1,4 +1,4 @@
-"""A mesh in one process: the ranks are threads, the results those of one device."""
+"""Emulated mesh in one process: the ranks are threads, the results equal one device."""
 
 import gc
 import time
@@ -23,7 +23,7 @@ CONFIG = transformers.GPT2Config(
 
 
 def train(tp=1, pp=1, dp=1, **options):
-    """Losses of three steps, dropout on, and a weight afterwards."""
+    """Train three steps with dropout; return losses and a weight."""
     model = AutoScheduledModel.from_config(CONFIG, tp=tp, pp=pp, dp=dp, seed=0, **options).train()
     ids = torch.arange(48).reshape(4, 12) % 65
     rows = ids.tensor_split(dp)[model.mesh.coord("dp")]
@@ -192,7 +192,7 @@ def test_emulate_leaves_no_thread_and_processes_can_fork_after():
 
 
 def losing_first(monkeypatch, times):
-    """Rank 1 loses its peer while the group is made, as gloo says it, so many times."""
+    """Make rank 1 lose its peer during the group's setup, with gloo's error, `times` times."""
     make, left = dist.init_process_group, [times]
 
     def lossy(*args, **kwargs):

@@ -1,4 +1,4 @@
-"""One rank fails in the middle of a step: all ranks stop with its error, and none hangs."""
+"""Failures of one rank in the middle of a step: all ranks stop with its error, and none hangs."""
 
 import errno
 import os
@@ -45,7 +45,7 @@ def error_of_step(folder, tp, pp, guilty, how):
 
 
 def sabotage(model, how):
-    """The mlp of a block that this rank holds raises when it is called for the second time."""
+    """Make the MLP of a block on this rank raise when it is called for the second time."""
     blocks = [b for b in model.transformer.h if type(b).__name__ == "GPT2Block"]
     calls = []
 
@@ -77,7 +77,7 @@ def test_error_on_one_rank_stops_all_ranks_with_that_error(tp, pp, guilty, how, 
 
 
 def error_after_a_handled_one(folder, out):
-    """Rank 1 cannot save, all go on; then rank 0 fails in a step."""
+    """Let rank 1 fail to save, continue on all ranks, then let rank 0 fail in a step."""
     model = AutoScheduledModel.from_pretrained(folder, tp=2).train()
     writing = save.write_tensors
     if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""Gradients are summed over ranks in buckets."""
+"""All-reduce of gradients in buckets."""
 
 import torch
 import torch.distributed as dist
@@ -8,7 +8,7 @@ from slapo_zoo.parallel import gradient_buckets
 
 
 def summed(dtype):
-    """Parameters whose gradient every rank, one rank, or no rank has; their sums over two ranks."""
+    """All-reduce gradients that every rank, one rank, or no rank has, over two ranks."""
     everywhere, once, nowhere = (nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(3))
     everywhere.grad = torch.full((3,), 2.0 + dist.get_rank(), dtype=dtype)
     if dist.get_rank() == 1:

@@ -1,4 +1,4 @@
-"""A stage dies or raises in the middle of a step: every other rank stops in time and says why."""
+"""Pipeline stages that die or raise in the middle of a step: every other rank stops with the reason."""
 
 import os
 import re
@@ -95,7 +95,7 @@ def test_killed_rank_stops_all_other_ranks(tp, pp, order, guilty, folder):
 
 
 def fails_in_step(folder, order, guilty, how):
-    """The error here, and what it left behind: gradients, and the place in the random sequence."""
+    """Return this rank's error, the gradients left, and the position of the random stream."""
     model = build(folder, 1, 2, order)
     model.train_step(batch_of(GPT2))
     before = {n: p.grad.clone() for n, p in model.named_parameters()}

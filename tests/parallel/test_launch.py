@@ -1,4 +1,4 @@
-"""Local ranks: results, the first failure stops all, nothing is left behind."""
+"""Local ranks: results, one failure stops all, no process is left."""
 
 import multiprocessing
 import os
@@ -70,13 +70,13 @@ BEFORE = set()
 
 @pytest.fixture(autouse=True)
 def before():
-    """Workers that earlier tests keep warm."""
+    """Return the processes of earlier tests' rank pools."""
     BEFORE.clear()
     BEFORE.update(multiprocessing.active_children())
 
 
 def assert_nothing_is_left():
-    """No child is alive but those that were there before, and none is a zombie."""
+    """Fail where a new child process is alive, or a zombie."""
     assert not set(multiprocessing.active_children()) - BEFORE
     for path in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         for pid in path.read_text().split():
@@ -189,7 +189,7 @@ def test_slurm_variables_are_detected_as_a_distributed_launch(monkeypatch):
 
 
 def guarded(guilty):
-    """Rank `guilty` raises and leaves; the others wait for it in a collective."""
+    """Raise on rank `guilty`, while the others wait for it in a collective."""
     try:
         with rank_guard("step"):
             if dist.get_rank() == guilty:

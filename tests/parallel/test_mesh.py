@@ -1,4 +1,4 @@
-"""The mesh: ranks and coordinates both ways, the groups of every rank, and what is no mesh."""
+"""The mesh: ranks and coordinates, the process groups of every rank, and invalid meshes."""
 
 import itertools
 import pickle
@@ -43,7 +43,7 @@ def test_mesh_peers_partition_the_ranks(tp, pp, dp):
 
 
 def groups_of(tp, pp, dp):
-    """Per mesh dim: the sum of the ranks in our group, and the ranks in it."""
+    """Return, for each mesh dim, the sum of the ranks in this rank's group, and its ranks."""
     mesh, found = Mesh(tp, pp, dp, dist.get_rank()), {}
     for mesh_dim in MESH_DIMS:
         group = mesh.group(mesh_dim)

@@ -1,4 +1,4 @@
-"""A process group that is over leaves no threads: a worker that runs job after job stays as it was.
+"""Threads and models after a job: a destroyed process group leaves no threads in a reused worker.
 
 A model that is dropped is freed: what looks at its parameters from outside does not keep them.
 """
@@ -18,7 +18,7 @@ GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 
 
 def native_threads(folder, out):
-    """Threads of this process, gloo's included, before the work of a job is done."""
+    """Return the number of threads of this process, gloo's included, before a job's work."""
     found = len(list(Path("/proc/self/task").iterdir()))
     model = AutoScheduledModel.from_pretrained(folder, tp=2)
     model.save_pretrained(out)
@@ -32,7 +32,7 @@ def test_jobs_in_a_reused_worker_leave_no_threads(ranks, tmp_path):
 
 
 def drop_trained(folder, kw, own_loop):
-    """Train a step and drop the model; what of it still lives, and how many threads there are."""
+    """Train a step and delete the model; return what of it still lives, and the number of threads."""
     model = AutoScheduledModel.from_pretrained(folder, **kw).train()
     model.input_check_interval = 0  # the ranks are given the same rows
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)

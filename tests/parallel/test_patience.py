@@ -1,4 +1,4 @@
-"""A slow rank is waited for, a stopped one is named, and an error reaches all however they started."""
+"""Slow ranks are waited for, stopped ones are named, and errors reach all ranks under any launcher."""
 
 import gc
 import multiprocessing
@@ -33,7 +33,7 @@ def mesh_of(size):
 
 
 def entry(rank, size, port, fn, args, pipe):
-    """A rank as srun starts it: rank 0 holds the store, nobody watches."""
+    """Run a rank as srun starts it: rank 0 holds the store, no launcher watches."""
     gc.freeze()  # groups of the parent are not ours to free
     torch.set_num_threads(1)
     for name in list(os.environ):
@@ -76,7 +76,7 @@ def as_by_srun(fn, size, *args, timeout=120):
 
 
 def ring_with_a_failure(rank, guilty):
-    """Each rank waits for its neighbour only, so the end of one is not seen by all."""
+    """Let each rank wait only for its neighbour, so that not all notice the end of one."""
     init_distributed(device="cpu")
     heartbeat.current()
     with rank_guard("train_step"):
@@ -98,7 +98,7 @@ def test_error_reaches_every_rank_without_a_launcher():
 
 
 def stalled(rank, place, seconds):
-    """Rank 0 takes longer than any collective may, in one place."""
+    """Delay rank 0 beyond the collective timeout, at one place of the program."""
     process_group.TIMEOUT_S = 2.0
     if place == "start" and rank == 0:
         time.sleep(seconds)
@@ -188,13 +188,15 @@ def test_stopped_rank_is_named_in_the_error(where):
     (text, seconds), other = as_by_srun_but_first(waits_for_a_stopped_rank, where, 6.0)
     assert seconds < 90
     assert "rank 1" in text
-    assert ("not heard of" in text) or ("timed out after 8 s waiting for rank 1" in text), text
+    assert ("no heartbeat arrived" in text) or ("timed out after 8 s waiting for rank 1" in text), (
+        text
+    )
     assert "killed" not in text
     assert other is None
 
 
 def as_by_srun_but_first(fn, *args):
-    """The second rank never answers."""
+    """Run ranks as srun starts them, of which the second never answers."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     context = multiprocessing.get_context("fork")
@@ -259,7 +261,7 @@ def test_failed_step_can_be_followed_by_a_good_step(ranks, tmp_path):
 
 
 def hearts():
-    """Threads that beat, when world after world was made and left."""
+    """Return the heartbeat threads after process groups were made and destroyed repeatedly."""
     together(mesh_of(2), "step", lambda: None)
     return sum(thread.name == "heartbeat" for thread in threading.enumerate())
 
@@ -270,7 +272,7 @@ def test_each_process_group_has_one_heartbeat_thread(ranks):
 
 
 def late_to_a_patient_group(rank):
-    """Longer than the group may take to be made, shorter than it waits afterwards."""
+    """Delay rank 0 longer than the group's setup limit, shorter than its timeout."""
     init_distributed(device="cpu")
     compat.MADE_WITHIN_S = 2.0
     group = compat.patient_group(60.0)

@@ -1,4 +1,4 @@
-"""All ranks together hold an axis: once and in order, padded or shared only where that was asked."""
+"""Placements: the ranks together hold an axis once and in order, padded or replicated only on request."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,7 @@ RANKS = st.integers(1, 9)
 
 @st.composite
 def divided(draw, groups=True):
-    """A placement, the size of its axis and a number of ranks that fit together."""
+    """Return a placement, the size of its axis and a number of ranks that fit together."""
     n, unit = draw(RANKS), draw(st.integers(1, 5))
     many = draw(st.integers(1, 4)) if groups else 1
     sizes = tuple(unit * draw(st.integers(n, n + 12)) for _ in range(many))

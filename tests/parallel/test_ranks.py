@@ -1,4 +1,4 @@
-"""The pool of warm ranks that the other tests stand on."""
+"""The rank pool that the other tests use."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from slapo_zoo.errors import RankError, ScheduleError
 
 
 class Box:
-    """An argument of a class that only this test module knows."""
+    """Argument of a class that only this test module defines."""
 
     def __init__(self, value):
         self.value = value
@@ -61,7 +61,7 @@ def warn():
 
 
 def state(pid):
-    """The state letter of a process; gone is X."""
+    """Return the state letter of a process; X if it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""A vocabulary divided over tp: the logits, their loss, and ties across stages.
+"""Vocabulary sharded over tp: the logits, their loss, and ties across stages.
 
 The embedding, with every id on every rank: tests/house/test_known_defects.py.
 """
@@ -139,7 +139,7 @@ TARGETS = torch.tensor([[0, 3, -100, 10], [10, 5, 6, -100]])
 
 
 def labels_for(targets, options):
-    """The ignored labels have the number that the call ignores."""
+    """Return labels of which some have the ignored number."""
     return targets.flatten().masked_fill(
         targets.flatten() == -100, options.get("ignore_index", -100)
     )
@@ -217,7 +217,7 @@ def test_vocab_loss_backward_runs_twice_with_retain_graph(ranks):
 
 
 def gathered_gradient(full, upstream):
-    """An operation that needs all columns gives each rank the gradient of its own."""
+    """Return this rank's gradient through an operation that needs all columns."""
     local, logits = wrapped(full)
     (logits.softmax(-1) * upstream).sum().backward()
     return local.grad

@@ -1,4 +1,4 @@
-"""Orders from a CSV file: every mistake is named with its cell, and a right one trains."""
+"""Pipeline orders from a CSV file: mistakes are named with their cell, and a valid order trains."""
 
 import csv
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""A forward that looks at its data is cut where that is the same for all, and refused where it is not."""
+"""Pipelines of data-dependent forwards: cut where all micro-batches take one path, refused elsewhere."""
 
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from slapo_zoo.pipeline.stages import keep_stages
 
 
 class Chooser(nn.Module):
-    """A block in which rows are chosen by what it computes."""
+    """Block that selects rows by computed values."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Chooser(nn.Module):
 
 
 class Looker(nn.Module):
-    """Two blocks; the second gets only the rows that an input marks."""
+    """Model of two blocks, of which the second gets only the rows that an input marks."""
 
     def __init__(self):
         super().__init__()
@@ -66,7 +66,7 @@ def test_block_output_of_another_shape_than_assumed_raises():
     call = Call("h.0", spec, (Shape((2, 3), torch.float32, True),), frozenset(), guessed=True)
     call.check(leaves[0])
     for other in (torch.zeros(2, 4), (torch.zeros(2, 3),)):
-        with pytest.raises(ScheduleError, match="they depend on data"):
+        with pytest.raises(ScheduleError, match="the shapes depend on data"):
             call.check(other)
 
 

@@ -1,4 +1,4 @@
-"""A step's memory is that of the micro-batches in flight, however many there are."""
+"""Memory of a pipeline step: it depends on the micro-batches in flight, not on their total number."""
 
 import gc
 
@@ -23,7 +23,7 @@ def root(tmp_path_factory):
 
 
 def peaks(folder, pp, orders):
-    """Most bytes alive in the second of two steps, per (order, number of micro-batches)."""
+    """Return the peak bytes of the second of two steps, per (order, number of micro-batches)."""
     from slapo_zoo import AutoScheduledModel
 
     found = []
@@ -64,7 +64,7 @@ def test_middle_stage_memory_does_not_grow_with_micro_batches(order, root, ranks
 
 
 def sent_bytes(folder, order):
-    """Bytes behind the outputs of stage 0 when their backwards begin."""
+    """Return the bytes of stage 0's outputs when their backwards begin."""
     from torch.distributed.pipelining import PipelineStage
 
     from slapo_zoo import AutoScheduledModel
@@ -115,7 +115,7 @@ def test_send_buffers_are_released_when_received_in_every_pipeline_order(order):
 
 
 def in_shares(folder, layout, order, options):
-    """Gradients, and most bytes alive, of a step that recomputes all blocks; then with inputs in shares."""
+    """Return gradients and peak bytes of a step that recomputes all blocks, then with saved inputs sharded."""
     from slapo_zoo import AutoScheduledModel
 
     found, (tp, pp, dp) = [], layout

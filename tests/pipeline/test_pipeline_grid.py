@@ -12,7 +12,7 @@ ROWS = 8  # DualPipeV on 8 stages needs as many micro-batches
 
 
 def case(cls, labels="tokens", **config):
-    """A case with 8 blocks: on four ranks, interleaved orders hold one per stage."""
+    """Return the case with 8 blocks, one per stage of interleaved orders on four ranks."""
     return Case(cls, (labels,), tuple(config.items()), rows=ROWS)
 
 
@@ -36,7 +36,7 @@ LAYOUTS = {"1x2x1": (1, 2, 1), "1x4x1": (1, 4, 1), "2x2x1": (2, 2, 1), "1x2x2": 
 
 
 def micro_batches(order, layout):
-    """Rows per dp rank divided as finely as the order needs."""
+    """Return the number of micro-batches that the order needs."""
     return 8 if (order, layout[1]) == ("dualpipev", 4) else 4
 
 
@@ -51,7 +51,7 @@ def run(case, folder, layout, order):
 
 
 def grid():
-    """All of it; a case per family and two per order belong to every test run."""
+    """Return the full grid; one case per family and two per order run always."""
     for i, family in enumerate(FAMILIES):
         for j, order in enumerate(ORDERS):
             for layout in LAYOUTS:

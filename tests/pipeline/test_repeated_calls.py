@@ -1,4 +1,4 @@
-"""Counting two of many equal blocks gives what counting all of them gives."""
+"""Cost estimates that run two of many equal blocks equal those that run all."""
 
 import pytest
 import transformers

@@ -1,4 +1,4 @@
-"""Pipelines of models whose stages are not alike: what one plans is what the other sends."""
+"""Pipelines of models with different stages: each receives the tensors that the other sends."""
 
 import pytest
 import torch

@@ -96,7 +96,7 @@ FROZEN += [
 
 
 def train(model, case, change):
-    """Three steps after a change; an optimizer over what asks for a gradient then, if anything does."""
+    """Train three steps after a change, with an optimizer over the trainable parameters, if any."""
     change(model)
     wanted = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(wanted, lr=1e-2, eps=EPS) if wanted else None
@@ -115,7 +115,7 @@ def train(model, case, change):
 
 
 def as_plain(case, folder, change, dp=1, **options):
-    """Train at pp=2 and plainly: the same weights, and copies of a tie that agree bit by bit."""
+    """Fail unless training with pp=2 equals plain, and tied weights agree bit by bit."""
     plain = getattr(transformers, case.cls).from_pretrained(folder).train()
     want = {n: p.detach() for n, p in train(plain, case, change).named_parameters()}
 
@@ -161,7 +161,9 @@ def changed_on_one_stage(folder):
 
 
 def test_tied_weight_that_differs_between_stages_raises(tmp_path):
-    with pytest.raises(MeshError, match="its copies on the stages that share it differ"):
+    with pytest.raises(
+        MeshError, match="the copies of this tied weight on different stages differ"
+    ):
         emulate(changed_on_one_stage, checkpoint(GPT2, tmp_path), mesh=PP2)
 
 

@@ -1,4 +1,4 @@
-"""Orders by simulation: bubbles are those of the papers' formulas, and every second is accounted for."""
+"""Simulated pipeline orders: bubbles equal the papers' formulas, and work and idle time fill the step."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def test_simulated_pipeline_bubbles_equal_the_published_formulas(name, pp, micro
 
 
 class Noted:
-    """A stage that notes what it is told to compute, and sends nothing."""
+    """Stage that records its actions and sends nothing."""
 
     has_backward, is_last = True, False
 

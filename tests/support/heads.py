@@ -239,13 +239,13 @@ ELSEWHERE = {
 # class, or option of the config --> layout dimension that it cannot have --> the words of its refusal
 REFUSED = {
     "ViTForMaskedImageModeling": {"dp": "no mean over", "micro": "no mean over"},
-    "SwinForImageClassification": {"sp": "no row that shards tokens"},
+    "SwinForImageClassification": {"sp": "no rule that shards tokens"},
     "SwinForMaskedImageModeling": {
         "dp": "no mean over",
         "micro": "no mean over",
-        "sp": "no row that shards tokens",
+        "sp": "no rule that shards tokens",
     },
-    "SwinModel": {"sp": "no row that shards tokens"},
+    "SwinModel": {"sp": "no rule that shards tokens"},
     "use_weighted_layer_sum": {
         "pp": "expected False with pp=2",
         "sp": "expected False with sequence_parallel",

@@ -215,7 +215,7 @@ def overflow(t: Trainee) -> None:
         _one_scaled(t, step, scaler, overflows=step == 1 and last)
 
 
-TAKE_OURS = "take slapo_zoo.GradScaler(model)"
+TAKE_OURS = "use slapo_zoo.GradScaler(model)"
 
 
 @loop("GradScaler of torch", tp=TAKE_OURS, pp=TAKE_OURS, dp_shard=TAKE_OURS)

@@ -302,7 +302,7 @@ def _shared(layers: Any) -> None:
 
 
 for _word, _change in {"cut": _cut, "swapped": _swapped, "shared": _shared}.items():
-    _told = {"pp": "block", "tp2_sp": "another block", "dp_shard": "block"}
+    _told = {"pp": "block", "tp2_sp": "block was replaced or removed", "dp_shard": "block"}
     _changed = tuple(f for f in LAYERED if f != "modernbert")
     loop(f"layers {_word}", families=_changed, **_told)(_changed_layers(_change))
 

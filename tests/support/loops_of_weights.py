@@ -117,7 +117,7 @@ def penalty_by_hand(t: Trainee) -> None:
         t.optimizer.step()
 
 
-@loop("a penalty in loss_fn", families=TEXT, pp="a term on the weight")
+@loop("a penalty in loss_fn", families=TEXT, pp="a term in the weight")
 def penalty_in_loss(t: Trainee) -> None:
     before = _began(t)
 
@@ -261,7 +261,7 @@ def skipped(t: Trainee) -> None:
         t.optimizer.step()
 
 
-@loop("one rank reads logits", families=ONE_STACK, pp=CALL_TRAIN_STEP, tp="went on without")
+@loop("one rank reads logits", families=ONE_STACK, pp=CALL_TRAIN_STEP, tp="did not read them")
 def read_on_one(t: Trainee) -> None:
     """Read a metric on rank 0 alone."""
     for step in range(STEPS):
@@ -289,9 +289,9 @@ def read_in_eval(t: Trainee) -> None:
 @loop(
     "one rank evaluates",
     families=ONE_STACK,
-    tp="went on without",
-    pp="went on without",
-    dp_shard="went on without",
+    tp="did not call the model",
+    pp="did not call the model",
+    dp_shard="did not call the model",
 )
 def evaluated_on_one(t: Trainee) -> None:
     """Compute a validation loss on rank 0 alone, between two steps."""

@@ -1,4 +1,4 @@
-"""The database: nothing is lost by a kill, and nothing that was cut off is read."""
+"""The tuning database: a kill loses no committed result, and incomplete lines are ignored."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Estimates against what happens: operations, saved activations, weights, and which cuts follow."""
+"""Forecasts against real runs: FLOPs, saved activations, weights, and pipeline cuts."""
 
 from dataclasses import replace
 

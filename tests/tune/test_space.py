@@ -1,4 +1,4 @@
-"""Spaces: dependent and conditional symbols, constraints, and the names of the reference API."""
+"""Tuning spaces: dependent and conditional symbols, constraints, and the API of the original Slapo."""
 
 import pytest
 from hypothesis import given, settings
@@ -19,7 +19,7 @@ def test_unfixed_tuning_symbol_compares_false():
     assert (symbol.value, len(symbol), symbol.is_fixed()) == (32, 3, True)
     assert symbol > 16
     assert symbol <= 32
-    with pytest.raises(ValueError, match="found index 3, it has 3 values"):
+    with pytest.raises(ValueError, match="found index 3, the symbol has 3 values"):
         symbol.fix_at(3)
 
 
@@ -54,7 +54,7 @@ def test_tuning_candidates_may_depend_on_earlier_symbols():
 
 
 def polyhedral(arguments, space):
-    """The older form: called again each time one more symbol is fixed."""
+    """Space function in the older form, called again for each fixed symbol."""
     batch = space.create_symbol("batch_size", arguments["batches"])
     ratios = [0.5, 1.0] if batch >= 16 else [0.0]
     space.create_symbol("ckpt_ratio", ratios)
@@ -78,7 +78,7 @@ def test_tuning_space_lists_all_points_of_a_space_function(caplog):
 def test_invalid_tuning_space_raises_space_error():
     space = Space()
     space.create_symbol("a", [1])
-    with pytest.raises(SpaceError, match="its rule needs 'b'"):
+    with pytest.raises(SpaceError, match="the rule needs 'b'"):
         space.create_symbol("c", lambda b: [b])
     with pytest.raises(SpaceError, match="found the earlier symbols"):
         space.constrain(lambda z: True)

@@ -1,4 +1,4 @@
-"""The picture of the tuner's surface: searches on the points that were measured, nothing is drawn."""
+"""Searches on the measured configurations of the tuner's picture, without drawing."""
 
 import importlib
 import sys

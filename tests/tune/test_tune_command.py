@@ -1,4 +1,4 @@
-"""`slapo-zoo tune`: a real model in workers, and what is written."""
+"""`slapo-zoo tune`: a real model in worker processes, and the files written."""
 
 import copy
 import json

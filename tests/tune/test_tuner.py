@@ -1,4 +1,4 @@
-"""The tuner: how soon it finds the optimum, what a kill loses, and how failures are told apart."""
+"""The tuner: evaluations until the optimum, results kept after a kill, and kinds of failures."""
 
 import csv
 import json
@@ -71,7 +71,7 @@ def test_tuner_finds_the_optimum_in_few_evaluations_for_every_batch_range(name):
 
 
 def assert_found_in_silence(name, batches, every):
-    """The optimum of a surface with cliffs, of which only throughput and what ran out is known."""
+    """Fail unless a search finds the optimum of a surface that reports only throughput and out-of-memory."""
     grid, surface = Grid(space(batches).all_points()), CLIFFS[name]
     best = truth(surface, grid)
     for start in range(0, len(grid.points), every):

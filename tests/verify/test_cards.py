@@ -1,4 +1,4 @@
-"""A card is verified by its author, and before it is replayed."""
+"""Verification of a card by its author, and before a replay."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def run(*arguments):
 
 
 def broken(card):
-    """The card without the backward sum of the feed-forward; its hash and page agree."""
+    """Return a card without the feed-forward's all-reduce in the backward, with a matching hash and README."""
     steps = tuple(
         s
         for s in card.program.steps
@@ -46,7 +46,7 @@ def load(card, **options):
 def test_wrong_card_fails_verification_on_every_rank(tmp_path, ranks):
     broken(zoo_card(CONFIG, None, Mesh(2), "gpt2")).write(tmp_path / "card")
     for said in ranks.run(load, 2, str(tmp_path / "card")):
-        assert "its schedule is wrong" in said
+        assert "the schedule of this card is wrong" in said
         assert "transformer.h.1.ln_2" in said
     assert all(said.isdigit() for said in ranks.run(load_unverified, 2, str(tmp_path / "card")))
 

@@ -37,7 +37,7 @@ def no_forward(sch):
 
 
 def step(blocks, **options):
-    """Each block of steps within a Verify of its own, on this rank."""
+    """Run each block of steps in its own Verify context on this rank; return the reports."""
     with slapo_zoo.parallel.rng.random_stream.drawn_from(0):
         model = two_layers()
     names = [name for name, _ in model.named_parameters()]
@@ -92,7 +92,7 @@ def test_verify_names_a_module_that_computes_another_function():
 
 
 def state_of(model):
-    """All that a verification could leave behind."""
+    """Return all state that a verification could leave behind."""
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     tensors = {n: (id(t), t.data_ptr(), t._version) for n, t in model.state_dict(keep_vars=True).items()}  # fmt: skip
     modes = [m.training for m in model.modules()]
@@ -100,7 +100,7 @@ def state_of(model):
 
 
 class Refuses:
-    """A schedule that nobody may look at."""
+    """Object in place of a schedule that raises on any access."""
 
     def __getattr__(self, name):
         raise AssertionError(f"touched {name}")
@@ -154,7 +154,7 @@ class Attention(nn.Module):
 
 
 def attend(mask, right):
-    """A block of attention, its heads sharded."""
+    """Verify a block of attention with sharded heads."""
     with slapo_zoo.parallel.rng.random_stream.drawn_from(0):
         sch = slapo_zoo.create_schedule(Attention())
     x = torch.linspace(-1, 1, 80).reshape(2, 5, 8)

@@ -1,4 +1,4 @@
-"""Right schedules pass: every family on every layout; the small config has the features of the large."""
+"""Correct schedules pass on every family and layout; the reduced config keeps the features of the original."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The page of coverage says what was tried, what was equal, and what was not measured."""
+"""The coverage page: tested model types, equal results, and unmeasured entries."""
 
 from type_coverage import EQUAL, Outcome, page
 

@@ -1,4 +1,4 @@
-"""Derived tables are proven before use; a wrong one is caught by its proof."""
+"""Derived tables, which are proven before use; the proof rejects wrong ones."""
 
 import dataclasses
 import re
@@ -50,7 +50,7 @@ MUTATED = ("bloom", "qwen2", "distilbert", "qwen2_moe")
 
 @pytest.fixture(scope="module")
 def searches():
-    """Model type --> a search on its tiny model, made when first asked for."""
+    """Return a function: model type --> a search on its tiny model."""
     made = {}
     with tempfile.TemporaryDirectory() as scratch:
 
@@ -66,7 +66,7 @@ def searches():
 
 
 def table_of(search):
-    """The best candidate, which is right."""
+    """Return the best candidate, which is correct."""
     make = search.candidates()[0]
     return make(search.case.config, search.small)
 
@@ -86,7 +86,7 @@ MUTATIONS = {
 
 
 def mutants(table):
-    """Every row spoiled in every way that changes it."""
+    """Yield the table with each line broken in every way that changes it."""
     fields = [("body", i) for i in range(len(table.body))]
     fields += [("heads", i) for i in range(len(table.heads))]
     for where, i in fields:

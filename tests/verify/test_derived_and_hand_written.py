@@ -42,7 +42,7 @@ ATTENTION = ("attn", "attention", "Attention")
 
 
 def divided(config, cls, table):
-    """Parameter, by star pattern --> the axis along which two ranks divide it."""
+    """Return parameter pattern --> the axis that is sharded over two ranks."""
     model = hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, table.seam)
     sch = apply_table(Schedule(model, Mesh(2)), table)
     return {star(name): placed.placement.axis for name, placed in sch.state.placed.items()}

@@ -1,4 +1,4 @@
-"""A derived table with dropout: what several ranks draw is what one rank draws."""
+"""Derived tables with dropout: several ranks draw the masks of one rank."""
 
 from dataclasses import replace
 
@@ -89,9 +89,11 @@ def trained(mesh):
     return loss, float(model.clip_grad_norm_(1e9))
 
 
-def test_torch_attention_dropout_is_independent_for_each_row_on_every_mesh():
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_torch_attention_dropout_is_independent_for_each_row_on_every_mesh(mesh):
     """Emulated ranks share torch's generator, so dropout that reads it would differ in each run."""
     wanted = trained((1, 1, 1))
-    for mesh in ((2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)):
+    for _ in range(2 if mesh[0] > 1 else 1):
         for found in emulate(trained, mesh, mesh=mesh):
             assert found == pytest.approx(wanted, rel=1e-6), mesh

@@ -1,4 +1,4 @@
-"""The one judge: a fault is seen whichever case it is asked about, that of `verify` or that of a derivation."""
+"""The comparison that `verify` and derivations share: it detects a fault in the cases of both."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ MESH, SP = (2, 1, 1), {"sequence_parallel": True}
 
 @pytest.fixture(scope="module")
 def search(tmp_path_factory):
-    """A search for a table of CTRL, whose blocks drop what is sharded by tokens."""
+    """Return a search for a table of CTRL, whose blocks have dropout on sequence shards."""
     config = tiny(transformers.CTRLConfig(resid_pdrop=0.1, embd_pdrop=0.1))
     folder = tmp_path_factory.mktemp("ctrl")
     case = tiny_case(config, transformers.CTRLLMHeadModel, folder, Sizes())
@@ -28,7 +28,7 @@ def search(tmp_path_factory):
 
 @pytest.fixture(params=["derived", "verified"])
 def case(request, search):
-    """The same weights as a case of the search, in fp64, and as one of `verify`, in fp32."""
+    """Return the same weights as a case of the search in fp64, and as one of `verify` in fp32."""
     if request.param == "derived":
         return search.case
     return case_for(search.case.config, search.case.cls, MESH, search.case.folder)

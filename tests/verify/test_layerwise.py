@@ -1,4 +1,4 @@
-"""Layer by layer: few layers of the true widths at a time, and the wrong one is named as it is."""
+"""Layer-wise verification: few layers of the true widths at a time; the wrong layer is named."""
 
 import copy
 
@@ -29,7 +29,7 @@ def steps_of(config):
 
 @pytest.fixture
 def verified(monkeypatch):
-    """The configs that were verified."""
+    """Return the list of verified configs."""
     seen = []
     run = layerwise.verify
     monkeypatch.setattr(layerwise, "verify", lambda c, *a, **k: seen.append(c) or run(c, *a, **k))
@@ -103,7 +103,7 @@ def test_layerwise_verify_of_layers_larger_than_memory_is_refused():
 
 
 def test_unsupported_layerwise_verify_is_refused():
-    with pytest.raises(SlapoError, match="has no stages"):
+    with pytest.raises(SlapoError, match="have no pipeline stages"):
         verify_layers(config_of("gpt2"), mesh=(1, 2, 1))
     from slapo_zoo.hf import models as hf
 

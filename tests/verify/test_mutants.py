@@ -1,4 +1,4 @@
-"""Every broken schedule of the corpus is caught, and the module that is to blame is named."""
+"""Broken schedules of the corpus: each is detected, and its faulty module is named."""
 
 import re
 
@@ -28,14 +28,14 @@ def verified(mutant):
 
 
 def named(mutant, report):
-    """The place of the culprit among the suspects, or None."""
+    """Return the position of the faulty module among the suspects, or None."""
     culprit = re.compile(re.escape(mutant.culprit).replace(r"\*", "[^.]*"))
     suspects = report.divergence.suspects if report.divergence else ()
     return next((i for i, path in enumerate(suspects) if culprit.fullmatch(path)), None)
 
 
 def every_other(mutants):
-    """Half of them in CI, all in the wide grid."""
+    """Mark every other mutant slow."""
     return [m if i % 2 else pytest.param(m, marks=pytest.mark.slow) for i, m in enumerate(mutants)]
 
 
@@ -56,7 +56,7 @@ def test_broken_schedule_is_detected_and_its_module_named(mutant):
 
 def test_schedule_that_loses_a_weight_tie_is_refused_and_named():
     report = verified(next(m for m in MUTANTS if m.name == "head untied"))
-    assert "lm_head.weight: it was tied to transformer.wte.weight" in report.error
+    assert "lm_head.weight: the parameter was tied to transformer.wte.weight" in report.error
     assert report.divergence.path == "lm_head"
 
 

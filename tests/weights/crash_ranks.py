@@ -75,7 +75,7 @@ def work(folder, rank, victim, where):
 
 
 def start(folder, victim, where):
-    """The process ids of the ranks of a case."""
+    """Start the ranks of a case; return their process ids."""
     children = []
     for rank in range(WORLD):
         child = os.fork()

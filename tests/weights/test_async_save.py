@@ -1,4 +1,4 @@
-"""A save in a thread: training goes on, what was there at the call is written, errors come out."""
+"""Asynchronous saves: training goes on, the state at the call is written, errors are raised."""
 
 import errno
 import threading

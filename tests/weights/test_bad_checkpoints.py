@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit: one readable error on every rank. And old or headless ones that do.
+"""Checkpoints that do not fit raise one readable error on every rank; old or headless ones load.
 
 What is accepted bounds what is not: old layouts of the Hub, and files that lack a whole head.
 """
@@ -27,7 +27,7 @@ def sources(tmp_path_factory):
 
 @pytest.fixture
 def folders(sources, tmp_path):
-    """Copies of the checkpoints that a test may spoil."""
+    """Return copies of the checkpoints that a test may change."""
     return {name: shutil.copytree(path, tmp_path / name) for name, path in sources.items()}
 
 

@@ -16,7 +16,7 @@ from slapo_zoo.weights.safetensors_file import SafetensorsFile
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
-    """A folder with a tokenizer, settings of generation, and what is neither."""
+    """Return a folder with a tokenizer, a generation config, and other files."""
     path = tmp_path_factory.mktemp("source")
     config = GPT2Config(n_embd=32, n_head=4, n_layer=2, n_positions=16, vocab_size=64)
     torch.manual_seed(0)
@@ -98,7 +98,7 @@ def test_checkpoint_of_only_nan_loads_without_warning(source, tmp_path, recwarn)
 
 
 def half_way(source):
-    """The fifth tensor of rank 1 cannot be read."""
+    """Let the read of rank 1's fifth tensor fail."""
     count, view = 0, SafetensorsFile.view
 
     def failing(self, name):

@@ -1,4 +1,4 @@
-"""Staging buffers: tensors of all placements arrive whole, in buffers far smaller than they are."""
+"""Staging buffers: tensors of all placements arrive complete through much smaller buffers."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from slapo_zoo.weights.load_memory import Target
 
 
 def load_onto(device, folder, mesh):
-    """All kinds of placements, through the function that loads models."""
+    """Load tensors of all placements by the function that loads models."""
     specs, full = model()
     save_file(full, folder / "model.safetensors")
     expected = local_tensors(specs, full, mesh)

@@ -159,7 +159,7 @@ def test_weight_file_truncated_while_read_raises(two_files):
     with open_checkpoint(two_files) as folder:
         folder.view("a")
         os.truncate(two_files / A, (two_files / A).stat().st_size - 1)
-        with pytest.raises(WeightsError, match="cut after it had been opened"):
+        with pytest.raises(WeightsError, match="truncated after it had been opened"):
             folder.view("a")
 
 

@@ -1,4 +1,4 @@
-"""Whatever is wrong with a file is found before a tensor is mapped, and said in one error."""
+"""Headers of safetensors files: a mistake raises one error before a tensor is mapped."""
 
 import json
 

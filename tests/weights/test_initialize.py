@@ -1,4 +1,4 @@
-"""New weights: each tensor of a model is drawn, wherever it lies, and the same on every layout."""
+"""Initialisation: every tensor of a model, equal on every layout."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_parameters_outside_the_blocks_are_initialized(monkeypatch):
 
 
 class Held(torch.nn.Module):
-    """A model that holds a tensor itself, and says how it begins, or does not."""
+    """Model with a parameter of its own, with or without an initializer."""
 
     def __init__(self, begins):
         super().__init__()
@@ -59,7 +59,7 @@ def test_parameter_outside_the_blocks_is_initialized_once_from_the_seed():
 
 
 def test_tensor_without_an_initializer_is_refused_and_named():
-    with pytest.raises(WeightsError, match=r"scale.*does not set it"):
+    with pytest.raises(WeightsError, match=r"scale.*does not set this tensor"):
         initialize_weights(Held(begins=False), ["block"], {"scale"}, 0, lambda *_: None)
 
 
@@ -78,7 +78,7 @@ def test_weight_set_by_the_constructor_keeps_its_value():
 
 
 class Tables(torch.nn.Module):
-    """A model within a model; each sets what it knows of."""
+    """Model within a model; each initialises the buffers that it knows."""
 
     def __init__(self, *names):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Every byte of a save has a checksum: a flipped bit is found, and named by file and tensor."""
+"""Checksums of a save: a flipped bit is detected, and named by file and tensor."""
 
 import itertools
 import json
@@ -43,7 +43,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(source, tmp_path_factory):
-    """A training checkpoint of several files, and its model."""
+    """Return a training checkpoint of several files, and its model."""
     out = tmp_path_factory.mktemp("saved") / "out"
     made, optimizer = trained(source)
     save_checkpoint(made, out, optimizer, step=1, max_shard_size="60KB")
@@ -90,7 +90,7 @@ def flip(path, bit):
 
 
 def flips(folder, count, seed=0):
-    """Files drawn evenly, bits drawn evenly in each; every one is undone."""
+    """Yield random flipped bits of random files; each is undone."""
     draw = random.Random(seed)
     files = sorted(path for path in folder.iterdir() if path.name != "generation_config.json")
     for number in range(count):

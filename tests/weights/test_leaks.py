@@ -1,4 +1,4 @@
-"""A long run keeps nothing: memory, files, threads and shared memory after steps with saves between."""
+"""Long runs: no growth of memory, files, threads and shared memory over steps and saves."""
 
 import os
 from pathlib import Path
@@ -14,7 +14,7 @@ WARM_UP = 0.3  # share of the steps for allocators, caches and the first saves
 
 
 def counted():
-    """Anonymous resident bytes, open files, threads and segments of shared memory of this process."""
+    """Return anonymous resident bytes, open files, threads and shared memory segments of this process."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     maps = Path("/proc/self/maps").read_text().splitlines()
     return (
@@ -44,7 +44,7 @@ def long_run(folder, out, steps, every):
 
 
 def slope(found):
-    """Bytes a step, by least squares, after the warm-up."""
+    """Return bytes per step, by least squares, after the warm-up."""
     rest = found[int(WARM_UP * len(found)) :]
     steps, sizes = (torch.tensor([row[i] for row in rest], dtype=torch.float64) for i in (0, 1))
     steps = steps - steps.mean()
@@ -52,7 +52,7 @@ def slope(found):
 
 
 def check(runs, most):
-    """`most` bytes a step, and not one file, thread or segment more."""
+    """Fail above `most` bytes per step, or where files, threads or segments grow."""
     for rank, found in enumerate(runs):
         print(
             f"rank {rank}: {slope(found):.0f} bytes a step; files, threads, segments {found[0][2:]} --> {found[-1][2:]}"

@@ -1,4 +1,4 @@
-"""The ledger says what a load took."""
+"""The ledger of a load: bytes, files and peak memory."""
 
 import mmap
 

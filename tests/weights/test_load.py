@@ -1,4 +1,4 @@
-"""Slices land where the slow way puts them, and nothing is touched when something does not fit."""
+"""Loaded slices equal a slow reference, and nothing changes where something does not fit."""
 
 import tempfile
 from pathlib import Path
@@ -21,7 +21,7 @@ from slapo_zoo.weights.load_memory import Target
 
 @st.composite
 def placed(draw):
-    """A shape, a placement that fits it, and a mesh."""
+    """Return a shape, a placement that fits it, and a mesh."""
     n, unit = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     units = st.integers(1, 5)
     kind = draw(st.sampled_from(["plain", "groups", "pad", "replicate"]))

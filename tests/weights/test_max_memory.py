@@ -1,4 +1,4 @@
-"""A shard that is too large is refused before it is allocated."""
+"""max_load_memory: a shard that is too large is refused before it is allocated."""
 
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel

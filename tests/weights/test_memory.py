@@ -1,4 +1,4 @@
-"""Weights that stay pages of the file: what may, when they become memory, and what never changes."""
+"""Memory-mapped weights: which stay mapped, when they are copied, and that neither side changes the other."""
 
 import io
 import os
@@ -36,7 +36,7 @@ def load(folder, **options):
 
 
 def on_a_rank(folder):
-    """Names that stay mapped, and whether `train()` keeps every parameter and every value."""
+    """Return the names that stay mapped, and True if `train()` keeps every parameter and value."""
     model = load(folder, tp=2)
     mapped, before = list(model.ledger.mapped), dict(model.named_parameters())
     values = {name: p.detach().clone() for name, p in before.items()}

@@ -1,4 +1,4 @@
-"""Checkpoint keys of all ages find their tensors."""
+"""Matching of checkpoint keys of all releases with the model's tensors."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A plan says what a load then reads, and reads no weight itself."""
+"""Load plans: they list the bytes that a load reads, without reading weights."""
 
 from types import SimpleNamespace
 

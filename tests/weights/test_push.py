@@ -1,4 +1,4 @@
-"""push_to_hub: what is asked of the Hub, by a stand-in for its client (no network in tests)."""
+"""push_to_hub: the requests to the Hub, recorded by a fake client (no network in tests)."""
 
 from types import SimpleNamespace
 from typing import ClassVar

@@ -29,7 +29,7 @@ def config():
 
 @pytest.fixture(scope="module")
 def folder(config, tmp_path_factory):
-    """Headers and holes: 141 GB that take no room on the disk."""
+    """Return a folder of headers and sparse files: 141 GB that take no disk space."""
     path = tmp_path_factory.mktemp("large")
     config.save_pretrained(path)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""A checkpoint in other files is the same checkpoint."""
+"""The reshard command: the same tensors in other files."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Training goes on where it stopped: bit for bit on the same mesh, within rounding on another."""
+"""Resumed training: bit-exact on the same mesh, within rounding on another."""
 
 import json
 
@@ -51,7 +51,7 @@ def weights(model):
 
 
 def stop_and_go(source, out, layout, case=DROPOUT):
-    """Without a stop, and with one: losses, weights and optimizer must not differ by a bit."""
+    """Train without and with a stop; fail where losses, weights or optimizer differ by a bit."""
     whole = start(source, layout, case)
     losses = train(*whole, case, range(STEPS))
     first = start(source, layout, case)
@@ -112,7 +112,7 @@ def both_halves(ranks, folder, out, one, other, case):
 
 
 def uninterrupted(folder, case, cls, dtype, attention):
-    """Plain transformers with the same optimizer and scheduler."""
+    """Train plain transformers with the same optimizer and scheduler."""
     torch.manual_seed(0)
     model = cls.from_pretrained(folder, dtype=dtype, attn_implementation=attention).train()
     groups = [
@@ -275,7 +275,7 @@ BROKEN = {
     "no json": ("{", "found no JSON"),
     "a list": ("[]", "found 'list', expected"),
     "other": ('{"format": "x"}', "found 'x', expected"),
-    "empty": ('{"format": "slapo-zoo-training-state/1"}', "step: found nothing"),
+    "empty": ('{"format": "slapo-zoo-training-state/1"}', "step: found no such field"),
 }
 
 
@@ -290,7 +290,7 @@ def test_malformed_training_state_is_refused(source, tmp_path, case):
 
 
 def mixtral(tp, pp):
-    """A tiny Mixtral, whose files hold each expert by itself, trained for a step."""
+    """Train a tiny Mixtral, whose files hold each expert separately, for a step."""
     config = MixtralConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=50, num_local_experts=4, max_position_embeddings=16,

@@ -1,4 +1,4 @@
-"""A training state that no save writes is refused in words, before anything is changed."""
+"""Training states that no save writes are refused before anything changes."""
 
 import base64
 import json
@@ -30,7 +30,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(source, tmp_path_factory):
-    """A checkpoint as it was before there were checksums, with what would load it."""
+    """Return a checkpoint without checksums, as older releases wrote it, and the objects to load it into."""
     out = tmp_path_factory.mktemp("saved") / "out"
     model, optimizer, scheduler = start(source)
     model.train_step(batch_of(CASE))
@@ -45,7 +45,7 @@ def saved(source, tmp_path_factory):
 
 
 def put(*path, value=None, drop=False):
-    """An edit of one place of the state."""
+    """Return an edit of one entry of the state."""
 
     def edit(state):
         place = state
@@ -179,7 +179,7 @@ def test_each_dp_rank_resumes_its_data_position(ranks, source, tmp_path):
     found = ranks.run(load_own_place, 4, source, tmp_path / "out", 2, 2)
     assert found == [({"rank": r // 2, "rows": 100 + r // 2}, [r // 2]) for r in range(4)]
     text, every = ranks.run(load_own_place, 1, source, tmp_path / "out", 1, 1)[0]
-    assert "the checkpoint has one for each of 2 dp ranks" in text
+    assert "the checkpoint has a value for each of 2 dp ranks" in text
     assert every == ({"rank": 0, "rows": 100}, {"rank": 1, "rows": 101})
 
 
@@ -194,7 +194,7 @@ def test_extra_state_equal_on_all_ranks_resumes_on_any_dp(ranks, source, tmp_pat
     found = load_checkpoint(start(source)[0], tmp_path / "out")
     assert found.extra == {"schedule": [1, 2]}
     assert found.data_positions == (4, 4)
-    with pytest.raises(WeightsError, match="the checkpoint has one for each"):
+    with pytest.raises(WeightsError, match="the checkpoint has a value for each"):
         found.data_position  # noqa: B018
 
 

@@ -1,6 +1,6 @@
-"""Any model, saved from layout A, loaded and saved by B, then by C: not a bit is different.
+"""Round trips: any model saved from layout A, loaded and saved by B, then by C, is bit-equal.
 
-The ranks of a layout run one after the other in this process: none of the steps talks to others.
+The ranks of a layout run one after the other in this process: no step communicates.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""Views over the mapped file: every dtype, odd shapes, odd offsets, lifetimes."""
+"""Tensor views over a mapped file: every dtype, odd shapes, odd offsets, lifetimes."""
 
 import json
 
@@ -10,7 +10,7 @@ from slapo_zoo.weights.safetensors_file import DTYPES, SafetensorsFile
 
 
 def raw_file(path, code, values):
-    """Written by hand: the library does not write every dtype that the format has."""
+    """Write a file by hand, since the library does not write every dtype of the format."""
     size = values.numel() * values.itemsize
     header = {"x": {"dtype": code, "shape": list(values.shape), "data_offsets": [0, size]}}
     text = json.dumps(header).encode()

@@ -1,4 +1,4 @@
-"""A rank that is killed in the middle of a save: the old folder stays, the others say so."""
+"""Ranks killed in the middle of a save: the old checkpoint stays, the other ranks raise."""
 
 import os
 import random
@@ -27,7 +27,7 @@ def old_checkpoint(out, value):
 
 
 def check(out, victim):
-    """The survivors know, and the old checkpoint is whole; return what the save left behind."""
+    """Check that the other ranks raise and the old checkpoint is complete; return the files left by the save."""
     for rank in set(range(4)) - {victim}:
         text = Path(f"{out}-error-{rank}").read_text()
         assert text.startswith("RankError: rank "), text

@@ -108,7 +108,7 @@ def test_failing_extra_writer_on_one_rank_stops_the_save_on_all_ranks(ranks, tmp
 
 
 def save_elsewhere(folder):
-    """Rank 1 does not see the folder that rank 0 made."""
+    """Save with a folder of rank 1 that is not rank 0's."""
     if dist.get_rank() == 1:
         opened = Path.open
         Path.open = lambda self, *args, **kw: opened(self.parent / "unseen" / "x", *args, **kw)

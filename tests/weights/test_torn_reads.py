@@ -1,4 +1,4 @@
-"""A load beside writers takes the whole of one save, never a mixture."""
+"""Loads during saves: each reads one complete save, never a mixture."""
 
 import threading
 import time
@@ -29,7 +29,7 @@ def tiny(**mesh):
 
 
 def set_all(model, optimizer, value):
-    """Weights, moments and steps all say which save they are of."""
+    """Set weights, moments and steps to the number of the save."""
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(value)
@@ -46,7 +46,7 @@ def values(model, optimizer, resumed):
 
 
 class Writer:
-    """Saves in a loop, in a thread; every save says another number."""
+    """Thread that saves in a loop, each save with another number."""
 
     def __init__(self, out, first=1):
         self.out, self.number, self.done = out, first, threading.Event()
@@ -127,7 +127,7 @@ def test_load_of_a_continuously_replaced_folder_raises(tmp_path, monkeypatch):
 
     monkeypatch.setattr(folders.CheckpointFolder, "open_all", open_all)
     model, optimizer = tiny()
-    with pytest.raises(WeightsError, match="it was replaced 3 times while it was read"):
+    with pytest.raises(WeightsError, match="the folder was replaced 3 times while it was read"):
         load_checkpoint(model, tmp_path / "out", optimizer)
 
 

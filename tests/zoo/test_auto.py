@@ -1,4 +1,4 @@
-"""Families without a table: refused with what is near, or derived from the plan and checked."""
+"""Families without a table: refused with the nearest names, or derived and proven by schedule="auto"."""
 
 import json
 import sys
@@ -73,7 +73,7 @@ def root(tmp_path_factory):
 
 
 def proven(case, folder, sizes, knobs):
-    """The cache with the proof of a case, as a first load would leave it."""
+    """Fill the cache with the proof of a case, as a first load does."""
     config = changed_config(folder, dict(case.config))
     cls = getattr(transformers, case.cls)
     options = BuildOptions(schedule="auto", **knobs)
@@ -88,12 +88,12 @@ def run(case, folder, sizes, micro_batches=None):
 
 
 def home_of(folder):
-    """Caches of this run only, in every process."""
+    """Set the cache folder of this test run, in every process."""
     constants.HF_HOME = str(folder)
 
 
 def cells():
-    """All families on three layouts; always one of most in turn, Arcee on all."""
+    """Yield all families on three layouts; most run always on one of them, Arcee on all."""
     for i, name in enumerate(DERIVED):
         for j, layout in enumerate(("2x1x1", "2x2x1", "2x2x1-sp")):
             if layout.endswith("sp") and name in WITHOUT_PLAN:
@@ -188,7 +188,7 @@ def test_schedule_auto_refuses_micro_batches_of_an_unproven_model(monkeypatch):
     batch = {"input_ids": torch.ones(2, 4).long(), "labels": torch.ones(2, 4).long()}
     assert not model.schedule.state.placed
     assert model.train_step(batch, micro_batches=1) > 0
-    with pytest.raises(MeshError, match="it is no mean over rows"):
+    with pytest.raises(MeshError, match="the loss is no mean over rows"):
         model.train_step(batch, micro_batches=2)
 
 

@@ -1,4 +1,4 @@
-"""Dropout draws the mask that one device would draw: on every layout, micro-batch, recomputation.
+"""Dropout masks equal one device's on every layout, micro-batch and recomputation.
 
 The reference is plain `transformers` in one process with eager attention, into which the masks of
 the random stream are put by hand; so losses, gradients and weights are held to the tolerance of
@@ -64,7 +64,7 @@ def adamw(model):
 
 
 class MaskedPlain:
-    """A plain model whose dropouts take their masks from our stream.
+    """Plain model whose dropouts take their masks from the random stream.
 
     Args:
         model: of transformers, with eager attention.
@@ -101,7 +101,7 @@ class MaskedPlain:
 
 @cache
 def plain(case, folder, dtype):
-    """The reference run; compare parity.plain, which has no dropout."""
+    """Run the reference with dropout; parity.plain has none."""
     cls = getattr(transformers, case.cls)
     model = cls.from_pretrained(folder, dtype=dtype, attn_implementation="eager").train()
     stream = RandomStream(SEED, num_rows=ROWS, is_open=True)
@@ -124,7 +124,7 @@ def plain(case, folder, dtype):
 
 
 def record_masks(stream):
-    """Every mask that the stream draws from now on: (site, step, first row, heads, kept)."""
+    """Record every mask that the stream draws from now on: (module, step, first row, heads, kept)."""
     drawn, draw = [], stream.keep_mask
 
     def keep_mask(x, p, site, heads=()):
@@ -151,7 +151,7 @@ def peers_hold_the_same(model):
 
 
 def train(case, folder, layout, options):
-    """The scheduled run on this rank: Result (full on rank 0), masks, equality of tp peers."""
+    """Run the scheduled model on this rank; return Result (full on rank 0), masks, equality of tp peers."""
     tp, pp, dp = layout
     model = AutoScheduledModel.from_pretrained(folder, tp, pp, dp, seed=SEED, **options).train()
     optimizer, drawn, same = adamw(model), record_masks(model.schedule.state.random), []
@@ -214,7 +214,7 @@ def of_attention(results):
 
 
 def _masks_are_slices(results, whole):
-    """Each mask is a slice of the one that a single device drew, by batch rows and heads."""
+    """Fail unless each mask is a slice of a single device's, by batch rows and heads."""
     full = {(site, step): kept for site, step, _, _, kept in whole}
     assert len(full) == len(whole)
     seen = set()
@@ -263,7 +263,7 @@ def test_dropout_masks_differ_between_heads_rows_steps_layers_and_seeds(name, ro
 
 
 def evaluate(case, folder, tp, pp):
-    """Logits of eval(), before and after training forwards, and what the stream drew for them."""
+    """Return logits of eval() before and after training forwards, and the masks drawn for them."""
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, seed=SEED)
     batch = batch_of(case)
     before = model(**batch).logits.detach()
@@ -293,7 +293,7 @@ def test_eval_mode_draws_no_dropout(name, tp, pp, root, ranks):
 
 
 def of_seeds(case, folder):
-    """One loss per seed, each twice."""
+    """Return one loss per seed, each computed twice."""
     models = [AutoScheduledModel.from_pretrained(folder, seed=seed).train() for seed in (1, 1, 2)]
     return [float(model.train_step(batch_of(case))) for model in models]
 

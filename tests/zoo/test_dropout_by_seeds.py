@@ -1,4 +1,4 @@
-"""Models whose dropout is by seeds, as on a GPU: fused or explicit, kernels or none, one rank or two, the same."""
+"""Dropout from seeds, as on a GPU: fused or explicit, with kernels or without, on one rank or two, equal results."""
 
 import math
 
@@ -54,7 +54,7 @@ def batch_of(name, padded=False):
 
 
 def step_of(model, batch):
-    """Loss and whole gradients of the second step."""
+    """Return loss and unsharded gradients of the second step."""
     for _ in range(2):
         model.zero_grad()
         loss = model.train_step(batch)
@@ -62,7 +62,7 @@ def step_of(model, batch):
 
 
 def explicit(model):
-    """Probabilities in memory, and a mask of their size."""
+    """Use explicit attention: probabilities and a mask of their size in memory."""
     for module in model.modules():
         if isinstance(module, CoreAttention):
             module.device_dropout = None

@@ -1,4 +1,4 @@
-"""Experts that the tp ranks divide: files in pieces, the default kernel, and the auxiliary loss."""
+"""Experts sharded over tp: one file key per expert, the default kernel, and the auxiliary loss."""
 
 from functools import cache
 
@@ -110,7 +110,7 @@ def test_default_expert_kernel_equals_plain(folder, ranks, layout):
 
 
 def lonely_tokens(folder, layout):
-    """One token a row: most ranks have an expert that nobody chose."""
+    """Train on one token per row: most ranks have an expert without tokens."""
     model = load(folder, layout, experts_implementation="eager").train()
     ids = torch.tensor([[5, 6]])
     model.train_step({"input_ids": ids, "labels": ids})

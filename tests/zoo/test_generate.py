@@ -44,7 +44,7 @@ def root(tmp_path_factory):
 
 
 def prompts(model):
-    """Three rows of 2, 5 and 4 tokens: padded on the left, an encoder's on the right."""
+    """Return three rows of 2, 5 and 4 tokens, padded on the left, for an encoder on the right."""
     rows = [[7, 31], [5, 88, 41, 6, 19], [90, 12, 3, 54]]
     pads = [[0] * (5 - len(row)) for row in rows]
     both = zip(rows, pads, strict=True)
@@ -64,7 +64,7 @@ def every_way(model, ways):
 
 
 def ways_of(case, pp):
-    """A pipeline keeps no cache; Mamba's state is no cache that could be static."""
+    """Return the ways to generate: a pipeline has no cache, and Mamba no static one."""
     without = {"static"} if pp > 1 or "Mamba" in case.cls else set()
     return [how for how in HOW if how not in without]
 
@@ -81,7 +81,7 @@ def plain(case, folder, pp):
 
 
 def layouts_of(name):
-    """GPT-2 and T5 on all layouts; the others with tp, and in stages."""
+    """Return the layouts of a family: GPT-2 and T5 on all, the others with tp and with pp."""
     return LAYOUTS if name in ("gpt2", "T5ForConditionalGeneration") else ("tp2", "pp2")
 
 
@@ -146,7 +146,7 @@ def test_generate_with_cache_on_a_pipeline_is_refused(root, ranks):
 
 
 def after_training(folder, tp, pp):
-    """generate() between training steps: the model's mode and its next step stay as they are."""
+    """Call generate() between training steps, which keeps the model's mode and its next step."""
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, seed=2).train()
     model.train_step(batch_of(GPT2))
     model.eval()
@@ -167,7 +167,7 @@ def test_generation_between_steps_does_not_change_training(layout, root, ranks):
 
 
 def evaluate(case, folder, tp, pp, positional):
-    """All fields of the output on this rank, for keyword and positional arguments."""
+    """Return all fields of the output on this rank, for keyword and positional arguments."""
     model, batch = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp), batch_of(case)
     with torch.no_grad():
         output = model(batch.pop("input_ids"), **batch) if positional else model(**batch)
@@ -195,7 +195,7 @@ def test_forward_returns_full_output_on_every_rank(case, layout, positional, roo
 
 
 def shapes_change(folder, pp):
-    """Batches of other sizes one after the other, with and without labels, mask and rows."""
+    """Run batches of different sizes, with and without labels and mask."""
     model, found = AutoScheduledModel.from_pretrained(folder, pp=pp), []
     for rows, tokens in ((4, 12), (1, 5), (3, 12), (4, 1), (4, 12)):
         batch = {k: v[:rows, :tokens] for k, v in batch_of(GPT2).items()}

@@ -1,4 +1,4 @@
-"""Calls of `transformers` scripts, pasted: they run as there, or the error says the one thing to change."""
+"""Calls copied from `transformers` scripts: they run, or the error names the one change."""
 
 import json
 import shutil

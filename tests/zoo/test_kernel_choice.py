@@ -1,4 +1,4 @@
-"""The knob `kernels=`: what it picks and why, and that every pick computes what the model computed."""
+"""The option `kernels=`: the choice and its reason; every choice computes the plain model's results."""
 
 import json
 from dataclasses import replace
@@ -102,7 +102,7 @@ def test_kernels_reference_disables_all_kernels(root):
             "no such kernel, there are auto, reference, measure, batch_norm_relu_add, bias",
         ),
         (GPT2, ["bias_gelu", "gelu"], "kernels='gelu'"),
-        (GPT2, "t5_attention", "no module that it serves (MT5Attention, T5Attention)"),
+        (GPT2, "t5_attention", "no module that this kernel serves (MT5Attention, T5Attention)"),
         (GPT2, 3, "expected auto, reference, the name of a kernel or a list of them"),
     ],
 )
@@ -263,7 +263,7 @@ def test_schedule_with_kernels_is_replayed_in_a_new_process(root):
 
 
 def unpadding(root, kernels, p, options, sizes=(1, 1, 1)):
-    """Loss and gradients of a padded batch in training, and whether padding was left out."""
+    """Return loss and gradients of a padded batch in training, and True if padding was left out."""
     case = replace(BERT, dropout=p)
     model = AutoScheduledModel.from_pretrained(
         checkpoint(case, root), tp=sizes[0], auto_class=case.cls, kernels=kernels, seed=3, dtype="float64"

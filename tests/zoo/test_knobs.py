@@ -1,4 +1,4 @@
-"""Knobs: typed, documented, refused when unknown; the attention back ends; the tuner's space."""
+"""Options of the loader: typed, documented, refused when unknown; attention back ends; the tuner's space."""
 
 import dataclasses
 import inspect
@@ -129,7 +129,7 @@ def test_eager_attention_is_as_accurate_as_plain_transformers(family, layout, ro
 
 
 def eager(case, folder, sizes):
-    """The run, and which functions its attention called."""
+    """Run with eager attention; return the run, and the functions that its attention called."""
     used, plain = set(), {}
     for name, backend in BACKENDS.items():
         plain[name] = backend.run

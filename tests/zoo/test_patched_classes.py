@@ -1,4 +1,4 @@
-"""A kernel stands for the forward that it was written for: what users put in its place runs as in plain transformers."""
+"""Classes that users patch: a kernel replaces only the original forward, a patched one runs as in plain transformers."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""The plan of a rank: one row per tensor, the same rows on every rank, and what it prints.
+"""The plan of a rank: one entry per tensor, equal on every rank, and its golden text.
 
 Plans that change on purpose change their file: `pytest tests/zoo/test_rank_plan.py --update-golden`.
 """

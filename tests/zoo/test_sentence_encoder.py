@@ -1,4 +1,4 @@
-"""A sentence encoder with its tokenizer, saved as transformers 4 did: real sentences are embedded alike in every layout."""
+"""Sentence encoder with its tokenizer, saved as transformers 4 did: equal embeddings in every layout."""
 
 import ast
 import importlib.util

@@ -1,4 +1,4 @@
-"""A table in the words of `transformers` trains with their own tensor parallelism."""
+"""Tables exported as a `transformers` tp_plan train with its own tensor parallelism."""
 
 import pytest
 import torch

@@ -28,7 +28,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def deep(tmp_path_factory):
-    """With 8 blocks: on four ranks, interleaved orders hold one per stage."""
+    """Return a model with 8 blocks, one per stage of interleaved orders on four ranks."""
     return make(tmp_path_factory.mktemp("deep"), depths=(2, 4, 2))
 
 
@@ -128,7 +128,7 @@ def check(folder, ranks, layout, micro_batches=1, rows=ROWS, **options):
 
 
 def check_order(folder, ranks, layout, micro_batches, rows, **options):
-    """In fp64: in fp32 a rectifier of one deep model is so near 0 that another CPU rounds it away."""
+    """Compare in fp64: in fp32 one ReLU input is so near 0 that CPUs round it differently."""
     truth = plain(folder, torch.float64, False, micro_batches, rows)
     options = {**options, "dtype": torch.float64}
     world = layout[0] * layout[1] * layout[2]
@@ -288,7 +288,7 @@ def test_wideresnet_with_sequence_parallelism_is_refused():
     """Images have no token axis to shard."""
     config = WideResNetConfig(**TINY["wideresnet"])
     model = hf.build_on_meta(WideResNetForImageClassification, config, torch.float32)
-    with pytest.raises(ArchitectureError, match="no row that shards tokens"):
+    with pytest.raises(ArchitectureError, match="no rule that shards tokens"):
         apply_table(
             Schedule(model, Mesh(tp=2)),
             table_for("wideresnet"),

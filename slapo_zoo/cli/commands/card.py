@@ -82,7 +82,9 @@ def verify(
     with waiting(f"card verify {folder}"):
         card = read_card(folder)
         if card.program.model_type == MODULE:
-            problem = "it is for a user's own module, which only that user's program can build"
+            problem = (
+                "the card is for a user's own module, which only that user's program can build"
+            )
             hint = "with slapo_zoo.Verify(sch, [x]): sch.replay(...); see docs/verification.md"
             raise CardError("card verify", str(folder), problem, hint)
         config, _ = config_of(model or card.base_model)

@@ -28,7 +28,9 @@ def init(
     import yaml
 
     if file.exists():
-        raise ConfigError(str(file), "", "it is there already", "name another file, or remove it")
+        raise ConfigError(
+            str(file), "", "this file exists already", "name another file, or remove it"
+        )
     model = model or typer.prompt(ASKED["model"])
     data = data or typer.prompt(ASKED["data"])
     task = task or typer.prompt(ASKED["task"], default="auto")

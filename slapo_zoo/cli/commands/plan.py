@@ -46,7 +46,7 @@ def plan(
     tp, pp, dp = (layout.pop(name) for name in ("tp", "pp", "dp"))
     if gpus is None and (write or explain):
         what = "--write" if write else "--explain"
-        problem = "only a search over layouts takes it, and none was asked for"
+        problem = "this option is for a search over layouts, which --gpus starts"
         raise MeshError("plan", what, problem, "add --gpus N")
     if gpus is not None:
         if (tp, pp, dp) != (1, 1, 1):

@@ -20,6 +20,9 @@ def verify(
     auto_class: Head = None,
     full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
     layers: Annotated[bool, typer.Option(help="The true widths, a few layers at a time.")] = False,
+    exact: Annotated[
+        bool, typer.Option(help="Compare bits with those of one process instead.")
+    ] = False,
 ) -> Any:
     """Compare the scheduled with the plain model: outputs, gradients, a step, dropout, saved files.
 
@@ -45,6 +48,8 @@ def verify(
         layout = {name: layout[name] for name in ORDER}
     else:
         _require_mesh(config, cls, (tp, pp, dp), layout)
+    if exact:
+        return _same_bits(config, cls, (tp, pp, dp), layout, program)
     request = {
         "config": config.to_dict(), "cls": cls, "mesh": (tp, pp, dp), "quick": not full, "layers": layers,
         "program": program.to_bytes().decode() if program else None, "knobs": layout,
@@ -56,6 +61,23 @@ def verify(
     return found, text, int(found["verdict"] != "verified")
 
 
+def _same_bits(
+    config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any], program: Any
+) -> Any:
+    """Return the outcome of `--exact`: some steps on the mesh by processes, and in one process."""
+    if program:
+        raise typer.BadParameter("--exact takes a schedule of the zoo", param_hint="--schedule")
+    import transformers
+
+    from slapo_zoo.hf import models as hf
+    from slapo_zoo.load.exact_check import compare_meshes
+
+    transformers.logging.disable_progress_bar()
+    with waiting("train on the mesh and in one process"):
+        found = compare_meshes(config, hf.resolve_class(config, cls), mesh, knobs)
+    return found.document(), str(found), int(found.digests != found.of_one)
+
+
 def _refuse_beside_card(given: dict[str, Any]) -> None:
     """Raise SlapoError for a command-line flag that the schedule of the given card sets itself."""
     from slapo_zoo.errors import SlapoError
@@ -64,7 +86,7 @@ def _refuse_beside_card(given: dict[str, Any]) -> None:
         if name not in ORDER and value != LAYOUT[name][1]:
             flag = f"--{name.replace('_', '-')} {value}"
             hint = "leave it out, or leave out --schedule"
-            raise SlapoError("verify", flag, "the card of --schedule says it", hint)
+            raise SlapoError("verify", flag, "the card given by --schedule sets this option", hint)
 
 
 def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any]) -> None:

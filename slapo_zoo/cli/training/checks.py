@@ -104,7 +104,7 @@ def check_places(options: TrainOptions) -> None:
     places = {name: Path(path).resolve() for name, path in named.items() if path is not None}
     for name, other in itertools.permutations(places, 2):
         if name in WRITTEN and places[name].is_relative_to(places[other]):
-            problem = f"found {named[name]}, which is {other} or lies in it"
+            problem = f"found {named[name]}, which is the path of {other} or lies in it"
             hint = "name a place outside of it, e.g. runs/best, runs/log"
             raise ConfigError("train", name, problem, hint)
     for name in {"output", "best"} & places.keys():
@@ -178,7 +178,7 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
     for name in given:
         if name in OWN_KEYS:
             hint = f"write `{OWN_KEYS[name]}:` outside of load"
-            raise ConfigError("train", f"load.{name}", "it has a key of its own", hint)
+            raise ConfigError("train", f"load.{name}", "this argument has a key of its own", hint)
         if name not in known and not hasattr(config, name):
             raise unknown_knob(
                 "train", f"load.{name}", [f"load.{n}" for n in (*known, *vars(config))]
@@ -224,7 +224,7 @@ def task_of(config: Any, asked: str | None = None) -> str:
     if asked is not None:
         if asked in known:
             return asked
-        problem = f"transformers has no such head for {family!r}"
+        problem = f"transformers has no model of the family {family!r} for it"
         raise ArchitectureError("train", f"task={asked}", problem, f"tasks: {', '.join(known)}")
     if "masked" in known and not config.is_decoder and not config.is_encoder_decoder:
         return "masked"
@@ -274,11 +274,13 @@ def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOp
             else f"{name}={then.get(name)} (now {now[name]})" for name in differ
         )  # fmt: skip
         hint = "take the same --data, --seq-len, --batch-size and --seed, or name a new folder"
-        raise WeightsError(str(folder), "--checkpoint", f"it was trained with {said}", hint)
+        raise WeightsError(
+            str(folder), "--checkpoint", f"the checkpoint was trained with {said}", hint
+        )
     if changed := changes_since(found, options):
         sys.stderr.write(f"changed since {found} was written: {changed}\n" if is_first() else "")
     if state["step"] > options.max_steps:
-        problem = f"it has done {state['step']} steps, and --max-steps asks for {options.max_steps} in all"
+        problem = f"the checkpoint has done {state['step']} steps, and --max-steps asks for {options.max_steps} in all"
         raise WeightsError(str(folder), "--checkpoint", problem, "raise --max-steps")
 
 

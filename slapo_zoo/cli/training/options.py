@@ -223,7 +223,7 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     now = {key: RENAMED.get(key, key) for key in given}
     _warn(where, [f"{key} is called {new} now" for key, new in now.items() if key != new])
     if twice := [(key, new) for key, new in now.items() if key != new and new in given]:
-        problem = f"found {twice[0][0]} too, which is its older name"
+        problem = f"found {twice[0][0]} too, the older name of this option"
         raise ConfigError(where, twice[0][1], problem, "leave one of them out")
     read = {new: _value(new, given[key], where) for key, new in now.items()}
     passed = {key: read.pop(key) for key in PASSED if key in read}

@@ -94,7 +94,7 @@ class Best:
         return {"value": self.value, "loss": loss, "step": self.step, "since": self.since}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Take over the record that `state()` returned, if it is not None."""
+        """Restore the record from a result of `state`; None changes nothing."""
         for name, value in (state or {}).items():
             setattr(self, name, math.inf if name == "loss" and value is None else value)
 

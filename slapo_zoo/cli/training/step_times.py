@@ -78,7 +78,7 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
     plain = together(model.mesh, "bench", lambda: _plain_loss(name, model, batch))[0]
     allowed = ALLOWED.get(model.dtype, 3e-2) * max(1.0, abs(plain))
     if plain == plain and not abs(ours - plain) <= allowed:
-        problem = f"its loss is {ours:.6g}, that of plain transformers {plain:.6g}"
+        problem = f"the scheduled loss is {ours:.6g}, that of plain transformers {plain:.6g}"
         hint = f"nothing was timed; slapo-zoo verify {name} finds what differs"
         raise VerifyError("bench", type(model).__name__, problem, hint)
     model.train()

@@ -68,10 +68,10 @@ def make_schedule(options: TrainOptions, done: int = 0) -> Any:
         made: Any = get_scheduler(name, alone, options.warmup_steps, options.max_steps, **arguments)
     except (ValueError, TypeError) as error:
         problem = f"transformers.get_scheduler: {error}"
-        hint = "e.g. constant, linear, cosine; what a schedule needs goes to lr_scheduler_kwargs"
+        hint = "choose e.g. constant, linear, cosine; its arguments go into lr_scheduler_kwargs"
         raise ConfigError("train", f"lr_scheduler_type={name}", problem, hint) from error
     if not hasattr(made, "lr_lambdas"):
-        problem = "it depends on more than the number of the step"
+        problem = "this schedule depends on more than the number of the step"
         hint = "choose one that does not: constant, linear, cosine, inverse_sqrt, ..."
         raise ConfigError("train", f"lr_scheduler_type={name}", problem, hint)
     made.load_state_dict({**made.state_dict(), "last_epoch": done - 1})

@@ -44,7 +44,7 @@ def find(module: nn.Module, path: str, what: Any) -> list[Found] | Matches:
 
 
 def find_nodes(module: nn.Module, path: str, what: str | Callable[..., bool]) -> list[Found]:
-    """Return (path of the graph's module, node) of calls of modules by regex, or of nodes by a predicate."""
+    """Return (path of the traced module, node) of each module call that a regex matches, or node that fits a predicate."""
 
     def wanted(node: fx.Node) -> bool:
         if isinstance(what, str):

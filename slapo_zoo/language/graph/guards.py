@@ -49,7 +49,7 @@ def expect_no_others(others: dict[str, Any], where: str) -> None:
 
 
 def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
-    """Return `in_training` or `in_eval` by the module's mode, e.g. the probability of a dropout."""
+    """Return `in_training` in training mode, else `in_eval`, e.g. as the probability of a dropout."""
     return in_training if training else in_eval
 
 

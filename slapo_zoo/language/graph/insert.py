@@ -54,7 +54,9 @@ def arguments(
             return (), {**inputs, **constants}
     if varies or len(required) <= len(inputs) <= len(plain):
         return tuple(inputs.values()), constants
-    problem = f"the subgraph has {list(inputs)}, {_name(new)} takes {[p.name for p in plain]}"
+    problem = (
+        f"the subgraph has the inputs {list(inputs)}, {_name(new)} takes {[p.name for p in plain]}"
+    )
     hint = "give it as many parameters as the subgraph has inputs, or the names of the pattern"
     raise ScheduleError(path or "(the model)", "replace", problem, hint)
 

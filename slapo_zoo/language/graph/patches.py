@@ -106,7 +106,7 @@ def _cuda_devices(module: nn.Module) -> list[int]:
 
 
 def set_mode(module: nn.Module, training: bool) -> None:
-    """Switch to `training` each submodule that is in the root's mode; a submodule frozen in eval stays so."""
+    """Set the mode `training` in each submodule that has the root's mode; a submodule frozen in eval stays so."""
     before = module.training
     for m in module.modules():
         if m.training == before:

@@ -27,7 +27,7 @@ class Pattern(nn.Module):
     """
 
     def forward(self, *args: Any) -> Any:
-        """Compute what is to be found; each subclass writes this method."""
+        """Compute the operations to find in a graph; each subclass overrides this method."""
         raise NotImplementedError(f"{type(self).__name__} has no forward")
 
 
@@ -48,7 +48,7 @@ def call_module(regex: str, *args: Any) -> Any:
     """Match, in a pattern function, the call of a module whose path, or its last segments, match `regex`."""
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
-        problem = "it stands for a call inside a pattern, and needs an argument of the pattern"
+        problem = "call_module belongs into a pattern, and needs an argument of the pattern"
         hint = 'lambda x: call_module("fc.*", x)'
         raise ScheduleError("pattern", f"call_module({regex!r})", problem, hint)
     return proxies[0].tracer.create_proxy("call_function", call_module, (regex, *args), {})
@@ -78,11 +78,11 @@ def trace_pattern(pattern: Callable[..., Any]) -> fx.GraphModule:
     except ScheduleError:
         raise
     except Exception as error:
-        hint = "write it with tensor operations only; sizes and `if` have no place in it"
+        hint = "write the pattern with tensor operations only, without sizes and `if`"
         raise ScheduleError("pattern", name, f"{type(error).__name__}: {error}", hint) from error
     root = pattern if isinstance(pattern, nn.Module) else tracer.root
     unused = [n.name for n in graph.nodes if n.op == "placeholder" and not n.users]
     if unused or not any(n.op.startswith("call") for n in graph.nodes):
-        problem = f"arguments {unused} are not used" if unused else "it computes nothing"
+        problem = f"arguments {unused} are not used" if unused else "the pattern computes nothing"
         raise ScheduleError("pattern", name, problem, "return the result of the operations to find")
     return fx.GraphModule(root, graph)

@@ -128,9 +128,9 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
     module, where = call.module, call.where or "(the model)"
     if isinstance(module, fx.GraphModule):
         hint = "trace it once, and rewrite that graph"
-        raise ScheduleError(where, "trace", "it is traced already", hint)
+        raise ScheduleError(where, "trace", "this module is traced already", hint)
     if "forward" in module.__dict__:
-        problem = "its forward was changed, by checkpoint or fork_rng for example"
+        problem = "the module's forward was changed, by checkpoint or fork_rng for example"
         raise ScheduleError(where, "trace", problem, "trace before that directive")
     mode = module.training
     graph, constants, tracer = _record(call, leaves, flatten, mode)

@@ -58,8 +58,8 @@ class TracedModule(GraphModule):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__.get("fixed", ()) and value != self.__dict__[name]:
-            found = f"its graph was recorded with {name}={self.__dict__[name]!r}"
-            hint = "change it (shard_attribute) before the trace"
+            found = f"the graph was recorded with {name}={self.__dict__[name]!r}"
+            hint = "change the attribute (shard_attribute) before the trace"
             raise ScheduleError(type(self).__name__, f"{name}={value!r}", found, hint)
         super().__setattr__(name, value)
 
@@ -100,7 +100,7 @@ def check_reachable(modules: Mapping[str, nn.Module], path: str, what: object) -
         above, rest = path[: max(end, 0)], path[end + 1 :]
         module = modules.get(above)
         if module is not None and rest in module.__dict__.get("inlined", ()):
-            problem = f"it was inlined into the graph of {above or 'the model'!r}"
+            problem = f"the module was inlined into the graph of {above or 'the model'!r}"
             hint = "schedule it before that trace, or name it in leaves="
             raise ScheduleError(path, what, problem, hint)
         dot = path.find(".", end + 1)

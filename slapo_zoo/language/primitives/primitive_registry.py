@@ -43,7 +43,7 @@ def register_primitive() -> Callable[[type], type]:
 
 @dataclass(frozen=True)
 class SiteView:
-    """View of one module that is passed to the static `apply` of a registered class."""
+    """View of one module, passed to the static `apply` of a class that is registered as a primitive."""
 
     site: Site
 

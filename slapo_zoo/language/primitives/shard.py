@@ -184,7 +184,7 @@ class Shard(Directive):
         return torch.cat([own, end], -1)
 
     def _adjust(self, site: Site) -> None:
-        """Update the size attributes and the forward of the module to match its local tensor."""
+        """Update the module's size attributes and its forward to the shape of the sharded tensor."""
         rule = next((SHARD_RULES[c.__name__] for c in type(site.module).__mro__
                      if c.__name__ in SHARD_RULES), None)  # fmt: skip
         placed, tensor = site.placed(self.param_name), site.tensor(self.param_name)

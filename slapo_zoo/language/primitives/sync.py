@@ -149,7 +149,7 @@ class Sync(Directive):
         return "fwd_post" not in site.state.applied.get(site.path, ())
 
     def _check_output(self, site: Site, op: str) -> None:
-        """Raise ScheduleError unless the first op after a sharded weight fits what each rank holds of the output."""
+        """Raise ScheduleError if the collective `op` does not fit the module's output, e.g. a sum of unsharded outputs."""
         kind = output_of(site)
         if kind == "whole" and op in SUMS and site.mesh.size(self.mesh_dim) > 1:
             times = site.mesh.size(self.mesh_dim)

@@ -40,7 +40,7 @@ def _all_reduce_twice(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("divide_tokens", "fwd_pre", "fwd_post")
 def _divide_tokens(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Keep this rank's tokens of x [B, S, ...] in a step with sequence parallelism; otherwise return x."""
+    """Return this rank's tokens of x [B, S, ...] in a step with sequence parallelism; otherwise return x."""
     if not site.state.forward.tokens_divided:
         return x
     return collectives.scatter(x, 1, site.group(sync))

@@ -22,15 +22,16 @@ class Trace(Directive):
     rewrite:  y = f(x)  -->  y = graph(x), a GraphModule with the same children
     note:     sizes stay symbolic; a branch that the forward took (an argument that was None, a
               size that was 1) is checked in every call. Dropout follows `train()` and `eval()`.
+              With predicates or example inputs the schedule cannot be written as JSON
     errors:   the forward branches on the elements of a tensor, stores a result in the module, or
               calls an autograd function: the error says what to make a leaf
 
     Args:
-        leaves: modules that stay one node: paths below the module, or class names; predicates
-            (module, path) cannot go to JSON. Those of torch.nn, Conv1D and `core_attn` always stay.
+        leaves: modules that stay one node: paths below the module, class names, or predicates
+            (module, path) --> bool. Modules of torch.nn, Conv1D and `core_attn` always stay.
         flatten: record one graph for the module and all below it; otherwise every module that it calls
             gets a graph of its own.
-        example_inputs: a tuple of arguments, or a dict of them by name (not in JSON); None captures
+        example_inputs: a tuple of arguments, or a dict of them by name; None captures
             the module's arguments in a call of the `transformers` model on a tiny batch.
         recursive: without `flatten`, trace the modules that it calls too.
         padded: pass a padding mask in that call on a tiny batch.

@@ -349,9 +349,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
     """Overwrite `values` with the tensors of a saved adapter; SlapoError for keys beyond `wanted`."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.keys()) - wanted):
-            problem = (
-                f"found {len(unknown)} tensors for which the model has no place: {unknown[:3]}"
-            )
+            problem = f"found {len(unknown)} tensors that the model does not have: {unknown[:3]}"
             raise SlapoError(str(folder), "adapter", problem, "load the adapter of this model")
         targets = {key: Target(value, tuple(value.shape)) for key, value in values.items()}
         load_tensors(targets, files, {key: key for key in targets}, Mesh())

@@ -66,7 +66,9 @@ class Resumed:
         if len(values) == 1:
             return values[0]
         if self.copy is None:
-            problem = f"the checkpoint has one for each of {len(values)} dp ranks, dp has changed"
+            problem = (
+                f"the checkpoint has a value for each of {len(values)} dp ranks, but dp has changed"
+            )
             hint = f"compute it from all of them, resumed.{name}s; or resume with dp={len(values)}"
             raise WeightsError(LOAD, name, problem, hint)
         return values[self.copy]
@@ -212,11 +214,11 @@ class _Save:
         """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):
-            problem = f"on ranks {differ} it differs from that of the first rank of their stage"
+            problem = f"the optimizer of ranks {differ} differs from that of the first rank of their stage"
             raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
         records = [record for _, record, *_ in found if record is not None]
         if records and len(records) != mesh.pp:
-            problem = f"found on {len(records)} of {mesh.pp} stages"
+            problem = f"found an optimizer on {len(records)} of {mesh.pp} stages"
             raise WeightsError(SAVE, "optimizer", problem, "pass the optimizer on all ranks")
         self.state["optimizer"] = optimizers.merge(records) if records else None
         self.state["torch_random"] = pack_states([states for _, _, states, _ in found])

@@ -63,7 +63,7 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
 
 
 class _Held:
-    """This rank's tensors under their keys in files, gathered over dp one at a time under ZeRO."""
+    """Lookup of this rank's tensors by their keys in files; under ZeRO each one is gathered over dp when asked for."""
 
     def __init__(self, model: Any):
         self.model, runtime = model, model._slapo

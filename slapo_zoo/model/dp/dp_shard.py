@@ -24,7 +24,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class Sharded(DataParallel):
-    """ZeRO: the backward reduces gradients over the ranks that share a replica, this class reduces over replicas."""
+    """Engine of ZeRO: the backward reduces gradients over the ranks that share a replica, this class over replicas."""
 
     def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
         self.shards, self.groups, self.blocks = shards, groups, blocks
@@ -50,7 +50,9 @@ class Sharded(DataParallel):
             for module, name, (i, j) in block.places
         )
         if replaced:
-            problem = "they were replaced since the load, and the new ones are not sharded"
+            problem = (
+                "the parameters were replaced since the load, and the new ones are not sharded"
+            )
             hint = "copy values into the parameters; functional_call and assign=True do not work"
             raise MeshError("forward", "the parameters of a model with dp_shard=", problem, hint)
         for module, name, p in read:
@@ -118,7 +120,7 @@ class Sharded(DataParallel):
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: tensor} that this rank writes to files: its own rows."""
+        """Return {name: this rank's rows} of all parameters and buffers, which this rank writes to files."""
         return super().tensors(model)
 
 
@@ -221,11 +223,11 @@ def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int 
         return
     if (ranks := mesh.size("loss")) % size:
         near = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
-        problem = f"it does not divide {mesh.named('loss')}={ranks}"
+        problem = f"the number does not divide {mesh.named('loss')}={ranks}"
         raise MeshError(
             "from_pretrained", f"dp_shard={size}", problem, f"pass a divisor; the nearest is {near}"
         )
     if target not in (None, "torch") or options:
-        problem = "an engine divides parameters in a way of its own"
+        problem = "the engine shards parameters by itself"
         hint = "leave out dp_shard=, or target= and target_options="
         raise MeshError("from_pretrained", f"dp_shard={size}", problem, hint)

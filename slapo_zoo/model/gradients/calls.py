@@ -66,7 +66,7 @@ class Calls:
         of_models.note(self.runtime, every)
         partial = self._partial()
         if self.divided_parameters and own_loop and partial:
-            problem = f"the engine shards parameters: nothing sums {min(partial)}.grad over tp"
+            problem = f"with this engine only train_step sums {min(partial)}.grad over tp"
             raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
         if self.divided_parameters or (self.mesh.world_size == 1 and own_loop):
             return
@@ -103,7 +103,7 @@ class Calls:
                 self.reducer.hook("", p)
 
     def watch(self, output: Any) -> None:
-        """Hook the outputs of the call that ends now, to restore its state when a backward arrives."""
+        """Hook the outputs of a call, to restore the state of this call when its backward begins."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         state, reducer = self.runtime.schedule.state, self.reducer

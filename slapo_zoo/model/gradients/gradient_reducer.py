@@ -29,7 +29,7 @@ _OWN_HINT = "call backward(); or, within model.no_sync(), average them: all_redu
 
 
 class GradientReducer:
-    """Reduce the gradients of one model over ranks, and track the progress of the running backward.
+    """Reducer of the gradients of one model over ranks, which also tracks the running backward.
 
     Attributes:
         over_dp: whether gradients are averaged over dp here, not by an engine.
@@ -58,7 +58,7 @@ class GradientReducer:
         return new
 
     def forget(self) -> None:
-        """Reset the state to that before a backward."""
+        """Forget all state of a backward, so that the next one can begin."""
         self.buckets: list[Bucket] = []
         self.waiting: list[Bucket] = []  # those whose sum has not begun
         self.bucket_of: dict[int, Bucket] = {}
@@ -210,7 +210,7 @@ class GradientReducer:
             self.paused = before
 
     def last_backward(self, _outputs: Any) -> None:
-        """Let the last backward of a pipeline stage average over dp, although `no_sync` is active."""
+        """Let the last backward of a pipeline stage average over dp, although `no_sync` is active; `_outputs` is ignored."""
         self.paused = False
 
     @contextmanager

@@ -55,9 +55,7 @@ class InputGradients:
         new = [p for p in _made_of([loss], nodes_of(output)) if id(p) not in known]
         if new and self.mesh.pp > 1:
             shapes = ", ".join(str(list(p.shape)) for p in new[:3])
-            problem = (
-                f"it has trained parameters {shapes} that the other stages (pp > 1) do not have"
-            )
+            problem = f"the loss has trained parameters {shapes} that the other stages (pp > 1) do not have"
             hint = "pass an nn.Module that holds them as loss_fn, on all ranks"
             raise SlapoError("train_step", "loss_fn", problem, hint)
         self._meet(new)

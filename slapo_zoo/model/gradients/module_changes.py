@@ -23,7 +23,7 @@ def own_name(name: str) -> str:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return {path without wrappers: module}, the innermost one of each path."""
+    """Return {path without wrapper modules: module}; of nested wrappers the innermost module."""
     found = model.named_modules(remove_duplicate=False)
     return {own_name(f"{path}.").removesuffix("."): module for path, module in found}
 
@@ -53,7 +53,7 @@ def require_known_weights(model: Any, step: str) -> None:
             raise SlapoError(step, name, problem, hint)
     for names in groups if mesh.world_size > 1 else ():
         if len(apart := [name for name in names if name in found]) > 1:
-            problem = f"it was tied to {apart[0]}, and is a separate tensor now"
+            problem = f"the parameter was tied to {apart[0]}, and is a separate tensor now"
             hint = "load a model whose config says tie_word_embeddings=False"
             raise SlapoError(step, apart[1], problem, hint)
 
@@ -102,7 +102,7 @@ def require_known_order(model: Any) -> None:
     here = modules_of(model)
     for path in {**state.modules, **here}:
         if path.rpartition(".")[0] in stacks and here.get(path) is not state.modules.get(path):
-            problem = "it is another block than was loaded, or is gone"
+            problem = "the block was replaced or removed since the load"
             hint = "change the plain model, save it, and load that; or leave sequence_parallel out"
             raise SlapoError("forward", path, problem, hint)
 
@@ -155,7 +155,7 @@ class Structure:
     def init_weights(self, *args: Any, **kwargs: Any) -> Any:
         """Initialise weights on one rank; SlapoError on several, which would draw inconsistent shards."""
         if self.mesh.world_size > 1:
-            problem = "each rank would draw by itself: equal shards, or unequal replicas"
+            problem = "each rank would draw values of its own, and shards would not belong together"
             hint = "AutoScheduledModel.from_config(config, seed=...) draws what one process would"
             raise SlapoError("init_weights", "model", problem, hint)
         return super().init_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

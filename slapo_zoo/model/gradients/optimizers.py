@@ -86,7 +86,9 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
         hint = "use tp=1 and pp=1 (dp is fine), or an optimizer that works element by element"
         raise SlapoError(f"{name}.step", "optimizer", problem, hint)
     if any(row.row_shards > 1 for plan, n in places.values() if (row := plan.of(n))):
-        problem = "it is not known to work element by element, and each dp rank holds some rows"
+        problem = (
+            "this optimizer may not work element by element, and each dp rank holds some rows only"
+        )
         raise SlapoError(f"{name}.step", "dp_shard=", problem, "use AdamW, or leave dp_shard= out")
     parts = ((p, plan.sharded(n), plan.mesh) for p, (plan, n) in places.items())
     held = {p: (row, mesh) for p, row, mesh in parts if row}
@@ -103,8 +105,8 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     divided = {p: place for p, place in held.items() if p.grad is not None}
     closures = [value for value in (*args[1:], kwargs.get("closure")) if value is not None]
     if divided and closures:
-        problem = "it would run the model while its parameters are gathered"
-        raise SlapoError(f"{name}.step", "closure", problem, "call step() without one")
+        problem = "a closure would run the model while its parameters are gathered"
+        raise SlapoError(f"{name}.step", "closure", problem, "call step() without a closure")
     _RUNNING[optimizer] = [(p, *place, p.data, p.grad) for p, place in divided.items()]
     for p, place in divided.items():
         _enlarge(optimizer, p, *place)

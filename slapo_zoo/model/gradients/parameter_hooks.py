@@ -25,9 +25,7 @@ class OnWhole:
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Return the hook's result for a gradient; within `train_step` return None, since `run_later` calls the hook
-        then.
-        """
+        """Return the hook's result for a gradient; in `train_step` return None, as `run_later` calls the hook then."""
         reducer = self.reducer()
         if reducer is None:  # the model is gone, its parameter lives on
             return self.hook(grad)
@@ -56,8 +54,10 @@ class OnWhole:
             if found is not None and found.shape != full.shape:
                 raise IndexError(f"it returned a tensor {list(found.shape)}")
         except (RuntimeError, IndexError) as error:
-            problem = f"it failed on the gradient of the whole tensor {list(full.shape)}: {error}"
-            hint = "make masks of the whole shape, or change this rank's .grad after the backward"
+            problem = f"the hook failed on the gradient of the unsharded tensor {list(full.shape)}: {error}"
+            hint = (
+                "make masks of the unsharded shape, or change this rank's .grad after the backward"
+            )
             raise MeshError("backward", f"a hook on {self.name}", problem, hint) from error
         return full if found is None else found
 

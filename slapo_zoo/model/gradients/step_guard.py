@@ -136,7 +136,7 @@ class StepGuard:
         self._require_same(rows, LOOSELY * alike / ALIKE)
         found = [[f if is_one else None for f, is_one, *_ in row[:PROBES]] for row in rows]
         if listed := self._unlike(found, alike):
-            problem = f"ranks scaled their gradients by different factors: {listed} (norms of their own shards?)"
+            problem = f"ranks scaled their gradients by different factors: {listed} (norms of single shards?)"
             hint = "call model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_"
             raise MeshError("optimizer.step", "gradients", problem, hint)
 
@@ -247,7 +247,7 @@ def _sample(p: nn.Parameter) -> Tensor:
 
 
 def _alone(gone: Sequence[int]) -> MeshError:
-    problem = f"{names_of(gone)} went on without this step, so their weights differ from now on"
+    problem = f"{names_of(gone)} did not take this step, so their weights differ from now on"
     hint = (
         "step on all ranks or on none: let them agree on a number, e.g. torch.distributed.all_reduce of "
         "whether the loss is finite; slapo_zoo.GradScaler does it"
@@ -297,8 +297,10 @@ def _require_own_scaler() -> None:
         scaler = frame.f_locals.get("self") if is_theirs else None
         if isinstance(scaler, torch.amp.GradScaler):
             if not isinstance(scaler, GradScaler):
-                problem = "an overflow in one rank's part lets that rank alone skip the step"
-                hint = "take slapo_zoo.GradScaler(model), which tells all ranks"
+                problem = (
+                    "after an overflow in one rank's shard that rank alone would skip the step"
+                )
+                hint = "use slapo_zoo.GradScaler(model), with which all ranks skip a step together"
                 raise MeshError("optimizer.step", "torch.amp.GradScaler", problem, hint)
             return
         frame = frame.f_back

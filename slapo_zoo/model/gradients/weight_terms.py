@@ -53,7 +53,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
             hint = "use a sum over single elements, e.g. p.square().sum() / number of all elements"
             raise MeshError("train_step", "loss_fn", problem, hint)
         if mesh.pp > 1 and not (row and row.sums(True, TIED)):
-            problem = f"it has a term on the weight {name}, and other stages hold other weights"
+            problem = f"the loss has a term in the weight {name}, which other stages do not hold"
             hint = "after train_step add its gradient to p.grad, for p of model.parameters()"
             raise MeshError("train_step", "loss_fn", problem, hint)
         factor = _factor(runtime, row, p)
@@ -91,7 +91,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether results of an autograd node on shards do not add up to that on the whole weight (a mean)."""
+    """Return whether an autograd node gives other results on shards than on the whole weight, as a mean does."""
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean
@@ -125,7 +125,7 @@ class Uses:
             self.found.setdefault(key, []).append(grads[index])
 
     def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (gradient from the model's uses, the rest or None); the rest is already complete on every rank."""
+        """Return (gradient from the model's own uses of a parameter, the rest or None); the rest is complete on all ranks."""
         came = self.found.pop(id(parameter), [grad])
         own = came[0] if len(came) == 1 else sum(came[1:], came[0])
         return own, None if own.data_ptr() == grad.data_ptr() else grad - own

@@ -26,8 +26,8 @@ def take_back_forward(model: Any) -> None:
     function = getattr(replaced, "__func__", replaced)
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != THEIRS:
-        problem = f"{getattr(function, '__module__', 'it')} has replaced its forward"
-        hint = "its parts are sharded over ranks: leave the model's forward as it is"
+        problem = f"{getattr(function, '__module__', 'it')} has replaced the model's forward"
+        hint = "the model is sharded over ranks: leave its forward unchanged"
         raise SlapoError("ScheduledTrainer", "model", problem, hint)
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     model.forward = MethodType(_forward_at(cells["temperature"].cell_contents), model)

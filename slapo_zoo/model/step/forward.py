@@ -125,7 +125,7 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        problem = "its layers are on several ranks, and this backward sees none of them"
+        problem = "the model's layers are on several ranks, and this backward reaches none of them"
         hint = "call model.train_step(batch, loss_fn=...), which runs forward and backward of all stages"
         raise SlapoError("backward", "the output of a model with pp > 1", problem, hint)
 
@@ -146,7 +146,9 @@ def require_together(model: Any) -> None:
         return
     with rank_guard("forward"):
         if gone := meet("forward", ranks):
-            problem = f"{names_of(gone)} went on without it, and each rank computes a part of it"
+            problem = (
+                f"{names_of(gone)} did not call the model, and each rank computes a part of it"
+            )
             hint = "call it on all ranks, each gets the whole output, and print or write on one"
             raise MeshError("forward", "a model that is called on some ranks", problem, hint)
 

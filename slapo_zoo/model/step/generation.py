@@ -61,7 +61,7 @@ def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 class Generates:
-    """Mixin: `generate()` of transformers on all ranks; without a KV cache when pp > 1."""
+    """Mixin of a scheduled model: `generate()` of transformers on all ranks, without a KV cache if pp > 1."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as `transformers` does; all ranks call it alike and return the same tokens.

@@ -40,7 +40,9 @@ class OwnLoss:
                 one = loss.numel() == 1
                 found = "one without a gradient" if one else f"shape {tuple(loss.shape)}"
             problem = f"found {found}, expected a tensor of one element with a gradient"
-            raise SlapoError("train_step", "loss_fn", problem, "return the mean over its rows")
+            raise SlapoError(
+                "train_step", "loss_fn", problem, "return the mean over the rows that it gets"
+            )
         loss = loss.reshape(()).float() / self.divisor
         count_once(self.runtime, loss, began)
         return loss

@@ -155,20 +155,23 @@ def count_rows(batch: Mapping[str, Any]) -> int:
 
 
 def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None:
-    """Return whether a module must see padding: it has hooks, a changed forward, or an attention that cannot skip
-    padding.
+    """Raise MeshError if a batch would be split, but the model's loss is not a mean over rows.
+
+    `parts` are the numbers of parts, e.g. micro_batches=4, dp=2. `options` are the arguments of the forward.
     """
     divided = [f"{name}={count}" for name, count in parts.items() if count > 1]
     table = model._slapo.table
     if table.is_undivided(model.unscheduled_class) and any(
         not part.startswith("pp=") for part in divided
     ):
-        problem = f"it is no mean over rows: the batch cannot be split, found {', '.join(divided)}"
+        problem = f"the loss is no mean over rows, so the batch cannot be split: found {', '.join(divided)}"
         raise MeshError("the model", "its loss", problem, "pass micro_batches=1 and use dp=1")
     for name in table.whole_batch if divided else ():
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
-            problem = f"its loss needs the whole batch in one piece, found {', '.join(divided)}"
+            problem = (
+                f"the loss then needs the whole batch in one piece, found {', '.join(divided)}"
+            )
             raise MeshError(
                 "the model", f"{name}=True", problem, f"pass {name}=False, or use tp only"
             )

@@ -89,14 +89,14 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
     other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
     if count > 1 and other:
         problem = f"{rows} rows go into {count} micro-batches, but not {', '.join(other)}"
-        hint = "give it a row per row of the batch, leave it out, or pass micro_batches=1"
+        hint = "give each of them a row per row of the batch, or pass micro_batches=1"
         raise SlapoError("train_step", "batch", problem, hint)
 
 
 def require_trained(trains: bool) -> None:
     """Raise SlapoError if no parameter is trained on any rank; `trains` says whether this rank trains one."""
     if not trains:
-        problem = "no parameter takes a gradient, and no input asks for one"
+        problem = "no parameter and no input requires a gradient"
         hint = "unfreeze a parameter; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"
         raise SlapoError("train_step", "parameters", problem, hint)
 
@@ -105,7 +105,7 @@ def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count
     """Raise SlapoError for a user's post-accumulate hook if a step has several micro-batches: gradients are incomplete."""
     if mesh.pp * count > 1 and any(is_taken(p) for p in parameters.values()):
         found = f"pp={mesh.pp}, {count} micro-batches"
-        problem = f"{found}: it would step before the gradient is complete"
+        problem = f"{found}: the hook would run before the gradient is complete"
         hint = "step after train_step, or use pp=1 and micro_batches=1"
         raise SlapoError("train_step", "a hook that takes gradients", problem, hint)
 
@@ -123,8 +123,10 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
         dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.group(one))
         for name, (trained, least, most) in zip(names, found.tolist(), strict=True):
             if least + most < -SAME * least:
-                problem = f"its copies on the stages that share it differ: norms {least:.6g} and {-most:.6g}"
-                hint = "change and step it alike on all ranks; load the last checkpoint again"
+                problem = f"the copies of this tied weight on different stages differ: norms {least:.6g} and {-most:.6g}"
+                hint = (
+                    "change and step the weight alike on all ranks; load the last checkpoint again"
+                )
                 raise MeshError("train_step", name, problem, hint)
             if not trained:
                 named[name].requires_grad_(False).grad = None

@@ -56,7 +56,7 @@ class StepCounts:
         return torch.arange(self.first, self.first + count)
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """Return what is known of the `rows` rows of this rank from index `start`, for one micro-batch.
+        """Return the facts that are known about `rows` rows of this rank from index `start` on, for one micro-batch.
 
         `own_loss` is True if the user's own loss is computed, `shown` if the user gets the output, padding included.
         """
@@ -181,7 +181,7 @@ def _runs_as_loaded(model: Any) -> bool:
 
 
 def _is_watched(module: Any) -> bool:
-    """Return whether a module has hooks, a changed forward, or an attention that cannot run on packed rows."""
+    """Return whether a module must see padding: it has hooks, a changed forward, or attention that cannot skip padding."""
     own = vars(module)
     if own.get("gradient_checkpointing") or module._compiled_call_impl or is_changed(module):
         return True

@@ -164,7 +164,7 @@ def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int
         raise heartbeat.parse_error(heart.error)
     late, quiet = heart.late(place, number), heart.silence()
     if silent := [rank for rank in late if quiet[rank] > SILENCE_S]:
-        problem = f"it was not heard of for {max(quiet[rank] for rank in silent):.0f} s"
+        problem = f"no heartbeat arrived for {max(quiet[rank] for rank in silent):.0f} s"
         hint = "its process is stopped, or its machine is lost"
         raise RankError(heartbeat.names_of(silent), what, problem, hint)
     if seconds > LIMIT_S:

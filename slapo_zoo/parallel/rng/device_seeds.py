@@ -72,7 +72,7 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
 def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
-    """Custom op that computes `later(split_cells(seeds, parts, size), first)`, the seeds of a slice of blocks."""
+    """Return `later(split_cells(seeds, parts, size), first)`, the seeds of a slice of blocks; a custom op."""
     return later(split_cells(seeds, parts, size), first)
 
 
@@ -125,7 +125,7 @@ def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::hashed_mask", mutates_args=())
 def hashed_mask(seeds: Tensor, p: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Custom op: `hashed_cells` (a dropout mask of 0 and 1) for a tensor of `shape`."""
+    """Return the dropout mask of 0 and 1 that `hashed_cells` makes, for a tensor of `shape`; a custom op."""
     whole = torch.empty((), dtype=dtype, device=seeds.device).expand(list(shape))
     return hashed_cells(whole, p, seeds)
 

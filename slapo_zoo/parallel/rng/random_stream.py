@@ -129,7 +129,7 @@ class RandomStream(StreamPosition):
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds from which operators hash the mask of `keep_tokens` (same arguments, without `p`)."""
+        """Return the seeds that hash to the mask of `keep_tokens(x, p, site, n, r)`, for operators that hash it themselves."""
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
         tokens = x.shape[0] // max(self.position()[2], 1)
@@ -187,7 +187,7 @@ class RandomStream(StreamPosition):
 def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStream:
     step, first_row, num_rows = at.tolist()  # on the host: nothing waits
     if num_rows == NOWHERE:
-        problem = "code compiled outside a call of the model would repeat its masks"
+        problem = "code compiled outside a call of the model would repeat its dropout masks"
         raise SlapoError(
             "dropout", "torch.compile", problem, "call the module uncompiled, or through the model"
         )
@@ -212,7 +212,7 @@ def drawn_mask(
     at: Tensor, seed: int, rows: bool, real: Tensor | None, key: Tensor | None, site: str,
     heads: Sequence[int], shape: Sequence[int], p: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Custom op: `RandomStream.keep_mask` on a CPU for a tensor of `shape`.
+    """Return `RandomStream.keep_mask` on a CPU for a tensor of `shape`; a custom op.
 
     `at`, int64 [3], is (step, first row, rows) of the micro-batch; `rows` says whether axis 0 holds rows of the
     batch; `key`, an int64 scalar on the host or None, is the hash of the path's beginning, `site` the rest of it.
@@ -231,7 +231,7 @@ def drawn_uniform(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     shape: Sequence[int], dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Custom op: `RandomStream.uniform` for a tensor of `shape` on `device`; other arguments as in `drawn_mask`."""
+    """Return `RandomStream.uniform` for a tensor of `shape` on `device`; a custom op with arguments as `drawn_mask`."""
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
     return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
 
@@ -246,7 +246,7 @@ def drawn_seeds(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     count: int, heads: Sequence[int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Custom op: `RandomStream.found` for `count` rows; other arguments as in `drawn_mask`."""
+    """Return `RandomStream.found` for `count` rows; a custom op with arguments as `drawn_mask`."""
     return (
         _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()
     )

@@ -79,6 +79,6 @@ def require_shape(value: Any) -> tuple[int, int]:
     """
     if not (isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)):  # fmt: skip
         problem = f"found {value!r}, expected (rows, tokens) of a micro-batch"
-        hint = "a budget for activations depends on them: micro_batch_shape=(4, 1024)"
+        hint = "activation_memory= needs both numbers, e.g. micro_batch_shape=(4, 1024)"
         raise SlapoError("from_pretrained", "micro_batch_shape", problem, hint)
     return value[0], value[1]

@@ -91,7 +91,7 @@ class Meter:
         self._read.discard(storage)
 
     def now(self) -> tuple[float, ...]:
-        """Return the running totals, after counting all pending outputs as written."""
+        """Return the totals counted so far; outputs of element-wise chains that may still grow count as written."""
         self.settle()
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
                 self.collectives)  # fmt: skip
@@ -190,7 +190,7 @@ class Footprint:
         self.ends.append(self._now(sum(ref.nbytes for ref in new)))
 
     def _attention_ends(self, row: Row) -> None:
-        """Record the work of the attention call that `row` ends, and the bytes it keeps beside q, k, v and its output."""
+        """Record the work of the attention call whose last operation is `row`, and its bytes beside q, k, v and output."""
         begin, live = self._begun.pop()
         result = sum(ref.nbytes for ref in (*row.reads[:3], *row.writes))
         work, kept = self.attention.get(len(self.ends), (Work(), 0.0))

@@ -34,7 +34,7 @@ class Hardware:
         scratch: short-lived memory inside operations, which a dry run cannot see, in multiples of a
             block's output for one micro-batch.
         foreach: whether torch's optimizers use their multi-tensor implementation on this device.
-        multiprocessors: number of them, which compute tiles of a product in waves; 0 to ignore tiles.
+        multiprocessors: number of multiprocessors, which compute tiles of a product in waves; 0: ignore tiles.
         peak: 16-bit operations per second of the data sheet; 0 where unknown.
         host: bytes per second between device and host memory, one way; 0 where both are the same memory.
         error: mean relative error of forecast step times against published runs; 0 if never compared.
@@ -144,7 +144,7 @@ def find_hardware(name: str) -> Hardware:
         known = {field.name for field in fields(Hardware)}
         return Hardware(**{name: value for name, value in values.items() if name in known})
     except (ValueError, KeyError, TypeError) as error:
-        problem = f"it is no hardware profile: {error}"
+        problem = f"the file is no hardware profile: {error}"
         raise SlapoError(
             "plan", str(path), problem, "make one with `slapo-zoo calibrate`"
         ) from None

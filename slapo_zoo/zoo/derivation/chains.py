@@ -53,7 +53,7 @@ class Chains:
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """Record a function call outside of linears: the output of an element-wise function has the columns of its inputs.
+        """Record a call of a function other than a linear; an element-wise one passes columns on from input to output.
 
         Any other function mixes columns. `draws` tells whether the function draws random numbers.
         """

@@ -47,7 +47,7 @@ def _once(path: str, seen: Observation | None) -> bool:
 
 
 def _deepest(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the pattern of a list's modules, or of the layers inside them if each module holds one list of layers."""
+    """Yield the path pattern of a list's modules, or of the layers inside them if each holds one list of layers."""
     inner = {}
     for name, stage in module.named_children():
         lists = [(n, m) for n, m in stage.named_children() if _is_stack(m)]

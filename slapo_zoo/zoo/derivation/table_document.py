@@ -30,7 +30,7 @@ def _plain(directive: Any) -> Any:
 
 
 def to_document(table: Table) -> dict[str, Any]:
-    """Return a frozen table as JSON data for the cache."""
+    """Return a table that `freeze` has made as JSON data for the cache."""
     rows = [[path, [[type(d).name, d.arguments()] for d in rule]] for path, rule in table.heads]
     fields = {name: getattr(table, name) for name in (*LISTS, *PLAIN, *PAIRS)}
     pieces = [[piece.tensor, list(piece.names)] for piece in table.pieces]

@@ -216,10 +216,10 @@ def test_invalid_graph_patterns_are_refused():
     for pattern, text in (
         (lambda x, y: x.exp(), r"\['y'\] are not used"),
         (lambda x: x, "computes nothing"),
-        (lambda x: x if x.sum() > 0 else x.exp(), "sizes and `if` have no place"),
+        (lambda x: x if x.sum() > 0 else x.exp(), "without sizes and `if`"),
         (7, "a regex, a predicate"),
     ):
         with pytest.raises(ScheduleError, match=text):
             search(lambda m, x: x.exp(), pattern)
-    with pytest.raises(ScheduleError, match="stands for a call inside a pattern"):
+    with pytest.raises(ScheduleError, match="belongs into a pattern"):
         call_module("a")

@@ -117,7 +117,7 @@ def test_replacing_a_hooked_module_is_refused():
     _, graph = traced()
     graph.a.register_forward_hook(lambda m, args, y: y * 2)
     (match,) = find(graph, "", lambda x: call_module("a", x))
-    with pytest.raises(ScheduleError, match="it has hooks"):
+    with pytest.raises(ScheduleError, match="the module has hooks"):
         replace_vertical(match, lambda x: x)
 
 

@@ -88,7 +88,7 @@ def test_shard_attribute_is_refused_when_a_trace_recorded_the_value():
     """A traced graph reshapes by the recorded number of heads, and would be silently wrong after the change."""
     sch = Schedule(tiny_model("gpt2"), Mesh(tp=2))
     sch[f"{BLOCK}.attn"].trace(flatten=True)
-    with pytest.raises(ScheduleError, match="its graph was recorded with num_heads=4"):
+    with pytest.raises(ScheduleError, match="the graph was recorded with num_heads=4"):
         sch[f"{BLOCK}.attn"].shard_attribute("num_heads")
 
 

@@ -1,4 +1,4 @@
-"""The planner: few blocks stand for many, memory and cuts are those of the real outline, misses are explained."""
+"""The planner: profiles of few blocks, memory and cuts equal to the built model's, reasons for layouts that do not fit."""
 
 import json
 import warnings
@@ -267,7 +267,7 @@ def test_calibrated_hardware_file_is_read_back_unchanged(tmp_path):
     assert found.flops("float64") > 0
     (tmp_path / "bad.json").write_text("{}")
     for name, problem in (
-        ("bad.json", "it is no hardware profile"),
+        ("bad.json", "the file is no hardware profile"),
         ("none.json", "no such profile"),
     ):
         with pytest.raises(SlapoError, match=problem):

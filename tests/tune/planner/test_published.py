@@ -1,4 +1,4 @@
-"""The published multi-node figures beside the planner's: a small model shows that the benchmark runs."""
+"""Published multi-node measurements against the planner's forecasts, on a small model."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""The search of the planner beside every layout there is, in spaces small enough to look at all of it."""
+"""The planner's search against an exhaustive one, in small spaces."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -36,7 +36,7 @@ def planner_of(name: str) -> Planner:
 
 
 def everything(planner: Planner, gpus: int, batch: int) -> Iterator[Layout]:
-    """Every division, order, form of ZeRO and share of recomputation."""
+    """Yield every layout: mesh, order, ZeRO stage and recomputation."""
     blocks = len(planner.family.blocks)
     again = [(0.0, "")]
     again += [(k / blocks, kept) for k in range(1, blocks + 1) for kept in ("", "save_matmuls")]

@@ -1,4 +1,4 @@
-"""model.memory(): what is resident by kind, beside what the planner says of it."""
+"""model.memory(): resident bytes by kind, against the planner's prediction."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ MORE = [
 
 
 def compare(ranks, sizes, layout, precision, tokens):
-    """Parts that are exact within 3 %, and all together at the fullest moment within 10 %."""
+    """Fail unless each exact kind agrees within 3 %, and the peak within 10 %."""
     world = layout.tp * layout.pp * layout.dp
     found = ranks.run(measured, world, sizes, layout, precision, tokens, timeout=500)
     plans = planned(sizes, layout, precision, tokens)

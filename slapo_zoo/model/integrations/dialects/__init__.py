@@ -45,7 +45,9 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any
         raise ScheduleError("dialects", "cls_type", problem, "pass one of these")
     if target not in known and not allow_none:
         hint = f"known: {sorted(HOMES.keys() | known.keys())}"
-        raise ScheduleError("dialects", f"target={target!r}", f"no {cls_type} for it", hint)
+        raise ScheduleError(
+            "dialects", f"target={target!r}", f"found no {cls_type} for this target", hint
+        )
     return known.get(target)
 
 
@@ -61,7 +63,7 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
 
 
 def check_target(where: str, target: str | None, options: Any) -> None:
-    """Raise ScheduleError for an unknown or missing engine, for an unknown option of it, or for a missing option.
+    """Raise ScheduleError for an engine that is unknown or not installed, or for an unknown or missing option of it.
 
     Loaders call this function before they read anything; `where` names the loader in the error.
     """

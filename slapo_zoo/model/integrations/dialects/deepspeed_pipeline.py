@@ -181,12 +181,19 @@ class _ZeroPipeline(Zero):
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         hint = 'set "gradient_clipping" in the config'
-        raise SlapoError("target='deepspeed'", "clip_grad_norm_", "its step has run already", hint)
+        raise SlapoError(
+            "target='deepspeed'",
+            "clip_grad_norm_",
+            "DeepSpeed's pipeline has run the optimizer step already",
+            hint,
+        )
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
         if grads:
             hint = "compare weights or losses, or use target='torch'"
-            raise SlapoError("target='deepspeed'", "grads", "its pipeline clears them", hint)
+            raise SlapoError(
+                "target='deepspeed'", "grads", "DeepSpeed's pipeline clears the gradients", hint
+            )
         return super().tensors(model)
 
 

@@ -78,7 +78,7 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
     if kind is not None and mesh.pp > 1:
         _check_stages(sch, what)
     if kind == "fsdp2" and hasattr(optimizer, "param_groups"):
-        problem = "it holds parameters that FSDP2 replaces"
+        problem = "the optimizer holds parameters that FSDP2 replaces"
         hint = "pass a function: optimizer=lambda parameters: AdamW(parameters, lr=...)"
         raise SlapoError("target='torch'", "optimizer", problem, hint)
 
@@ -213,7 +213,7 @@ class _WholeDTensors(Whole):
             self.optimizer = self._whole_optimizer(optimizer, copies)
 
     def _whole_optimizer(self, optimizer: Any, copies: dict[str, nn.Parameter]) -> Any:
-        """Return an optimizer of the same class over the copies, with gathered state."""
+        """Return an optimizer of the same class as `optimizer` over the parameters `copies`, with its state gathered."""
         named = {id(p): copies[name] for name, p in self.divided.items()}
         groups = [
             {**g, "params": [named[id(p)] for p in g["params"]]} for g in optimizer.param_groups

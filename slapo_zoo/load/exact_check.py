@@ -1,0 +1,113 @@
+"""Check that a model trains with the same bits on a mesh of processes and in one process: `slapo-zoo verify --exact`."""
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slapo_zoo.load.auto import AutoScheduledModel
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.ranks.launch import run_local
+from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.verify.case import DROPOUT, Case, case_for, write_weights
+from slapo_zoo.zoo.shrink import shrink
+
+STEPS = 3
+Sizes = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Exactness:
+    """Outcome of a check; its text is one paragraph.
+
+    Args:
+        sizes: sizes of tp, pp and dp.
+        digests: digest of each step on the mesh.
+        of_one: digest of each step in one process.
+        difference: operation at which the two runs part; "" for runs that are equal.
+    """
+
+    sizes: Sizes
+    digests: list[str]
+    of_one: list[str]
+    difference: str = ""
+
+    def document(self) -> dict[str, Any]:
+        """Return the outcome as JSON data."""
+        verdict = "verified" if self.digests == self.of_one else "different"
+        return {"verdict": verdict, "digests": self.digests, "of_one": self.of_one, "difference": self.difference}  # fmt: skip
+
+    def __str__(self) -> str:
+        tp, pp, dp = self.sizes
+        where = f"{prod(self.sizes)} processes (tp={tp} pp={pp} dp={dp}) and one process"
+        if self.digests == self.of_one:
+            return f"{where}: the same bits in {STEPS} steps of AdamW with dropout, digest {self.digests[-1][:12]}"
+        step = next(
+            i
+            for i, pair in enumerate(zip(self.digests, self.of_one, strict=True))
+            if len(set(pair)) > 1
+        )
+        return f"{where}: step {step} has other bits; {self.difference or 'no operation differs when it is repeated'}"  # fmt: skip
+
+
+def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]) -> Exactness:
+    """Train a small model of a family on a mesh of local processes and in one process, and compare all bits.
+
+    Args:
+        config: config of the model.
+        cls: its class.
+        sizes: sizes of tp, pp and dp.
+        knobs: further arguments of `from_pretrained`.
+    """
+    order, per_rank = knobs.get("pipeline_order", "1f1b"), knobs.get("stages_per_rank")
+    stages = StageMap.make(order, sizes[1], per_rank).num_stages
+    small = shrink(config, Mesh(*sizes), stages)
+    with tempfile.TemporaryDirectory() as folder:
+        small = write_weights(small, cls, Path(folder))
+        case = case_for(small, cls, sizes, Path(folder))
+        many, one = (_runs(case, real, sizes, knobs, False) for real in (sizes, (1, 1, 1)))
+        if many == one:
+            return Exactness(sizes, many, one)
+        traces = [_runs(case, real, sizes, knobs, True) for real in (sizes, (1, 1, 1))]
+        return Exactness(sizes, many, one, traces[0].first_difference(traces[1]))
+
+
+def _runs(case: Case, real: Sizes, virtual: Sizes, knobs: Mapping[str, Any], traced: bool) -> Any:
+    """Return what `_train` returns in process 0 of a real mesh."""
+    return run_local(_train, prod(real), (case, real, virtual, dict(knobs), traced), threads=1, device="cpu")[0]  # fmt: skip
+
+
+def _train(case: Case, real: Sizes, virtual: Sizes, knobs: dict[str, Any], traced: bool) -> Any:
+    """Train some steps as one process of a real mesh; return the digests of the steps, or if `traced` the trace."""
+    names = ("tp", "pp", "dp")
+    model = AutoScheduledModel.from_pretrained(
+        case.folder, **dict(zip(names, real, strict=True)), exact=dict(zip(names, virtual, strict=True)),
+        auto_class=case.cls, seed=case.seed, **dict.fromkeys(case.drops, DROPOUT), **knobs,
+    )  # fmt: skip
+    try:
+        model.train()
+        if not traced:
+            return _steps(model, case)
+        with model.tracing() as trace:
+            _steps(model, case)
+        return trace
+    finally:
+        model.close()
+
+
+def _steps(model: Any, case: Case) -> list[str]:
+    optimizer, digests = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    rows = case.rows // model.mesh.dp
+    first = model.mesh.coord("dp") * rows
+    for step in range(STEPS):
+        batch = {k: v[first : first + rows] for k, v in case.batch_of(step).items()}
+        model.train_step(batch, micro_batches=case.rows // model.virtual.dp // case.micro_rows)
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        digests.append(model.step_digest())
+    return digests

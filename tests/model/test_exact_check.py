@@ -1,0 +1,47 @@
+"""`slapo-zoo verify --exact`: training on a mesh of processes has the bits of one process, or the operation is named."""
+
+import json
+
+import pytest
+import torch
+import transformers
+
+from cli_runs import run
+from slapo_zoo.language.primitives import sharded_linear
+from slapo_zoo.load import exact_check
+
+CONV = sharded_linear._conv1d
+
+
+def product_in_two_pieces(module, x):
+    half = x.shape[-1] // 2
+    first, second = module.weight[:half], module.weight[half:]
+    return torch.matmul(x[..., :half], first) + torch.matmul(x[..., half:], second)
+
+
+def train_another_way_on_a_mesh(case, real, *args):
+    """Train as `--exact` does, but on several processes with row-parallel products in two pieces."""
+    product = CONV if real == (1, 1, 1) else product_in_two_pieces
+    sharded_linear.WITHOUT_BIAS["Conv1D"] = (product, 0)
+    return TRAIN(case, real, *args)
+
+
+TRAIN = exact_check._train
+
+
+def test_verify_exact_compares_the_digests_of_the_steps(capsys):
+    run("verify", "bert", "--tp", "2", "--exact", "--json")
+    found = json.loads(capsys.readouterr().out)
+    assert found["verdict"] == "verified"
+    assert found["digests"] == found["of_one"]
+    assert len(set(found["digests"])) == exact_check.STEPS
+
+
+@pytest.mark.slow
+def test_verify_exact_names_the_operation_that_differs(monkeypatch):
+    monkeypatch.setattr(exact_check, "_train", train_another_way_on_a_mesh)
+    config, cls = transformers.GPT2Config(), transformers.GPT2LMHeadModel
+    found = exact_check.compare_meshes(config, cls, (2, 1, 1), {"kernels": "reference"})
+    assert found.document()["verdict"] == "different"
+    assert "step 0 has other bits" in str(found)
+    assert "attn.c_proj" in found.difference
