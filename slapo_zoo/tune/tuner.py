@@ -103,7 +103,7 @@ class Tuner:
             result.pruned["the planner: it does not fit"] = len(self.refused)
         without_gain = 0
         while len(result.trials) < self.limits.evaluations:
-            number = self.strategy.ask(known, left)
+            number = self.strategy(known, left)
             if number is None:
                 break
             before = result.best

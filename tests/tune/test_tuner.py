@@ -101,8 +101,6 @@ def test_tuner_finds_the_optimum_of_the_full_range_for_every_seed(name):
 
 @pytest.mark.parametrize("search", STRATEGIES)
 def test_every_tuner_strategy_terminates_and_measures_nothing_twice(search):
-    if search == "optuna":
-        pytest.importorskip("optuna")
     found = tune(SURFACES["half"], 20, 91, search)
     numbers = [trial.number for trial in found.trials]
     assert len(set(numbers)) == len(numbers)
