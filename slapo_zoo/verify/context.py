@@ -16,15 +16,14 @@ from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel import gradient_buckets
-from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.rank_plan import PARTIAL
 from slapo_zoo.parallel.ranks.agreement import together
-from slapo_zoo.verify.blame import Blame, directives_at
+from slapo_zoo.verify.blame import Blame
 from slapo_zoo.verify.compare import Comparison, Divergence, RankResult, Tolerance, largest_of
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.judge import shaken
 from slapo_zoo.verify.made_up import give_values, take_values
-from slapo_zoo.verify.report import Report, figures
+from slapo_zoo.verify.report import Report
 from slapo_zoo.verify.safe import NoDropout, agreed_collectives
 
 WHERE, SEED, INPUT = "Verify", 0, "input "
@@ -162,14 +161,11 @@ class Verify:
     def _reported(
         self, comparison: Comparison, divergence: Divergence | None, error: str | None
     ) -> Report:
-        mesh = self.sch.mesh
-        suspects = divergence.suspects if divergence else ()
-        return Report(
-            type(self.sch.model).__name__, {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp}, "given",
-            figures(comparison), comparison.findings, divergence,
-            directives_at(self.sch, suspects), error, SEED,
-            round(time.perf_counter() - self._begin, 2), software(),
-        )  # fmt: skip
+        seconds = round(time.perf_counter() - self._begin, 2)
+        sch = self.sch
+        return Report.of(
+            type(sch.model), sch.mesh, comparison, divergence, sch, error, SEED, seconds
+        )
 
 
 def _compare_all(

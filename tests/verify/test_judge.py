@@ -12,7 +12,7 @@ from slapo_zoo.verify.compare import Comparison, FixedTolerance, Result
 from slapo_zoo.verify.derive import Search
 from slapo_zoo.verify.judge import judge
 from slapo_zoo.verify.tiny_case import tiny_case
-from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
+from slapo_zoo.zoo.tiny_config import Sizes, tiny
 
 MESH, SP = (2, 1, 1), {"sequence_parallel": True}
 
