@@ -85,7 +85,8 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Measure a job on this rank: check the loss of a probe batch, then time the steps."""
+    """Measure a job on this rank: set the memory limit, check the loss of a probe batch, then time the steps."""
+    limit_memory(job)
     torch.set_num_threads(int(job.point.get("threads") or 1))
     with AnonymousPeak(exact=False) as peak:
         model = build(job)
@@ -151,19 +152,13 @@ def limit_memory(job: Job) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def on_rank(job: Job) -> Outcome:
-    """Set the memory limit and measure the job; each rank of a measurement calls this function."""
-    limit_memory(job)
-    return measure(job)
-
-
 def run(job: Job) -> Outcome:
     """Measure a job on `job.world` local ranks; return rank 0's outcome with the highest peak memory."""
     try:
         found = (
-            [on_rank(job)]
+            [measure(job)]
             if job.world == 1
-            else run_local(on_rank, job.world, (job,), device=job.device)
+            else run_local(measure, job.world, (job,), device=job.device)
         )
     except (RuntimeError, MemoryError) as error:
         text = f"{type(error).__name__}: {error}"
@@ -179,7 +174,7 @@ def main() -> None:
     """Run the job given as JSON in argv[1]; write its outcome to the file named by SLAPO_ZOO_RESULT."""
     outcome = run(Job(**json.loads(sys.argv[1])))
     path = Path(os.environ[RESULT])
-    path.with_suffix(".part").write_text(json.dumps(outcome.to_dict()))
+    path.with_suffix(".part").write_text(json.dumps(vars(outcome)))
     path.with_suffix(".part").replace(path)
 
 

@@ -33,7 +33,7 @@ def run_trial(
         if ended.code is None:
             found = Outcome(TIMEOUT, message=f"still running after {timeout_s:g} s")
         elif result.exists():
-            found = Outcome.from_dict(json.loads(result.read_text()))
+            found = Outcome(**json.loads(result.read_text()))
         else:
             text = (ended.err or ended.out)[-MOST_TEXT:] if ended.code else ""
             found = failure_of(ended.code, text)

@@ -113,7 +113,7 @@ class Verify:
             together(self.sch.mesh, WHERE, lambda: None)
             raise self._error(error) from error
         every = together(self.sch.mesh, WHERE, lambda: mine)
-        comparison = Comparison.empty()
+        comparison = Comparison()
         truth, *plains = before
         near = Tolerance(truth, plains)
         for rank, found in enumerate(every):
@@ -150,7 +150,7 @@ class Verify:
             return error
         divergence = Divergence(paths[0], "error", "its call", self.sch.mesh.rank, paths)
         text = f"{type(error).__name__}: {error}"
-        report = self._reported(Comparison.empty(), divergence, text)
+        report = self._reported(Comparison(), divergence, text)
         self.report = report
         try:
             report.raise_if_wrong(WHERE)
@@ -187,7 +187,7 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
     The gradients are those of a sum of all outputs with fixed random factors.
     """
     mesh, model = sch.mesh, sch.model
-    result = RankResult(coords=(mesh.coord("tp"), mesh.coord("pp"), mesh.coord("dp")))
+    result = RankResult.on(mesh)
     recorder = Recorder(model)
     with agreed_collectives(mesh, recorder), NoDropout(), recorder:
         leaves = [_whole(x) for x in tree_leaves(_as_tree(model(*args, **kwargs)))]

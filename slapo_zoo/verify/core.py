@@ -83,7 +83,7 @@ class _Verification:
 
     def __init__(self, trial: Trial, scratch: Path):
         self.trial, self.scratch = trial, scratch
-        self.comparison = Comparison.empty()
+        self.comparison = Comparison()
 
     def run(self) -> Report:
         """Run every check; if one fails, search for the first module that differs."""

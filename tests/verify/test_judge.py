@@ -82,6 +82,6 @@ def test_verify_accepts_equal_infinities_of_a_mask_and_rejects_nan():
         ([1.0, -1e9], False),
         ([torch.nan, -torch.inf], False),
     ):
-        into = Comparison.empty()
+        into = Comparison()
         near.check(into, "outputs", "logits", torch.tensor(found), lambda r: r.outputs["logits"])
         assert (not into.findings) == right, found
