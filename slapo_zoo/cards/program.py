@@ -72,9 +72,7 @@ class Program:
     @property
     def hash(self) -> str:
         """Return the sha256 of the schedule's canonical JSON, which has sorted keys and no spaces."""
-        return (
-            "sha256:" + hashlib.sha256(strict_json.canonical(_plain(self.document()))).hexdigest()
-        )
+        return "sha256:" + hashlib.sha256(strict_json.canonical(self.document())).hexdigest()
 
     def resolve(self, config: Any, mesh: Mapping[str, int]) -> list[Step]:
         """Return the directives for one model and mesh, with all formulas evaluated.
@@ -203,8 +201,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_shown, value))})"
     return repr(value)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with its tuples and mappings turned into lists and dicts."""
-    return json.loads(json.dumps(value))

@@ -24,7 +24,7 @@ from slapo_zoo.zoo.tuned import machine_name, model_name
 
 
 def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
-    """Return the valid configurations: micro-batches divide the rows, and a recompute policy needs a ratio.
+    """Return the valid configurations: rows are a multiple of micro-batches, and a recompute policy comes with a ratio.
 
     Args:
         ranks: processes of a measurement, which tp, pp and dp share out.
