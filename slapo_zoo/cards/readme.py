@@ -30,7 +30,7 @@ def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     return card.content.rstrip() + "\n"
 
 
-def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
+def metadata_of(data: bytes) -> dict[str, Any]:
     """Return the YAML metadata at the start of a README.md.
 
     Raises CardError for a missing block, HTML in the text, and YAML with tags, aliases or repeated keys.
@@ -38,44 +38,41 @@ def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CardError(where, "text", f"not UTF-8 at byte {error.start}", "write UTF-8") from None
+        raise _refused(f"not UTF-8 at byte {error.start}", "write UTF-8") from None
     block = _BLOCK.match(text)
     if block is None:
-        raise CardError(
-            where,
-            "metadata",
-            "found no YAML block at the start of the file",
-            "begin the file as the cards in hub_cards/ do",
-        )
+        hint = "begin the file as the cards in hub_cards/ do"
+        raise _refused("found no YAML block at the start of the file", hint)
     body = _CODE.sub("", _FENCE.sub("", text[block.end() :]))
     if found := _MARKUP.search(body) or _MARKUP.search(block[1]):
         problem = f"found {found[0]!r}: markup that a page could run"
-        raise CardError(where, "text", problem, "write Markdown without HTML")
-    return _yaml(block[1], where)
+        raise _refused(problem, "write Markdown without HTML")
+    return _yaml(block[1])
 
 
-def _yaml(text: str, where: str) -> dict[str, Any]:
+def _refused(problem: str, hint: str = "") -> CardError:
+    hint = hint or "write plain YAML without tags, anchors and repeated keys"
+    return CardError("README.md", "metadata", problem, hint)
+
+
+def _yaml(text: str) -> dict[str, Any]:
     import yaml
 
-    def fail(problem: str) -> CardError:
-        hint = "write plain YAML without tags, anchors and repeated keys"
-        return CardError(where, "metadata", problem, hint)
-
     if len(text) > MAX_METADATA:
-        raise fail(f"found {len(text)} characters, expected at most {MAX_METADATA}")
+        raise _refused(f"found {len(text)} characters, expected at most {MAX_METADATA}")
     try:
-        document = yaml.load(text, _plain_loader(fail))  # noqa: S506 - a safe loader, with less
+        document = yaml.load(text, _plain_loader())  # noqa: S506 - a safe loader, with less
+    except CardError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
-        if isinstance(error, CardError):
-            raise
-        raise fail(f"no YAML: {str(error).splitlines()[0]:.120}") from None
+        raise _refused(f"no YAML: {str(error).splitlines()[0]:.120}") from None
     if not isinstance(document, dict):
-        raise fail(f"found {type(document).__name__}, expected a mapping")
+        raise _refused(f"found {type(document).__name__}, expected a mapping")
     return document
 
 
-def _plain_loader(fail: Any) -> Any:
-    """Return a YAML loader that raises `fail(problem)` for tags, anchors, repeated keys and deep nesting."""
+def _plain_loader() -> Any:
+    """Return a YAML loader that refuses tags, anchors, repeated keys and deep nesting."""
     import yaml
 
     class Plain(yaml.SafeLoader):
@@ -84,19 +81,19 @@ def _plain_loader(fail: Any) -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             event = self.peek_event()
             if isinstance(event, yaml.AliasEvent) or event.anchor:
-                raise fail("found an anchor or an alias")
+                raise _refused("found an anchor or an alias")
             if event.tag:
-                raise fail(f"found the tag {event.tag!r:.80}")
+                raise _refused(f"found the tag {event.tag!r:.80}")
             self.depth += 1
             if self.depth > MAX_DEPTH:
-                raise fail(f"nested deeper than {MAX_DEPTH}")
+                raise _refused(f"nested deeper than {MAX_DEPTH}")
             node = super().compose_node(parent, index)
             self.depth -= 1
             keys = (
                 [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
             )
             if len(set(map(str, keys))) < len(keys):
-                raise fail("found a key twice")
+                raise _refused("found a key twice")
             return node
 
     return Plain

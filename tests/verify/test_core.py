@@ -97,16 +97,6 @@ def test_reduced_config_keeps_proportions(cls, fields, heads):
 
 
 @pytest.mark.parametrize("family", families())
-def test_every_family_config_can_be_reduced(family):
-    config, head = config_of(family)
-    small = tiny_like(config, Mesh(4), num_stages=2)
-    assert (
-        hf.count_parameters(small, hf.resolve_class(config, usual_head(config, head)).__name__)
-        < 3e6
-    )
-
-
-@pytest.mark.parametrize("family", families())
 def test_every_reduced_model_runs_in_float64(family):
     """The reference is finite: each row has a real token, and rotary dims fit the reduced heads."""
     config, head = config_of(family)
@@ -116,6 +106,7 @@ def test_every_reduced_model_runs_in_float64(family):
     small._experts_implementation = "eager"
     cls = hf.resolve_class(small, hf.resolve_class(config, usual_head(config, head)).__name__)
     model = cls._from_config(small, attn_implementation="eager").double().eval()
+    assert model.num_parameters() < 3e6
     batch = cast(padded_batch(model, 4, 16, seed=100, tp=4), torch.float64)
     with torch.no_grad():
         outputs = tensors_of(model(**batch))
