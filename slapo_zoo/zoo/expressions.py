@@ -82,7 +82,7 @@ def _tree(text: str) -> ast.expr:
     try:
         return ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
-        raise _refused(text, f"it cannot be read: {error.msg}") from None
+        raise _refused(text, f"the text cannot be read: {error.msg}") from None
 
 
 def _check(node: ast.expr, text: str) -> None:
