@@ -23,7 +23,6 @@ MISSING = (
     "liger_kernel",
     "deepspeed",
     "megatron",
-    "optuna",
     "jsonschema",
     "xformers",
     "flash_attn",

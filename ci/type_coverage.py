@@ -21,9 +21,9 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.case import Case, Trial
 from slapo_zoo.verify.derive import Search, problem_of
 from slapo_zoo.verify.tiny_case import tiny_case
-from slapo_zoo.zoo.derivation.tiny import Sizes
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import families
+from slapo_zoo.zoo.tiny_config import Sizes
 
 HEADS = {
     "CausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

@@ -15,7 +15,7 @@ from slapo_zoo.tune.strategies import find_strategy
 from slapo_zoo.tune.tuner import Limits, Tuner
 
 PICTURE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "tuner.png"
-STRATEGIES = ("model", "coordinate", "random")
+STRATEGIES = ("model", "random")
 EVALUATIONS = 20
 PLANE = {"threads": 2, "attention": "sdpa", "kernels": ""}
 

@@ -89,7 +89,7 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
     points = json.loads(DATA.read_text(encoding="utf-8"))["points"]
     starts = range(0, len(points), 24 if quick else 4)
     rows = []
-    for name in ("model", "coordinate", "optuna", "random"):
+    for name in ("model", "random"):
         results = [search(points, name, start, start) for start in starts]
         shares = [share for share, _ in results]
         worst = min(shares)

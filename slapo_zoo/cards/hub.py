@@ -209,23 +209,21 @@ def readable(what: str) -> Iterator[None]:
         RevisionNotFoundError,
     )
 
+    offline = (LocalEntryNotFoundError, EntryNotFoundError, OfflineModeIsEnabled)
+    hints: list[tuple[Any, str]] = [
+        (RepositoryNotFoundError, "check its name; private ones need a token"),
+        (RevisionNotFoundError, "check the sha or tag"),
+        (offline, "check the network, or take one from the cache"),
+        (HfHubHTTPError, "log in with `hf auth login`, or try later"),
+        ((HFValidationError, LocalTokenNotFoundError, OSError), "check the name, the token and the network"),
+    ]  # fmt: skip
     try:
         yield
-    except RepositoryNotFoundError as error:
-        raise _hub_error(what, error, "check its name; private ones need a token") from error
-    except RevisionNotFoundError as error:
-        raise _hub_error(what, error, "check the sha or tag") from error
-    except (LocalEntryNotFoundError, EntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise _hub_error(what, error, "check the network, or take one from the cache") from error
-    except HfHubHTTPError as error:
-        status = getattr(error.response, "status_code", None)
-        moved = status == 412
-        hint = "someone else published meanwhile: look at it, then push again" if moved else ""
-        raise _hub_error(
-            what, error, hint or "log in with `hf auth login`, or try later"
-        ) from error
-    except (HFValidationError, LocalTokenNotFoundError, OSError) as error:
-        raise _hub_error(what, error, "check the name, the token and the network") from error
+    except (*offline, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+        hint = next(hint for kinds, hint in hints if isinstance(error, kinds))
+        if getattr(getattr(error, "response", None), "status_code", None) == 412:
+            hint = "someone else published meanwhile: look at it, then push again"
+        raise _hub_error(what, error, hint) from error
 
 
 def _hub_error(what: str, error: Exception, hint: str) -> CardError:

@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,7 +49,7 @@ class Program:
             tuple((p, name, arguments) for p, name, arguments in document["steps"]),
         )  # fmt: skip
         program._check_arithmetic(where)
-        program._check_steps(where)
+        program._directives(lambda text: 1, where)  # their form is checked without a model
         return program
 
     def document(self) -> dict[str, Any]:
@@ -72,9 +72,7 @@ class Program:
     @property
     def hash(self) -> str:
         """Return the sha256 of the schedule's canonical JSON, which has sorted keys and no spaces."""
-        return (
-            "sha256:" + hashlib.sha256(strict_json.canonical(_plain(self.document()))).hexdigest()
-        )
+        return "sha256:" + hashlib.sha256(strict_json.canonical(self.document())).hexdigest()
 
     def resolve(self, config: Any, mesh: Mapping[str, int]) -> list[Step]:
         """Return the directives for one model and mesh, with all formulas evaluated.
@@ -109,11 +107,15 @@ class Program:
                     f"the constraint does not hold: found {found}",
                     hint,
                 )
-        steps = [[p, n, {k: _resolve(v, numbers) for k, v in a.items()}] for p, n, a in self.steps]
+        return self._directives(lambda text: _ask(arithmetic.evaluate, text, numbers), "steps")
+
+    def _directives(self, value_of: Callable[[str], int], where: str) -> list[Step]:
+        """Return the directives, with the value that `value_of` has for each formula; CardError for an invalid one."""
+        steps = [[p, n, _mapped(arguments, value_of)] for p, n, arguments in self.steps]
         try:
             return from_json(json.dumps({"format": FORMAT, "steps": steps}))
         except (ScheduleError, TypeError) as error:
-            raise _card_error(error, "steps") from None
+            raise _card_error(error, where) from None
 
     def lines(self) -> list[str]:
         """Return the schedule as lines of text for people; formulas are shown, not evaluated."""
@@ -141,9 +143,9 @@ class Program:
 
     def _sums(self) -> list[str]:
         """Return the text of every formula: of `numbers`, and in the arguments of directives."""
-        inside = [
-            text for _, _, arguments in self.steps for text in _sums_in([*arguments.values()])
-        ]
+        inside: list[str] = []
+        for _, _, arguments in self.steps:
+            _mapped(arguments, inside.append)
         return [*self.numbers.values(), *inside]
 
     def _check_arithmetic(self, where: str) -> None:
@@ -155,20 +157,16 @@ class Program:
         except ScheduleError as error:
             raise _card_error(error, where) from None
 
-    def _check_steps(self, where: str) -> None:
-        """Raise CardError if a step is no valid directive; no model is needed, since formulas count as 1."""
-        steps = [[p, n, {k: _filled(v) for k, v in a.items()}] for p, n, a in self.steps]
-        try:
-            from_json(json.dumps({"format": FORMAT, "steps": steps}))
-        except (ScheduleError, TypeError) as error:
-            raise _card_error(error, where) from None
 
+def _mapped(arguments: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
+    """Return the arguments of a step with each formula, {"=": text}, replaced by `value_of(text)`."""
 
-def _filled(value: Any) -> Any:
-    """Return an argument of a directive with each formula replaced by 1, to check the argument's type."""
-    if isinstance(value, Mapping):
-        return 1
-    return [_filled(v) for v in value] if isinstance(value, list | tuple) else value
+    def mapped(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return value_of(value["="])
+        return [mapped(v) for v in value] if isinstance(value, list | tuple) else value
+
+    return {name: mapped(value) for name, value in arguments.items()}
 
 
 def _check(document: Any, where: str) -> None:
@@ -197,26 +195,9 @@ def _card_error(error: Exception, where: str) -> CardError:
     )
 
 
-def _sums_in(value: Any) -> list[str]:
-    if isinstance(value, Mapping):
-        return [value["="]]
-    return [text for v in value for text in _sums_in(v)] if isinstance(value, list | tuple) else []
-
-
-def _resolve(value: Any, numbers: Mapping[str, int]) -> Any:
-    if isinstance(value, Mapping):
-        return _ask(arithmetic.evaluate, value["="], numbers)
-    return [_resolve(v, numbers) for v in value] if isinstance(value, list | tuple) else value
-
-
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
         return value["="]
     if isinstance(value, list | tuple):
         return f"({', '.join(map(_shown, value))})"
     return repr(value)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value with its tuples and mappings turned into lists and dicts."""
-    return json.loads(json.dumps(value))

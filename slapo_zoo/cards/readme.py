@@ -1,14 +1,13 @@
 """README.md of a card: filled in from a template, and read with a restricted YAML parser."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib import resources
 from typing import Any
 
 from slapo_zoo.errors import CardError
 
 MAX_METADATA, MAX_DEPTH = 2**16, 16
-_BRACKET = re.compile(r"[\[{\]}]")
 _BLOCK = re.compile(r"\A---\r?\n(.*?)\n---\r?\n", re.DOTALL)
 _FENCE = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -31,7 +30,7 @@ def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     return card.content.rstrip() + "\n"
 
 
-def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
+def metadata_of(data: bytes) -> dict[str, Any]:
     """Return the YAML metadata at the start of a README.md.
 
     Raises CardError for a missing block, HTML in the text, and YAML with tags, aliases or repeated keys.
@@ -39,109 +38,62 @@ def metadata_of(data: bytes, where: str = "README.md") -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CardError(where, "text", f"not UTF-8 at byte {error.start}", "write UTF-8") from None
+        raise _refused(f"not UTF-8 at byte {error.start}", "write UTF-8") from None
     block = _BLOCK.match(text)
     if block is None:
-        raise CardError(
-            where,
-            "metadata",
-            "found no YAML block at the start of the file",
-            "begin the file as the cards in hub_cards/ do",
-        )
+        hint = "begin the file as the cards in hub_cards/ do"
+        raise _refused("found no YAML block at the start of the file", hint)
     body = _CODE.sub("", _FENCE.sub("", text[block.end() :]))
     if found := _MARKUP.search(body) or _MARKUP.search(block[1]):
         problem = f"found {found[0]!r}: markup that a page could run"
-        raise CardError(where, "text", problem, "write Markdown without HTML")
-    return _yaml(block[1], where)
+        raise _refused(problem, "write Markdown without HTML")
+    return _yaml(block[1])
 
 
-def _depth(text: str) -> int:
-    """Return the deepest nesting of brackets, those in strings included; called before YAML is parsed."""
-    depth = deepest = 0
-    for bracket in _BRACKET.findall(text):
-        depth = max(0, depth + (1 if bracket in "[{" else -1))
-        deepest = max(deepest, depth)
-    return deepest
+def _refused(problem: str, hint: str = "") -> CardError:
+    hint = hint or "write plain YAML without tags, anchors and repeated keys"
+    return CardError("README.md", "metadata", problem, hint)
 
 
-def _yaml(text: str, where: str) -> dict[str, Any]:
+def _yaml(text: str) -> dict[str, Any]:
     import yaml
 
-    def fail(problem: str) -> CardError:
-        return CardError(
-            where, "metadata", problem, "write plain YAML without tags, anchors and repeated keys"
-        )
-
     if len(text) > MAX_METADATA:
-        raise fail(f"found {len(text)} characters, expected at most {MAX_METADATA}")
-    if _depth(text) > MAX_DEPTH:
-        raise fail(f"nested deeper than {MAX_DEPTH}")
+        raise _refused(f"found {len(text)} characters, expected at most {MAX_METADATA}")
     try:
-        events = list(_plain_events(text, fail))
-        document = _document(events, fail)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, CardError):
-            raise
-        raise fail(f"no YAML: {str(error).splitlines()[0]:.120}") from None
+        document = yaml.load(text, _plain_loader())  # noqa: S506 - a safe loader, with less
+    except CardError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:
+        raise _refused(f"no YAML: {str(error).splitlines()[0]:.120}") from None
     if not isinstance(document, dict):
-        raise fail(f"found {type(document).__name__}, expected a mapping")
+        raise _refused(f"found {type(document).__name__}, expected a mapping")
     return document
 
 
-def _plain_events(text: str, fail: Any) -> Iterator[Any]:
-    """Yield the parser events of a YAML text; raise `fail(problem)` for tags, anchors and deep nesting."""
+def _plain_loader() -> Any:
+    """Return a YAML loader that refuses tags, anchors, repeated keys and deep nesting."""
     import yaml
 
-    depth = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        depth += isinstance(event, yaml.CollectionStartEvent)
-        depth -= isinstance(event, yaml.CollectionEndEvent)
-        if depth > MAX_DEPTH:
-            raise fail(f"nested deeper than {MAX_DEPTH}")
-        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise fail("found an anchor or an alias")
-        if getattr(event, "tag", None):
-            raise fail(f"found the tag {event.tag!r:.80}")
-        yield event
+    class Plain(yaml.SafeLoader):
+        depth = 0
 
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            event = self.peek_event()
+            if isinstance(event, yaml.AliasEvent) or event.anchor:
+                raise _refused("found an anchor or an alias")
+            if event.tag:
+                raise _refused(f"found the tag {event.tag!r:.80}")
+            self.depth += 1
+            if self.depth > MAX_DEPTH:
+                raise _refused(f"nested deeper than {MAX_DEPTH}")
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            keys = (
+                [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+            )
+            if len(set(map(str, keys))) < len(keys):
+                raise _refused("found a key twice")
+            return node
 
-def _document(events: list[Any], fail: Any) -> Any:
-    """Return the value that YAML events describe; raise `fail(problem)` for a repeated key."""
-    from yaml.composer import Composer
-    from yaml.constructor import SafeConstructor
-    from yaml.resolver import Resolver
-
-    class Loader(Composer, SafeConstructor, Resolver):
-        def __init__(self) -> None:
-            for base in (Composer, SafeConstructor, Resolver):
-                base.__init__(self)
-            self.left = events[::-1]
-
-        def check_event(self, *kinds: Any) -> bool:
-            return bool(self.left) and (not kinds or isinstance(self.left[-1], kinds))
-
-        def peek_event(self) -> Any:
-            return self.left[-1]
-
-        def get_event(self) -> Any:
-            return self.left.pop()
-
-    loader = Loader()
-    node = loader.get_single_node()
-    _refuse_twice(node, fail)
-    return None if node is None else loader.construct_document(node)
-
-
-def _refuse_twice(node: Any, fail: Any) -> None:
-    import yaml
-
-    inside = []
-    if isinstance(node, yaml.MappingNode):
-        keys = {str(key.value) for key, _ in node.value}
-        if len(keys) < len(node.value):
-            raise fail("found a key twice")
-        inside = [value for _, value in node.value]
-    elif isinstance(node, yaml.SequenceNode):
-        inside = node.value
-    for value in inside:
-        _refuse_twice(value, fail)
+    return Plain

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._pytree import tree_map
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.load.exact_output import computed, joined
 from slapo_zoo.load.exact_trace import ExactTrace, Recorder, Row
 from slapo_zoo.model.step.runtime import count_rows
 from slapo_zoo.parallel.digests import digest, digest_of_tensor
@@ -141,10 +143,18 @@ class ExactModel(nn.Module):
         )
         raise SlapoError("ExactModel", "exact", problem, hint)
 
-    def forward(self, *_: Any, **__: Any) -> Any:
-        """Raise SlapoError: the loss of a call would end in this thread, its graph in others."""
-        problem = "a forward of one's own is not built for exact models"
-        raise SlapoError("ExactModel", "forward", problem, "call train_step(batch)")
+    def forward(self, **batch: Any) -> Any:
+        """Return the model's own output for this process's rows; its tensors have gradients as usual.
+
+        A scalar, such as the loss, is the mean over the virtual dp ranks of this process, as DDP averages losses.
+        """
+
+        def call(rank: int) -> Any:
+            with self._recorded(rank):
+                return tree_map(computed, self._of(rank)(**self._rows_of(rank, batch)))
+
+        outputs = dict(zip(self._host.ranks, self._host.run(call), strict=True))
+        return joined(outputs, self._host, self.virtual, self._note_gradients)
 
     def close(self) -> None:
         """End the virtual ranks of this process, of all its exact models; a collective call of all processes."""
@@ -197,24 +207,29 @@ class ExactModel(nn.Module):
             *args: further arguments of `Scheduled.train_step`; `micro_batches` counts those of a virtual rank.
             **kwargs: the same by name.
         """
-        parts = self.virtual.dp // self.mesh.dp
-        rows = count_rows(batch)
-        if rows % parts:
-            problem = f"found {rows} rows for {parts} virtual dp ranks of this process"
-            raise SlapoError("train_step", "batch", problem, f"pass a multiple of {parts} rows")
 
         def call(rank: int) -> Any:
-            model = self._of(rank)
-            at = model.mesh.coord("dp") % parts * (rows // parts)
-            own = {
-                k: v[at : at + rows // parts] if _has_rows(v, rows) else v for k, v in batch.items()
-            }
             with self._recorded(rank):
-                return model.train_step(own, *args, **kwargs)
+                return self._of(rank).train_step(self._rows_of(rank, batch), *args, **kwargs)
 
         loss = self._host.run(call)[0]
         self._last, self._gradients = (float(loss), 0.0), self._versions()
         return loss
+
+    def _rows_of(self, rank: int, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the rows of a batch of this process that a virtual rank reads."""
+        parts, rows = self.virtual.dp // self.mesh.dp, count_rows(batch)
+        if rows % parts:
+            problem = f"found {rows} rows for {parts} virtual dp ranks of this process"
+            raise SlapoError("ExactModel", "batch", problem, f"pass a multiple of {parts} rows")
+        first = self.virtual.coord("dp", rank) % parts * (rows // parts)
+        return {
+            name: value[first : first + rows // parts] if _has_rows(value, rows) else value
+            for name, value in batch.items()
+        }
+
+    def _note_gradients(self) -> None:
+        self._gradients = self._versions()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""

@@ -11,7 +11,7 @@ from typing import Any
 from slapo_zoo.tune.space import Space
 
 
-class Database:
+class Database(Mapping[str, Any]):
     """Store of the measured results of a tuning search by key, in a file or in memory.
 
     The file holds one JSON object per line; of two lines with the same key the later one counts. A line
@@ -61,15 +61,8 @@ class Database:
         finally:
             os.close(handle)
 
-    def __contains__(self, key: str) -> bool:
-        return key in self.db
-
     def __getitem__(self, key: str) -> Any:
         return self.db[key]
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """Return the result stored under `key`, or `default` if there is none."""
-        return self.db.get(key, default)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.db)

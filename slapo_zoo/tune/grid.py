@@ -1,11 +1,11 @@
 """Grid: the configurations of a tuning space as vectors, for search strategies and the surrogate model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from slapo_zoo.tune.space import Point, Space
+from slapo_zoo.tune.space import Point
 
 # Symbols whose larger values take more memory (+1) or less (-1), whatever the rest is.
 MEMORY = {
@@ -20,14 +20,12 @@ class Grid:
 
     Args:
         points: the configurations, each a dict symbol --> value.
-        memory: symbol --> +1 where larger values take more memory, -1 where they take less.
     """
 
-    def __init__(self, points: Sequence[Point], memory: Mapping[str, int] | None = None):
+    def __init__(self, points: Sequence[Point]):
         self.points = list(points)
         self.names = list(dict.fromkeys(name for point in points for name in point))
         self.values = {name: self._ordered(name) for name in self.names}
-        self.memory = {**MEMORY, **(memory or {})}
         self.number = {_key(point): i for i, point in enumerate(self.points)}
         place = {name: {_hash(v): i for i, v in enumerate(vs)} for name, vs in self.values.items()}
         self.index = np.array(
@@ -42,13 +40,6 @@ class Grid:
     def find(self, point: Mapping[str, Any]) -> int | None:
         """Return the number of a configuration (its index in `points`), or None if the grid does not contain it."""
         return self.number.get(_key(point))
-
-    def nearest(self, wanted: Sequence[float], among: Iterable[int]) -> int:
-        """Return the number, out of `among`, of the configuration nearest to `wanted` (a value's index for each symbol)."""
-        chosen = np.fromiter(among, dtype=int)
-        spans = np.array([max(len(self.values[n]) - 1, 1) for n in self.names])
-        off = np.abs(self.index[chosen] - np.asarray(wanted)) / spans
-        return int(chosen[off.sum(1).argmin()])
 
     def coordinates(self, without: Sequence[str] = ()) -> np.ndarray:
         """Return the configurations as an array [points, columns] in 0..1.
@@ -71,20 +62,18 @@ class Grid:
 
     def takes_more(self, small: int) -> np.ndarray:
         """Return a bool mask [points]: the configurations that need at least as much memory as number `small`."""
-        mask = np.ones(len(self.points), dtype=bool)
-        for j, name in enumerate(self.names):
-            direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0
-            column, here = self.index[:, j], self.index[small, j]
-            mask &= column == here if not direction else column * direction >= here * direction
-        return mask
+        return self._against(small, 1)
 
     def takes_less(self, large: int) -> np.ndarray:
         """Return a bool mask [points]: the configurations that need at most as much memory as number `large`."""
+        return self._against(large, -1)
+
+    def _against(self, number: int, sign: int) -> np.ndarray:
         mask = np.ones(len(self.points), dtype=bool)
         for j, name in enumerate(self.names):
-            direction = self.memory.get(name, 0) if all(map(is_number, self.values[name])) else 0
-            column, here = self.index[:, j], self.index[large, j]
-            mask &= column == here if not direction else column * direction <= here * direction
+            direction = MEMORY.get(name, 0) if all(map(is_number, self.values[name])) else 0
+            more = (self.index[:, j] - self.index[number, j]) * sign * direction
+            mask &= more >= 0 if direction else self.index[:, j] == self.index[number, j]
         return mask
 
     def corners(self, here: np.ndarray) -> list[int]:
@@ -94,13 +83,11 @@ class Grid:
         at a time gets its value of most memory, and at last all get their middle value. The other symbols keep
         the values of `here` [symbols], the index of a value per symbol.
         """
-        axes = [
-            j for j, n in enumerate(self.names) if self.memory.get(n) and len(self.values[n]) > 1
-        ]
+        axes = [j for j, n in enumerate(self.names) if MEMORY.get(n) and len(self.values[n]) > 1]
         low, high = np.array(here), np.array(here)
         for j in axes:
             ends = 0, len(self.values[self.names[j]]) - 1
-            low[j], high[j] = ends if self.memory[self.names[j]] > 0 else ends[::-1]
+            low[j], high[j] = ends if MEMORY[self.names[j]] > 0 else ends[::-1]
         wanted = [low] * bool(axes)
         for j in axes if len(axes) > 1 else ():
             wanted.append(np.array(low))
@@ -116,9 +103,7 @@ class Grid:
         per row. In a grid without a symbol that counts rows, every symbol is a term of its own.
         """
         counts = [
-            n
-            for n in self.names
-            if self.memory.get(n, 0) > 0 and all(map(is_number, self.values[n]))
+            n for n in self.names if MEMORY.get(n, 0) > 0 and all(map(is_number, self.values[n]))
         ]
         columns, one = self.coordinates(counts), np.ones((len(self.points), 1))
         if not counts:
@@ -132,7 +117,7 @@ class Grid:
     def memory_parts(self) -> tuple[np.ndarray, np.ndarray]:
         """Return (rows, share of activations kept) of every configuration, each [points] and scaled to 0..1."""
         rows, kept = np.ones(len(self.points)), np.zeros(len(self.points))
-        for name, direction in self.memory.items():
+        for name, direction in MEMORY.items():
             values = self.values.get(name, [])
             if len(values) < 2 or not all(map(is_number, values)):
                 continue
@@ -146,15 +131,11 @@ class Grid:
     def memory_rank(self) -> np.ndarray:
         """Return [points] in 0..1: the mean position of the memory symbols between least (0) and most memory (1)."""
         found = np.zeros(len(self.points))
-        names = [n for n in self.names if self.memory.get(n) and len(self.values[n]) > 1]
+        names = [n for n in self.names if MEMORY.get(n) and len(self.values[n]) > 1]
         for name in names:
             share = self.index[:, self.names.index(name)] / (len(self.values[name]) - 1)
-            found += share if self.memory[name] > 0 else 1.0 - share
+            found += share if MEMORY[name] > 0 else 1.0 - share
         return found / max(len(names), 1)
-
-    def text(self, number: int) -> str:
-        """Format a configuration, given by its number, in one line."""
-        return Space.cfg_dict_to_str(self.points[number])
 
 
 def is_number(value: Any) -> bool:

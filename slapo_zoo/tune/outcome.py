@@ -1,9 +1,7 @@
 """Outcome of one tuning measurement: throughput and memory, or the kind of failure."""
 
 import signal
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 OK, OUT_OF_MEMORY, CRASH, TIMEOUT, WRONG, SLOW = KINDS = (
     "ok", "out_of_memory", "crash", "timeout", "wrong", "slow",
@@ -39,15 +37,6 @@ class Outcome:
     def is_measured(self) -> bool:
         """Return whether the configuration ran, so that `throughput` is valid: kind "ok" or "slow"."""
         return self.kind in (OK, SLOW)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the outcome as a dict for the database."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(data: Mapping[str, Any]) -> "Outcome":
-        """Make an outcome from a dict of the database, as `to_dict` returns it."""
-        return Outcome(**data)
 
 
 def failure_of(returncode: int, text: str) -> Outcome:

@@ -8,12 +8,12 @@ et al. 1998), and a model of memory use.
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.tune.grid import Grid
+from slapo_zoo.tune.grid import MEMORY, Grid
 from slapo_zoo.tune.outcome import OK, OUT_OF_MEMORY, Outcome
 
 CAUTION = 2.0  # a power of the chance to fit: the higher, the less is dared
@@ -150,112 +150,21 @@ MORE_MEMORY = (
 )  # expected at first: what takes all memory is so much faster
 
 
-class Strategy(Protocol):
-    """Protocol of search strategies, which choose the next configuration to measure."""
-
-    def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the number of the next configuration to measure, or None if no other is worth measuring.
-
-        Args:
-            known: number of a configuration --> its outcome, in the order of measurement.
-            left: numbers of the configurations that are not measured yet.
-        """
-        ...
+# Function (known outcomes in the order of measurement, numbers that are left) --> number of the configuration to
+# measure next, or None if no other is worth measuring.
+Strategy = Callable[[Known, Sequence[int]], int | None]
 
 
-class Exhaustive:
-    """Strategy that measures every configuration, in order."""
-
-    def __init__(self, grid: Grid, **options: Any):
-        self.grid = grid
-
-    def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the number of the first configuration that was not measured."""
-        return left[0] if left else None
+def exhaustive(grid: Grid, **options: Any) -> Strategy:
+    """Return the strategy that measures every configuration, in order."""
+    return lambda known, left: left[0] if left else None
 
 
-class Random:
-    """Strategy that measures configurations in random order."""
-
-    def __init__(self, grid: Grid, seed: int = 0, **options: Any):
-        self.order = list(range(len(grid.points)))
-        random.Random(seed).shuffle(self.order)  # noqa: S311 - no secret
-
-    def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the number of the next configuration in the shuffled order that was not measured."""
-        return next((i for i in self.order if i in set(left)), None)
-
-
-class Coordinate:
-    """Strategy of coordinate descent: it tries the neighbours of the best configuration along one symbol at a time."""
-
-    def __init__(self, grid: Grid, start: int = 0, **options: Any):
-        self.grid, self.start = grid, start
-
-    def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the number of an unmeasured neighbour of the best configuration along one symbol, or None."""
-        if not known:
-            return self.start if self.start in left else (left[0] if left else None)
-        best = best_of(known)
-        if best is None:
-            return easiest(self.grid, known, left)
-        here, free = self.grid.index[best], set(left)
-        for reach in (1, 2):
-            for j in range(len(self.grid.names)):
-                for i in self._along(here, j, reach):
-                    if i in free:
-                        return i
-        return None
-
-    def _along(self, here: np.ndarray, axis: int, reach: int) -> list[int]:
-        same = np.delete(self.grid.index, axis, 1) == np.delete(here, axis)
-        near = np.abs(self.grid.index[:, axis] - here[axis]) == reach
-        is_category = not all(
-            isinstance(v, int | float) for v in self.grid.values[self.grid.names[axis]]
-        )
-        near |= is_category & (self.grid.index[:, axis] != here[axis])
-        return [int(i) for i in np.flatnonzero(same.all(1) & near)]
-
-
-class Optuna:
-    """Strategy that samples with `optuna`'s tree-structured Parzen estimator (Bergstra et al. 2011)."""
-
-    def __init__(self, grid: Grid, seed: int = 0, start: int = 0, **options: Any):
-        try:
-            import optuna
-        except ImportError:
-            hint = "pip install slapo-zoo[tune], or choose another --search"
-            raise SlapoError("tune", "--search optuna", "optuna is not installed", hint) from None
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        self.grid, self.start, self.optuna = grid, start, optuna
-        sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=5)
-        self.study = optuna.create_study(direction="maximize", sampler=sampler)
-        self.ranges: dict[str, Any] = {
-            name: optuna.distributions.IntDistribution(0, max(len(grid.values[name]) - 1, 0))
-            for name in grid.names
-        }
-        self.told: set[int] = set()
-
-    def ask(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the number of the unmeasured configuration that is nearest to the sampler's suggestion."""
-        if not left:
-            return None
-        if not known:
-            return self.start if self.start in left else left[0]
-        for i in known.keys() - self.told:
-            self._tell(i, known[i])
-        trial = self.study.ask(self.ranges)
-        return self.grid.nearest([trial.params[name] for name in self.grid.names], left)
-
-    def _tell(self, number: int, outcome: Outcome) -> None:
-        self.told.add(number)
-        values = {
-            n: max(int(v), 0) for n, v in zip(self.grid.names, self.grid.index[number], strict=True)
-        }
-        trial = self.optuna.trial.create_trial(
-            params=values, distributions=self.ranges, value=outcome.throughput
-        )
-        self.study.add_trial(trial)
+def shuffled(grid: Grid, seed: int = 0, **options: Any) -> Strategy:
+    """Return the strategy that measures every configuration, in random order."""
+    order = list(range(len(grid.points)))
+    random.Random(seed).shuffle(order)  # noqa: S311 - no secret
+    return lambda known, left: next((i for i in order if i in set(left)), None)
 
 
 class Model:
@@ -277,7 +186,7 @@ class Model:
         if prior is not None:
             self.priors = [np.log(np.maximum(np.asarray(prior, float), 1e-12))]
 
-    def ask(self, known: Known, left: Sequence[int]) -> int | None:
+    def __call__(self, known: Known, left: Sequence[int]) -> int | None:
         """Return `start` first, then the configuration with the largest expected gain; None if the gain is too small."""
         if not left:
             return None
@@ -322,7 +231,7 @@ class Model:
         """
         corners = self.grid.corners(self.grid.index[self.start])[:1]
         for j, name in enumerate(self.grid.names) if corners else ():
-            if not self.grid.memory.get(name) or len(set(self.grid.index[ran, j])) > 1:
+            if not MEMORY.get(name) or len(set(self.grid.index[ran, j])) > 1:
                 continue
             low = np.delete(self.grid.index[corners[0]], j)
             row = [i for i in left if (np.delete(self.grid.index[i], j) == low).all()]
@@ -376,12 +285,12 @@ def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
 
 
 STRATEGIES: dict[str, Callable[..., Strategy]] = {
-    "model": Model, "coordinate": Coordinate, "optuna": Optuna, "random": Random, "exhaustive": Exhaustive,
+    "model": Model, "random": shuffled, "exhaustive": exhaustive,
 }  # fmt: skip
 
 
 def find_strategy(name: str) -> Callable[..., Strategy]:
-    """Return the strategy class called `name`; an unknown name raises SlapoError, which lists all names."""
+    """Return the maker of the strategy called `name`; an unknown name raises SlapoError, which lists all names."""
     if name not in STRATEGIES:
         hint = f"choose one of {', '.join(STRATEGIES)}"
         raise SlapoError("tune", f"search={name!r}", "no such strategy", hint)

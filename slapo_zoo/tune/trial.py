@@ -1,12 +1,13 @@
 """Worker process of the tuner: build a model in one configuration, check its loss, time its training steps."""
 
 import json
+import math
 import os
 import statistics
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,10 @@ class Job:
         device: "cpu" or "cuda"; None takes a GPU where there is one.
         memory: bytes that a rank may use; 0 for no limit.
         probe: loss on the probe batch of one rank with reference kernels; None skips the comparison.
-        threads: CPU threads of the process.
     """
 
     model: str
-    point: Mapping[str, Any]
+    point: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 5
     seq_len: int = 128
     changes: Mapping[str, Any] | None = None
@@ -58,21 +58,23 @@ class Job:
     device: str | None = None
     memory: int = 0
     probe: float | None = None
-    threads: int = 1
 
     @property
     def world(self) -> int:
         """Return the number of ranks of the job: tp * pp * dp."""
-        sizes = (int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
-        tp, pp, dp = sizes
-        return tp * pp * dp
+        return math.prod(int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
+
+    def config(self) -> tuple[Any, str | None]:
+        """Return (config of the model with `changes`, head class or None)."""
+        config, head = config_of(self.model)
+        for name, value in (self.changes or {}).items():
+            setattr(config, name, value)
+        return config, head
 
 
 def build(job: Job) -> Any:
     """Build the model of a job on this rank, in training mode."""
-    config, head = config_of(job.model)
-    for name, value in (job.changes or {}).items():
-        setattr(config, name, value)
+    config, head = job.config()
     knobs = {n: v for n, v in job.point.items() if n in KNOBS and n != "dtype"}
     if "kernels" in knobs:
         knobs["kernels"] = kernels_of(knobs["kernels"])
@@ -83,8 +85,9 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Measure a job on this rank: check the loss of a probe batch, then time the steps."""
-    torch.set_num_threads(int(job.point.get("threads") or job.threads))
+    """Measure a job on this rank: set the memory limit, check the loss of a probe batch, then time the steps."""
+    limit_memory(job)
+    torch.set_num_threads(int(job.point.get("threads") or 1))
     with AnonymousPeak(exact=False) as peak:
         model = build(job)
         device = next(model.parameters()).device
@@ -149,19 +152,13 @@ def limit_memory(job: Job) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
-def on_rank(job: Job) -> Outcome:
-    """Set the memory limit and measure the job; each rank of a measurement calls this function."""
-    limit_memory(job)
-    return measure(job)
-
-
 def run(job: Job) -> Outcome:
     """Measure a job on `job.world` local ranks; return rank 0's outcome with the highest peak memory."""
     try:
         found = (
-            [on_rank(job)]
+            [measure(job)]
             if job.world == 1
-            else run_local(on_rank, job.world, (job,), device=job.device)
+            else run_local(measure, job.world, (job,), device=job.device)
         )
     except (RuntimeError, MemoryError) as error:
         text = f"{type(error).__name__}: {error}"
@@ -175,11 +172,9 @@ def run(job: Job) -> Outcome:
 
 def main() -> None:
     """Run the job given as JSON in argv[1]; write its outcome to the file named by SLAPO_ZOO_RESULT."""
-    data = json.loads(sys.argv[1])
-    job = Job(**{field.name: data[field.name] for field in fields(Job) if field.name in data})
-    outcome = run(job)
+    outcome = run(Job(**json.loads(sys.argv[1])))
     path = Path(os.environ[RESULT])
-    path.with_suffix(".part").write_text(json.dumps(outcome.to_dict()))
+    path.with_suffix(".part").write_text(json.dumps(vars(outcome)))
     path.with_suffix(".part").replace(path)
 
 

@@ -103,7 +103,7 @@ class Tuner:
             result.pruned["the planner: it does not fit"] = len(self.refused)
         without_gain = 0
         while len(result.trials) < self.limits.evaluations:
-            number = self.strategy.ask(known, left)
+            number = self.strategy(known, left)
             if number is None:
                 break
             before = result.best
@@ -141,7 +141,7 @@ class Tuner:
         """Return the trial of configuration `number`: from the database, or measured now and stored at once."""
         key = self.scope.key(point, steps)
         if key in self.database:
-            return Trial(number, point, Outcome.from_dict(self.database[key]), was_known=True)
+            return Trial(number, point, Outcome(**self.database[key]), was_known=True)
         begun = f"begun | {key}"
         starts = self.database.get(begun, 0)
         if starts >= MOST_STARTS:
@@ -151,5 +151,5 @@ class Tuner:
         else:
             self.database.commit(begun, starts + 1)
             outcome = self.measure(point, steps)
-        self.database.commit(key, outcome.to_dict())
+        self.database.commit(key, vars(outcome))
         return Trial(number, point, outcome)

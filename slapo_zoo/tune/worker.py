@@ -33,7 +33,7 @@ def run_trial(
         if ended.code is None:
             found = Outcome(TIMEOUT, message=f"still running after {timeout_s:g} s")
         elif result.exists():
-            found = Outcome.from_dict(json.loads(result.read_text()))
+            found = Outcome(**json.loads(result.read_text()))
         else:
             text = (ended.err or ended.out)[-MOST_TEXT:] if ended.code else ""
             found = failure_of(ended.code, text)
@@ -43,4 +43,4 @@ def run_trial(
 def measure_in_worker(job: Mapping[str, Any], timeout_s: float) -> Outcome:
     """Measure a job (the fields of `trial.Job`) in a fresh Python process."""
     command = [sys.executable, "-m", "slapo_zoo.tune.trial", json.dumps(job)]
-    return run_trial(command, timeout_s, {"OMP_NUM_THREADS": str(job.get("threads") or 1)})
+    return run_trial(command, timeout_s, {"OMP_NUM_THREADS": str(job["point"].get("threads") or 1)})

@@ -119,16 +119,13 @@ class Blame:
         `tensors` has one tensor per tp rank, or None if that rank did not record the event.
         """
         places: dict[tuple[int, int, int], dict[int, Seen]] = {}
-        ran: set[tuple[int, int, int]] = set()
-        for rank, result in enumerate(self.found):
+        for result in self.found:
             tp_coord, *others = result.coords
             for row in sorted({e.first_row for e in result.events}):
                 mine = event._replace(first_row=row)
                 key: Any = (*others, row)
                 if mine in result.events:
                     places.setdefault(key, {})[tp_coord] = result.events[mine]
-                    ran.add(key)
-            del rank
         size = 1 + max(result.coords[0] for result in self.found)
         for key, by_coord in places.items():
             seen = [by_coord.get(r) for r in range(size)]

@@ -14,7 +14,6 @@ from slapo_zoo.hf.example_inputs import padded_batch, random_batch
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rng.random_stream import drawn_from
 from slapo_zoo.zoo.outline import Outline
-from slapo_zoo.zoo.shrink import dropouts, expressive
 from slapo_zoo.zoo.survey import survey
 from slapo_zoo.zoo.table import Table
 
@@ -157,6 +156,25 @@ def case_for(
     return Case(
         config, cls, folder, rows * dp, tokens, micro_rows, seed, tp, drops=drops, draws=bool(drops)
     )
+
+
+def dropouts(config: Any) -> list[str]:
+    """Return the names of the config's dropout probabilities, also of those that are 0."""
+    values = config.to_dict()
+    named = [n for n in values if "drop" in n and "layerdrop" not in n]
+    return [n for n in named if values[n] is None or type(values[n]) in (int, float)]
+
+
+def expressive(config: Any) -> dict[str, Any]:
+    """Return config fields under which mistakes show: no dropout, and initial weights that are not tiny."""
+    known = config.to_dict()
+    scale = {"initializer_range": 0.2, "initializer_factor": 1.0, "init_std": 0.2}
+    changes: dict[str, Any] = {n: v for n, v in scale.items() if n in known}
+    changes |= {n: 0.0 for n in dropouts(config) if known[n] is not None}
+    changes |= {n: 0.0 for n in known if n.endswith("layerdrop")}
+    # a classifier of rows needs to know where they end, a decoder how to begin
+    needed = ["pad_token_id", *(["decoder_start_token_id"] if config.is_encoder_decoder else [])]
+    return changes | {name: 0 for name in needed if known.get(name) is None}
 
 
 def changes_for_comparison(config: Any) -> dict[str, Any]:

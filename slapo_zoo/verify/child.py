@@ -8,17 +8,21 @@ A request to verify, and one to derive a table:
 
 import json
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.derive import derive
 from slapo_zoo.verify.layerwise import require_memory, verify_layers
 from slapo_zoo.verify.report import UNMEASURED, Report
-from slapo_zoo.zoo.shrink import shrink_for
+from slapo_zoo.zoo.tiny_config import tiny_like
 
 MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up to this size
 
@@ -43,26 +47,24 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     quick = request.get("quick", True)
     if not quick:
         require_memory(config, hf.resolve_class(config, request["cls"]))
+    program = request.get("program") and Program.parse(request["program"].encode())
     if request.get("layers"):
         arguments.pop("folder")
-        report = verify_layers(config, schedule=_steps(request, config) or "zoo", **arguments)
-    elif request.get("program") is None:
-        report = verify(config, quick=quick, **arguments)
-    else:
-        program = Program.parse(request["program"].encode())
+        steps = program.resolve(config, _sizes(program, request["mesh"])) if program else "zoo"
+        report = verify_layers(config, schedule=steps, **arguments)
+    elif program:
         report = _of_program(program, config, quick, arguments)
+    else:
+        report = verify(config, quick=quick, **arguments)
     if report is None:
         return {"verdict": UNMEASURED, "text": "it fits no small model, and this one is large"}
     return {**report.document(), "text": str(report)}
 
 
-def _steps(request: dict[str, Any], config: Any) -> Any:
-    """Return the (pattern, directive) list of the card in the request; None where the request has no card."""
-    if request.get("program") is None:
-        return None
-    tp, pp, dp = request["mesh"]
-    sizes = {"tp": tp, "pp": pp, "dp": dp, "stages": pp}
-    return Program.parse(request["program"].encode()).resolve(config, sizes)
+def _sizes(program: Program, mesh: Sequence[int]) -> dict[str, int]:
+    """Return the sizes of a mesh (tp, pp, dp) by name, and the number of stages that a card's program makes."""
+    stages = 1 + sum(name == "cut_pipeline_stage" for _, name, _ in program.steps)
+    return {**dict(zip(("tp", "pp", "dp"), mesh, strict=True)), "stages": stages}
 
 
 def _of_program(
@@ -72,14 +74,17 @@ def _of_program(
 
     Return None if `quick` is set, no small model fits and the given one has over MANY_PARAMETERS parameters.
     """
-    sizes: dict[str, int] = dict(zip(("tp", "pp", "dp"), arguments["mesh"], strict=True))
-    stages = 1 + sum(name == "cut_pipeline_stage" for _, name, _ in program.steps)
-    sizes["stages"] = stages
-    if quick and (found := shrink_for(program, config, sizes, arguments["auto_class"])):
-        small, steps = found
+    mesh, sizes, steps = arguments["mesh"], _sizes(program, arguments["mesh"]), None
+    if quick:
+        fixed = any(text.isdigit() for text in program.numbers.values())
+        small = tiny_like(config, Mesh(*mesh), None, keep_head_size=fixed)
+        small.architectures = [program.model_class]
+        with suppress(SlapoError):
+            steps = program.resolve(small, sizes)
+    if steps is not None:
         report = verify(small, schedule=steps, quick=False, **arguments)
-        return Report(**{**vars(report), "config": "shrunken"})
-    if quick and hf.count_parameters(config, arguments["auto_class"]) > MANY_PARAMETERS:
+        return replace(report, config="shrunken")
+    if quick and hf.count_parameters(config, program.model_class) > MANY_PARAMETERS:
         return None
     return verify(config, schedule=program.resolve(config, sizes), quick=False, **arguments)
 

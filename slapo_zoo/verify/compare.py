@@ -65,6 +65,11 @@ class RankResult(Result):
     collectives: dict[str, int] = field(default_factory=dict)
     twice: dict[str, Tensor] = field(default_factory=dict)
 
+    @staticmethod
+    def on(mesh: Any) -> "RankResult":
+        """Make an empty result of the rank whose coordinates `mesh` has."""
+        return RankResult(coords=(mesh.coord("tp"), mesh.coord("pp"), mesh.coord("dp")))
+
 
 @dataclass(frozen=True)
 class Divergence:
@@ -113,15 +118,10 @@ class Comparison:
         factor: one number by which all gradients are too large; None where there is no such number.
     """
 
-    findings: list[Finding]
-    worst: dict[str, float]
-    counts: dict[str, int]
+    findings: list[Finding] = field(default_factory=list)
+    worst: dict[str, float] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
     factor: float | None = None
-
-    @staticmethod
-    def empty() -> "Comparison":
-        """Make a comparison without findings."""
-        return Comparison([], {}, {})
 
     def words(self) -> str:
         """Describe the first finding and count the others of its check; return "" if there are no findings."""

@@ -16,15 +16,14 @@ from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel import gather as consolidate
 from slapo_zoo.parallel import gradient_buckets
-from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.rank_plan import PARTIAL
 from slapo_zoo.parallel.ranks.agreement import together
-from slapo_zoo.verify.blame import Blame, directives_at
+from slapo_zoo.verify.blame import Blame
 from slapo_zoo.verify.compare import Comparison, Divergence, RankResult, Tolerance, largest_of
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.judge import shaken
 from slapo_zoo.verify.made_up import give_values, take_values
-from slapo_zoo.verify.report import Report, figures
+from slapo_zoo.verify.report import Report
 from slapo_zoo.verify.safe import NoDropout, agreed_collectives
 
 WHERE, SEED, INPUT = "Verify", 0, "input "
@@ -114,7 +113,7 @@ class Verify:
             together(self.sch.mesh, WHERE, lambda: None)
             raise self._error(error) from error
         every = together(self.sch.mesh, WHERE, lambda: mine)
-        comparison = Comparison.empty()
+        comparison = Comparison()
         truth, *plains = before
         near = Tolerance(truth, plains)
         for rank, found in enumerate(every):
@@ -151,7 +150,7 @@ class Verify:
             return error
         divergence = Divergence(paths[0], "error", "its call", self.sch.mesh.rank, paths)
         text = f"{type(error).__name__}: {error}"
-        report = self._reported(Comparison.empty(), divergence, text)
+        report = self._reported(Comparison(), divergence, text)
         self.report = report
         try:
             report.raise_if_wrong(WHERE)
@@ -162,14 +161,11 @@ class Verify:
     def _reported(
         self, comparison: Comparison, divergence: Divergence | None, error: str | None
     ) -> Report:
-        mesh = self.sch.mesh
-        suspects = divergence.suspects if divergence else ()
-        return Report(
-            type(self.sch.model).__name__, {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp}, "given",
-            figures(comparison), comparison.findings, divergence,
-            directives_at(self.sch, suspects), error, SEED,
-            round(time.perf_counter() - self._begin, 2), software(),
-        )  # fmt: skip
+        seconds = round(time.perf_counter() - self._begin, 2)
+        sch = self.sch
+        return Report.of(
+            type(sch.model), sch.mesh, comparison, divergence, sch, error, SEED, seconds
+        )
 
 
 def _compare_all(
@@ -191,7 +187,7 @@ def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
     The gradients are those of a sum of all outputs with fixed random factors.
     """
     mesh, model = sch.mesh, sch.model
-    result = RankResult(coords=(mesh.coord("tp"), mesh.coord("pp"), mesh.coord("dp")))
+    result = RankResult.on(mesh)
     recorder = Recorder(model)
     with agreed_collectives(mesh, recorder), NoDropout(), recorder:
         leaves = [_whole(x) for x in tree_leaves(_as_tree(model(*args, **kwargs)))]

@@ -3,7 +3,8 @@
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,15 @@ import torch
 
 from slapo_zoo.errors import ArchitectureError, MeshError, ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
-from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
-from slapo_zoo.verify.blame import Blame, directives_at, parent_of
+from slapo_zoo.verify.blame import Blame, parent_of
 from slapo_zoo.verify.case import Trial, case_for, write_weights
 from slapo_zoo.verify.compare import Comparison, Divergence, Finding
 from slapo_zoo.verify.judge import judge, on_mesh, one_rank_run, recorded
-from slapo_zoo.verify.report import Report, figures
-from slapo_zoo.zoo.shrink import shrink
+from slapo_zoo.verify.report import Report
 from slapo_zoo.zoo.table import families
+from slapo_zoo.zoo.tiny_config import tiny_like
 
 DTYPES = (torch.float64, torch.float32)  # the truth, and the same in the dtype under test
 
@@ -28,8 +28,8 @@ DTYPES = (torch.float64, torch.float32)  # the truth, and the same in the dtype 
 @hf.no_progress_bars()
 def verify(
     config: Any, auto_class: Any = None, mesh: tuple[int, int, int] = (2, 1, 1),
-    schedule: Any = "zoo", quick: bool = True, keep_layers: bool = False, seed: int = 0,
-    folder: Path | None = None, **knobs: Any,
+    schedule: Any = "zoo", quick: bool = True, seed: int = 0, folder: Path | None = None,
+    **knobs: Any,
 ) -> Report:  # fmt: skip
     """Run a schedule on a mesh, every rank a thread of this process, and compare with the plain model.
 
@@ -40,7 +40,6 @@ def verify(
         schedule: "zoo", a Schedule or its steps, or a function of the schedule. "auto" means "zoo" for a
             family with a table; for other families it is refused, as a derived table was proven already.
         quick: verify a small config of the same family; False verifies the given one.
-        keep_layers: keep the number of layers in the small config.
         seed: seed of weights, batch and dropout.
         folder: checkpoint to take weights from; None draws random ones. It is not read with `quick`.
         knobs: values of sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels; by
@@ -53,20 +52,15 @@ def verify(
     stages = StageMap.make(
         knobs.get("pipeline_order", "1f1b"), mesh[1], knobs.get("stages_per_rank")
     ).num_stages
-    small = shrink(config, Mesh(*mesh), stages, keep_layers) if quick else config
+    small = tiny_like(config, Mesh(*mesh), stages) if quick else config
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-verify-") as scratch:
         if folder is None or quick:
             folder = Path(scratch, "weights")
             small = write_weights(small, cls, folder, seed)
         trial = Trial(case_for(small, cls, mesh, folder, seed), mesh, schedule, knobs)
         found = _Verification(trial, Path(scratch)).run()
-    how = "shrunken" if quick else "given"
-    sizes: dict[str, int] = dict(zip(("tp", "pp", "dp"), mesh, strict=True))
-    return Report(
-        cls.__name__, sizes, how, figures(found.comparison), found.comparison.findings,
-        found.divergence, found.directives, found.error, seed,
-        round(time.perf_counter() - begin, 2), software(),
-    )  # fmt: skip
+    seconds = round(time.perf_counter() - begin, 2)
+    return replace(found, config="shrunken" if quick else "given", seconds=seconds)
 
 
 def known_schedule(config: Any, schedule: Any) -> Any:
@@ -84,22 +78,14 @@ def known_schedule(config: Any, schedule: Any) -> Any:
     raise ArchitectureError("verify", 'schedule="auto"', problem, hint)
 
 
-@dataclass
-class _Outcome:
-    comparison: Comparison
-    divergence: Divergence | None = None
-    directives: Sequence[tuple[str, str]] = ()
-    error: str | None = None
-
-
 class _Verification:
     """Runner of all checks of one trial (a schedule on a mesh); temporary files are written below `scratch`."""
 
     def __init__(self, trial: Trial, scratch: Path):
         self.trial, self.scratch = trial, scratch
-        self.comparison = Comparison.empty()
+        self.comparison = Comparison()
 
-    def run(self) -> _Outcome:
+    def run(self) -> Report:
         """Run every check; if one fails, search for the first module that differs."""
         try:
             self.trial.outline()
@@ -113,20 +99,23 @@ class _Verification:
             judge(self.trial, self.comparison, self.scratch)
         except Exception as error:
             return self._does_not_run(error)
-        if not self.comparison.findings:
-            return _Outcome(self.comparison)
-        return self._located()
+        return self._reported(self._located() if self.comparison.findings else None)
 
-    def _does_not_run(self, error: Exception) -> _Outcome:
-        """Return the outcome of a schedule that raised; its divergence is the module that was running."""
+    def _reported(self, divergence: Divergence | None, error: str | None = None) -> Report:
+        schedule, case = None, self.trial.case
+        with suppress(SlapoError):
+            schedule = self.trial.outline().schedule if divergence else None
+        found = self.comparison
+        return Report.of(case.cls, self.trial.mesh, found, divergence, schedule, error, case.seed)
+
+    def _does_not_run(self, error: Exception) -> Report:
+        """Return the report of a schedule that raised; its divergence is the module that was running."""
         text = f"{type(error).__name__}: {error}"
         named = isinstance(error, ScheduleError)
         paths = (str(error.where),) if named else self._where_it_raises() or self._named_by(error)
-        if not paths:
-            return _Outcome(self.comparison, error=text)
         suspects = tuple(dict.fromkeys((*paths, *map(parent_of, paths))))
-        divergence = Divergence(paths[0], "error", "its call", 0, suspects)
-        return _Outcome(self.comparison, divergence, self._touching(suspects), text)
+        divergence = Divergence(paths[0], "error", "its call", 0, suspects) if paths else None
+        return self._reported(divergence, text)
 
     def _named_by(self, error: Exception) -> tuple[str, ...]:
         """Return the path of the module whose parameter the text of an error names, in a tuple; () if it names none."""
@@ -142,8 +131,8 @@ class _Verification:
             return getattr(error, "slapo_modules", ())
         return ()
 
-    def _located(self) -> _Outcome:
-        """Return the outcome with the first module that differs; the search uses dropout if only that check failed."""
+    def _located(self) -> Divergence | None:
+        """Return the first difference; the search for it uses dropout if only that check failed."""
         wrong = [f.what for f in self.comparison.findings if f.check == "gradients"]
         divergence = None
         if {f.check for f in self.comparison.findings} != {"dropout"}:
@@ -153,10 +142,7 @@ class _Verification:
             alone = self.trial.on_one_rank()
             runs = [one_rank_run(recorded, alone, dtype, True) for dtype in DTYPES]
             divergence = self._blame(True, [run.events for run in runs], [])
-        divergence = self._beyond_modules(divergence) or self._by_names()
-        if divergence is None:
-            return _Outcome(self.comparison)
-        return _Outcome(self.comparison, divergence, self._touching(divergence.suspects))
+        return self._beyond_modules(divergence) or self._by_names()
 
     def _blame(self, dropout: bool, events: Sequence[Any], wrong: list[str]) -> Divergence | None:
         found = on_mesh(recorded, self.trial, DTYPES[1], dropout)
@@ -206,13 +192,6 @@ class _Verification:
         return frozenset(
             path for paths, (_, d) in steps if getattr(d, kind, None) in meant for path in paths
         )
-
-    def _touching(self, paths: Sequence[str]) -> list[tuple[str, str]]:
-        try:
-            schedule = self.trial.outline().schedule
-        except SlapoError:
-            return []
-        return directives_at(schedule, paths)
 
 
 def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:

@@ -23,9 +23,9 @@ from slapo_zoo.zoo.derivation.from_tp_plan import plan_of, table_of_plan
 from slapo_zoo.zoo.derivation.stacks import find_stacks
 from slapo_zoo.zoo.derivation.table_document import freeze, to_document
 from slapo_zoo.zoo.derivation.table_rows import Modules, derive_table, find_groups
-from slapo_zoo.zoo.derivation.tiny import Sizes
 from slapo_zoo.zoo.schedule_source import refusal
 from slapo_zoo.zoo.table import Table
+from slapo_zoo.zoo.tiny_config import Sizes
 
 Make = Callable[[Any, Any], Table]  # config, model on meta --> a candidate
 

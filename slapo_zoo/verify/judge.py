@@ -60,7 +60,7 @@ def judge(
     Raises:
         Exception: whatever a schedule that does not run raised.
     """
-    case, into = trial.case, Comparison.empty() if into is None else into
+    case, into = trial.case, Comparison() if into is None else into
     near = tolerance_of(case)
     truth, saved = near.truth, scratch and scratch / "saved"
     found = on_mesh(scheduled, trial, case.dtype, saved)
@@ -186,7 +186,7 @@ def scheduled(
     """
     model = shaken(load(trial, trial.case.changes(), dtype), shake)
     silence(model)
-    result = RankResult(coords=_coords(model))
+    result = RankResult.on(model.mesh)
     whole = cast(trial.case.batch, dtype)
     with agreed_collectives(model.mesh):
         with torch.no_grad():
@@ -206,7 +206,7 @@ def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankR
     `shake` is the seed of the rounding noise that `shaken` adds to the parameters; None adds none.
     """
     model = shaken(load(trial, trial.case.changes(dropped=True), dtype), shake)
-    result = RankResult(coords=_coords(model))
+    result = RankResult.on(model.mesh)
     for module in () if trial.case.draws else model.modules():
         if isinstance(module, nn.Dropout):
             module.p = DROPOUT  # what the config leaves out must not part replicas either
@@ -220,7 +220,7 @@ def recorded(trial: Trial, dtype: torch.dtype, with_dropout: bool = False) -> Ra
     model = load(trial, trial.case.changes(with_dropout), dtype)
     if not with_dropout:
         silence(model)
-    result = RankResult(coords=_coords(model))
+    result = RankResult.on(model.mesh)
     whole = cast(trial.case.batch, dtype)
     pipeline = model._slapo.pipeline
     units = () if pipeline is None else pipeline.units
@@ -338,11 +338,6 @@ def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
         noise = torch.rand(p.shape, dtype=torch.float64, generator=own).sub_(0.5).mul_(2)
         p.data = p.data + p.data * noise.to(p.data) * torch.finfo(p.dtype).eps
     return model
-
-
-def _coords(model: Any) -> tuple[int, int, int]:
-    tp, pp, dp = (model.mesh.coord(mesh_dim) for mesh_dim in ("tp", "pp", "dp"))
-    return tp, pp, dp
 
 
 def untied(model: Any) -> list[str]:

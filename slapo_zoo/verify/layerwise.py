@@ -22,8 +22,8 @@ from slapo_zoo.verify.compare import Divergence
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.report import Report
 from slapo_zoo.zoo.outline import Outline
-from slapo_zoo.zoo.shrink import LAYERS, PER_LAYER
 from slapo_zoo.zoo.table import base_prefix
+from slapo_zoo.zoo.tiny_config import layer_fields
 
 LAYERS_AT_ONCE = 2
 BYTES_PER_PARAMETER = 150  # measured: weights, gradients and steps of all runs, two of them in fp64
@@ -90,21 +90,20 @@ def _available() -> int | None:
 
 def few_layers(config: Any, start: int) -> Any:
     """Return a copy of the config with only the LAYERS_AT_ONCE layers from number `start` on, in their full widths."""
-    few, stop = copy.deepcopy(config), start + LAYERS_AT_ONCE
-    for name in PER_LAYER:
-        if isinstance(listed := getattr(config, name, None), list):
+    few, counts, stop = copy.deepcopy(config), layer_fields(config), start + LAYERS_AT_ONCE
+    for name, listed in vars(config).items():
+        if "layer" in name and isinstance(listed, list) and len(listed) in counts.values():
             setattr(few, name, listed[start:stop])
     if getattr(config, "attention_types", None):  # GPT-Neo: the list of layers follows from it
         few.attention_types = [[config.attention_layers[start:stop], 1]]
-    for name in LAYERS:
-        if type(count := getattr(config, name, None)) is int:
-            setattr(few, name, min(count, LAYERS_AT_ONCE))
+    for name, count in counts.items():
+        setattr(few, name, min(count, LAYERS_AT_ONCE))
     return few
 
 
 def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
     """Yield the first layer number of each group of LAYERS_AT_ONCE layers that is unlike all groups before it."""
-    counts = [n for name in LAYERS if type(n := getattr(config, name, None)) is int]
+    counts = layer_fields(config).values()
     if not counts:
         problem = f"a {type(config).__name__} does not say how many layers there are"
         raise SlapoError("verify", "--layers", problem, "leave --layers out, or pass --full")

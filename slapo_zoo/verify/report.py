@@ -5,6 +5,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.compat import software
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.verify.blame import directives_at
 from slapo_zoo.verify.compare import CHECKS, Comparison, Divergence, Finding
 
 VERIFIED, FAILED, UNMEASURED = "verified", "failed", "unmeasured"
@@ -42,6 +45,20 @@ class Report:
     seed: int = 0
     seconds: float = 0.0
     software: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(
+        cls: type, mesh: Mesh, found: Comparison, divergence: Divergence | None, schedule: Any,
+        error: str | None, seed: int, seconds: float = 0.0,
+    ) -> "Report":  # fmt: skip
+        """Make the report of a comparison; `schedule` has the directives to blame, None where it could not be made."""
+        suspects = divergence.suspects if divergence and schedule else ()
+        directives = directives_at(schedule, suspects)
+        sizes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp}
+        return Report(
+            cls.__name__, sizes, "given", figures(found), found.findings, divergence, directives,
+            error, seed, seconds, software(),
+        )  # fmt: skip
 
     @property
     def ok(self) -> bool:

@@ -16,6 +16,15 @@ from slapo_zoo.parallel import collectives
 
 
 @contextmanager
+def _observed(observer: Any) -> Iterator[None]:
+    collectives.OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        collectives.OBSERVERS.remove(observer)
+
+
+@contextmanager
 def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
     """Return a context in which tp ranks that are about to call different collectives raise instead of hanging.
 
@@ -49,11 +58,8 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
             hint = "the ranks have different sizes here: shard a size that tp divides, or pass pad=True"
             raise ScheduleError(where, "collective", problem, hint)
 
-    collectives.OBSERVERS.append(check)
-    try:
+    with _observed(check):
         yield
-    finally:
-        collectives.OBSERVERS.remove(check)
 
 
 @contextmanager
@@ -68,12 +74,9 @@ def counted(mesh: Any, counts: dict[str, int]) -> Iterator[None]:
         if over is group:  # each rank has its own, also where ranks are threads of one process
             found[kind] += 1
 
-    collectives.OBSERVERS.append(count)
-    try:
+    with _observed(count):
         yield
-    finally:
-        collectives.OBSERVERS.remove(count)
-        counts.update(found)
+    counts.update(found)
 
 
 def silence(model: nn.Module) -> None:

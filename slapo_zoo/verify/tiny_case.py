@@ -17,7 +17,7 @@ from slapo_zoo.verify.compare import Result
 from slapo_zoo.verify.judge import plain
 from slapo_zoo.zoo.derivation.observe import Observation, observe
 from slapo_zoo.zoo.derivation.spelling import find_spelling
-from slapo_zoo.zoo.derivation.tiny import TOKENS, Sizes, sizes_in_turn, tiny, without_dropout
+from slapo_zoo.zoo.tiny_config import TOKENS, Sizes, sizes_in_turn, tiny, without_dropout
 
 MOST = 2e7  # parameters that a tiny model may have
 MICRO_ROWS = 2  # two micro-batches at least show whether a loss is the sum of its parts'

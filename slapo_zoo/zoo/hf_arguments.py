@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.zoo.options import INSTEAD
 
 WHERE = "from_pretrained"
 ATTENTION = {
@@ -15,17 +16,12 @@ ATTENTION = {
     "flash_attention_2": "flash",
     "flex_attention": "flex",
 }
-# Arguments that say, with one of these values, what is done here anyway; `INSTEAD` knows the others.
+# Arguments that say, with one of these values, what is done here anyway; those of INSTEAD with None too.
 ANYWAY: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(INSTEAD, (None,)),
     "low_cpu_mem_usage": (None, True, False),
     "weights_only": (None, True),
     "use_safetensors": (None, True),
-    "device_map": (None,),
-    "max_memory": (None,),
-    "offload_folder": (None,),
-    "state_dict": (None,),
-    "quantization_config": (None,),
-    "tp_plan": (None,),
 }
 # The same for `save_pretrained`; all ranks call it, so that none is told whether it is the main process.
 SAVED_ANYWAY: dict[str, tuple[tuple[Any, ...], str]] = {

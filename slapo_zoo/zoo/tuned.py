@@ -64,9 +64,7 @@ def shape_name(config: Any) -> str:
     return " ".join((config.model_type, *found))
 
 
-def tuned_knobs(
-    config: Any, dtype: torch.dtype, device: torch.device | str, card: Path | None = None
-) -> dict[str, Any]:
+def tuned_knobs(config: Any, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
     """Return the tuned values of `attention` and `kernels` for a model; empty if this very model was not tuned.
 
     If it was tuned for several row lengths, the result of the longest is returned.
@@ -75,9 +73,8 @@ def tuned_knobs(
         config: config of the model.
         dtype: dtype in which the model computes.
         device: device of the model.
-        card: folder of the card; None takes the family's own.
     """
-    file = (card or CARDS / str(config.model_type)) / TUNING
+    file = CARDS / str(config.model_type) / TUNING
     if not file.exists():
         return {}
     found = json.loads(file.read_text(encoding="utf-8")).get(machine_name(device), {})

@@ -11,10 +11,9 @@ from mutants import CONFIGS as FAMILIES
 from mutants import IDS, LLAMA
 from slapo_zoo.hf.models import no_progress_bars
 from slapo_zoo.model.numerics import NumericsWatch, digests, unlike_replicas
-from slapo_zoo.verify.case import Trial
+from slapo_zoo.verify.case import Trial, dropouts
 from slapo_zoo.verify.compare import LEARNING_RATE, MAX_NORM
 from slapo_zoo.verify.judge import load, optimizer_of
-from slapo_zoo.zoo.shrink import dropouts
 
 STEPS = 2
 CONFIGS = {

@@ -118,6 +118,45 @@ def test_ten_steps_have_the_same_bits_on_all_meshes(case, options, virtual, root
         assert found == [one] * prod(real), real
 
 
+def loop(folder, case, real, virtual, exact):
+    """A loop of one's own: the model's loss, then a loss of the logits; (digests | norms) of the steps."""
+    sizes = dict(zip(("tp", "pp", "dp"), real, strict=True))
+    exact = {"exact": dict(zip(("tp", "pp", "dp"), virtual, strict=True))} if exact else {}
+    model = AutoScheduledModel.from_pretrained(folder, **sizes, seed=3, **exact)
+    model.train()
+    optimizer, found = torch.optim.AdamW(model.parameters(), lr=1e-3), []
+    for step in range(4):
+        batch = own_rows(case, step, model.mesh)
+        if step % 2 and virtual[2] == 1:
+            logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+            loss = logits.float().log_softmax(-1).square().mean()
+        else:
+            loss = model(**batch).loss
+        loss.backward()
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((float(norm), model.step_digest() if exact else ""))
+    with torch.no_grad():
+        model.eval()
+        shape = tuple(model(**own_rows(case, 9, model.mesh)).logits.shape)
+    if exact:
+        model.close()
+    return found, shape
+
+
+@pytest.mark.parametrize("case", [GPT2, BERT], ids=lambda case: case.cls)
+def test_a_loop_of_ones_own_has_the_same_bits_on_several_meshes(case, root, ranks):
+    folder, virtual = checkpoint(case, root), (2, 1, 2) if case is GPT2 else (4, 1, 1)
+    ((one, shape),) = ranks.run(loop, 1, folder, case, (1, 1, 1), virtual, True)
+    assert shape[0] == case.rows
+    for real in ((2, 1, 1), (1, 1, 2) if virtual[2] > 1 else (4, 1, 1)):
+        for found, _ in ranks.run(loop, prod(real), folder, case, real, virtual, True):
+            assert found == one, real
+    ranked, _ = emulate(loop, folder, case, virtual, virtual, False, mesh=virtual)[0]
+    assert [norm for norm, _ in ranked] == [norm for norm, _ in one]
+
+
 def train_on(folder, case, real, virtual, saved, first, last, kill):
     """Resume from `saved` if it is there, train to step `last`, saving each; `kill`: rank 0 dies at the end."""
     model, optimizer = load(folder, case, real, virtual, {})
@@ -160,10 +199,6 @@ def nothing(model):
     pass
 
 
-def forward(model):
-    model(input_ids=torch.ones(2, 4, dtype=torch.int64))
-
-
 def uneven(model):
     model.train_step({"input_ids": torch.ones(3, 4, dtype=torch.int64)})
 
@@ -174,6 +209,11 @@ def clipped_by_torch(model):
     model.train_step(batch_of(GPT2))
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
+
+
+def loss_of_logits(model):
+    model.train()
+    model(**batch_of(GPT2)).logits.square().mean().backward()
 
 
 def adafactor(model):
@@ -190,9 +230,9 @@ def adafactor(model):
         ("yes", {}, nothing, "expected True, or sizes"),
         ({"tp": 2}, {"kernels": "measure"}, nothing, "chooses by timings"),
         ({"tp": 2}, {"target": "deepspeed"}, nothing, "an order of its own"),
-        ({"tp": 2}, {}, forward, "call train_step"),
         ({"dp": 2}, {}, uneven, "3 rows for 2 virtual dp ranks"),
         ({"tp": 2}, {}, clipped_by_torch, "call model.clip_grad_norm_"),
+        ({"dp": 2}, {}, loss_of_logits, "train_step(batch, loss_fn=...)"),
         ({"tp": 2}, {}, adafactor, "element by element"),
     ],
 )

@@ -8,7 +8,7 @@ from type_coverage import default_config
 from slapo_zoo.hf.models import dtype_of
 from slapo_zoo.verify.derive import Search
 from slapo_zoo.verify.tiny_case import tiny_case
-from slapo_zoo.zoo.derivation.tiny import Sizes
+from slapo_zoo.zoo.tiny_config import Sizes
 
 # the first parameter of DeBERTa's second stage is in fp32, whatever the others are (q_bias); names of
 # MobileBERT's blocks on one stage hold all words of names on the other (layer.1 and ffn.1)

@@ -25,8 +25,8 @@ from slapo_zoo.zoo.derivation.spelling import find_spelling
 from slapo_zoo.zoo.derivation.stacks import find_stacks
 from slapo_zoo.zoo.derivation.table_document import from_document, to_document
 from slapo_zoo.zoo.derivation.table_rows import derive_table
-from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
 from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.tiny_config import Sizes, tiny
 
 CLASSES = {
     "bloom": transformers.BloomForCausalLM,

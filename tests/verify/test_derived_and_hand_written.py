@@ -18,8 +18,8 @@ from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.derivation.stacks import star
 from slapo_zoo.zoo.derivation.table_rows import derive_table
-from slapo_zoo.zoo.derivation.tiny import Sizes
 from slapo_zoo.zoo.table import families, table_for
+from slapo_zoo.zoo.tiny_config import Sizes
 
 WIDERESNET = "wideresnet"  # a model of our own, in none of the lists of transformers
 T5 = ("relative_attention_bias", "embed_tokens", "shared", "lm_head")

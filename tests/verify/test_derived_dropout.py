@@ -9,11 +9,10 @@ from type_coverage import default_config
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.language.primitives import ForkRng
-from slapo_zoo.verify.case import Trial
+from slapo_zoo.verify.case import Trial, dropouts
 from slapo_zoo.verify.derive import Search, problem_of
 from slapo_zoo.verify.tiny_case import tiny_case
-from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
-from slapo_zoo.zoo.shrink import dropouts
+from slapo_zoo.zoo.tiny_config import Sizes, tiny
 
 # a head's dropout before and after a sharded product; a block's; a plan of transformers; widths that differ
 CLASSES = ["LiltForSequenceClassification", "XLNetForSequenceClassification", "Qwen3MoeForCausalLM",

@@ -12,7 +12,7 @@ from slapo_zoo.verify.compare import Comparison, FixedTolerance, Result
 from slapo_zoo.verify.derive import Search
 from slapo_zoo.verify.judge import judge
 from slapo_zoo.verify.tiny_case import tiny_case
-from slapo_zoo.zoo.derivation.tiny import Sizes, tiny
+from slapo_zoo.zoo.tiny_config import Sizes, tiny
 
 MESH, SP = (2, 1, 1), {"sequence_parallel": True}
 
@@ -82,6 +82,6 @@ def test_verify_accepts_equal_infinities_of_a_mask_and_rejects_nan():
         ([1.0, -1e9], False),
         ([torch.nan, -torch.inf], False),
     ):
-        into = Comparison.empty()
+        into = Comparison()
         near.check(into, "outputs", "logits", torch.tensor(found), lambda r: r.outputs["logits"])
         assert (not into.findings) == right, found

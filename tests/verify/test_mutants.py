@@ -62,7 +62,7 @@ def test_schedule_that_loses_a_weight_tie_is_refused_and_named():
 
 def test_verify_reports_a_tensor_of_another_shape():
     """The checks go on after the shape, and the report names the place."""
-    plain, found = Result(loss=1.0, weights={"w": torch.zeros(3)}), Comparison.empty()
+    plain, found = Result(loss=1.0, weights={"w": torch.zeros(3)}), Comparison()
     near = Tolerance(plain, [plain])
     near.check(found, "optimizer step", "w", torch.zeros(2), lambda result: result.weights["w"])
     (finding,) = found.findings

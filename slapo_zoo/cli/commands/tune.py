@@ -18,7 +18,7 @@ def tune(
     model: Annotated[str, typer.Argument(help="A family, a folder, a Hub id.")],
     symbol: Symbols = None,
     change: Annotated[list[str] | None, typer.Option(help="FIELD=VALUE of the model's config.")] = None,
-    search: Annotated[str, typer.Option(help="model, coordinate, optuna, random or exhaustive.")] = "model",
+    search: Annotated[str, typer.Option(help="model, random or exhaustive.")] = "model",
     evaluations: Annotated[int, typer.Option(min=1, help="At most so many.")] = 40,
     patience: Annotated[int, typer.Option(min=0, help="Stop after so many without gain; 0: never.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a measurement.")] = 5,
@@ -87,18 +87,19 @@ def _of_model(
     model: str, symbols: list[str], changes: list[str], gpus: int, seq_len: int, dtype: str, device: str,
     memory: str | None, timeout: float, plan: bool,
 ) -> Any:  # fmt: skip
-    from slapo_zoo.tune import tuning_job as job
+    from slapo_zoo.tune import tuning_job
     from slapo_zoo.tune.grid import Grid
+    from slapo_zoo.tune.trial import Job
     from slapo_zoo.weights.load import parse_size
 
     most = parse_size(memory, "--memory") or 0
     fields = {name: values[0] for name, values in _pairs(changes, "--change").items()}
-    job.check_changes(model, fields)
-    setting = job.Setting(model, gpus, seq_len, dtype, device, most, timeout, fields)
-    wanted = _pairs(symbols, "--symbol") or job.default_symbols(model)
-    grid = Grid(job.points_for(setting, wanted))
-    judged = job.Forecaster(setting).judge(grid) if plan else (None, {})
-    return grid, job.Workers(setting), job.scope_of(setting), judged
+    tuning_job.check_changes(model, fields)
+    job = Job(model, seq_len=seq_len, changes=fields, dtype=dtype, device=device, memory=most)
+    wanted = _pairs(symbols, "--symbol") or tuning_job.default_symbols(model)
+    grid = Grid(tuning_job.points_for(gpus, wanted))
+    judged = tuning_job.forecasts(job, grid) if plan else (None, {})
+    return grid, tuning_job.Workers(job, timeout), tuning_job.scope_of(job), judged
 
 
 def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:

@@ -1,12 +1,12 @@
 """Choose an activation policy for each block, so that the activations of a rank stay within a budget."""
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.tune.planner.hardware import HARDWARE, Hardware
 from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.layout_search import Planner
@@ -37,12 +37,12 @@ def policies_within(
         MeshError: no mixture of policies fits; the smallest budget that does is named.
     """
     rows, tokens = shape
+    places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
     layout = Layout(
         mesh.tp, mesh.pp, mesh.dp, rows, micro_batches or max(1, 2 * mesh.pp * (mesh.pp > 1)),
-        options.pipeline_order, options.stages_per_rank or 1, dp_shard=options.dp_shard,
+        options.pipeline_order, places.per_rank, dp_shard=options.dp_shard,
         sequence_parallel=options.sequence_parallel, zero_stage=options.zero_stage,
     )  # fmt: skip
-    layout = replace(layout, stages_per_rank=_per_rank(layout, options))
     precision = options.precision or precision_of(str(dtype))
     planner = Planner(config, hardware_of(options.device), tokens, precision, "eager", auto_class)
     chosen, least = choose(planner, layout, budget)
@@ -54,12 +54,6 @@ def policies_within(
         )
         raise MeshError("from_pretrained", f"activation_memory={asked}", problem, hint)
     return chosen
-
-
-def _per_rank(layout: Layout, options: BuildOptions) -> int:
-    from slapo_zoo.pipeline.orders import StageMap
-
-    return StageMap.make(layout.pipeline_order, layout.pp, options.stages_per_rank).per_rank
 
 
 def hardware_of(device: torch.device | str) -> Hardware:

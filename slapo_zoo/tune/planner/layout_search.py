@@ -13,7 +13,6 @@ from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import balanced_cuts
-from slapo_zoo.pipeline.stages import leaf_units
 from slapo_zoo.tune.planner.hardware import GIB, Hardware
 from slapo_zoo.tune.planner.layout import CLOSED, Layout, divisors, in_flight, layouts, places_of
 from slapo_zoo.tune.planner.mixtures import mixed
@@ -28,8 +27,7 @@ from slapo_zoo.tune.planner.stage_memory import (
     stage_memory,
 )
 from slapo_zoo.tune.planner.timing import How, StageTime, StepTime, stage_time, step_time
-from slapo_zoo.zoo.apply import block_paths, spread, step_costs
-from slapo_zoo.zoo.table import base_prefix
+from slapo_zoo.zoo.apply import block_paths, spread, step_costs, units_of
 
 WORTH = 0.01  # of a step, for which each block has a policy of its own
 PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers")
@@ -350,8 +348,7 @@ class Planner:
             config = copy.deepcopy(family.small)
             model = hf.build_on_meta(family.cls, config, torch.float32, family.table.seam)
             blocks = block_paths(Schedule(model, Mesh()), family.table)
-            late = [base_prefix(model) + path for path in family.table.after_blocks]
-            found = step_costs(model, leaf_units(model, blocks, late), blocks, 2)
+            found = step_costs(model, units_of(model, family.table, blocks), blocks, 2)
             self._costs = family.repeat([(c.unit, c.step) for c in found])
         return self._costs
 

@@ -9,9 +9,9 @@ from slapo_zoo.weights.keys import Pieces
 from slapo_zoo.zoo.rules import Row
 from slapo_zoo.zoo.table import Table
 
-LISTS = ("blocks", "after_blocks", "order", "everywhere", "all_tokens", "whole_batch")
-PLAIN = ("model_type", "source", "seam", "batch_statistics", "shifts_labels", "undivided")
-PAIRS = ("renames",)
+# fields of a table that its document has as they are; rows and pieces are written by `to_document`
+KEPT = ("model_type", "source", "blocks", "after_blocks", "order", "everywhere", "seam", "all_tokens", "renames",
+        "whole_batch", "shifts_labels", "undivided", "batch_statistics")  # fmt: skip
 
 
 def freeze(table: Table, model: Any) -> Table:
@@ -32,7 +32,7 @@ def _plain(directive: Any) -> Any:
 def to_document(table: Table) -> dict[str, Any]:
     """Return a table that `freeze` has made as JSON data for the cache."""
     rows = [[path, [[type(d).name, d.arguments()] for d in rule]] for path, rule in table.heads]
-    fields = {name: getattr(table, name) for name in (*LISTS, *PLAIN, *PAIRS)}
+    fields = {name: getattr(table, name) for name in KEPT}
     pieces = [[piece.tensor, list(piece.names)] for piece in table.pieces]
     return {**fields, "rows": rows, "pieces": pieces, "format": FORMAT}
 
@@ -44,8 +44,10 @@ def from_document(document: dict[str, Any]) -> Table:
         steps = [[pattern, name, arguments] for name, arguments in rule]
         found = from_json(json.dumps({"format": document["format"], "steps": steps}))
         rows.append((pattern, tuple(directive for _, directive in found)))
-    lists = {name: tuple(document[name]) for name in LISTS}
-    plain = {name: document[name] for name in PLAIN}
-    pairs = {name: tuple(map(tuple, document[name])) for name in PAIRS}
+    kept = {name: _tuples(document[name]) for name in KEPT}
     pieces = tuple(Pieces(tensor, tuple(names)) for tensor, names in document["pieces"])
-    return Table(dims={}, body=(), heads=tuple(rows), pieces=pieces, **lists, **plain, **pairs)
+    return Table(dims={}, body=(), heads=tuple(rows), pieces=pieces, **kept)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -1,14 +1,17 @@
-"""Tiny configs of any family: two layers, four heads, other sizes by the names of their fields and by ratio."""
+"""Tiny configs of any family: few layers and heads, other sizes by the names of their fields and by ratio."""
 
 import copy
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from slapo_zoo.parallel.mesh import Mesh
+
 TOKENS = 16
+ALL = 1 << 20  # as an upper bound: more than any model has
 # what a number of a config is, by how its name is written
 LAYERS = re.compile(
     r"^(n_layers?|depth|(num_)?(hidden_|encoder_|decoder_|entity_|text_|vision_)?(hidden_)?(layers|blocks))$"
@@ -25,10 +28,12 @@ GROUPS = re.compile(r"^(n_group|num_expert_group|topk_group|n_groups?)$")
 WIDTH = re.compile(
     r"hidden|d_model|latents|n_embd|emb|width|dim|intermediate|ffn|d_ff|inner|mlp|size|channels|rank|filters|features|state"
 )
+INNER = re.compile(r"intermediate|ffn|d_ff|inner|mlp")
 NO_WIDTH = re.compile(
     r"vocab|patch|image|kernel|window|num_|chunk|type|token|stride|ratio|group|crop|pool|block_size"
     r"|bucket|max_|sample|label|batch|factor|_layer|conv$"
 )
+WINDOWS, VOCABULARY = re.compile(r"^(sliding_window|window_size)$"), re.compile("vocab")
 HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "emb_dim", "hidden_dim", "width")
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
 DROPS = re.compile(r"drop|noise|jitter")
@@ -36,7 +41,13 @@ DROPS = re.compile(r"drop|noise|jitter")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Upper bounds of a tiny model's sizes; `widths` is "rounded" (to whole heads), "halved" (by powers of 2) or "kept"."""
+    """Upper bounds of a tiny model's sizes.
+
+    Args:
+        widths: "rounded" (to whole heads), "halved" (by powers of 2) or "kept".
+        window: tokens of an attention window.
+        ranks: tp ranks for which what is uneven, padded or replicated stays so (`tiny_like`); 0 ignores them.
+    """
 
     heads: int = 4
     head_size: int = 8
@@ -47,10 +58,50 @@ class Sizes:
     patch: int = 8
     positions: int = 128
     widths: str = "rounded"
+    window: int = ALL
+    ranks: int = 0
+
+    def of(self, own: Mapping[str, Any]) -> "Sizes":
+        """Return the sizes for one config, whose fields are `own`; they differ from these only if `ranks` is set."""
+        if not self.ranks:
+            return self
+        heads = _counts(own, _heads)
+        width = max((n for name in HIDDEN if type(n := own.get(name)) is int), default=0)
+        head_size = self.head_size or max(_counts(own, HEAD_SIZE.search), default=0)
+        head_size = head_size or (width // max(heads) if heads else 8)
+        few = few_heads(heads, _counts(own, KV_HEADS.search), self.ranks)
+        patterns = own.get("attention_types")  # of GPT-Neo: whole periods of layers
+        period = len(patterns[0][0]) if patterns else 1
+        image = self.patch * 2 ** len(own["depths"]) if "depths" in own else self.image
+        layers = -(-self.layers // period) * period
+        return replace(self, heads=few, head_size=head_size, layers=layers, image=image)
+
+    def with_remainder(self, size: int, given: int) -> int:
+        """Return about `size`, with the remainder that `given` has when it is sharded over `ranks`."""
+        return min(given, size - size % self.ranks + given % self.ranks) if self.ranks else size
+
+
+def few_heads(heads: Sequence[int], kv_heads: Sequence[int], ranks: int) -> int:
+    """Return a small number of query heads that `ranks` ranks share as they share the given ones.
+
+    Its remainder is the same, the query heads per KV head are, and whether there are fewer KV heads than ranks.
+    """
+    most = max(heads, default=0)
+    kv = min(kv_heads, default=most)
+    for few in range(2 * ranks, most):
+        fewer, rest = divmod(few * kv, most)
+        if few % ranks == most % ranks and not rest and (fewer >= ranks) == (kv >= ranks):
+            return few
+    return most
 
 
 # widths: to whole heads; all by one power of 2; as they are
 ROUNDED, HALVED, KEPT = "rounded", "halved", "kept"
+UNREAD = (
+    "architectures",
+    "auto_map",
+    "quantization_config",
+)  # fields that a tiny config leaves out
 IMAGES, STACKS = (1, 4), (1, 3)  # times the size of an image, the layers: some stacks need more
 
 
@@ -75,6 +126,40 @@ def tiny(config: Any, sizes: Sizes = Sizes()) -> Any:
     return small
 
 
+def tiny_like(
+    config: Any, mesh: Mesh, num_stages: int | None = 1, keep_head_size: bool = False
+) -> Any:
+    """Return a config of a tiny model that a mesh shards as it shards the given one, which is not changed.
+
+    The new sizes have the remainders of the given ones when they are sharded over tp: what is uneven or padded
+    stays so. Query heads per KV head stay too, and whether there are fewer KV heads than ranks.
+
+    Args:
+        config: a config of `transformers`.
+        mesh: mesh with the number of tp ranks.
+        num_stages: number of pipeline stages, each of which keeps a block; None keeps the number of layers,
+            for a schedule that names blocks by number.
+        keep_head_size: keep the size of a head, for a schedule that holds it as a number.
+    """
+    layers = ALL if num_stages is None else max(2, num_stages)
+    small = tiny(config, Sizes(
+        head_size=0 if keep_head_size else 8, layers=layers, experts=max(4, mesh.tp), image=12,
+        patch=4, positions=32, window=9, ranks=mesh.tp,
+    )).to_dict()  # fmt: skip
+    small = {name: value for name, value in small.items() if name not in UNREAD}
+    if not small.get("loss_type", True):
+        del small["loss_type"]
+    new = type(config).from_dict(small)
+    new.architectures = config.architectures
+    return new
+
+
+def layer_fields(config: Any) -> dict[str, int]:
+    """Return the fields of a config that count layers: name --> number of layers."""
+    named = vars(config).items()
+    return {name: n for name, n in named if LAYERS.search(name) and type(n) is int}
+
+
 def _shrink(config: Any, sizes: Sizes) -> None:
     from transformers import PreTrainedConfig
 
@@ -82,6 +167,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
     for value in own.values():
         if isinstance(value, PreTrainedConfig):
             _shrink(value, sizes)
+    sizes = sizes.of(own)
     rules = _Rules(own, sizes)
     by_kind = _own_of_layers(config, rules)
     for name, value in own.items():
@@ -90,7 +176,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
             with suppress(Exception):  # a derived property, which follows by itself
                 setattr(config, name, found)
     _special(config, own, sizes)
-    _repair(config, own)
+    _repair(config, own, sizes)
     if by_kind:
         kinds = enumerate(config.layer_types)
         config.per_layer_config = {i: by_kind[kind] for i, kind in kinds if kind in by_kind}
@@ -104,9 +190,14 @@ def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
         config.num_kv_shared_layers = 0  # the layers whose keys they share may be gone
     if own.get("is_encoder_decoder") and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
+    if sizes.layers >= ALL:
+        return
     if "stage_names" in own:  # those that a backbone returns are counted in its layers
         config.stage_names = own["stage_names"][: sizes.layers + 1]
         config._out_features, config._out_indices = config.stage_names[-1:], [sizes.layers]
+    if own.get("attention_types"):
+        pattern = own["attention_types"][0][0]
+        config.attention_types = [[pattern, config.num_layers // len(pattern)]]
 
 
 def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
@@ -122,7 +213,7 @@ def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
     }
 
 
-def _repair(config: Any, own: dict[str, Any]) -> None:
+def _repair(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
     """Set fields of a shrunken config that follow from several others; `own` are the fields of the original."""
     now = {name: value for name, value in vars(config).items() if type(value) is int}
     rope, rest = now.get("qk_rope_head_dim"), now.get("qk_nope_head_dim")
@@ -146,6 +237,8 @@ def _repair(config: Any, own: dict[str, Any]) -> None:
         "num_experts_per_tok": own.get("num_experts_per_tok", 0) is None and 2,
         "vocab_size": own.get("vocab_size", 0) is None and 96,
         "n_routed_experts": own.get("n_routed_experts", 0) is None and 4,
+        "depths": "width_per_group" in own and sizes.layers < ALL and [1, 2, 1],
+        "width_per_group": min(96, own.get("width_per_group", 0)),
     }
     if own.get("model_type") == "mamba2" or {"expand", "head_dim", "num_heads"} <= own.keys():
         wanted["num_heads"] = width // now.get("head_dim", 1)
@@ -178,12 +271,15 @@ class _Rules:
         self.heads = max((v for n, v in whole.items() if _heads(n)), default=0)
         self.layers = {v for n, v in whole.items() if LAYERS.search(n)}
         self.stages = len(own.get("depths") or ())  # a number that counts them stays
-        hidden = next((whole[name] for name in HIDDEN if name in whole), 0)
+        hidden = self.hidden = next((whole[name] for name in HIDDEN if name in whole), 0)
         lists = [v[0] for n, v in own.items() if _is_list(v) and _width(n)]
         hidden = hidden or max(lists, default=0)
         if any(_is_list(v) and _heads(n) for n, v in own.items()):  # the width of the first stage
             hidden = whole.get("embed_dim", hidden)
-        self.scale = sizes.heads * sizes.head_size / hidden if hidden else 1 / 8
+        self.width = sizes.heads * sizes.head_size
+        if not self.width:
+            self.width = 8 * sizes.ranks + hidden % sizes.ranks
+        self.scale = self.width / hidden if hidden else 1 / 8
         self.scale = min(self.scale, 1.0)
         if sizes.widths != ROUNDED:
             self.scale = 2.0 ** math.ceil(math.log2(self.scale)) if sizes.widths == HALVED else 1.0
@@ -207,8 +303,9 @@ class _Rules:
     def _number(self, name: str, value: int) -> int:
         sizes = self.sizes
         most = {
-            LAYERS: sizes.layers, EXPERTS: sizes.experts, POSITIONS: sizes.positions,
-            HEAD_SIZE: sizes.head_size, CHOSEN: 2, GROUPS: 1,
+            LAYERS: sizes.layers, EXPERTS: sizes.with_remainder(sizes.experts, value), POSITIONS: sizes.positions,
+            HEAD_SIZE: sizes.head_size, CHOSEN: 2, GROUPS: 1, WINDOWS: sizes.window,
+            VOCABULARY: sizes.with_remainder(sizes.vocabulary, value),
         }  # fmt: skip
         for pattern, limit in most.items():
             if pattern.search(name):
@@ -217,24 +314,27 @@ class _Rules:
             return self._kv_heads(value)
         if HEADS.search(name):
             return min(value, sizes.heads)
-        if "vocab" in name:
-            return min(value, sizes.vocabulary)
         if name.endswith("_id"):
             return value if value < sizes.vocabulary else SPECIAL.get(name, 3)
         if name in ("image_size", "patch_size"):
             return min(value, sizes.image if name == "image_size" else sizes.patch)
-        return self._width(value) if _width(name) else value
+        return self._width(name, value) if _width(name) else value
 
     def _kv_heads(self, value: int) -> int:
         if not self.heads or self.heads <= self.sizes.heads:
             return min(value, self.sizes.heads)
         return max(1, self.sizes.heads * value // self.heads)
 
-    def _width(self, value: int) -> int:
+    def _width(self, name: str, value: int) -> int:
         if self.sizes.widths != ROUNDED:
             return max(1, int(value * self.scale))
+        if self.sizes.ranks and value == self.hidden:
+            return self.width
         unit = self.sizes.head_size
-        return max(unit, round(value * self.scale / unit) * unit) if value >= 4 * unit else value
+        if value < 4 * unit:
+            return value
+        size = max(unit, round(value * self.scale / unit) * unit)
+        return self.sizes.with_remainder(size, value) if INNER.search(name) else size
 
     def _list(self, name: str, value: Any) -> Any:
         if "depth" in name or "layers" in name or "blocks" in name:
@@ -246,7 +346,13 @@ class _Rules:
         if HEADS.search(name):
             first, most = value[0], self.sizes.heads
             return value if first <= 1 else type(value)(max(1, n * most // first) for n in value)
-        return type(value)(self._width(n) for n in value) if _width(name) else value
+        return type(value)(self._width(name, n) for n in value) if _width(name) else value
+
+
+def _counts(own: Mapping[str, Any], is_one: Callable[[str], Any]) -> list[int]:
+    """Return the numbers in fields that `is_one` accepts; of a list, which has one per stage, the first."""
+    found = (value[0] if _is_list(value) else value for name, value in own.items() if is_one(name))
+    return [value for value in found if type(value) is int]
 
 
 def _heads(name: str) -> bool:

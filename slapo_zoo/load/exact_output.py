@@ -1,0 +1,87 @@
+"""Outputs of the virtual ranks of a process as one output, whose gradients go back into the threads.
+
+rewrite:  {rank: output}  -->  output of the process's rows;  d_output  -->  backward of each rank in its thread
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
+from slapo_zoo.kernels.vocab_logits import VocabLogits
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.once import once
+from slapo_zoo.parallel.ranks.hosted_ranks import HostedRanks
+
+
+def joined(
+    outputs: Mapping[int, Any], host: HostedRanks, virtual: Mesh, after: Callable[[], None]
+) -> Any:
+    """Return one output made of those of the hosted ranks: rows joined over dp, scalars averaged over dp.
+
+    Args:
+        outputs: hosted virtual rank --> output of the model.
+        host: the threads of these ranks.
+        virtual: the virtual mesh.
+        after: called when a backward through the output has ended.
+    """
+    leaves = {rank: tree_flatten(output) for rank, output in outputs.items()}
+    first = min(leaves)
+    firsts = [r for r in leaves if all(virtual.coord(d, r) == virtual.coord(d, first) for d in ("tp", "pp"))]  # fmt: skip
+    values, spec = leaves[first]
+    found = [_join([leaves[r][0][i] for r in firsts]) for i in range(len(values))]
+    graded = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]
+    if graded:
+        parts = {rank: [leaf[i] for i in graded] for rank, (leaf, _) in leaves.items()}
+        trigger = torch.zeros((), requires_grad=True)
+        bridged: Any = _Bridge.apply(
+            trigger, host, parts, len(firsts), after, *[found[i] for i in graded]
+        )
+        for i, value in zip(graded, bridged, strict=True):
+            found[i] = value
+    return tree_unflatten(found, spec)
+
+
+def computed(value: Any) -> Any:
+    """Return logits that are not computed yet, or sharded over the vocabulary, as a plain tensor; others as they are."""
+    if isinstance(value, LogitsOnDemand):
+        return value.tensor()
+    return value.gathered() if isinstance(value, VocabLogits) else value
+
+
+def _join(parts: list[Any]) -> Any:
+    """Return a tensor of all rows, the mean of scalars, or a value that is no tensor."""
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    if parts[0].ndim == 0:
+        return torch.stack([part.detach() for part in parts]).mean()
+    return torch.cat([part.detach() for part in parts])
+
+
+class _Bridge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, trigger, host, parts, copies, after, *found):
+        ctx.given = host, parts, copies, after
+        ctx.set_materialize_grads(False)
+        return tuple(x.view_as(x) for x in found)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
+        host, parts, copies, after = ctx.given
+        if copies > 1 and any(grad is not None and grad.ndim for grad in grads):
+            problem = f"a loss of the logits would be one mean over {copies} virtual dp ranks of this process"
+            hint = "pass it to train_step(batch, loss_fn=...), which computes it on each of them"
+            raise SlapoError("ExactModel", "backward", problem, hint)
+
+        def call(rank: int) -> None:
+            pairs = [pair for pair in zip(parts[rank], grads, strict=True) if pair[1] is not None]
+            torch.autograd.backward(*map(list, zip(*pairs, strict=True)))
+
+        host.run(call)
+        after()
+        return (None,) * (5 + len(grads))
