@@ -1,4 +1,4 @@
-"""What Trainer gets from the options of a run: its arguments, the learning-rate schedule, groups of parameters."""
+"""Arguments of Trainer that follow from the options of a run, the learning-rate schedule, and groups of parameters."""
 
 from collections.abc import Iterable
 from typing import Any
