@@ -35,13 +35,11 @@ class CsvOrder:
     """A pipeline order that was read from a CSV file and checked.
 
     Args:
-        cells: text of the cells, one tuple per rank.
         actions: parsed actions in order, one tuple per rank.
         rank_of_stage: pp rank that holds each stage.
         micro_batches: number of micro-batches that the order is for.
     """
 
-    cells: tuple[tuple[str, ...], ...]
     actions: tuple[tuple[Action, ...], ...]
     rank_of_stage: tuple[int, ...]
     micro_batches: int
@@ -77,7 +75,7 @@ def read_order(path: str, pp: int) -> CsvOrder:
     homes = _homes(places, ranks)
     count = _check_complete(places, len(homes))
     _check_runs(places, ranks, len(homes))
-    return CsvOrder(cells, tuple(map(tuple, ranks)), homes, count)
+    return CsvOrder(tuple(map(tuple, ranks)), homes, count)
 
 
 def _read(path: str, pp: int) -> tuple[tuple[str, ...], ...]:
