@@ -81,12 +81,13 @@ def read_header(file: BinaryIO) -> Header:
         with safe_open(path, "numpy") as checked:
             slices = {name: checked.get_slice(name) for name in checked.offset_keys()}
             metadata = checked.metadata() or {}
+        is_same = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except (SafetensorError, OSError) as error:
         hints = (hint for magic, hint in FOREIGN.items() if head.startswith(magic))
         hint = next(hints, "fetch the file again, or save the checkpoint again")
         found = f"found {os.fstat(file.fileno()).st_size} bytes that are no whole safetensors file"
         raise WeightsError(path, "", f"{found}: {error}", hint) from error
-    if not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+    if not is_same:
         raise WeightsError(path, "", "it was replaced while it was opened", "load it again")
     entries: dict[str, Entry] = {}
     end = 8 + int.from_bytes(head, "little")
