@@ -145,22 +145,18 @@ class StageMap:
     def runtime(self, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
         """Return the torch.distributed.pipelining runtime that performs `actions` on this rank's stages.
 
-        It adds the communication. Uses the private `_Action` and `_PipelineScheduleRuntime`, as torch's
-        `_load_csv` does.
-
         Args:
             stages: stage objects of this rank.
             micro_batches: number of micro-batches of the step.
             **options: options of torch's class, e.g. `loss_fn`.
         """
-        from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+        from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-        runtime = _PipelineScheduleRuntime(list(stages), micro_batches, **options)
-        runtime.pipeline_order = {
-            rank: [_Action.from_str(str(action)) for action in actions]
-            for rank, actions in enumerate(self.actions(micro_batches))
-        }
-        runtime._prepare_schedule_with_comms(runtime.pipeline_order)
+        known = _with_communication(self, micro_batches)
+        runtime: Any = _PipelineScheduleRuntime(list(stages), micro_batches, **options)
+        runtime.pipeline_order_with_comms = known.pipeline_order_with_comms
+        for one in (runtime, *stages):
+            one.stage_index_to_group_rank = known.stage_index_to_group_rank
         return runtime
 
     def actions(self, micro_batches: int) -> list[list[Action]]:
@@ -187,6 +183,33 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
     return found
 
 
+def _dummy_stages(places: StageMap) -> list[Any]:
+    """Return objects that classes of torch.distributed.pipelining take for the stages of rank 0."""
+    from torch.nn import Module
+
+    known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}
+    return [
+        SimpleNamespace(**known, stage_index=index, is_last=False, submod=Module())
+        for index in places.stages_of(0)
+    ]
+
+
+@lru_cache(maxsize=64)
+def _with_communication(places: StageMap, micro_batches: int) -> Any:
+    """Return torch's runtime of an order on dummy stages; it has added the communication between the actions.
+
+    Uses the private `_Action` and `_PipelineScheduleRuntime`, as torch's `_load_csv` does.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    runtime = _PipelineScheduleRuntime(_dummy_stages(places), micro_batches)
+    ranks = enumerate(places.actions(micro_batches))
+    runtime._prepare_schedule_with_comms(
+        {rank: [_Action.from_str(str(action)) for action in actions] for rank, actions in ranks}
+    )
+    return runtime
+
+
 @lru_cache(maxsize=64)
 def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
     """Return the actions of each rank as a schedule class of torch.distributed.pipelining orders them.
@@ -195,15 +218,9 @@ def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
     runtime runs them. `pipeline_order` is semi-private in torch.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
-    from torch.nn import Module
 
-    known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}
-    stages = [
-        SimpleNamespace(**known, stage_index=index, is_last=False, submod=Module())
-        for index in places.stages_of(0)
-    ]
     cls: Any = get_schedule_class(places.order.name)
-    order = cls(stages, micro_batches).pipeline_order
+    order = cls(_dummy_stages(places), micro_batches).pipeline_order
     return [
         [
             Action(part.stage_index, part.computation_type.value, part.microbatch_index)
