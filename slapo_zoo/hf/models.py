@@ -5,7 +5,6 @@ import importlib
 import inspect
 import pkgutil
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -19,6 +18,7 @@ from slapo_zoo.errors import ArchitectureError, SlapoError
 from slapo_zoo.hf import attention
 from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.hf.no_waits import without_waits
+from slapo_zoo.parallel.ranks.hosted_ranks import BUILDING
 
 
 @cache
@@ -70,13 +70,10 @@ def _no_model(what: str, problem: str) -> ArchitectureError:
     return ArchitectureError("from_pretrained", what, problem, hint)
 
 
-_BUILDING = threading.RLock()  # default dtype and transformers' patches are global
-
-
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Context in which new modules have floating parameters of `dtype`; other threads wait until it ends."""
-    with _BUILDING:
+    with BUILDING:
         before = torch.get_default_dtype()
         torch.set_default_dtype(dtype)
         try:

@@ -14,7 +14,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify.case import DROPOUT, Case, case_for, write_weights
-from slapo_zoo.zoo.shrink import shrink
+from slapo_zoo.zoo.tiny_config import tiny_like
 
 STEPS = 3
 Sizes = tuple[int, int, int]
@@ -65,7 +65,7 @@ def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]
     """
     order, per_rank = knobs.get("pipeline_order", "1f1b"), knobs.get("stages_per_rank")
     stages = StageMap.make(order, sizes[1], per_rank).num_stages
-    small = shrink(config, Mesh(*sizes), stages)
+    small = tiny_like(config, Mesh(*sizes), stages)
     with tempfile.TemporaryDirectory() as folder:
         small = write_weights(small, cls, Path(folder))
         case = case_for(small, cls, sizes, Path(folder))

@@ -10,6 +10,7 @@ import csv
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from slapo_zoo.errors import MeshError
@@ -35,13 +36,11 @@ class CsvOrder:
     """A pipeline order that was read from a CSV file and checked.
 
     Args:
-        cells: text of the cells, one tuple per rank.
         actions: parsed actions in order, one tuple per rank.
         rank_of_stage: pp rank that holds each stage.
         micro_batches: number of micro-batches that the order is for.
     """
 
-    cells: tuple[tuple[str, ...], ...]
     actions: tuple[tuple[Action, ...], ...]
     rank_of_stage: tuple[int, ...]
     micro_batches: int
@@ -77,7 +76,7 @@ def read_order(path: str, pp: int) -> CsvOrder:
     homes = _homes(places, ranks)
     count = _check_complete(places, len(homes))
     _check_runs(places, ranks, len(homes))
-    return CsvOrder(cells, tuple(map(tuple, ranks)), homes, count)
+    return CsvOrder(tuple(map(tuple, ranks)), homes, count)
 
 
 def _read(path: str, pp: int) -> tuple[tuple[str, ...], ...]:
@@ -130,22 +129,18 @@ def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
 def _check_complete(places: _Places, num_stages: int) -> int:
     """Check that each micro-batch has one forward and one backward per stage; return the number of micro-batches."""
     count = 1 + max(action.micro_batch for action in places.of)
-    for stage in range(num_stages):
-        for micro_batch in range(count):
-            f, b, i, w = (Action(stage, kind, micro_batch) in places.of for kind in NAMES)
-            if not f:
-                problem = f"found no cell {Action(stage, FORWARD, micro_batch)}"
-                hint = "add a cell with this forward"
-                raise MeshError(places.path, f"stage {stage}", problem, hint)
-            if b and (i or w):
-                part = BACKWARD_INPUT if i else BACKWARD_WEIGHT
-                problem = f"there is a whole backward {stage}B{micro_batch} as well"
-                hint = "use either B, or I and W"
-                raise places.at(Action(stage, part, micro_batch), problem, hint)
-            if not b and not (i and w):
-                lost = BACKWARD_WEIGHT if i else BACKWARD_INPUT if w else BACKWARD
-                problem = f"found no cell {Action(stage, lost, micro_batch)}"
-                hint = f"add a cell with this {NAMES[lost]}"
+    for stage, micro_batch in product(range(num_stages), range(count)):
+        found = {kind for kind in NAMES if Action(stage, kind, micro_batch) in places.of}
+        parts = found & {BACKWARD_INPUT, BACKWARD_WEIGHT}
+        if BACKWARD in found and parts:
+            problem = f"there is a whole backward {stage}B{micro_batch} as well"
+            hint = "use either B, or I and W"
+            raise places.at(Action(stage, min(parts), micro_batch), problem, hint)
+        wanted = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if parts else (FORWARD, BACKWARD)
+        for kind in wanted:
+            if kind not in found:
+                problem = f"found no cell {Action(stage, kind, micro_batch)}"
+                hint = f"add a cell with this {NAMES[kind]}"
                 raise MeshError(places.path, f"stage {stage}", problem, hint)
     return count
 

@@ -98,12 +98,10 @@ class InFlightStage(PipelineStage):
     """torch's PipelineStage, with buffers only for the micro-batches that are in flight.
 
     Attributes:
-        sends: tracker of this rank's sends; None where torch's runtime waits for the sends itself.
-        in_turn: the order is 1F1B, whose runtime waits for each send before the next but one.
+        sends: tracker of this rank's sends.
     """
 
-    sends: Sends | None = None
-    in_turn = False
+    sends: Sends
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with self._on_meta():
@@ -140,20 +138,18 @@ class InFlightStage(PipelineStage):
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Return the sends of a micro-batch's outputs; [] when `sends` has started them already."""
+        """Start the sends of a micro-batch's outputs; return [], so that torch's runtime starts none."""
         action = Action(self.stage_index, FORWARD, fwd_chunk_id)
         return self._post(action, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Return the sends of a micro-batch's input gradients; [] when `sends` has started them already."""
+        """Start the sends of a micro-batch's input gradients; return [], so that torch's runtime starts none."""
         action = Action(self.stage_index, BACKWARD, bwd_chunk_id)
         return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch; afterwards only the autograd graph holds the micro-batch's inputs."""
-        self._release(Action(self.stage_index, FORWARD, fwd_chunk_id))
-        if self.in_turn:
-            self._give_up(self.fwd_cache.keys() - {fwd_chunk_id - 1})
+        self.sends.release(Action(self.stage_index, FORWARD, fwd_chunk_id))
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self._give_up_inputs(fwd_chunk_id)
         self._forget(self.args_recv_info[fwd_chunk_id])
@@ -165,9 +161,7 @@ class InFlightStage(PipelineStage):
         self, bwd_chunk_id: int, loss: torch.Tensor | None = None, **kwargs: Any
     ) -> None:
         """Run the backward of a micro-batch (whole, or of the inputs only), and free its graph and buffers."""
-        self._release(Action(self.stage_index, BACKWARD, bwd_chunk_id))
-        if self.sends is None:
-            self._give_up(self.fwd_cache)
+        self.sends.release(Action(self.stage_index, BACKWARD, bwd_chunk_id))
         super().backward_one_chunk(bwd_chunk_id, loss=loss, **kwargs)
         if not self.is_last:
             self._forget(self.grad_recv_info[bwd_chunk_id])
@@ -175,8 +169,6 @@ class InFlightStage(PipelineStage):
             loss.detach_()
 
     def _post(self, action: Action, operations: list[Any]) -> list[Any]:
-        if self.sends is None:
-            return operations
         made = [action.micro_batch] if action.kind == FORWARD else []
         self.sends.post(action, operations, lambda: self._give_up(made))
         return []
@@ -196,10 +188,6 @@ class InFlightStage(PipelineStage):
             tensor = getattr(info, "buffer", None)
             if tensor is not None and tensor.requires_grad:
                 tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
-
-    def _release(self, action: Action) -> None:
-        if self.sends is not None:
-            self.sends.release(action)
 
     def _make(self, infos: Iterable[Any]) -> None:
         with counted_as("buffers"):

@@ -1,7 +1,8 @@
-"""Pipeline orders: number and placement of stages per rank, sequence of actions, and the torch runtime class."""
+"""Pipeline orders: number and placement of stages per rank, sequence of actions, and torch's runtime for them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -97,11 +98,6 @@ class StageMap:
         """Return the number of stages over all ranks."""
         return self.pp * self.per_rank
 
-    @property
-    def waits_for_sends(self) -> bool:
-        """Return whether torch's runtime class of this order waits for each send during a step."""
-        return self.order.name in ("1F1B", "GPipe")
-
     def rank_of(self, stage: int) -> int:
         """Return the pp coordinate of the rank that holds a stage."""
         if self.custom is not None:
@@ -147,23 +143,21 @@ class StageMap:
         return True
 
     def runtime(self, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
-        """Return the torch.distributed.pipelining schedule object that runs this rank's stages.
+        """Return the torch.distributed.pipelining runtime that performs `actions` on this rank's stages.
 
         Args:
             stages: stage objects of this rank.
             micro_batches: number of micro-batches of the step.
             **options: options of torch's class, e.g. `loss_fn`.
         """
-        from torch.distributed.pipelining.schedules import get_schedule_class
+        from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
-        if self.custom is not None:
-            return csv_runtime(self.custom, stages, micro_batches, **options)
-        name = self.order.name
-        if name == "1F1B" and micro_batches < self.num_stages:
-            name = "GPipe"  # torch's 1F1B needs one per stage; with fewer both are equal
-        cls: Any = get_schedule_class(name)
-        given = stages[0] if self.per_rank == 1 else list(stages)
-        return cls(given, micro_batches, **options)
+        known = _with_communication(self, micro_batches)
+        runtime: Any = _PipelineScheduleRuntime(list(stages), micro_batches, **options)
+        runtime.pipeline_order_with_comms = known.pipeline_order_with_comms
+        for one in (runtime, *stages):
+            one.stage_index_to_group_rank = known.stage_index_to_group_rank
+        return runtime
 
     def actions(self, micro_batches: int) -> list[list[Action]]:
         """Return the actions (forwards and backwards) of each rank in the order in which the rank would run them."""
@@ -189,6 +183,34 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
     return found
 
 
+def _dummy_stages(places: StageMap) -> list[Any]:
+    """Return objects that classes of torch.distributed.pipelining take for the stages of rank 0."""
+    from torch.nn import Module
+
+    known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}
+    return [
+        SimpleNamespace(**known, stage_index=index, is_last=False, submod=Module())
+        for index in places.stages_of(0)
+    ]
+
+
+@lru_cache(maxsize=64)
+def _with_communication(places: StageMap, micro_batches: int) -> Any:
+    """Return torch's runtime of an order on dummy stages; it has added the communication between the actions.
+
+    Uses the private `_Action` and `_PipelineScheduleRuntime`, as torch's `_load_csv` does.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    runtime = _PipelineScheduleRuntime(_dummy_stages(places), micro_batches)
+    ranks = enumerate(places.actions(micro_batches))
+    runtime._prepare_schedule_with_comms(
+        {rank: [_Action.from_str(str(action)) for action in actions] for rank, actions in ranks}
+    )
+    return runtime
+
+
+@lru_cache(maxsize=64)
 def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
     """Return the actions of each rank as a schedule class of torch.distributed.pipelining orders them.
 
@@ -196,15 +218,9 @@ def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
     runtime runs them. `pipeline_order` is semi-private in torch.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
-    from torch.nn import Module
 
-    known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}
-    stages = [
-        SimpleNamespace(**known, stage_index=index, is_last=False, submod=Module())
-        for index in places.stages_of(0)
-    ]
     cls: Any = get_schedule_class(places.order.name)
-    order = cls(stages, micro_batches).pipeline_order
+    order = cls(_dummy_stages(places), micro_batches).pipeline_order
     return [
         [
             Action(part.stage_index, part.computation_type.value, part.microbatch_index)
@@ -214,22 +230,6 @@ def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
         ]
         for rank in range(places.pp)
     ]
-
-
-def csv_runtime(custom: CsvOrder, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
-    """Return the torch.distributed.pipelining schedule object for an order from a CSV file.
-
-    Uses the private `_Action.from_str` and `_PipelineScheduleRuntime`, as torch's `_load_csv` does.
-    """
-    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
-
-    runtime = _PipelineScheduleRuntime(list(stages), micro_batches, **options)
-    cells = {
-        rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(custom.cells)
-    }
-    runtime.pipeline_order = cells
-    runtime._prepare_schedule_with_comms(cells)
-    return runtime
 
 
 def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: int) -> list[int]:

@@ -84,11 +84,9 @@ class Pipeline:
         return plans
 
     def sends(self, micro_batches: int) -> Any:
-        """Return a tracker of this rank's sends in one step; None where torch's runtime waits for each send."""
+        """Return a tracker of this rank's sends in one step."""
         from slapo_zoo.pipeline.in_flight import Sends, arrivals
 
-        if self.places.waits_for_sends:
-            return None
         if micro_batches not in self._arrivals:
             ranks = self.places.actions(micro_batches)
             rank = self.schedule.mesh.coord("pp")
@@ -224,15 +222,14 @@ def pipeline_step(
     schedule = pipeline.places.runtime(stages, micro_batches, loss_fn=_sum, scale_grads=False)
     sends = pipeline.sends(micro_batches)
     for stage in stages:
-        stage.sends, stage.in_turn = sends, pipeline.places.order.name == "1F1B"
+        stage.sends = sends
     losses: list[Tensor] = []
     ends: dict[str, Any] = {}
     if pipeline.places.num_stages - 1 in plans:
         ends = {"target": torch.zeros(micro_batches, device=device), "losses": losses}
     with quiet_schedules(), pipeline.busy.step() if pipeline.busy else nullcontext():
         schedule.step(**ends, **tensors)
-    if sends is not None:
-        sends.finish()
+    sends.finish()
     return torch.stack(losses).sum().detach() if losses else torch.zeros((), device=device)
 
 

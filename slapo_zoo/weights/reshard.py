@@ -21,21 +21,14 @@ from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.carry import WEIGHT_FILE
-from slapo_zoo.weights.checksums import (
-    Checksums,
-    damaged_files,
-    damaged_tensors,
-    raise_first,
-    read_checksums,
-    require_same_save,
-    save_in,
-)
-from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
+from slapo_zoo.weights.checksums import save_in
+from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.load import FLOATS
 from slapo_zoo.weights.progress import OnBytes, byte_progress
 from slapo_zoo.weights.save import save_folder
 from slapo_zoo.weights.snapshot import read_whole
-from slapo_zoo.weights.training_state import FILE, write_state
+from slapo_zoo.weights.training_folder import TrainingFolder, open_training
+from slapo_zoo.weights.training_state import write_state
 
 
 @dataclass(frozen=True)
@@ -71,11 +64,11 @@ def reshard(
         problem = f"found {dtype}, expected one of {names}"
         raise WeightsError("reshard", "dtype", problem, "pass one of them, or None")
     with ExitStack() as stack:
-        opened, kept = read_whole(source, lambda: _open(source, allow_pickle), _close)
-        stack.callback(_close, (opened, kept))
-        model, optimizer = opened[0], opened[1] if len(opened) > 1 else None
-        for folder in opened if kept is not None else ():
-            raise_first(damaged_tensors(folder, kept))
+        opened = stack.enter_context(read_whole(
+            source, lambda: open_training(source, allow_pickle=allow_pickle, needs_state=False), TrainingFolder.close
+        ))  # fmt: skip
+        opened.check_values()
+        model, optimizer = opened.model, opened.optimizer
         specs = [_spec(model, key, dtype) for key in model.key_to_file]
         beside = [_spec(optimizer, key, None) for key in optimizer.key_to_file] if optimizer else []
         total = sum(math.prod(s.shape) * getattr(torch, s.dtype).itemsize for s in specs + beside)
@@ -85,26 +78,10 @@ def reshard(
             local |= {spec.name: _unread(optimizer, spec, done) for spec in beside}
         save_folder(
             target, specs, local, Mesh(),
-            write_extras=functools.partial(_write_others, source, dtype, kept),
+            write_extras=functools.partial(_write_others, source, dtype, opened.state),
             max_shard_size=max_shard_size, beside={"optimizer": beside} if beside else None,
-            stamp=kept.save if kept is not None else "",
+            stamp=opened.kept.save if opened.kept is not None else "",
         )  # fmt: skip
-
-
-def _open(source: Path, allow_pickle: bool) -> tuple[list[CheckpointFolder], Checksums | None]:
-    kept = read_checksums(source)
-    found = [open_checkpoint(source, allow_pickle).open_all()]
-    if any(source.glob("optimizer*.safetensors*")):
-        found.append(open_checkpoint(source, stem="optimizer").open_all())
-    if kept is not None:
-        require_same_save(found, kept)
-        raise_first(damaged_files(source, kept, WEIGHT_FILE))
-    return found, kept
-
-
-def _close(opened: tuple[list[CheckpointFolder], Checksums | None]) -> None:
-    for folder in opened[0]:
-        folder.close()
 
 
 def _spec(folder: CheckpointFolder, key: str, dtype: torch.dtype | None) -> TensorSpec:
@@ -125,23 +102,18 @@ def _unread(folder: CheckpointFolder, spec: TensorSpec, done: OnBytes) -> Unread
 
 
 def _write_others(
-    source: Path, dtype: torch.dtype | None, kept: Checksums | None, folder: Path
+    source: Path, dtype: torch.dtype | None, state: dict[str, Any], folder: Path
 ) -> None:
     """Copy the files that are not weights into `folder`; in their JSON set the new id of the save, and `dtype`."""
     for item in source.iterdir():
-        if WEIGHT_FILE.fullmatch(item.name) and item.name != FILE:
+        if WEIGHT_FILE.fullmatch(item.name):
             continue
         if item.is_dir():
             shutil.copytree(item, folder / item.name, symlinks=True)
         elif item.is_file():
             shutil.copy2(item, folder / item.name)
-    state = folder / FILE
-    if state.exists():
-        content = json.loads(state.read_text(encoding="utf-8"))
-        if content.get("save") != (kept.save if kept is not None else None):
-            problem = "a save replaced the checkpoint while it was read"
-            raise WeightsError(str(source), FILE, problem, "reshard a copy, or try again")
-        write_state(folder, {**content, "save": save_in(folder)})
+    if state:
+        write_state(folder, {**state, "save": save_in(folder)})
     config = folder / "config.json"
     if dtype is not None and config.exists():
         content = json.loads(config.read_text(encoding="utf-8"))

@@ -1,25 +1,24 @@
-"""Read a safetensors file as tensors over its mapped pages; its header is checked in full before a byte of data is used.
+"""Read a safetensors file as tensors over its mapped pages, also in pieces; the safetensors library checks its header.
 
 file = 8 bytes little-endian length n | n bytes JSON header | tensor data without holes
 """
 
 import contextlib
-import json
 import math
 import mmap
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
 
 MAX_HEADER = 100_000_000
 SAVE_ID = "slapo_zoo_save"  # key of `__metadata__`: which save wrote the file
-MAX_ELEMENTS = 2**63 - 1
 
 # In the order of the format's own enumeration, by which writers sort tensors.
 DTYPES = {
@@ -65,119 +64,47 @@ class Entry(NamedTuple):
 
 
 class Header(NamedTuple):
-    """Content of a safetensors header: tensor name --> Entry in the order of the header, and `__metadata__`."""
+    """Content of a safetensors header: tensor name --> Entry in the order of their bytes, and `__metadata__`."""
 
     entries: dict[str, Entry]
     metadata: dict[str, str]
 
 
 def read_header(file: BinaryIO) -> Header:
-    """Parse and check the header of an open safetensors file; anything malformed raises WeightsError.
+    """Return the header of an open safetensors file, once the safetensors library has checked all of it.
 
-    Checked: length, JSON, names, dtypes, shapes, and that the tensors cover the data without gap or overlap.
+    It checks length, JSON, names, dtypes, shapes, and that the tensors cover the data without gap or overlap.
+    Anything malformed raises WeightsError.
     """
-    path, size = str(file.name), os.fstat(file.fileno()).st_size
-    length = _length(path, file.read(8), size)
-    header = _parse(path, file.read(length))
-    metadata = header.pop("__metadata__", {})
-    is_text = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
-    if not is_text:
-        raise _error(path, "__metadata__", f"found {metadata!r:.80}, expected texts by name")
-    if strange := next((name for name in header if not _is_unicode(name)), None):
-        problem = f"found the name {ascii(strange)[:80]}, half of a surrogate pair and no text"
-        raise _error(path, "", problem)
-    data = 8 + length
-    entries = {name: _entry(path, name, spec, data) for name, spec in header.items()}
-    _check_layout(path, entries, data, size)
+    path, head = str(file.name), file.read(8)
+    try:
+        with safe_open(path, "numpy") as checked:
+            slices = {name: checked.get_slice(name) for name in checked.offset_keys()}
+            metadata = checked.metadata() or {}
+        is_same = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except (SafetensorError, OSError) as error:
+        hints = (hint for magic, hint in FOREIGN.items() if head.startswith(magic))
+        hint = next(hints, "fetch the file again, or save the checkpoint again")
+        found = f"found {os.fstat(file.fileno()).st_size} bytes that are no whole safetensors file"
+        raise WeightsError(path, "", f"{found}: {error}", hint) from error
+    if not is_same:
+        raise WeightsError(path, "", "it was replaced while it was opened", "load it again")
+    entries: dict[str, Entry] = {}
+    end = 8 + int.from_bytes(head, "little")
+    for name, held in slices.items():  # in the order of their bytes, without holes
+        start, shape = end, tuple(held.get_shape())
+        dtype = _dtype(path, name, held.get_dtype())
+        end += math.prod(shape) * dtype.itemsize
+        entries[name] = Entry(dtype, shape, start, end)
     return Header(entries, metadata)
 
 
-def _error(path: str, name: str, problem: str, hint: str = "") -> WeightsError:
-    again = "fetch the file again, or save the checkpoint again"
-    return WeightsError(path, name and f"tensor {name!r}", problem, hint or again)
-
-
-def _length(path: str, head: bytes, size: int) -> int:
-    if len(head) < 8:
-        raise _error(path, "", f"truncated: found {size} bytes, expected at least 8")
-    length = int.from_bytes(head, "little")
-    if length > MAX_HEADER:
-        problem = f"found a header of {length} bytes, expected at most {MAX_HEADER}"
-        hints = (hint for magic, hint in FOREIGN.items() if head.startswith(magic))
-        raise _error(path, "", problem, next(hints, "it is not a safetensors file"))
-    if 8 + length > size:
-        problem = f"truncated: found {size} bytes, expected {8 + length} for the header alone"
-        raise _error(path, "", problem)
-    return length
-
-
-def _parse(path: str, raw: bytes) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in found:
-                raise _error(path, name, "found twice in the header, expected once")
-            found[name] = value
-        return found
-
-    try:
-        header = json.loads(raw.decode("utf-8"), object_pairs_hook=unique)
-    except WeightsError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise _error(path, "", f"found a header that is not JSON: {error}") from error
-    if not isinstance(header, dict):
-        raise _error(path, "", f"found a JSON {type(header).__name__}, expected an object")
-    return header
-
-
-def _entry(path: str, name: str, spec: Any, data: int) -> Entry:
-    """Check and return the header entry of one tensor; `data` is the file offset at which tensor data start."""
-    if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
-        raise _error(path, name, f"found {spec!r:.80}, expected dtype, shape and data_offsets")
-    dtype, shape, offsets = spec["dtype"], spec["shape"], spec["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        problem = f"found dtype {dtype!r:.40}, expected one of {', '.join(DTYPES)}"
-        raise _error(path, name, problem, "convert the tensor to a dtype that torch knows")
-    if not _counts(shape) or math.prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise _error(path, name, f"found shape {shape!r:.80}, expected a list of sizes")
-    if not _counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise _error(path, name, f"found data_offsets {offsets!r:.80}, expected [start, stop]")
-    found, expected = offsets[1] - offsets[0], math.prod(shape) * DTYPES[dtype].itemsize
-    if found != expected:
-        problem = f"found {found} bytes, expected {expected} for {dtype} of shape {shape!r:.80}"
-        raise _error(path, name, problem)
-    return Entry(DTYPES[dtype], tuple(shape), data + offsets[0], data + offsets[1])
-
-
-def _check_layout(path: str, entries: dict[str, Entry], data: int, size: int) -> None:
-    """Raise WeightsError unless tensors cover bytes `data`..`size` of a file exactly: no hole, no overlap, none beyond."""
-    end, previous = data, "the header"
-    for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
-        if entry.stop > size:
-            problem = f"truncated: found {size} bytes, expected at least {entry.stop}"
-            raise _error(path, name, problem)
-        if entry.start != end:
-            kind = "lies over" if entry.start < end else "leaves a hole after"
-            problem = f"{kind} {previous}: found start {entry.start}, expected {end}"
-            raise _error(path, name, problem)
-        end, previous = entry.stop, repr(name)
-    if end != size:
-        raise _error(path, "", f"found {size} bytes, expected {end}: bytes are left over")
-
-
-def _is_unicode(name: str) -> bool:
-    """Return whether a name can be encoded as UTF-8: JSON allows half of a surrogate pair, UTF-8 does not."""
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _counts(found: Any) -> bool:
-    """Return whether `found` is a list of non-negative integers."""
-    return isinstance(found, list) and all(type(item) is int and item >= 0 for item in found)
+def _dtype(path: str, name: str, code: str) -> torch.dtype:
+    if code not in DTYPES:
+        problem = f"found dtype {code}, expected one of {', '.join(DTYPES)}"
+        hint = "convert the tensor to a dtype that torch knows"
+        raise WeightsError(path, f"tensor {name!r}", problem, hint)
+    return DTYPES[code]
 
 
 class SafetensorsFile:

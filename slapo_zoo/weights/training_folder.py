@@ -1,6 +1,7 @@
 """Open the files of a training checkpoint, and check that all belong to the same save."""
 
 import json
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from slapo_zoo.weights.carry import WEIGHT_FILE
 from slapo_zoo.weights.checksums import (
     Checksums,
     damaged_files,
+    damaged_tensors,
     raise_first,
     read_checksums,
     require_same_save,
@@ -36,18 +38,31 @@ class TrainingFolder:
     optimizer: CheckpointFolder | None
     kept: Checksums | None
 
+    @property
+    def folders(self) -> list[CheckpointFolder]:
+        """Return the opened files of the model and, if there are any, of the optimizer."""
+        return [one for one in (self.model, self.optimizer) if one is not None]
+
     def identity(self) -> str:
         """Return a text that is equal for all ranks that opened the same save."""
         if self.kept is not None:
             return self.kept.save
-        digests = [one.digest() for one in (self.model, self.optimizer) if one is not None]
-        return digest(json.dumps([self.state, digests]))
+        return digest(json.dumps([self.state, [one.digest() for one in self.folders]]))
+
+    def check_values(self, part: int = 0, parts: int = 1) -> None:
+        """Raise WeightsError when a tensor differs from its checksum; do nothing without checksums.
+
+        Args:
+            part: index of the group of tensors that this caller checks, when ranks share the work.
+            parts: number of groups.
+        """
+        for folder in self.folders if self.kept is not None else ():
+            raise_first(damaged_tensors(folder, self.kept, part, parts))
 
     def close(self) -> None:
         """Close the files of the model and of the optimizer."""
-        for one in (self.model, self.optimizer):
-            if one is not None:
-                one.close()
+        for one in self.folders:
+            one.close()
 
     def __enter__(self) -> "TrainingFolder":
         return self
@@ -56,12 +71,16 @@ class TrainingFolder:
         self.close()
 
 
-def open_training(path: Path, with_optimizer: bool = True) -> TrainingFolder:
+def open_training(
+    path: Path, with_optimizer: bool = True, allow_pickle: bool = False, needs_state: bool = True
+) -> TrainingFolder:
     """Open a training checkpoint and check everything but the values of tensors.
 
     Args:
         path: folder that `save_checkpoint` wrote.
         with_optimizer: open the optimizer tensors too.
+        allow_pickle: accept a `.bin` checkpoint.
+        needs_state: raise when there is no training_state.json; otherwise `state` is then empty.
 
     Raises:
         WeightsError: a file is damaged, or of another save.
@@ -69,20 +88,18 @@ def open_training(path: Path, with_optimizer: bool = True) -> TrainingFolder:
     kept = read_checksums(path)
     if kept is not None:
         raise_first(damaged_files(path, kept, WEIGHT_FILE))
-    state = read_state(path)
+    state = read_state(path) if needs_state or (path / FILE).exists() else {}
     expected = kept.save if kept is not None else None
-    if state.get("save") != expected:
+    if state and state.get("save") != expected:
         problem = f"found {state.get('save')!r:.40}, but {checksums.FILE} has {expected!r:.40}"
         raise WeightsError(str(path / FILE), "save", problem, "take the whole folder of one save")
-    opened: list[CheckpointFolder] = []
-    try:
-        opened.append(open_checkpoint(path).open_all())
+    with ExitStack() as stack:
+        model = stack.enter_context(open_checkpoint(path, allow_pickle).open_all())
+        optimizer = None
         if with_optimizer and any(path.glob("optimizer*.safetensors*")):
-            opened.append(open_checkpoint(path, stem="optimizer").open_all())
+            optimizer = stack.enter_context(open_checkpoint(path, stem="optimizer").open_all())
+        found = TrainingFolder(state, model, optimizer, kept)
         if kept is not None:
-            require_same_save(opened, kept)
-    except BaseException:
-        for one in opened:
-            one.close()
-        raise
-    return TrainingFolder(state, opened[0], opened[1] if len(opened) > 1 else None, kept)
+            require_same_save(found.folders, kept)
+        stack.pop_all()
+    return found

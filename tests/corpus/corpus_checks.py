@@ -1,7 +1,6 @@
 """Checks that look for a bug: which one finds it, what it names, and in how many seconds."""
 
 import re
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,8 +26,6 @@ from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.report import Report, VerifyError
 
 RIGHT = Fault()
-# A plain load replaces PreTrainedModel.tie_weights for its time: of two threads at once one puts back the other's.
-LOADING = threading.Lock()
 LATEST = 5  # modules that a report may name before the one that is to blame
 TIMEOUT_S = 30.0
 
@@ -170,7 +167,7 @@ def _context(bug: Bug, root: Path) -> tuple[str, ...]:
 
 def _in_context(trial: Trial) -> Any:
     case = trial.case
-    with LOADING, no_progress_bars():
+    with no_progress_bars():
         model = case.cls.from_pretrained(case.folder, dtype=torch.float32, **case.changes())
     inputs = {k: v for k, v in case.batch.items() if k != "labels"}
     sch = create_schedule(model)

@@ -60,7 +60,7 @@ def test_bug_corpus_entries_are_valid():
     assert all(bug.checker in asked_of(bug) for bug in BUGS if bug.checker)
 
 
-def test_95_percent_of_bugs_have_a_checker():
+def test_checkers_exist_for_95_percent_of_the_published_bugs():
     found = [bug for bug in BUGS if bug.checker]
     assert len(found) >= 0.95 * len(BUGS)
     assert all(bug.named for bug in found)

@@ -152,7 +152,7 @@ def test_sparse_mlm_head_loss_needs_less_memory_than_the_logits(sizes):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
-def test_loss_divisor_is_not_rounded_in_gradients(dtype, factor):
+def test_gradients_use_the_unrounded_loss_divisor_in_bf16(dtype, factor):
     """1/1023 rounded to bf16 is off by 0.1 %, and so would be every gradient."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 

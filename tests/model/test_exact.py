@@ -98,7 +98,9 @@ def train_rank(folder, case, virtual, options, count):
 
 
 @pytest.mark.parametrize(("case", "options", "virtual", "real"), SEVERAL)
-def test_several_processes_train_with_the_bits_of_one(case, options, virtual, real, root, ranks):
+def test_exact_training_on_several_processes_is_bit_equal_to_one(
+    case, options, virtual, real, root, ranks
+):
     folder = checkpoint(case, root)
     (one,) = ranks.run(train, 1, folder, case, (1, 1, 1), virtual, options, 3)
     found = ranks.run(train, prod(real), folder, case, real, virtual, options, 3)
@@ -110,7 +112,7 @@ def test_several_processes_train_with_the_bits_of_one(case, options, virtual, re
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "options", "virtual"), RUNS)
-def test_ten_steps_have_the_same_bits_on_all_meshes(case, options, virtual, root, ranks):
+def test_ten_exact_training_steps_are_bit_equal_on_all_meshes(case, options, virtual, root, ranks):
     folder = checkpoint(case, root)
     (one,) = ranks.run(train, 1, folder, case, (1, 1, 1), virtual, options, 10)
     for real in divisors(virtual):
@@ -146,7 +148,7 @@ def loop(folder, case, real, virtual, exact):
 
 
 @pytest.mark.parametrize("case", [GPT2, BERT], ids=lambda case: case.cls)
-def test_a_loop_of_ones_own_has_the_same_bits_on_several_meshes(case, root, ranks):
+def test_exact_hand_written_loop_is_bit_equal_on_several_meshes(case, root, ranks):
     folder, virtual = checkpoint(case, root), (2, 1, 2) if case is GPT2 else (4, 1, 1)
     ((one, shape),) = ranks.run(loop, 1, folder, case, (1, 1, 1), virtual, True)
     assert shape[0] == case.rows
@@ -173,7 +175,7 @@ def train_on(folder, case, real, virtual, saved, first, last, kill):
     return found
 
 
-def test_killed_run_resumed_on_another_mesh_ends_with_the_same_bits(root, tmp_path, ranks):
+def test_killed_exact_training_resumed_on_another_mesh_is_bit_equal(root, tmp_path, ranks):
     folder, virtual = checkpoint(GPT2, root), (2, 2, 2)
     (whole,) = ranks.run(train, 1, folder, GPT2, (1, 1, 1), virtual, {}, 4)
     saved = tmp_path / "saved"
@@ -236,11 +238,11 @@ def adafactor(model):
         ({"tp": 2}, {}, adafactor, "element by element"),
     ],
 )
-def test_wrong_use_of_exact_is_refused_in_words(exact, options, act, words, root, ranks):
+def test_unsupported_use_of_exact_training_is_refused(exact, options, act, words, root, ranks):
     (found,) = ranks.run(refused, 1, checkpoint(GPT2, root), exact, options, act)
     assert words in (found or "it was taken")
 
 
-def test_exact_needs_sizes_that_the_mesh_divides(root, ranks):
+def test_exact_training_refuses_a_mesh_that_does_not_divide_the_virtual_mesh(root, ranks):
     with pytest.raises((MeshError, RankError), match="tp=2 with a virtual tp of 3"):
         ranks.run(train, 2, checkpoint(GPT2, root), GPT2, (2, 1, 1), (3, 1, 1), {}, 1)

@@ -29,7 +29,7 @@ def train_another_way_on_a_mesh(case, real, *args):
 TRAIN = exact_check._train
 
 
-def test_verify_exact_compares_the_digests_of_the_steps(capsys):
+def test_verify_exact_command_compares_the_digests_of_the_steps(capsys):
     run("verify", "bert", "--tp", "2", "--exact", "--json")
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "verified"
@@ -38,7 +38,7 @@ def test_verify_exact_compares_the_digests_of_the_steps(capsys):
 
 
 @pytest.mark.slow
-def test_verify_exact_names_the_operation_that_differs(monkeypatch):
+def test_verify_exact_command_names_the_operation_that_differs(monkeypatch):
     monkeypatch.setattr(exact_check, "_train", train_another_way_on_a_mesh)
     config, cls = transformers.GPT2Config(), transformers.GPT2LMHeadModel
     found = exact_check.compare_meshes(config, cls, (2, 1, 1), {"kernels": "reference"})

@@ -132,7 +132,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_changed_sum_is_found_in_its_first_step_and_named(mutant, folder, ranks):
+def test_exact_digest_detects_a_changed_sum_in_the_first_step_and_names_it(mutant, folder, ranks):
     sharded = "token shards" in mutant
     ((digests, rows),) = ranks.run(train, 1, folder, mutant, sharded)
     ((truth, of_truth),) = ranks.run(train, 1, folder, None, sharded)
@@ -141,7 +141,7 @@ def test_changed_sum_is_found_in_its_first_step_and_named(mutant, folder, ranks)
     assert MUTANTS[mutant][1] in found, found
 
 
-def test_two_equal_runs_have_equal_digests_and_records(folder, ranks):
+def test_equal_exact_runs_have_equal_digests_and_records(folder, ranks):
     (one,), (other,) = (ranks.run(train, 1, folder, None) for _ in range(2))
     assert one[0] == other[0]
     assert ExactTrace(one[1]).first_difference(ExactTrace(other[1])) == ""

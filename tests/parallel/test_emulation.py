@@ -1,6 +1,7 @@
 """Emulated mesh in one process: the ranks are threads, the results equal one device."""
 
 import gc
+import threading
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -146,6 +147,37 @@ def test_emulated_step_keeps_the_default_dtype(monkeypatch):
     changed, change = [], torch.set_default_dtype
     monkeypatch.setattr(torch, "set_default_dtype", lambda d: (changed.append(d), change(d))[1])
     assert emulate(changes_in_a_step, changed, mesh=(1, 2, 1)) == [(True, 0)] * 2
+
+
+class BuiltAtOnce(transformers.GPT2LMHeadModel):
+    """A plain model whose construction on rank 0 lasts until rank 1 constructs one too, or half a second."""
+
+    inside, second, done = threading.Event(), threading.Event(), threading.Event()
+
+    def __init__(self, config):
+        super().__init__(config)
+        if dist.is_initialized() and dist.get_rank() == 0:
+            self.inside.set()
+            self.second.wait(0.5)
+        elif dist.is_initialized():
+            self.second.set()
+            self.done.wait(0.5)
+
+
+def load_plain(folder):
+    if dist.get_rank() == 1:
+        BuiltAtOnce.inside.wait(30)
+    model = BuiltAtOnce.from_pretrained(folder)
+    BuiltAtOnce.done.set()
+    return model.lm_head.weight is model.transformer.wte.weight
+
+
+def test_plain_loads_of_two_ranks_leave_transformers_as_it_was(tmp_path):
+    """Each empties PreTrainedModel.tie_weights for its time, and puts back what it found there."""
+    before = dict(vars(transformers.PreTrainedModel))
+    transformers.GPT2LMHeadModel(CONFIG).save_pretrained(tmp_path)
+    assert emulate(load_plain, tmp_path, mesh=(2, 1, 1)) == [True, True]
+    assert dict(vars(transformers.PreTrainedModel)) == before
 
 
 def set_aside(fail):

@@ -232,7 +232,7 @@ def test_rank_exiting_without_error_raises_on_its_peers(ranks):
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from slapo_zoo.parallel.ranks.launch import init_distributed, rank_guard
+from slapo_zoo.parallel.ranks.process_group import init_distributed, rank_guard
 init_distributed()
 with rank_guard("step"):
     if dist.get_rank() == 0:

@@ -12,7 +12,7 @@ from slapo_zoo.errors import MeshError
 from slapo_zoo.model.same_on_all import facts_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.csv_order import read_order
-from slapo_zoo.pipeline.orders import ORDERS, StageMap, csv_runtime
+from slapo_zoo.pipeline.orders import ORDERS, StageMap
 from slapo_zoo.zoo.options import LoaderOptions
 
 GOOD = "0F0,0F1,,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
@@ -91,8 +91,7 @@ def test_pipeline_order_csv_is_read_as_torch_reads_it(text, tmp_path):
     custom = read_order(path, 2)
     theirs = _PipelineScheduleRuntime(stages(), custom.micro_batches)
     theirs._load_csv(path)
-    ours = csv_runtime(custom, stages(), custom.micro_batches)
-    assert ours.pipeline_order == theirs.pipeline_order
+    ours = StageMap.make(path, 2, None).runtime(stages(), custom.micro_batches)
     assert ours.pipeline_order_with_comms == theirs.pipeline_order_with_comms
     with open(path, newline="") as file:
         assert [[c for c in row if c] for row in csv.reader(file)] == [

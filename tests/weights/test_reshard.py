@@ -12,8 +12,10 @@ from slapo_zoo.cli.main import main
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.weights.folder import open_checkpoint
 from slapo_zoo.weights.ledger import AnonymousPeak, anonymous_bytes
+from slapo_zoo.weights.random_state import pack_states, states_here
 from slapo_zoo.weights.reshard import reshard
 from slapo_zoo.weights.save import save_folder
+from slapo_zoo.weights.training_state import read_state, write_state
 
 MIB = 2**20
 
@@ -67,11 +69,14 @@ def test_reshard_keeps_the_dtype_of_optimizer_states(source, tmp_path):
     with safe_open(next(source.glob("model*.safetensors")), "pt") as file:
         metadata = file.metadata()  # the id of the save: files of another are refused
     save_file({"a.exp_avg": torch.ones(3)}, source / "optimizer.safetensors", metadata)
-    (source / "training_state.json").write_text("{}")
+    states = pack_states([states_here(torch.device("cpu"))])
+    left_out = dict.fromkeys(("optimizer", "scheduler", "data_position", "extra"))
+    random = {"random": {"seed": 0, "step": 0}, "torch_random": states}
+    write_state(source, {"step": 3, "mesh": {"tp": 1, "pp": 1, "dp": 1}, **random, **left_out})
     (source / "checksums.json").unlink()  # which knows no such tensor
     reshard(source, tmp_path / "out", dtype=torch.float16)
     assert read(tmp_path / "out", "optimizer")["a.exp_avg"].dtype == torch.float32
-    assert (tmp_path / "out" / "training_state.json").exists()
+    assert read_state(tmp_path / "out")["step"] == 3
 
 
 def test_reshard_with_invalid_arguments_is_refused(source, tmp_path):

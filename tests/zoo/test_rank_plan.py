@@ -26,12 +26,12 @@ def outline_of(family, tp, pp, dp=1, rank=0, **options):
     return Outline(config, golden.main_class(family), mesh, torch.float32, **options)
 
 
-def test_every_family_has_a_golden_rank_plan():
+def test_every_family_has_a_golden_file_of_its_rank_plan():
     assert {path.stem for path in (golden.GOLDEN / "plans").glob("*.txt")} == set(families())
 
 
 @pytest.mark.parametrize("family", families())
-def test_rank_plan_of_the_last_rank_equals_its_golden_file(family, request):
+def test_plan_of_the_last_rank_equals_its_golden_file(family, request):
     tp, pp = (1, 1) if family in ("mamba", "wideresnet") else (2, 2)
     plan = outline_of(family, tp, pp, dp=2, rank=2 * tp * pp - 1, sequence_parallel=False).plan
     file = golden.GOLDEN / "plans" / f"{family}.txt"

@@ -20,7 +20,7 @@ class _Captured(Exception):  # noqa: N818 - not an error: it ends the call once 
         self.call = args, kwargs
 
 
-def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str, Any]]:
+def capture(model: Any, path: str) -> tuple[tuple, dict[str, Any]]:
     """Return (args, kwargs) that the module at `path` receives in a call of the model on a tiny batch.
 
     A model that is not of `transformers` has no tiny batch: each required argument is then UNKNOWN, a tensor
@@ -29,11 +29,10 @@ def capture(model: Any, path: str, padded: bool = True) -> tuple[tuple, dict[str
     Args:
         model: model in training or eval mode; it is left unchanged.
         path: path of the module.
-        padded: call the model with a padding mask; False passes no mask at all.
     """
     if not _is_known(model):
         return unknown_call(model.get_submodule(path))
-    inputs = tiny_batch(model, path, padded)
+    inputs = tiny_batch(model, path)
     if not path:
         return (), inputs
 
@@ -82,13 +81,12 @@ def _from_trace(model: Any, path: str, inputs: dict[str, Any]) -> tuple[tuple, d
     return calls[path]
 
 
-def tiny_batch(model: Any, path: str = "", padded: bool = True) -> dict[str, Any]:
+def tiny_batch(model: Any, path: str = "") -> dict[str, Any]:
     """Return a batch of 2 rows (7 tokens, or images of the config's size) for a model of `transformers`.
 
     Args:
         model: a text or image model; any other raises ScheduleError.
-        path: path of the module that is traced, unused here.
-        padded: include the padding masks.
+        path: path of the module that is traced, for errors.
     """
     if not _is_known(model):
         problem = f"{type(model).__name__} is no text or image model of transformers"
@@ -107,7 +105,7 @@ def tiny_batch(model: Any, path: str = "", padded: bool = True) -> dict[str, Any
         names = "decoder_input_ids", "decoder_attention_mask"
         batch |= _tokens(*names, shape, config.vocab_size, device)
     batch["use_cache"] = False
-    return {k: v for k, v in batch.items() if k in accepted and (padded or "mask" not in k)}
+    return {k: v for k, v in batch.items() if k in accepted}
 
 
 def _parameters(model: nn.Module) -> set[str]:

@@ -4,13 +4,17 @@ A forward reads `self.training` as a Python bool, so a trace fixes it: a dropout
 keep dropping in `eval()`. Literals that differ between the traces become nodes that read the mode.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from slapo_zoo.language.graph import guards
+
+LITERALS = (bool, int, float, str, type(None))
 
 
 def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool:
@@ -34,13 +38,16 @@ def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool
     same = dict(zip(other.nodes, graph.nodes, strict=True))
     asked: Node | None = None
     for theirs, node in list(same.items()):
-        args = map_arg((theirs.args, theirs.kwargs), lambda n: same[n])
-        if _equal((node.args, node.kwargs), args):
+        mine, spec = tree_flatten((node.args, node.kwargs))
+        pairs = list(zip(mine, _leaves(theirs, same)[0], strict=True))
+        if all(_equal(a, b) for a, b in pairs):
             continue
         asked = asked or _training(graph)
         with graph.inserting_before(node):
-            mixed = _mix((node.args, node.kwargs), args, graph, asked, training)
-        node.args, node.kwargs = mixed
+            mixed = [
+                a if _equal(a, b) else _by_mode(graph, asked, a, b, training) for a, b in pairs
+            ]
+        node.args, node.kwargs = tree_unflatten(mixed, spec)
     return True
 
 
@@ -59,47 +66,30 @@ def _same_shape(a: Graph, b: Graph) -> bool:
         return False
     same = dict(zip(b.nodes, a.nodes, strict=True))
     for theirs, node in same.items():
-        if (node.op, node.target) != (theirs.op, theirs.target):
+        mine, spec = tree_flatten((node.args, node.kwargs))
+        others, other_spec = _leaves(theirs, same)
+        if (node.op, node.target, spec) != (theirs.op, theirs.target, other_spec):
             return False
-        args = map_arg((theirs.args, theirs.kwargs), lambda n: same[n])
-        if not _mixable((node.args, node.kwargs), args):
+        if not all(_equal(x, y) or (isinstance(x, LITERALS) and isinstance(y, LITERALS))
+                   for x, y in zip(mine, others, strict=True)):  # fmt: skip
             return False
     return True
 
 
-def _mixable(a: Any, b: Any) -> bool:
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_mixable, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_mixable(a[k], b[k]) for k in a)
-    if isinstance(a, Node) or isinstance(b, Node):
-        return a is b
-    return _equal(a, b) or all(isinstance(v, (bool, int, float, str)) or v is None for v in (a, b))
-
-
-def _mix(mine: Any, theirs: Any, graph: Graph, asked: Node, training: bool) -> Any:
-    """Return the arguments `mine`, in which the node `asked` (the mode) selects each literal that differs from `theirs`."""
-    if isinstance(mine, (tuple, list)):
-        return type(mine)(
-            _mix(m, t, graph, asked, training) for m, t in zip(mine, theirs, strict=True)
-        )
-    if isinstance(mine, dict):
-        return {k: _mix(v, theirs[k], graph, asked, training) for k, v in mine.items()}
-    if isinstance(mine, Node) or _equal(mine, theirs):
-        return mine
+def _by_mode(graph: Graph, asked: Node, mine: Any, theirs: Any, training: bool) -> Node:
+    """Insert a node that selects `mine` or `theirs` by the node `asked`, which reads the mode."""
     both = (mine, theirs) if training else (theirs, mine)
     return graph.call_function(guards.by_mode, (asked, *both))
 
 
+def _leaves(node: Node, same: Mapping[Node, Node]) -> tuple[list[Any], TreeSpec]:
+    """Return the arguments of a node, flattened, with each node replaced by its counterpart in the other graph."""
+    return tree_flatten(map_arg((node.args, node.kwargs), lambda n: same[n]))
+
+
 def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, (tuple, list)) and isinstance(b, (tuple, list)):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
     if isinstance(a, slice) and isinstance(b, slice):
-        return _equal((a.start, a.stop, a.step), (b.start, b.stop, b.step))
+        return all(map(_equal, (a.start, a.stop, a.step), (b.start, b.stop, b.step)))
     if isinstance(a, float) and isinstance(b, float) and a != a:
         return b != b
-    if isinstance(a, torch.Tensor):
-        return a is b
-    return type(a) is type(b) and bool(a == b)
+    return a is b or (type(a) is type(b) and not isinstance(a, torch.Tensor) and bool(a == b))

@@ -14,9 +14,39 @@ from slapo_zoo.language.graph.trace import install, trace_module, trace_tree
 _traced: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
+class Traces(Directive):
+    """Base of the directives that trace modules while they check, and put the graphs into the model while they apply."""
+
+    example_inputs: Any
+
+    def trace(self, site: Site) -> dict[str, Any]:
+        """Return the traced modules by their paths below the site."""
+        raise NotImplementedError
+
+    def local(self) -> str:
+        return "example_inputs are tensors, not data" if self.example_inputs is not None else ""
+
+    def check(self, site: Site) -> None:
+        _traced[site.module] = self.trace(site)
+
+    def apply(self, site: Site) -> None:
+        traced = _traced.pop(site.module)
+        site.state.model = install(site.state.model, site.path, traced)
+        site.state.index()
+
+    def example(self, site: Site) -> tuple[tuple, dict[str, Any]]:
+        """Return (args, kwargs) with which a module is traced: `example_inputs`, or those of a call on a tiny batch."""
+        given = self.example_inputs
+        if given is None:
+            return capture(site.state.model, site.path)
+        if isinstance(given, dict):
+            return (), given
+        return (tuple(given) if isinstance(given, (tuple, list)) else (given,)), {}
+
+
 @primitive("trace")
 @dataclass(frozen=True)
-class Trace(Directive):
+class Trace(Traces):
     """Record the forward of a module as a graph; children, parameters and their names stay.
 
     rewrite:  y = f(x)  -->  y = graph(x), a GraphModule with the same children
@@ -34,14 +64,12 @@ class Trace(Directive):
         example_inputs: a tuple of arguments, or a dict of them by name; None captures
             the module's arguments in a call of the `transformers` model on a tiny batch.
         recursive: without `flatten`, trace the modules that it calls too.
-        padded: pass a padding mask in that call on a tiny batch.
     """
 
     leaves: Any = ()
     flatten: bool = False
     example_inputs: Any = None
     recursive: bool = True
-    padded: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -49,36 +77,12 @@ class Trace(Directive):
         object.__setattr__(self, "leaves", leaves)  # JSON has lists only
 
     def local(self) -> str:
-        if self.example_inputs is not None:
-            return "example_inputs are tensors, not data"
         live = [leaf for leaf in self.leaves if not isinstance(leaf, str)]
-        return f"leaves hold {live}, not names" if live else ""
+        return super().local() or (f"leaves hold {live}, not names" if live else "")
 
-    def check(self, site: Site) -> None:
-        _traced[site.module] = self._trace(site)
-
-    def apply(self, site: Site) -> None:
-        put(site, _traced.pop(site.module))
-
-    def _trace(self, site: Site) -> dict[str, Any]:
-        args, kwargs = example_for(site, self)
+    def trace(self, site: Site) -> dict[str, Any]:
+        args, kwargs = self.example(site)
         if self.flatten or not self.recursive:
             path, leaves = site.path, self.leaves
             return {"": trace_module(site.module, args, kwargs, leaves, self.flatten, path)}
         return trace_tree(site.module, args, kwargs, self.leaves, site.path)
-
-
-def example_for(site: Site, directive: Any) -> tuple[tuple, dict[str, Any]]:
-    """Return (args, kwargs) with which a module is traced: `example_inputs`, or those of a call on a tiny batch."""
-    given = directive.example_inputs
-    if given is None:
-        return capture(site.state.model, site.path, directive.padded)
-    if isinstance(given, dict):
-        return (), given
-    return (tuple(given) if isinstance(given, (tuple, list)) else (given,)), {}
-
-
-def put(site: Site, traced: dict[str, Any]) -> None:
-    """Install traced modules into the model; `traced` maps paths below the module of `site` to modules."""
-    site.state.model = install(site.state.model, site.path, traced)
-    site.state.index()

@@ -2,21 +2,18 @@
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from slapo_zoo.language.directive import Directive, Site, join, primitive
+from slapo_zoo.language.directive import Site, join, primitive
 from slapo_zoo.language.graph.trace import trace_tree
-from slapo_zoo.language.primitives.trace import example_for, put
+from slapo_zoo.language.primitives.trace import Traces
 from slapo_zoo.parallel.paths import nearest
-
-_traced: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
 @primitive("trace_until")
 @dataclass(frozen=True)
-class TraceUntil(Directive):
+class TraceUntil(Traces):
     """Trace a module and its descendants above `paths`; the modules at `paths` stay as they are.
 
     rewrite:  f(x) = ... g(h(x)) ...  -->  graph with `g` and `h` as nodes  (paths = g, h)
@@ -25,22 +22,17 @@ class TraceUntil(Directive):
     Args:
         paths: paths of modules below this one, in full or relative to it.
         example_inputs: a tuple of arguments, or a dict of them by name; None as in `trace`.
-        padded: pass a padding mask in the call on a tiny batch, as in `trace`.
     """
 
     paths: Any
     example_inputs: Any = None
-    padded: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         paths = (self.paths,) if isinstance(self.paths, str) else tuple(self.paths)
         object.__setattr__(self, "paths", paths)
 
-    def local(self) -> str:
-        return "example_inputs are tensors, not data" if self.example_inputs is not None else ""
-
-    def check(self, site: Site) -> None:
+    def trace(self, site: Site) -> dict[str, Any]:
         targets = [self._below(site, path) for path in self.paths]
         parts = [target.split(".") for target in targets]
         way = {".".join(p[:i]) for p in parts for i in range(len(p))}
@@ -48,11 +40,8 @@ class TraceUntil(Directive):
         def is_leaf(_module: nn.Module, path: str) -> bool:
             return path not in way
 
-        args, kwargs = example_for(site, self)
-        _traced[site.module] = trace_tree(site.module, args, kwargs, (is_leaf,), site.path)
-
-    def apply(self, site: Site) -> None:
-        put(site, _traced.pop(site.module))
+        args, kwargs = self.example(site)
+        return trace_tree(site.module, args, kwargs, (is_leaf,), site.path)
 
     def _below(self, site: Site, path: str) -> str:
         """Return `path` relative to the traced module; ScheduleError if that module contains no such path."""

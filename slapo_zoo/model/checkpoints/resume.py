@@ -20,7 +20,6 @@ from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.hosted_ranks import on_each_rank
 from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.weights import optimizer as optimizers
-from slapo_zoo.weights.checksums import damaged_tensors, raise_first
 from slapo_zoo.weights.encode import decode
 from slapo_zoo.weights.load import check_targets, load_tensors
 from slapo_zoo.weights.load_memory import Target
@@ -89,20 +88,11 @@ class _Load:
                 raise WeightsError(str(self.path / FILE), name, problem, hint)
         if self.scheduler is not None:
             _check_scheduler(self.path, decode(state["scheduler"]), self.scheduler.state_dict())
-        self._check_integrity()
+        opened.check_values(mesh.rank, mesh.world_size)
         self.targets, self.source = weights_of(self.model, self.whole)
         check_targets(self.targets, opened.model, self.source, mesh)
         if self.optimizer is not None:
             self._prepare_optimizer()
-
-    def _check_integrity(self) -> None:
-        """Compare the files with their checksums; every rank reads its share of them."""
-        kept, mesh = self.opened.kept, self.model.mesh
-        if kept is None:  # of an older version
-            return
-        folders = [one for one in (self.opened.model, self.opened.optimizer) if one is not None]
-        for folder in folders:
-            raise_first(damaged_tensors(folder, kept, mesh.rank, mesh.world_size))
 
     def _prepare_optimizer(self) -> None:
         runtime, record, opened = self.model._slapo, self.opened.state["optimizer"], self.opened

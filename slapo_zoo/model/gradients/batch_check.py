@@ -33,7 +33,7 @@ def check_batch(
         return
     mine = digest(batch)
     mine = torch.stack([mine, torch.full_like(mine, hooks())])
-    found, hooked = _gathered(mine, mesh.world_size).t().tolist()
+    found, hooked = of_all(mine).t().tolist()
     _same_hooks(mesh, hooked)
     _same_for_peers(mesh, found)
     _different_for_copies(mesh, found)
@@ -50,7 +50,7 @@ def check_peers(
     if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:
         return
     mine = digest(tensors) + draws
-    found = _gathered(mine, mesh.tp, mesh.group("tp")).tolist()
+    found = of_all(mine, mesh.group("tp")).tolist()
     if differ := [mesh.at(tp=r) for r in unlike(found)]:
         raise _unlike("forward", differ, mesh.at(tp=0))
 
@@ -60,7 +60,7 @@ def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
     if mesh.world_size == 1:
         return
     mine = digest({str(number): p for number, p in enumerate(parameters)})
-    found = _gathered(mine, mesh.world_size).tolist()
+    found = of_all(mine).tolist()
     if differ := unlike(found):
         shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
         problem = f"ranks {differ} have a trained input {shapes} with other values than rank 0"
@@ -70,8 +70,9 @@ def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
         raise MeshError("forward", "a trained input", problem, hint)
 
 
-def _gathered(mine: Tensor, size: int, group: Any = None) -> Tensor:
-    each = [torch.zeros_like(mine) for _ in range(size)]
+def of_all(mine: Tensor, group: Any = None) -> Tensor:
+    """Return the tensors `mine` of all ranks of a group (None: of all ranks), stacked along a new axis 0."""
+    each = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(each, mine, group=group)
     return torch.stack(each)
 

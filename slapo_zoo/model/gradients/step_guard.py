@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from slapo_zoo.errors import MeshError, agreed
+from slapo_zoo.model.gradients.batch_check import of_all
 from slapo_zoo.model.gradients.of_models import parameters_of, runtime_of
 from slapo_zoo.model.gradients.scaler import GradScaler
 from slapo_zoo.parallel.local_tensors import is_divided
@@ -85,9 +85,7 @@ class StepGuard:
         if not some or not self._is_due(self.backwards):
             return
         mine = torch.stack([p.detach().reshape(-1)[:ELEMENTS].double().norm() for p in some])
-        rows = [torch.empty_like(mine) for _ in range(self.mesh.size("loss"))]
-        dist.all_gather(rows, mine, group=self.mesh.group("loss"))
-        found = torch.stack(rows)
+        found = of_all(mine, self.mesh.group("loss"))
         if ((found - found[0]).abs() > COPIES * found.abs().amax(0)).any():
             problem = "dp ranks have different weights: their steps or gradients were different"
             hint = (
@@ -126,12 +124,10 @@ class StepGuard:
         if self.trained is not None and int(self.trained) < self.mesh.pp * self.mesh.size("loss"):
             return  # a stage without a trained parameter has no optimizer that would ask
         mine = self._factors()
-        each = [torch.empty_like(mine) for _ in range(self.mesh.world_size)]
         with rank_guard("optimizer.step, which all ranks take or none"):
             if gone := meet("optimizer.step", range(self.mesh.world_size)):
                 raise _alone(gone)
-            dist.all_gather(each, mine)
-        rows = torch.stack(each).tolist()
+            rows = of_all(mine).tolist()
         alike = max(row[PROBES][0] for row in rows)
         self._require_same(rows, LOOSELY * alike / ALIKE)
         found = [[f if is_one else None for f, is_one, *_ in row[:PROBES]] for row in rows]
@@ -155,9 +151,7 @@ class StepGuard:
             return
         none = torch.zeros(0, 2, dtype=torch.float64, device=self.device)
         mine = torch.stack([*self.marks.values()]) if self.marks else none
-        each = [torch.empty_like(mine) for _ in range(tp)]
-        dist.all_gather(each, mine, group=self.mesh.group("tp"))
-        every = torch.stack(each, 1).tolist()  # [parameters, tp, 2]
+        every = of_all(mine, self.mesh.group("tp")).transpose(0, 1).tolist()  # [parameters, tp, 2]
         named = zip(self.marks, every, strict=True)
         names = [name for name, marks in named if _apart(marks, loosely)]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -184,9 +178,7 @@ class StepGuard:
         for mesh_dim in ("tp", "loss"):
             if self.mesh.size(mesh_dim) == 1:
                 continue
-            rows = [torch.empty_like(mine) for _ in range(self.mesh.size(mesh_dim))]
-            dist.all_gather(rows, mine, group=self.mesh.group(mesh_dim))
-            found = torch.stack(rows)
+            found = of_all(mine, self.mesh.group(mesh_dim))
             if ((found - found[0]).abs() > LOOSELY * found[..., :1].amax(0)).any():
                 raise _unlike_beside(beside, self.mesh.named(mesh_dim))
 

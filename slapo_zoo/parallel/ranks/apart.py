@@ -10,7 +10,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR",
@@ -53,22 +52,19 @@ class ProcessApart:
         command: program and arguments; no shell.
         text: content of its stdin.
         environment: all of its environment variables; None takes those of this process.
-        folder: its working directory.
     """
 
     def __init__(
-        self, command: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None,
-        folder: Path | None = None,
-    ):  # fmt: skip
+        self, command: Sequence[str], text: str = "", environment: Mapping[str, str] | None = None
+    ):
         self.begin = time.monotonic()
         self.streams: list[IO[bytes]] = [tempfile.TemporaryFile() for _ in range(3)]  # noqa: SIM115 - open while it runs
         given, out, err = self.streams
         given.write(text.encode())
         given.seek(0)
         self.process = subprocess.Popen(  # noqa: S603 - the command is ours, or the user's own
-            command, stdin=given, stdout=out, stderr=err, env=environment, cwd=folder,
-            start_new_session=True,
-        )  # fmt: skip
+            command, stdin=given, stdout=out, stderr=err, env=environment, start_new_session=True
+        )
 
     def poll(self, timeout_s: float) -> Ended | None:
         """Return the exit status and output if the process has ended or ran for `timeout_s` seconds (it is killed), else None."""

@@ -54,22 +54,22 @@ class Heart:
         count, line, since, told = 0, "", 0, {}
         with suppress(RuntimeError):  # the store went with the process that held it
             while True:
-                self.store.set(_beat(self.rank), str(count := count + 1))
+                self.store.set(_key("beat", self.rank), str(count := count + 1))
                 if (counts := {name: n for name, (n,) in list(self.begun.items())}) != told:
-                    self.store.set(_begun(self.rank), json.dumps(told := counts))
+                    self.store.set(_key("begun", self.rank), json.dumps(told := counts))
                 line, before = (
                     _line_of(self._of) or line,
                     line,
                 )  # an error that ends it leaves the line
                 since = count if line != before else since
                 if count in (since, since + STILL):  # empty as soon as it goes on
-                    self.store.set(_at(self.rank), line if count > since else "")
+                    self.store.set(_key("line", self.rank), line if count > since else "")
                 if not self.error and self.store.check([ERROR_KEY]):
                     self.error = self.store.get(ERROR_KEY).decode()
-                    self.store.set(_told(self.rank), "1")
+                    self.store.set(_key("told", self.rank), "1")
                 if self._stopped.wait(BEAT_S):
                     break
-            self.store.set(_beat(self.rank), ENDED)
+            self.store.set(_key("beat", self.rank), ENDED)
 
     def leave(self) -> None:
         """Ask the heartbeat thread to end; the thread then tells the other ranks that this rank ended without an error."""
@@ -83,11 +83,11 @@ class Heart:
     def arrive(self, place: str, number: int) -> None:
         """Publish that this rank has reached the step named `place` for the `number`-th time."""
         with suppress(RuntimeError):
-            self.store.set(f"slapo_zoo/at/{place}/{self.rank}", str(number))
+            self.store.set(_key(f"at/{place}", self.rank), str(number))
 
     def late(self, place: str, number: int) -> list[int]:
         """Return the ranks that have not reached the step named `place` for the `number`-th time yet."""
-        return [r for r in range(self.size) if int(self._get(f"slapo_zoo/at/{place}/{r}", "0")) < number]  # fmt: skip
+        return [r for r in range(self.size) if int(self._get(_key(f"at/{place}", r), "0")) < number]  # fmt: skip
 
     def come(self, place: str) -> None:
         """Add one to the number of times that ranks have reached the step named `place`, counted over all ranks."""
@@ -100,27 +100,27 @@ class Heart:
     def past(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` that have begun more collectives in a common process group than this rank."""
         mine = {name: n for name, (n,) in list(self.begun.items())}
-        theirs = ((rank, json.loads(self._get(_begun(rank), "{}"))) for rank in ranks)
+        theirs = ((rank, json.loads(self._get(_key("begun", rank), "{}"))) for rank in ranks)
         return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
 
     def silence(self) -> dict[int, float]:
         """Return {rank: seconds since its last new heartbeat}; a heartbeat is noticed only when this method is called."""
         now = time.monotonic()
         for rank in range(self.size):
-            value = self._get(_beat(rank), "")
+            value = self._get(_key("beat", rank), "")
             if rank not in self._seen or self._seen[rank][0] != value:
                 self._seen[rank] = (value, now)
         return {rank: now - when for rank, (_, when) in self._seen.items()}
 
     def lines(self) -> str:
         """Return "rank N is at FILE:LINE, ..." for every rank that stands still; the line is in user code if possible."""
-        found = ((rank, self._get(_at(rank), "")) for rank in range(self.size))
+        found = ((rank, self._get(_key("line", rank), "")) for rank in range(self.size))
         return ", ".join(f"rank {rank} is at {line}" for rank, line in found if line)
 
     def not_told(self) -> list[int]:
         """Return the ranks that are alive and have not read the published error yet."""
-        waiting = [r for r in range(self.size) if not self._get(_told(r), "")]
-        return [r for r in waiting if self._get(_beat(r), "") not in ("", ENDED)]
+        waiting = [r for r in range(self.size) if not self._get(_key("told", r), "")]
+        return [r for r in waiting if self._get(_key("beat", r), "") not in ("", ENDED)]
 
     def _get(self, key: str, default: str) -> str:
         with suppress(RuntimeError):
@@ -145,16 +145,9 @@ def _stop_all() -> None:
         heart.stop()
 
 
-def _beat(rank: int) -> str:
-    return f"slapo_zoo/beat/{rank}"
-
-
-def _begun(rank: int) -> str:
-    return f"slapo_zoo/begun/{rank}"
-
-
-def _at(rank: int) -> str:
-    return f"slapo_zoo/line/{rank}"
+def _key(kind: str, rank: int) -> str:
+    """Return the key of the store under which a rank tells something of one kind, such as its heartbeat."""
+    return f"slapo_zoo/{kind}/{rank}"
 
 
 def _line_of(thread: int) -> str:
@@ -167,10 +160,6 @@ def _line_of(thread: int) -> str:
 
 def _is_installed(file: str) -> bool:
     return file.startswith((*_INSTALLED, "<")) or "site-packages" in file
-
-
-def _told(rank: int) -> str:
-    return f"slapo_zoo/told/{rank}"
 
 
 def parse_error(text: str | bytes) -> RankError:

@@ -24,6 +24,9 @@ from slapo_zoo.parallel.ranks import heartbeat
 from slapo_zoo.parallel.ranks.process_group import join_group, rank_guard
 from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads
 
+BUILDING = (
+    threading.RLock()
+)  # default dtype and what transformers patches while it builds are global
 _ONE_WORLD = threading.Lock()  # per process: torch has one switch for process groups per thread
 
 
@@ -48,7 +51,12 @@ class HostedRanks:
 
     def __enter__(self) -> "HostedRanks":
         self._within.enter_context(_ONE_WORLD)
-        for context in (compat.process_groups_per_thread(), _one_thread(), _set_aside()):
+        for context in (
+            compat.process_groups_per_thread(),
+            _one_thread(),
+            _set_aside(),
+            _loads_in_turn(),
+        ):
             self._within.enter_context(context)
         for rank in self.ranks:
             thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)  # fmt: skip
@@ -179,6 +187,28 @@ def _set_aside() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+@contextmanager
+def _loads_in_turn() -> Iterator[None]:
+    """Context in which plain `from_pretrained` of transformers runs in one thread at a time.
+
+    While it builds a model, it empties `PreTrainedModel.tie_weights` and sets the default dtype. Of two threads at
+    once, one would tie nothing, and the second would take the empty method for the original and restore that.
+    """
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel.__dict__["from_pretrained"]
+
+    def in_turn(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with BUILDING:
+            return original.__func__(cls, *args, **kwargs)
+
+    PreTrainedModel.from_pretrained = classmethod(in_turn)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = original
 
 
 @contextmanager

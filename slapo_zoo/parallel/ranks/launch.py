@@ -21,25 +21,13 @@ import torch
 from slapo_zoo.errors import MeshError, RankError
 from slapo_zoo.parallel.ranks.process_group import (
     init_distributed,
-    is_distributed_launch,
     is_lost_peer,
-    peer_error,
-    publish_error,
     rank_error,
     rank_guard,
     shutdown_distributed,
 )
 from slapo_zoo.parallel.ranks.store import local_store
 
-__all__ = [
-    "init_distributed",
-    "is_distributed_launch",
-    "peer_error",
-    "publish_error",
-    "rank_guard",
-    "run_local",
-    "shutdown_distributed",
-]
 BLAME_S = 2.0  # a rank that only lost a peer is not blamed before the guilty one had time to report
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
 _SIGNAL_HINTS = {
