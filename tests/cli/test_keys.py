@@ -37,7 +37,7 @@ def test_optimizer_schedule_and_trackers_follow_their_keys(tmp_path):
     (tmp_path / "text.txt").write_text(". ".join(sentences(60)))
     rates = {"adam_beta1": 0.5, "adam_beta2": 0.8, "adam_epsilon": 1e-4, "weight_decay": 0.1}
     sets = [f"{name}={value}" for name, value in rates.items()]
-    sets += ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: 4e-3}", "warmup_steps=1"]  # fmt: skip
+    sets += ["lr_scheduler_type=cosine_with_min_lr", "lr_scheduler_kwargs={min_lr: 0.004}", "warmup_steps=1"]  # fmt: skip
     sets += ["learning_rate=1e-2", "max_grad_norm=0.5", "document_masks=false", "seed=5"]
     sets += [f"data={tmp_path / 'text.txt'}", f"logging_dir={tmp_path / 'board'}"]
     found = trained(tmp_path, *sets, "report_to=tensorboard", "load.resid_pdrop=0", "load.embd_pdrop=0", "load.attn_pdrop=0")  # fmt: skip
