@@ -136,7 +136,7 @@ class ExactModel(nn.Module):
 
     @property
     def _slapo(self) -> Any:
-        """Raise SlapoError: a function for models of one rank was called with this one."""
+        """Raise SlapoError: the calling function supports models of one rank only, and this process hosts several."""
         problem = "this call is not built for exact models"
         hint = (
             "call train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
@@ -285,7 +285,7 @@ def _has_rows(value: Any, rows: int) -> bool:
 
 
 def _narrowed(value: Any, model: nn.Module) -> Any:
-    """Return an optimizer over the parameters of `model` alone, with their state; other values as they are."""
+    """Return a copy of an optimizer with the parameters of `model` alone and their state; return other values unchanged."""
     if not isinstance(value, torch.optim.Optimizer):
         return value
     own = {id(p) for p in model.parameters()}
@@ -299,7 +299,7 @@ def _narrowed(value: Any, model: nn.Module) -> Any:
 
 
 def _give_back(optimizer: Any, narrowed: Any) -> None:
-    """Take over what a call has changed in a narrowed optimizer: the state, and options such as the learning rate."""
+    """Copy what a call changed in a narrowed optimizer (state, learning rate) to the optimizer that it was made from."""
     if optimizer is narrowed or not isinstance(optimizer, torch.optim.Optimizer):
         return
     optimizer.state.update(narrowed.state)

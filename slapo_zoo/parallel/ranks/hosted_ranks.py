@@ -33,7 +33,7 @@ _ONE_WORLD = threading.Lock()  # per process: torch has one switch for process g
 class HostedRanks:
     """Ranks of a world that run as threads of this process; a context, at whose end the threads leave their groups.
 
-    Within, operations use one CPU thread, because the bits of a sum depend on their number.
+    Within the context, operations use one CPU thread, because the bits of a sum depend on the number of threads.
 
     Args:
         store: store of all processes of the world.
@@ -133,7 +133,7 @@ class HostedRanks:
 
 
 def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a model that also takes a model of several hosted ranks: it is then called on each."""
+    """Wrap a function of a model: given a model of several hosted ranks, the wrapper calls it on each of them."""
 
     @functools.wraps(function)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
