@@ -42,12 +42,17 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
         options: options of the loader; tp, pp and dp are the mesh of the processes.
         load: loads the model of one virtual rank; called in the thread of each.
     """
-    real = make_mesh(tp=options.tp, pp=options.pp, dp=options.dp)
+    real = make_mesh(**{name: getattr(options, name) for name in Mesh().sizes})
     virtual = _virtual_mesh(real, options.exact)
     _check(options)
-    host = _host(real, virtual)
+    is_first, host = not _HOSTS, _host(real, virtual)
     own = replace(options, exact=False, **virtual.sizes)
-    return ExactModel(host, real, virtual, host.run(lambda _rank: load(own)))
+    try:
+        return ExactModel(host, real, virtual, host.run(lambda _rank: load(own)))
+    except BaseException:
+        if is_first:  # no other model needs the threads
+            close()
+        raise
 
 
 def _virtual_mesh(real: Mesh, asked: Any) -> Mesh:
@@ -101,7 +106,7 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
     )
     store = default_store() or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     world = PrefixStore("slapo_zoo/exact", store)
-    _HOSTS[key] = host = HostedRanks(world, ranks, virtual.world_size, timeout_of(None))
+    _HOSTS[key] = host = HostedRanks(world, ranks, virtual.world_size, timeout_of(None), stays=True)
     host.__enter__()
     atexit.register(close)
     return host
