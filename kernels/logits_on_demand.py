@@ -167,7 +167,7 @@ class LogitsOnDemand(torch.Tensor):
     def numbers(self) -> Tensor:
         """Return the values of the logits without an autograd graph."""
         if self.changed():
-            problem = "they were changed in place, and this use would miss the gradient"
+            problem = "the logits were changed in place, and this use would miss the gradient"
             hint = "use the tensor that the operation returned"
             raise SlapoError("output", "logits", problem, hint)
         if self.made is not None:
@@ -206,8 +206,8 @@ class LogitsOnDemand(torch.Tensor):
         with self.head.reading():
             version = self.head.linear.weight._version
         if version != self.version:
-            hint = 'read them before optimizer.step(), or load with kernels="reference"'
-            problem = "they are computed when first read, after the weights have changed"
+            hint = 'read the logits before optimizer.step(), or load with kernels="reference"'
+            problem = "logits are computed when first read, here after the weights have changed"
             raise SlapoError("output", "logits", problem, hint)
 
     def cross_entropy_over(self, items: float, target: Tensor, **options: Any) -> Tensor:
@@ -294,12 +294,10 @@ def _whole(logits: Any, head: Head) -> Tensor:
 def _require_all(ranks: list[int]) -> None:
     """Raise MeshError if some of `ranks` do not compute the sharded logits, which takes all of them."""
     if gone := meet("output.logits", ranks):
-        problem = (
-            f"{names_of(gone)} did not read them, and each tp rank has some of their columns only"
-        )
+        problem = f"{names_of(gone)} did not read the logits, and each tp rank has some of their columns only"
         hint = (
-            "read them on all ranks of tp, each gets the whole, and print them on one; "
-            'kernels="reference" makes them in every forward'
+            "read them on all tp ranks, which then get all columns, and print them on one; "
+            'kernels="reference" computes them in every forward'
         )
         raise MeshError("output", "logits", problem, hint)
 

@@ -42,12 +42,17 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
         options: options of the loader; tp, pp and dp are the mesh of the processes.
         load: loads the model of one virtual rank; called in the thread of each.
     """
-    real = make_mesh(tp=options.tp, pp=options.pp, dp=options.dp)
+    real = make_mesh(**{name: getattr(options, name) for name in Mesh().sizes})
     virtual = _virtual_mesh(real, options.exact)
     _check(options)
-    host = _host(real, virtual)
+    is_first, host = not _HOSTS, _host(real, virtual)
     own = replace(options, exact=False, **virtual.sizes)
-    return ExactModel(host, real, virtual, host.run(lambda _rank: load(own)))
+    try:
+        return ExactModel(host, real, virtual, host.run(lambda _rank: load(own)))
+    except BaseException:
+        if is_first:  # no other model needs the threads
+            close()
+        raise
 
 
 def _virtual_mesh(real: Mesh, asked: Any) -> Mesh:
@@ -101,7 +106,7 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
     )
     store = default_store() or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     world = PrefixStore("slapo_zoo/exact", store)
-    _HOSTS[key] = host = HostedRanks(world, ranks, virtual.world_size, timeout_of(None))
+    _HOSTS[key] = host = HostedRanks(world, ranks, virtual.world_size, timeout_of(None), stays=True)
     host.__enter__()
     atexit.register(close)
     return host
@@ -136,7 +141,7 @@ class ExactModel(nn.Module):
 
     @property
     def _slapo(self) -> Any:
-        """Raise SlapoError: a function for models of one rank was called with this one."""
+        """Raise SlapoError: the calling function supports models of one rank only, and this process hosts several."""
         problem = "this call is not built for exact models"
         hint = (
             "call train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
@@ -285,7 +290,7 @@ def _has_rows(value: Any, rows: int) -> bool:
 
 
 def _narrowed(value: Any, model: nn.Module) -> Any:
-    """Return an optimizer over the parameters of `model` alone, with their state; other values as they are."""
+    """Return a copy of an optimizer with the parameters of `model` alone and their state; return other values unchanged."""
     if not isinstance(value, torch.optim.Optimizer):
         return value
     own = {id(p) for p in model.parameters()}
@@ -299,7 +304,7 @@ def _narrowed(value: Any, model: nn.Module) -> Any:
 
 
 def _give_back(optimizer: Any, narrowed: Any) -> None:
-    """Take over what a call has changed in a narrowed optimizer: the state, and options such as the learning rate."""
+    """Copy what a call changed in a narrowed optimizer (state, learning rate) to the optimizer that it was made from."""
     if optimizer is narrowed or not isinstance(optimizer, torch.optim.Optimizer):
         return
     optimizer.state.update(narrowed.state)

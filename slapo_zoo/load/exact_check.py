@@ -59,7 +59,7 @@ def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]
 
     Args:
         config: config of the model.
-        cls: its class.
+        cls: class of the model.
         sizes: sizes of tp, pp and dp.
         knobs: further arguments of `from_pretrained`.
     """
@@ -77,12 +77,12 @@ def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]
 
 
 def _runs(case: Case, real: Sizes, virtual: Sizes, knobs: Mapping[str, Any], traced: bool) -> Any:
-    """Return what `_train` returns in process 0 of a real mesh."""
+    """Start the processes of mesh `real`, run `_train` in each, and return the result of process 0."""
     return run_local(_train, prod(real), (case, real, virtual, dict(knobs), traced), threads=1, device="cpu")[0]  # fmt: skip
 
 
 def _train(case: Case, real: Sizes, virtual: Sizes, knobs: dict[str, Any], traced: bool) -> Any:
-    """Train some steps as one process of a real mesh; return the digests of the steps, or if `traced` the trace."""
+    """Train some steps as one process of mesh `real`; return the digests of the steps, or with `traced` the trace."""
     names = ("tp", "pp", "dp")
     model = AutoScheduledModel.from_pretrained(
         case.folder, **dict(zip(names, real, strict=True)), exact=dict(zip(names, virtual, strict=True)),

@@ -31,7 +31,7 @@ def joined(
     """
     leaves = {rank: tree_flatten(output) for rank, output in outputs.items()}
     first = min(leaves)
-    firsts = [r for r in leaves if all(virtual.coord(d, r) == virtual.coord(d, first) for d in ("tp", "pp"))]  # fmt: skip
+    firsts = [r for r in leaves if all(virtual.coord(d, r) == virtual.coord(d, first) for d in virtual.sizes if d != "dp")]  # fmt: skip
     values, spec = leaves[first]
     found = [_join([leaves[r][0][i] for r in firsts]) for i in range(len(values))]
     graded = [i for i, x in enumerate(values) if isinstance(x, Tensor) and x.requires_grad]

@@ -88,7 +88,7 @@ class Recorder(TorchDispatchMode):
         return "" if node is None else str(node.name())
 
     def _note_weights(self, kind: str, model: nn.Module) -> None:
-        """Add a row per parameter: a step of an optimizer runs in another thread, and is seen by its results."""
+        """Add a row with the digest of each parameter, since an optimizer steps in another, unrecorded thread."""
         for name, p in model.named_parameters():
             self.rows.append((kind, name, _digest([p.detach()])))
 

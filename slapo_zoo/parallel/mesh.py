@@ -92,17 +92,17 @@ class Mesh:
 
     @property
     def world_size(self) -> int:
-        """Number of processes, the product of all sizes."""
+        """Return the number of processes, the product of the sizes of all mesh dims."""
         return prod(self.sizes.values())
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the mesh dims by name: tp, pp, dp, then any others."""
+        """Return the sizes of the mesh dims by name: tp, pp, dp, then any others."""
         names = dict.fromkeys(("tp", "pp", "dp", *(dim.name for dim in self.DIMS)))
         return {name: getattr(self, name) for name in names}
 
     def named(self, mesh_dim: str) -> str:
-        """Return the mesh dims that a name stands for, joined by "+": "dp" for "dp" and here for "batch" too."""
+        """Return the names of the mesh dims that "batch", "loss" or a dim stands for, joined by "+" for error texts."""
         if (divides := ROLES.get(mesh_dim)) is None:
             return mesh_dim
         return "+".join(dim.name for dim in self.DIMS if dim.divides in divides)

@@ -155,7 +155,7 @@ class Blame:
         return list(dict.fromkeys(inside))
 
     def _consumers(self, index: int) -> list[str]:
-        """Return the paths of modules that took the tensor of event number `index` as an argument.
+        """Return the paths of modules that took the tensor recorded at `order[index]` as an argument.
 
         If there are none, return the module that ran next under the same parent, and the parent.
         """

@@ -226,9 +226,7 @@ def _refuse_foreign(
     what = f"{len(missing)} missing and {len(unexpected)} unexpected keys"
     hint = "pass a checkpoint of this architecture and size"
     if any(re.search(QUANTIZED, key) for key in unexpected):
-        hint = (
-            "its weights are quantized and cannot be trained: load the checkpoint it was made from"
-        )
+        hint = "quantized weights cannot be trained: load the checkpoint that these were made from"
     raise WeightsError(str(folder.path), what, "\n    ".join(lines), hint)
 
 

@@ -116,7 +116,7 @@ class _Save:
             self._require_finite()
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
-            problem = f"found {len(strange)} tensors that no spec names, expected none"
+            problem = f"found {len(strange)} tensors without a spec, expected none"
             raise WeightsError(STEP, min(strange), problem, "add specs for them")
         return digest(self.layout, self.specs)
 

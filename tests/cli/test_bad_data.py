@@ -140,7 +140,7 @@ def test_bad_evaluation_data_raises_and_is_named(key, place, capsys, monkeypatch
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [("columns.text=body", "no column 'body' among text"), ("data_split=test", "one split")],
+    [("columns.text=body", "no column 'body' among text"), ("data_split=test", "a single split")],
 )
 def test_plain_text_data_refuses_other_columns_and_splits(key, said, place, capsys):
     (place / "plain.txt").write_text("to be or not " * 50)

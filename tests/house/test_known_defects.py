@@ -72,7 +72,7 @@ def test_shard_on_axis_0_keeps_in_features_of_linear():
 def test_sharding_a_weight_twice_is_refused(second, n):
     sch = Schedule(nn.Sequential(nn.Linear(8, 8)), Mesh(tp=n))
     sch["0"].shard("weight", 0)
-    with pytest.raises(ScheduleError, match="already divided by shard"):
+    with pytest.raises(ScheduleError, match="sharded already, by shard"):
         sch["0"].shard("weight", second)
     assert sch["0"].mod.weight.shape == (8 // n, 8)
 

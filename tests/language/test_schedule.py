@@ -165,7 +165,7 @@ def test_weights_stay_tied_after_directives():
     sch["head"].shard("weight", 0, pad=True)  # the same division through the tie: only sizes
     assert model.embed.weight is model.head.weight
     assert model.head.out_features == 6
-    with pytest.raises(ScheduleError, match="already divided"):
+    with pytest.raises(ScheduleError, match="is sharded already"):
         sch["head"].shard("weight", 0, pad=True)
 
 
@@ -185,7 +185,7 @@ ERRORS = {
     "mode": ("head", "sync", ("fwd", "all_reduce"), {}, "head", "found mode 'fwd', expected one of ('fwd_pre', 'fwd_post', 'bwd_post')", "fwd_post: outputs"),
     "op": ("head", "sync", ("fwd_post", "all_to_some"), {}, "head", "no sync op 'all_to_some'", "'all_gather', 'all_reduce'"),
     "mode of op": ("head", "sync", ("fwd_pre", "all_reduce"), {}, "head", "'all_reduce' has no meaning as 'fwd_pre'", "use one of ('fwd_post', 'bwd_post')"),
-    "logits": ("head", "sync", ("fwd_post", "vocab_logits"), {}, "head", "its weight is not sharded", 'shard("weight", 0, pad=True) first'),
+    "logits": ("head", "sync", ("fwd_post", "vocab_logits"), {}, "head", "the module's weight is not sharded", 'shard("weight", 0, pad=True) first'),
     "kernel": ("head", "replace", ("fast_linear",), {}, "head", "no kernel 'fast_linear'", "registered: ["),
     "refusal": ("head", "replace", ("picky_kernel_of_tests",), {}, "head", "it has 3 legs", "select only modules"),
     "root": ("", "replace", (nn.Linear(1, 1),), {}, "(the model)", "the root cannot be replaced", "build a schedule on the new one"),
@@ -215,7 +215,7 @@ def test_schedule_error_has_where_what_problem_and_hint(name):
 def test_directive_applied_twice_raises():
     sch = Schedule(Model(), TP2)
     sch["layers.0.attention.query"].shard("weight", 0)
-    with pytest.raises(ScheduleError, match=r"already divided by shard\(.*axis=0") as caught:
+    with pytest.raises(ScheduleError, match=r"sharded already, by shard\(.*axis=0") as caught:
         sch["layers.*.attention.query"].shard("weight", 1)
     assert caught.value.where == "layers.0.attention.query"
     assert sch["layers.1.attention.query"].mod.weight.shape == (8, 8)

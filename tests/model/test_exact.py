@@ -213,6 +213,10 @@ def clipped_by_torch(model):
     optimizer.step()
 
 
+def of_another_mesh(model):
+    AutoScheduledModel.from_pretrained(model.hosted[0].name_or_path, exact={"tp": 4})
+
+
 def loss_of_logits(model):
     model.train()
     model(**batch_of(GPT2)).logits.square().mean().backward()
@@ -234,6 +238,8 @@ def adafactor(model):
         ({"tp": 2}, {"target": "deepspeed"}, nothing, "an order of its own"),
         ({"dp": 2}, {}, uneven, "3 rows for 2 virtual dp ranks"),
         ({"tp": 2}, {}, clipped_by_torch, "call model.clip_grad_norm_"),
+        ({"tp": 2}, {}, of_another_mesh, "take one virtual mesh in a process"),
+        ({"tp": 2}, {"schedule": 7}, nothing, "schedule"),
         ({"dp": 2}, {}, loss_of_logits, "train_step(batch, loss_fn=...)"),
         ({"tp": 2}, {}, adafactor, "element by element"),
     ],

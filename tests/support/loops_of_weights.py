@@ -261,7 +261,7 @@ def skipped(t: Trainee) -> None:
         t.optimizer.step()
 
 
-@loop("one rank reads logits", families=ONE_STACK, pp=CALL_TRAIN_STEP, tp="did not read them")
+@loop("one rank reads logits", families=ONE_STACK, pp=CALL_TRAIN_STEP, tp="did not read the logits")
 def read_on_one(t: Trainee) -> None:
     """Read a metric on rank 0 alone."""
     for step in range(STEPS):

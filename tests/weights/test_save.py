@@ -225,7 +225,7 @@ def test_save_into_a_symlinked_folder_keeps_the_symlink(tmp_path):
         (ONE, {}, "missing on rank 0"),
         (ONE, {"w": torch.ones(3, 2)}, r"shape \[3, 2\], expected torch.float32 of shape \[2, 3\]"),
         (ONE, {"w": torch.ones(2, 3).half()}, "found torch.float16"),
-        (ONE, {"w": torch.ones(2, 3), "x": torch.ones(1)}, "no spec names"),
+        (ONE, {"w": torch.ones(2, 3), "x": torch.ones(1)}, "without a spec"),
         ([TensorSpec("w", (1,), "float33")], {"w": torch.ones(1)}, "float33"),
         ([TensorSpec("w", (1,), "float32", None, 1)], {"w": torch.ones(1)}, "expected 0..0"),
     ],

@@ -133,10 +133,10 @@ class ValueTracer(fx.Tracer):
         node = proxy.node
         value = node.meta["value"]
         if value is UNKNOWN:
-            problem = f"Python decides on {node.name}, and there is no example of it"
+            problem = f"Python decides on {node.name}, which has no example value"
             raise self.fail(problem, EXAMPLE_HINT)
         if isinstance(value, Tensor) or node.meta["of_data"]:
-            problem = f"Python decides on the elements of a tensor ({node.name})"
+            problem = f"an `if` or int() reads the elements of a tensor ({node.name})"
             raise self.fail(problem, self.leaf_hint())
         self.check(node, value)
         return value
@@ -177,7 +177,8 @@ class ValueTracer(fx.Tracer):
     def _module_arg(self, module: nn.Module) -> fx.Node:
         if module is not self.root and self.submodule_paths and module not in self.submodule_paths:
             raise self.fail(
-                f"it calls {type(module).__name__}, which is no submodule of it", self.leaf_hint()
+                f"the forward calls {type(module).__name__}, which is no submodule",
+                self.leaf_hint(),
             )
         path = "itself" if module is self.root else self.path_of_module(module)
         return self.create_node("get_attr", path, (), {})

@@ -28,10 +28,12 @@ class Annotate(Directive):
         parameter = site.module._parameters.get(self.param_name)
         if parameter is None:
             has = ", ".join(site.module._parameters) or "none"
-            raise self.fail(site, f"no parameter {self.param_name!r}", f"choose one of: {has}")
+            raise self.fail(
+                site, f"the module has no parameter {self.param_name!r}", f"choose one of: {has}"
+            )
         if self.key not in parameter.__dict__ and hasattr(parameter, self.key):
             hint = "choose another key for the annotation"
-            raise self.fail(site, f"{self.key!r} means something to torch", hint)
+            raise self.fail(site, f"every torch tensor already has an attribute {self.key!r}", hint)
 
     def apply(self, site: Site) -> None:
         setattr(site.module._parameters[self.param_name], self.key, self.value)

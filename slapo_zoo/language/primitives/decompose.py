@@ -46,10 +46,10 @@ class Decompose(Directive):
             problem = f"found {type(site.module).__name__}, expected Linear or Conv1D"
             raise self.fail(site, problem, "select only the linear layers")
         if "forward" in site.module.__dict__:
-            hint = "call decompose() before the directive that changed it"
-            raise self.fail(site, "its forward was changed", hint)
+            hint = "call decompose() before the directive that changed the forward"
+            raise self.fail(site, "an earlier directive changed the forward", hint)
         if site.placed("weight") is not None:
-            problem = f"its weight is divided by {site.state.placed[site.name('weight')].directive}"
+            problem = f"the weight is sharded already, by {site.state.placed[site.name('weight')].directive}"
             raise self.fail(site, problem, "decompose() comes before shard()")
 
     def apply(self, site: Site) -> None:

@@ -40,7 +40,7 @@ class ReplaceAll(Directive):
         found = self._found(site)
         if not found:
             classes = sorted({type(m).__name__ for m in site.module.modules()})
-            problem = f"no module of type {self.target_mod_type!r} below it"
+            problem = f"found no module of type {self.target_mod_type!r} below this one"
             raise self.fail(site, problem, f"choose one of {classes}")
         if callable(self.make_mod_fn):
             return

@@ -127,7 +127,7 @@ class Shard(Directive):
             if self._same_through_a_tie(site, earlier):
                 return
             hint = "remove one of the two; tied parameters are sharded together"
-            raise self.fail(site, f"already divided by {earlier.directive}", hint)
+            raise self.fail(site, f"the tensor is sharded already, by {earlier.directive}", hint)
         if not 0 <= self.axis < tensor.ndim:
             problem = f"found axis {self.axis}, expected 0..{tensor.ndim - 1}"
             raise self.fail(site, problem, f"the shape is {tuple(tensor.shape)}")

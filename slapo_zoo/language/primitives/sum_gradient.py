@@ -28,7 +28,7 @@ class SumGradient(Directive):
             has = ", ".join(site.module._parameters) or "none"
             raise self.fail(site, f"no parameter {self.param_name!r}", f"choose one of: {has}")
         if placed := site.placed(self.param_name):
-            problem = f"it is divided by {placed.directive}"
+            problem = f"the parameter is sharded by {placed.directive}"
             hint = "leave the directive out: each rank has the complete gradient of its shard"
             raise self.fail(site, problem, hint)
 

@@ -141,7 +141,9 @@ class Sync(Directive):
                 hint += f"; the backward of fwd_pre {'->'.join(op.split('->')[::-1])!r} is this"
             raise self.fail(site, problem, hint)
         if op in OF_COLUMNS and site.placed("weight") is None:
-            raise self.fail(site, "its weight is not sharded", 'shard("weight", 0, pad=True) first')
+            raise self.fail(
+                site, "the module's weight is not sharded", 'shard("weight", 0, pad=True) first'
+            )
         if self.mode == "fwd_post" and self._is_first(site):
             self._check_output(site, op)
 
@@ -153,7 +155,7 @@ class Sync(Directive):
         kind = output_of(site)
         if kind == "whole" and op in SUMS and site.mesh.size(self.mesh_dim) > 1:
             times = site.mesh.size(self.mesh_dim)
-            problem = f"no parameter of it is sharded: the sum is {times} times the output"
+            problem = f"the module has no sharded parameter: the sum is {times} times its output"
             raise self.fail(site, problem, 'shard("weight", ...) along its inputs first')
         if kind == "partial" and op not in SUMS:
             hint = f"use one of {SUMS}; another op may follow"
@@ -164,7 +166,9 @@ class Sync(Directive):
         whole_bias = site.tensor("bias") is not None and site.placed("bias") is None
         if kind == "partial" and op == "reduce_scatter" and self.axis == -1 and whole_bias:
             hint = 'shard("bias", 0) first, or scatter along another axis'
-            raise self.fail(site, "the bias is whole and the output divided", hint)
+            raise self.fail(
+                site, "the bias is unsharded, but the collective shards the output", hint
+            )
 
     def apply(self, site: Site) -> None:
         if self.mode == "both":

@@ -34,7 +34,7 @@ class SyncBatchNorm(Directive):
             hint = "select only modules of this class"
             raise self.fail(site, f"found {found}, expected BatchNorm2d", hint)
         if site.module.momentum is None:
-            raise self.fail(site, "its momentum is None", "give it a momentum, e.g. 0.1")
+            raise self.fail(site, "the module's momentum is None", "set its momentum, e.g. to 0.1")
 
     def apply(self, site: Site) -> None:
         module: Any = site.module

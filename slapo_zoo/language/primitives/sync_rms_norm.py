@@ -32,13 +32,13 @@ class SyncRMSNorm(Directive):
 
     def check(self, site: Site) -> None:
         if site.placed("weight") is None:
-            raise self.fail(site, "its weight is not sharded", "shard('weight', 0) first")
+            raise self.fail(site, "the module's weight is not sharded", "shard('weight', 0) first")
         if not isinstance(getattr(site.module, self.eps, None), float):
             hint = "pass eps=, the name of the attribute that its forward adds to the mean"
             raise self.fail(site, f"found no attribute {self.eps!r} that is a float", hint)
         if "forward" in vars(site.module):
-            hint = "put this directive before the one that replaced it"
-            raise self.fail(site, "its forward was replaced", hint)
+            hint = "put this directive before that one"
+            raise self.fail(site, "an earlier directive replaced the forward", hint)
 
     def apply(self, site: Site) -> None:
         n, placed = site.mesh.size(self.mesh_dim), site.placed("weight")

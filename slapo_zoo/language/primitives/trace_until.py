@@ -51,4 +51,4 @@ class TraceUntil(Traces):
         if path in modules and path.startswith(site.path + "."):
             return path.removeprefix(site.path + ".")
         near = nearest(path, modules)
-        raise self.fail(site, f"no module {path!r} below it", f"nearest paths: {near}")
+        raise self.fail(site, f"found no module {path!r} below this one", f"nearest paths: {near}")

@@ -32,10 +32,10 @@ class VocabBias(Directive):
             raise self.fail(site, f"no child {self.linear!r}", f"choose one of: {has}")
         if site.placed(self.param_name) is None:
             hint = f"shard({self.param_name!r}, 0, pad=True) first"
-            raise self.fail(site, f"its {self.param_name} is not sharded", hint)
+            raise self.fail(site, f"the parameter {self.param_name} is not sharded", hint)
         if "forward" in vars(site.module):
-            hint = "put this directive before the one that replaced it"
-            raise self.fail(site, "its forward was replaced", hint)
+            hint = "put this directive before that one"
+            raise self.fail(site, "an earlier directive replaced the forward", hint)
 
     def apply(self, site: Site) -> None:
         if site.mesh.size(self.mesh_dim) == 1:

@@ -82,7 +82,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     _refuse_hosted(name, places)
     meshes = [plan.mesh for plan, _ in places.values()]
     if name.startswith(WHOLE_MODEL) and any(mesh.tp * mesh.pp > 1 for mesh in meshes):
-        problem = "its step needs dot products over all parameters, not over shards"
+        problem = "this optimizer needs dot products over all parameters, not over shards"
         hint = "use tp=1 and pp=1 (dp is fine), or an optimizer that works element by element"
         raise SlapoError(f"{name}.step", "optimizer", problem, hint)
     if any(row.row_shards > 1 for plan, n in places.values() if (row := plan.of(n))):
@@ -115,7 +115,9 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
     """Raise SlapoError if this process holds the parameters of several ranks of a virtual mesh."""
     if any(runtime_of(p).calls.guard.on_ranks for p in parameters):
-        problem = "it is not known to work element by element, and this process holds several ranks"
+        problem = (
+            "this optimizer may not work element by element, and this process holds several ranks"
+        )
         raise SlapoError(f"{name}.step", "exact=", problem, "use AdamW, or leave exact= out")
 
 

@@ -155,7 +155,7 @@ class StepGuard:
         named = zip(self.marks, every, strict=True)
         names = [name for name, marks in named if _apart(marks, loosely)]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        problem = "it is replicated over tp, and its gradient differs between the ranks"
+        problem = "the parameter is replicated over tp, but its gradient differs between tp ranks"
         hint = (
             "sum over tp what each rank has a part of: sum_gradient; slapo-zoo verify tells where"
         )

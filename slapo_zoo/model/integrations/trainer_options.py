@@ -42,8 +42,8 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
     _share_generations(mesh, args)
     optimizer = str(getattr(getattr(args, "optim", None), "value", ""))
     if optimizer in IN_BACKWARD:
-        problem = "it steps within the backward, before gradients are complete"
-        raise _refusal(f"optim={optimizer!r}", problem, 'e.g. optim="adafactor"')
+        problem = "this optimizer steps within the backward, before gradients are complete"
+        raise _refusal(f"optim={optimizer!r}", problem, 'use another one, e.g. optim="adafactor"')
 
 
 def _share_generations(mesh: Any, args: Any) -> None:

@@ -18,45 +18,50 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slapo_zoo.errors import RankError, is_agreed
+from slapo_zoo.errors import MeshError, RankError, is_agreed
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.ranks import heartbeat
 from slapo_zoo.parallel.ranks.process_group import join_group, rank_guard
 from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads
 
-BUILDING = (
-    threading.RLock()
-)  # default dtype and what transformers patches while it builds are global
+BUILDING = threading.RLock()  # torch's default dtype and what transformers patches are global
 _ONE_WORLD = threading.Lock()  # per process: torch has one switch for process groups per thread
+_STAYS = threading.Event()  # whether the ranks that hold the lock live until somebody ends them
 
 
 class HostedRanks:
     """Ranks of a world that run as threads of this process; a context, at whose end the threads leave their groups.
 
-    Within, operations use one CPU thread, because the bits of a sum depend on their number.
+    Within the context, operations use one CPU thread, because the bits of a sum depend on the number of threads.
 
     Args:
         store: store of all processes of the world.
         ranks: the ranks that this process hosts.
         size: number of ranks of the world.
         timeout_s: seconds after which a waiting collective raises.
+        stays: the ranks live until the caller ends them; others do not wait for that, but raise.
     """
 
-    def __init__(self, store: Any, ranks: Sequence[int], size: int, timeout_s: float = 60.0):
+    def __init__(
+        self, store: Any, ranks: Sequence[int], size: int, timeout_s: float = 60.0, stays: bool = False
+    ):  # fmt: skip
         self.ranks, self._size, self._timeout = tuple(ranks), size, timedelta(seconds=timeout_s)
         self._jobs: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in ranks}
         self._results: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         self._store, self._threads, self._within = store, [], ExitStack()
+        self._stays = stays
         self._failed: dict[int, BaseException] = {}  # rank --> why it has left
 
     def __enter__(self) -> "HostedRanks":
+        if _STAYS.is_set():
+            problem = "this process hosts the ranks of an exact model already"
+            raise MeshError("ranks as threads", "", problem, "call model.close() before")
         self._within.enter_context(_ONE_WORLD)
-        for context in (
-            compat.process_groups_per_thread(),
-            _one_thread(),
-            _set_aside(),
-            _loads_in_turn(),
-        ):
+        if self._stays:
+            _STAYS.set()
+            self._within.callback(_STAYS.clear)
+        shared = compat.process_groups_per_thread(), _one_thread(), _set_aside(), _loads_in_turn()
+        for context in shared:
             self._within.enter_context(context)
         for rank in self.ranks:
             thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)  # fmt: skip
@@ -133,7 +138,7 @@ class HostedRanks:
 
 
 def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a model that also takes a model of several hosted ranks: it is then called on each."""
+    """Wrap a function of a model: given a model of several hosted ranks, the wrapper calls it on each of them."""
 
     @functools.wraps(function)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:

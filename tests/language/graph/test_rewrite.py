@@ -64,7 +64,7 @@ def test_replacement_with_wrong_number_of_arguments_is_refused():
     (match,) = find(graph, "", lambda left, right: F.relu(left - right))
     code = graph.code
     for new in (lambda x: x, lambda x, y, z: x):
-        with pytest.raises(ScheduleError, match=r"the subgraph has \['left', 'right'\]"):
+        with pytest.raises(ScheduleError, match=r"the subgraph has the inputs \['left', 'right'\]"):
             replace_vertical(match, new)
     assert graph.code == code
     replace_vertical(match, lambda x, y, z: F.relu(x - y) * z, constants={"z": 1})

@@ -160,10 +160,10 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("how", "cause"),
     [
-        ("data", "decides on the elements of a tensor"),
-        ("item", "decides on the elements of a tensor"),
-        ("nonzero", "decides on the elements of a tensor"),
-        ("random", "decides on the elements of a tensor"),
+        ("data", "reads the elements of a tensor"),
+        ("item", "reads the elements of a tensor"),
+        ("nonzero", "reads the elements of a tensor"),
+        ("random", "reads the elements of a tensor"),
         ("store", r"stores a result in self\.cache"),
         ("function", "calls the autograd function Doubled"),
     ],

@@ -112,7 +112,7 @@ def test_checkpoint_directive_errors_give_a_hint():
     sch = Schedule(tiny_model("bert"))
     with pytest.raises(ScheduleError, match="found policy 'all'"):
         sch[BLOCKS].checkpoint(policy="all")
-    with pytest.raises(ScheduleError, match="it has no graph"):
+    with pytest.raises(ScheduleError, match="the module has no graph"):
         sch[INTERMEDIATE].checkpoint("dense")
     sch[BLOCKS].checkpoint()
     with pytest.raises(ScheduleError, match="checkpointed already"):

@@ -76,7 +76,7 @@ def test_fuse_with_a_named_kernel_survives_json(kernel):
     again = Schedule(tiny_model("bert")).replay(from_json(sch.to_json()))
     assert str(again) == str(sch)
     assert_same_step(again.model, tiny_model("bert"))
-    with pytest.raises(ScheduleError, match="nothing in its graph matches"):
+    with pytest.raises(ScheduleError, match="nothing in the graph matches"):
         again[f"{LAYER}.intermediate"].fuse(compiler="kernel", name="test_bias_gelu")
 
 
@@ -180,10 +180,10 @@ def test_explicit_softmax_attention_replaced_by_sdpa_equals_plain():
 def test_invalid_fuse_and_subgraph_replace_raise():
     sch = Schedule(tiny_model("bert"))
     layer = sch[f"{LAYER}.intermediate"]
-    with pytest.raises(ScheduleError, match="it has no graph"):
+    with pytest.raises(ScheduleError, match="the module has no graph"):
         layer.fuse(bias_gelu)
     layer.trace(flatten=True)
-    with pytest.raises(ScheduleError, match="nothing in its graph matches"):
+    with pytest.raises(ScheduleError, match="nothing in the graph matches"):
         layer.fuse(bias_gelu)
     with pytest.raises(ScheduleError, match="found compiler 'tvm'"):
         layer.fuse("dense", compiler="tvm")

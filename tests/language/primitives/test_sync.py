@@ -169,16 +169,18 @@ def test_all_reduce_of_column_shards_is_refused(op):
 @pytest.mark.parametrize("op", ["all_reduce", "all_reduce_twice", "reduce_scatter"])
 def test_all_reduce_of_a_replicated_output_is_refused(module, op):
     sch = Schedule(nn.Sequential(module), Mesh(tp=2))
-    with pytest.raises(ScheduleError, match="the sum is 2 times the output"):
+    with pytest.raises(ScheduleError, match="the sum is 2 times its output"):
         sch["0"].sync("fwd_post", op)
-    with pytest.raises(ScheduleError, match="the sum is 2 times the output"):
+    with pytest.raises(ScheduleError, match="the sum is 2 times its output"):
         sch["0"].sync("both")
     assert sch["0"].sync("bwd_post", "all_reduce"), "a gradient may be a part"
     assert Schedule(nn.Sequential(module), Mesh())["0"].sync("fwd_post", op)
 
 
 def test_unsharded_bias_on_sharded_output_is_refused():
-    with pytest.raises(ScheduleError, match="the bias is whole and the output divided"):
+    with pytest.raises(
+        ScheduleError, match="the bias is unsharded, but the collective shards the output"
+    ):
         divided(1).sync("fwd_post", "reduce_scatter")
     assert divided(1).sync("fwd_post", "reduce_scatter", axis=0)
     assert divided(1).shard("bias", 0).sync("fwd_post", "reduce_scatter")

@@ -160,7 +160,7 @@ def test_trace_until_stops_at_the_given_modules():
     torch.testing.assert_close(outputs(sch.model, batch), outputs(plain, batch), rtol=0, atol=0)
     again = Schedule(tiny_model("gpt2")).replay(from_json(sch.to_json()))
     assert str(again) == str(sch)
-    with pytest.raises(ScheduleError, match=r"no module 'transformer.h.7' below it"):
+    with pytest.raises(ScheduleError, match=r"no module 'transformer.h.7' below this one"):
         Schedule(tiny_model("gpt2")).trace_until("transformer.h.7")
 
 
