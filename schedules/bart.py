@@ -54,6 +54,7 @@ BART = register(
             ("lm_head",                           vocab_head),                # [ceil(V/n), D], tied to shared
         ),
         blocks=("**encoder.layers.*", "**decoder.layers.*"),
+        cut_tokens={"BartForConditionalGeneration": "placed"},
         order=(
             "**encoder.embed_tokens", "**encoder.embed_positions", "**encoder.layernorm_embedding", "**encoder.layers",
             "**decoder.embed_tokens", "**decoder.embed_positions", "**decoder.layernorm_embedding", "**decoder.layers",

@@ -45,5 +45,6 @@ BERT = register(
             ("cls.predictions.decoder",                      vocab_head),       # [ceil(V/n), D], tied to word_embeddings
         ),
         blocks=("encoder.layer.*",),
+        cut_tokens={"BertForMaskedLM": "counted", "BertForTokenClassification": "counted"},
     )
 )

@@ -38,6 +38,7 @@ GPT2 = register(
             ("lm_head",            vocab_head),                                            # [ceil(V/n), D], tied to wte
         ),
         blocks=("h.*",),
+        cut_tokens={"GPT2LMHeadModel": "counted"},
         tunable=tunable(attention=("sdpa", "eager", "flash", "xformers")),
     )
 )

@@ -39,5 +39,6 @@ LLAMA = register(
             ("lm_head",                             vocab_head),                              # [ceil(V/n), D], may be tied
         ),
         blocks=("layers.*",),
+        cut_tokens={"LlamaForCausalLM": "counted"},
     )
 )

@@ -3,5 +3,10 @@
 from slapo_zoo.zoo.table import extend, register
 
 MISTRAL = register(
-    extend("llama", model_type="mistral", source="transformers 5.23.0, models/mistral/modeling_mistral.py")
+    extend(
+        "llama",
+        model_type="mistral",
+        source="transformers 5.23.0, models/mistral/modeling_mistral.py",
+        cut_tokens={"MistralForCausalLM": "counted"},
+    )
 )

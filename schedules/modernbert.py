@@ -39,5 +39,6 @@ MODERNBERT = register(
             ("decoder",                 vocab_head),                                              # [ceil(V/n), D], tied
         ),
         blocks=("layers.*",),
+        cut_tokens={"ModernBertForMaskedLM": "counted"},
     )
 )  # fmt: skip

@@ -35,6 +35,7 @@ OPT = register(
             ("lm_head",                               vocab_head),             # [ceil(V/n), W], tied to embed_tokens
         ),
         blocks=("decoder.layers.*",),
+        cut_tokens={"OPTForCausalLM": "counted by mask"},
         after_blocks=("decoder.final_layer_norm", "decoder.project_out"),
     )
 )

@@ -13,5 +13,6 @@ QWEN3 = register(
             ("layers.*.self_attn.q_norm", whole_on_heads),  # [head_dim], dw summed over tp
             ("layers.*.self_attn.k_norm", whole_on_heads),  # [head_dim], dw summed over tp
         ),
+        cut_tokens={"Qwen3ForCausalLM": "counted"},
     )
 )

@@ -17,5 +17,6 @@ ROBERTA = register(
             ("lm_head.layer_norm", whole),      # [D]
             ("lm_head.decoder",    vocab_head), # [ceil(V/n), D], tied to word_embeddings
         ),
+        cut_tokens={"RobertaForMaskedLM": "counted real"},
     )
 )

@@ -42,6 +42,7 @@ T5 = register(
             ("lm_head",                       vocab_head),                # [ceil(V/n), D], tied to shared or not
         ),
         blocks=("**encoder.block.*", "**decoder.block.*"),
+        cut_tokens={"T5ForConditionalGeneration": "relative"},
         tunable=tunable(attention=("sdpa", "eager", "flex", "xformers")),
     )
 )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
+from slapo_zoo.hf.cut_attention import of_all_tokens, over_all_tokens, with_all_positions
 from slapo_zoo.hf.padding import asks_no_positions, asks_nothing
 from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
@@ -27,13 +28,16 @@ def register_attention() -> None:
 
     find = masking_utils.find_packed_sequence_indices
     if not hasattr(find, "__wrapped__"):
-        masking_utils.find_packed_sequence_indices = asks_no_positions(find)
+        found = with_all_positions(asks_no_positions(find), 0)
+        masking_utils.find_packed_sequence_indices = found
+        apart = masking_utils.packed_sequence_compatibility_function
+        masking_utils.packed_sequence_compatibility_function = with_all_positions(apart, 1)
     for name, backend in BACKENDS.items():
         AttentionInterface.register(implementation(name), _attention)
         masks: Any = AttentionMaskInterface()
         make = masks[backend.mask]
         make = asks_nothing(make) if backend.mask in ("sdpa", "eager") else make
-        AttentionMaskInterface.register(implementation(name), make)
+        AttentionMaskInterface.register(implementation(name), over_all_tokens(make))
 
 
 def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
@@ -115,6 +119,8 @@ class CoreAttention(nn.Module):
         """
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None
+        if self.stream.cut is not None:
+            k, v, mask, kwargs = of_all_tokens(self.stream.cut, attention, q, k, v, mask, kwargs)
         bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
         dropout = dropout if self.training else 0.0
         if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)
@@ -187,6 +193,7 @@ class CoreAttention(nn.Module):
         causal = mask is None and causal
         explicit = bias is not None or cap is not None or (drawn and p >= 1.0)
         explicit = explicit or q.shape[-1] != v.shape[-1]
+        explicit = explicit or self.stream.cut is not None  # the masks of all queries, then cut
         if by_seeds and device and not explicit and device.serves(q, mask, T, drawn):
             seeds = self.stream.seeds(q, self.site, self.heads)
             return device.attention(q, k, v, mask, causal, scaling, seeds, p, T if drawn else 0)
@@ -200,7 +207,7 @@ class CoreAttention(nn.Module):
         scores = scores if mask is None else scores.add_(mask)
         probabilities = scores.softmax(-1)  # in fp32 inside, also for bf16 scores
         if device and p and self.stream.hashes(q.device):
-            seeds = self.stream.seeds(probabilities, self.site, self.heads)
+            seeds = self.stream.seeds_of_queries(probabilities, self.site, self.heads)
             probabilities = device.plain(probabilities, seeds=seeds, p=p)
         else:
             probabilities = dropout(probabilities, p, self.stream, self.site, self.heads)

@@ -103,6 +103,7 @@ class AutoScheduledModel:
         map_weights: bool = True,
         target: str | None = "torch",
         target_options: Mapping[str, Any] | None = None,
+        cp: int = 1,
         **config_changes: Any,
     ) -> Any:
         """Load a checkpoint as a scheduled model; every rank reads only its own bytes of the files.
@@ -111,7 +112,7 @@ class AutoScheduledModel:
             name_or_path: a folder, or a model id of the Hub.
             tp: ranks that shard each layer.
             pp: ranks that shard the layers into stages.
-            dp: ranks that shard the batch; None takes all ranks divided by tp * pp.
+            dp: ranks that shard the batch; None takes all ranks divided by tp * pp * cp.
             sequence_parallel: tp ranks shard the tokens too, between the sharded layers.
             schedule: "zoo" takes the table of the model's family; a `Table` replaces that table. A card is a folder,
                 or "org/name@<sha>" of the Hub; its plan for this model and these devices, if it has one, gives the
@@ -167,6 +168,8 @@ class AutoScheduledModel:
             target: engine that trains the model: torch, deepspeed or megatron.
             target_options: options of that engine, as `init_target_engine` takes them, e.g.
                 `{"config": "ds.json", "optimizer": AdamW}`.
+            cp: ranks that shard the tokens of each row, for rows that are too long for one device; the guide,
+                "Long rows", says which models and options it takes.
             config_changes: fields of the config to change, e.g. `num_labels=3`; and arguments of
                 transformers' `from_pretrained`: token, cache_dir, local_files_only, subfolder,
                 variant, config, attn_implementation, torch_dtype, ignore_mismatched_sizes, ....

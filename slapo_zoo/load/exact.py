@@ -42,6 +42,9 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
         options: options of the loader; tp, pp and dp are the mesh of the processes.
         load: loads the model of one virtual rank; called in the thread of each.
     """
+    if options.cp > 1:
+        problem = f"it and cp={options.cp} together are not built yet"
+        raise MeshError(WHERE, "exact", problem, "leave exact= out, or use cp=1")
     real = make_mesh(**{name: getattr(options, name) for name in Mesh().sizes})
     virtual = _virtual_mesh(real, options.exact)
     _check(options)

@@ -7,6 +7,7 @@ import torch
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.attention_backends import require_backend
+from slapo_zoo.model.context_parallel import follow_places, require_cut_table
 from slapo_zoo.model.dp.data_parallel import use_hooks
 from slapo_zoo.model.dp.dp_shard import Shards, shard_over_dp
 from slapo_zoo.model.missing_sums import warn_of_missing_sums
@@ -37,6 +38,9 @@ class Assembly(Outline):
     ):
         _refuse_dropped_layers(config, mesh)
         super().__init__(config, auto_class, mesh, dtype, options)
+        if mesh.size("cp") > 1:
+            require_cut_table(self.table, self.cls, self.model.config)
+            follow_places(self.state, self.table.cut_tokens[self.cls.__name__])
         self.pipeline = None
         if self.mesh.pp > 1:
             mine = self.places.stages_of(self.mesh.coord("pp"))

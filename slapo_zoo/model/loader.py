@@ -11,6 +11,7 @@ import torch
 
 from slapo_zoo.hf import models as hf
 from slapo_zoo.model.assemble import Assembly
+from slapo_zoo.model.context_parallel import check_cp
 from slapo_zoo.model.dp.dp_shard import check_dp_shard
 from slapo_zoo.model.same_on_all import facts_of, require_same_facts
 from slapo_zoo.parallel.mesh import Mesh
@@ -27,7 +28,7 @@ from slapo_zoo.zoo.argument_values import (
     to_dtype,
 )
 from slapo_zoo.zoo.hf_arguments import HubArguments
-from slapo_zoo.zoo.options import LoaderOptions, check_knobs, check_precision
+from slapo_zoo.zoo.options import MESH, LoaderOptions, check_knobs, check_precision
 
 Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
 
@@ -86,14 +87,14 @@ def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOpt
         step: name of the running step for error messages.
         options: options of the model.
     """
-    mesh = make_mesh(**{name: getattr(options, name) for name in Mesh().sizes})
+    mesh = make_mesh(**{name: getattr(options, name) for name in MESH})
     with rank_guard(step):
         check_knobs(step, options)
         options = replace(options, device=pick_device(options.device))
         check_precision(options.precision, options.dtype, options.device, options.target)
         asked = options.target, options.target_options, options.zero_stage
         check_dp_shard(mesh, options.dp_shard, *asked)
-        yield mesh, options
+        yield mesh, check_cp(step, mesh, options)
 
 
 def load_checkpoint(

@@ -1,4 +1,4 @@
-"""The device mesh: dims tp (fastest), dp, pp; any rank can be inspected without a process group.
+"""The device mesh: dims tp (fastest), cp, dp, pp; any rank can be inspected without a process group.
 
 `Mesh.DIMS` says what the ranks of each mesh dim divide among them. "batch" and "loss" name, as in torchtitan,
 all dims that divide the rows of a batch, or the terms of its loss, taken for one mesh dim.
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Role of several mesh dims taken for one --> what these divide.
 ROLES = {"batch": {"rows"}, "loss": {"rows", "tokens"}}
+ALWAYS = ("tp", "pp", "dp")  # named also where their size is 1
 
 
 class MeshDim(NamedTuple):
@@ -50,7 +51,7 @@ class ShapeOnlyGroup(NamedTuple):
 class Mesh:
     """Sizes of the mesh dims, and one rank with its coordinates.
 
-    rank = (pp_coord * dp + dp_coord) * tp + tp_coord
+    rank = ((pp_coord * dp + dp_coord) * cp + cp_coord) * tp + tp_coord
 
     Args:
         tp: number of ranks that shard each layer.
@@ -58,6 +59,7 @@ class Mesh:
         dp: number of ranks that shard the batch.
         rank: the global rank.
         dry_run: collectives only change shapes, without a process group.
+        cp: number of ranks that shard the tokens of each row (context parallelism).
     """
 
     tp: int = 1
@@ -65,10 +67,11 @@ class Mesh:
     dp: int = 1
     rank: int = 0
     dry_run: bool = False
+    cp: int = 1
 
     # slowest to fastest: tp peers are neighbours, as in Megatron-LM
     DIMS: ClassVar[tuple[MeshDim, ...]] = (
-        MeshDim("pp", "layers"), MeshDim("dp", "rows"), MeshDim("tp", "parameters"),
+        MeshDim("pp", "layers"), MeshDim("dp", "rows"), MeshDim("cp", "tokens"), MeshDim("tp", "parameters"),
     )  # fmt: skip
 
     def __post_init__(self):
@@ -97,15 +100,19 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the mesh dims by name: tp, pp, dp, then any others."""
-        names = dict.fromkeys(("tp", "pp", "dp", *(dim.name for dim in self.DIMS)))
-        return {name: getattr(self, name) for name in names}
+        """Return the sizes of the mesh dims by name: tp, pp, dp, then any others in use (of more than one rank)."""
+        names = dict.fromkeys((*ALWAYS, *(dim.name for dim in self.DIMS)))
+        return {name: getattr(self, name) for name in names if self._is_in_use(name)}
+
+    def _is_in_use(self, name: str) -> bool:
+        return name in ALWAYS or getattr(self, name) > 1
 
     def named(self, mesh_dim: str) -> str:
-        """Return the names of the mesh dims that "batch", "loss" or a dim stands for, joined by "+" for error texts."""
+        """Return the names of the mesh dims that "batch", "loss" or a dim stands for, joined by "+": "dp+cp" for "loss"."""
         if (divides := ROLES.get(mesh_dim)) is None:
             return mesh_dim
-        return "+".join(dim.name for dim in self.DIMS if dim.divides in divides)
+        names = [dim.name for dim in self.DIMS if dim.divides in divides]
+        return "+".join(name for name in names if self._is_in_use(name))
 
     def _parts(self, mesh_dim: str) -> list[tuple[str, int, int]]:
         """Return the (name, size, stride) of each mesh dim that one name stands for, slowest first."""

@@ -188,7 +188,11 @@ class RankPlan:
 
     def digest(self) -> str:
         """Return a SHA-256 of mesh sizes, tensors and pipeline cuts, which must be equal on all ranks."""
-        sizes = tuple(self.mesh.size(mesh_dim) for mesh_dim, _ in self.mesh.DIMS)
+        sizes = tuple(
+            self.mesh.size(mesh_dim)
+            for mesh_dim, _ in self.mesh.DIMS
+            if mesh_dim in self.mesh.sizes
+        )
         told = repr((sizes, tuple(self.tensors.values()), self.cuts))
         return digest(told)
 

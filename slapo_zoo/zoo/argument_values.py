@@ -13,7 +13,7 @@ from slapo_zoo.errors import MeshError, SlapoError, WeightsError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.configs import read_config
 from slapo_zoo.parallel.losses.heads import head_of
-from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.mesh import ALWAYS, Mesh
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.parallel.ranks.process_group import init_distributed, is_distributed_launch
 from slapo_zoo.weights.folder import CheckpointFolder
@@ -43,10 +43,11 @@ def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
     fixed = Mesh(**{name: 1 if size is None else size for name, size in sizes.items()}).world_size
     found = {n: max(world // fixed, 1) if size is None else size for n, size in sizes.items()}
     if prod(found.values()) != world:
-        names, product = " * ".join(found), " * ".join(map(str, found.values()))
+        used = {name: size for name, size in found.items() if name in ALWAYS or size > 1}
+        names, product = " * ".join(used), " * ".join(map(str, used.values()))
         processes = f"{world} process{'es' if world > 1 else ''}"
         problem = f"found {processes}, expected {names} = {product}"
-        hint = f"torchrun --nproc-per-node {prod(found.values())} ..., or change {', '.join(found)}"
+        hint = f"torchrun --nproc-per-node {prod(found.values())} ..., or change {', '.join(used)}"
         raise MeshError("mesh", "world size", problem, hint)
     return found
 

@@ -123,7 +123,7 @@ def _knob(default: Any, *known: Any) -> Any:
 
 
 COUNT = "an integer of at least 1"
-MESH = ("tp", "pp", "dp")  # the mesh checks its own sizes
+MESH = ("tp", "pp", "dp", "cp")  # the mesh checks its own sizes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +179,7 @@ class LoaderOptions(BuildOptions):
     tp: int = _knob(1, "ranks that shard each layer", COUNT, _count, (1, 2, 4, 8))
     pp: int = _knob(1, "ranks that shard the layers into stages", COUNT, _count, (1, 2, 4, 8))
     dp: int | None = _knob(None, "ranks that shard the batch", f"{COUNT}, or None for all that are left", _optional(_count))
+    cp: int = _knob(1, "ranks that shard the tokens of each row", COUNT, _count)
     micro_batches: int | None = _knob(None, "equal parts of a batch", f"{COUNT}, or None", _optional(_count), (1, 2, 4, 8, 16))
     dtype: Any = _knob("auto", "of the parameters", "a torch dtype, its name, or auto", lambda value: True, ("float32", "bfloat16"))  # noqa: RUF009
     # fmt: on

@@ -48,6 +48,8 @@ class Table:
         undivided: True, or names of classes, if their loss is no mean over rows; it forbids to split a batch.
         batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
         defaults: config fields of a bare family, where the defaults of `transformers` give no valid model.
+        cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before they are cut,
+            a name in `model/step/cut_batch.py`; any other class is refused.
         needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when:
             "sp": only under sequence parallelism; "pp": with pp > 1 and not with tp; the name of another
             config attribute: only if that one is set.
@@ -74,6 +76,7 @@ class Table:
     undivided: bool | tuple[str, ...] = False
     batch_statistics: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    cut_tokens: Mapping[str, str] = field(default_factory=dict)
     needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
@@ -188,6 +191,7 @@ def extend(
         raise ArchitectureError(
             f"schedules/{model_type}.py", "without", problem, f"nearest: {near}"
         )
+    changes = {"cut_tokens": {}} | changes  # what a relative trains as proves nothing
     kept = tuple(row for row in table.body if row[0] not in without)
     return dataclasses.replace(
         table, model_type=model_type, source=source, body=kept + body,

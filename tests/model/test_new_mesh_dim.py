@@ -144,18 +144,12 @@ def test_mesh_dims_with_one_role_have_joint_size_and_coordinates():
         assert mine.at(batch=mine.coord("batch")) == rank == mine.peers("batch")[mine.coord("loss")]
         assert mesh.ranks(batch=mine.coord("batch"), tp=mine.coord("tp")) == [rank]
     with pytest.raises(MeshError, match=re.escape("expected one of ('tp', 'pp', 'dp', 'x', 'batch', 'loss')")):  # fmt: skip
-        mesh.size("cp")
+        mesh.size("ep")
 
 
 def test_ranks_of_a_mesh_dim_that_shards_tokens_read_the_same_rows():
     """Ranks along a dim that shards tokens sum the loss and read the same rows."""
-
-    @dataclass(frozen=True)
-    class WithTokens(Mesh):
-        cp: int = 1
-        DIMS = (*Mesh.DIMS[:2], MeshDim("cp", "tokens"), Mesh.DIMS[2])
-
-    mesh = WithTokens(1, 1, 2, 3, cp=2)
+    mesh = Mesh(1, 1, 2, 3, cp=2)
     assert (mesh.named("batch"), mesh.named("loss")) == ("dp", "dp+cp")
     assert (mesh.coord("batch"), mesh.coord("loss")) == (1, 3)
     assert mesh.ranks(batch=1) == [2, 3]

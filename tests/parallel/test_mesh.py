@@ -16,16 +16,18 @@ MESH_DIMS = [dim.name for dim in Mesh.DIMS]
 SIZES = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 3), (1, 5, 2)]
 
 
+@pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)
-def test_mesh_ranks_map_to_coordinates_and_back(tp, pp, dp):
-    """tp varies fastest, then dp, then pp; every rank has coordinates of its own."""
+def test_mesh_ranks_map_to_coordinates_and_back(tp, pp, dp, cp):
+    """tp varies fastest, then cp, dp and pp; every rank has coordinates of its own."""
     seen = {}
-    for rank in range(tp * pp * dp):
-        mesh = Mesh(tp, pp, dp, rank)
+    for rank in range(tp * pp * dp * cp):
+        mesh = Mesh(tp, pp, dp, rank, cp=cp)
         coords = tuple(mesh.coord(mesh_dim) for mesh_dim in MESH_DIMS)
         assert mesh.at() == mesh.at(**dict(zip(MESH_DIMS, coords, strict=True))) == rank
         seen[coords] = rank
-    assert list(seen) == list(itertools.product(range(pp), range(dp), range(tp)))
+    order = itertools.product(range(pp), range(dp), range(cp), range(tp))
+    assert list(seen) == list(order)
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)

@@ -179,6 +179,9 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
         if name in OWN_KEYS:
             hint = f"write `{OWN_KEYS[name]}:` outside of load"
             raise ConfigError("train", f"load.{name}", "this argument has a key of its own", hint)
+        if name == "cp":
+            hint = "load the model in Python: AutoScheduledModel.from_pretrained(..., cp=2)"
+            raise ConfigError("train", "load.cp", "slapo-zoo train does not cut tokens yet", hint)
         if name not in known and not hasattr(config, name):
             raise unknown_knob(
                 "train", f"load.{name}", [f"load.{n}" for n in (*known, *vars(config))]

@@ -22,6 +22,7 @@ from slapo_zoo.model.gradients.parameter_hooks import take_over
 from slapo_zoo.model.gradients.step_guard import StepGuard
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
+from slapo_zoo.parallel.token_cut import refuse_cp
 
 
 class Calls:
@@ -93,6 +94,8 @@ class Calls:
         """
         if not torch.is_grad_enabled():
             return
+        if trains:  # it would hold all tokens of its rows
+            refuse_cp(self.mesh, "forward", "a loop of your own")
         self.prepare(model, own_loop=True)
         if trains:
             self.count += 1

@@ -3,6 +3,7 @@
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.parallel.token_cut import refuse_cp
 
 # Option --> why it is refused, what to do.
 REFUSED = {
@@ -24,6 +25,7 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
         own_loss: name of the option that replaces the model's loss, or "".
     """
     mesh = model.mesh
+    refuse_cp(mesh, "ScheduledTrainer", "model")
     for name, (problem, hint) in REFUSED.items():
         if getattr(args, name, None):
             raise _refusal(name, problem, hint)

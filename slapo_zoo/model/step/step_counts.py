@@ -19,7 +19,7 @@ from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.parallel.collectives import all_gather
 from slapo_zoo.parallel.known import IGNORED, Known
 from slapo_zoo.parallel.losses.heads import head_of
-from slapo_zoo.parallel.losses.loss_means import shifted
+from slapo_zoo.parallel.losses.loss_means import targets_of
 from slapo_zoo.parallel.mesh import Mesh
 
 MASKS = ("attention_mask", "decoder_attention_mask")
@@ -102,7 +102,10 @@ def ask(
         found[name], flat = [int(n) for n in flat[: len(x)]], flat[len(x) :]
     others = _positions(tensors, whole) - {"position_ids"} or "packed" not in found
     packed = None if _positions(tensors, whole) and others else any(found.get("packed", ()))
-    return StepCounts(totals, first, *_read(found, tensors), packed, missing > 0)
+    padded, targets, real = _read(found, tensors)
+    if mesh.size("cp") > 1:  # what a rank's own tokens tell is not what the row tells
+        padded = packed = None
+    return StepCounts(totals, first, padded, targets, real, packed, missing > 0)
 
 
 def _positions(*batch: Iterable[str]) -> set[str]:
@@ -129,7 +132,7 @@ def _of_rows(
     if labels is None or labels.ndim != 2 or labels.is_floating_point():
         return found
     name = model._slapo.head_name(model)
-    found["targets"] = (shifted(name, labels) != IGNORED).sum(1)
+    found["targets"] = (targets_of(name, tensors)["labels"] != IGNORED).sum(1)
     if may_unpad(model, {**tensors, **whole}):
         real = tensors["attention_mask"].bool()
         found["real"] = real.sum(1)
@@ -151,6 +154,8 @@ def _read(
 def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
     """Return whether padding may be left out for a batch of these shapes and this model, whatever the values."""
     state = model._slapo.schedule.state
+    if model.mesh.size("cp") > 1:
+        return False
     mask, labels = batch.get("attention_mask"), batch.get("labels")
     if not (state.unpads and model.training and isinstance(mask, Tensor) and mask.ndim == 2):
         return False

@@ -18,6 +18,7 @@ from slapo_zoo.model.gradients.batch_check import check_batch
 from slapo_zoo.model.gradients.input_gradients import InputGradients
 from slapo_zoo.model.gradients.parameter_hooks import on_parts, run_later
 from slapo_zoo.model.step import own_loss, step_checks
+from slapo_zoo.model.step.cut_batch import cut_batch, refuse_whole_output
 from slapo_zoo.model.step.input_errors import explained
 from slapo_zoo.model.step.outputs import as_dict, refuse_outputs
 from slapo_zoo.model.step.runtime import (
@@ -31,6 +32,7 @@ from slapo_zoo.model.step.runtime import (
 from slapo_zoo.model.step.step_counts import StepCounts, ask
 from slapo_zoo.parallel.known import knowing
 from slapo_zoo.parallel.losses.loss_means import GlobalMeans, count_targets, targets_of
+from slapo_zoo.parallel.token_cut import TokenCut, cutting
 from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, split_batch
 
 
@@ -111,8 +113,9 @@ class Step:
 def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
     """Run forward and backward of one batch and return the loss, as `Scheduled.train_step` describes."""
     step = split(model, options, *check(model, batch, options))
-    parameters = list(step.parameters.values())
-    with step.runtime.data_parallel.new_gradients(parameters), step.beside.averaged():
+    parameters, stream = list(step.parameters.values()), step.runtime.schedule.state.random
+    cut = cutting(stream, TokenCut.of(model.mesh))
+    with step.runtime.data_parallel.new_gradients(parameters), step.beside.averaged(), cut:
         loss = run(step)
         reduce(step)
     return share(step, loss)
@@ -149,13 +152,17 @@ def split(
     """Return the `Step` of a batch: its counts over all dp ranks, row indices, losses and options."""
     runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.size("loss")
     state, reducer = runtime.schedule.state, runtime.calls.reducer
+    given, cut = tensors, TokenCut.of(mesh)
+    if cut is not None:
+        refuse_whole_output(options, cut)
+        tensors, whole = cut_batch(model, cut, tensors, whole)
     parameters = _trained(model, count, next(iter(tensors.values())).device)
     said, counts = _targets(model, options, tensors, whole, parts)
     divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
     state.forward = ForwardContext(divided, is_call=True)
     asked, number = ask(model, tensors, counts, rows, whole), state.random.step + 1
     reducer.asks_hosts = asked.missed
-    check_batch(mesh, tensors, number, model.input_check_interval, partial(on_parts, model))
+    check_batch(mesh, given, number, model.input_check_interval, partial(on_parts, model))
     tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
     own, means = options.loss_fn, None
     if own is not None:
@@ -179,7 +186,11 @@ def _targets(
     said = options.targets
     if options.loss_fn is None:
         items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
-        said = [items / model.mesh.size("loss")] if items is not None and said is None else said
+        said = [items / model.mesh.size("batch")] if items is not None and said is None else said
+    if (
+        said is not None and (ranks := model.mesh.size("cp")) > 1
+    ):  # it counts all tokens of the rows
+        said = [n / ranks for n in said]
     if said is not None or options.loss_fn is not None or parts == 1:
         return said, said or []
     return None, count_targets(model._slapo.head_name(model), tensors)

@@ -45,7 +45,13 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return {argument that takes labels: the labels that a loss term compares with}, in the order of the loss terms."""
     found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
-    return {name: shifted(class_name, x) if name == "labels" else x for name, x in found.items()}
+    cut = batch.get("shift_labels")  # shifted before the tokens were cut over cp
+    by_token = (
+        {"labels": cut if cut is not None else shifted(class_name, found["labels"])}
+        if "labels" in found
+        else {}
+    )
+    return found | by_token
 
 
 def shifted(class_name: str, labels: Tensor) -> Tensor:

@@ -90,6 +90,8 @@ class RandomStream(StreamPosition):
 
         `of` says how x is sharded: "mask" (not), "columns" or "tokens"; `part` are the further arguments of `keep_<of>`.
         """
+        if self.cut is not None and of == "mask":
+            of, part = ("queries", part) if part else ("tokens", (self.cut.n, self.cut.r))
         if self.hashes(x.device):
             find = self.seeds if of == "mask" else getattr(self, f"seeds_of_{of}")
             return {"seeds": find(x, site, *part), "p": p}
@@ -124,7 +126,9 @@ class RandomStream(StreamPosition):
 
     def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
         """Return the seeds from which operators hash the mask of `keep_columns`, one for each vector of columns of x."""
-        found = self.seeds(whole := x.detach().new_empty(()).expand(*x.shape[:-1], size), site)
+        whole = x.detach().new_empty(()).expand(*x.shape[:-1], size)
+        cut = self.cut
+        found = self.seeds_of_tokens(whole, site, cut.n, cut.r) if cut else self.seeds(whole, site)
         rows = whole.numel() // max(size, 1) // max(len(found), 1)
         return later(split_cells(found, rows, size), run[0])
 
@@ -153,7 +157,25 @@ class RandomStream(StreamPosition):
         The mask of the unsharded axis is drawn and sliced: n times the work, for one dropout of T5's feed-forward.
         """
         whole = x.new_empty(()).expand(*x.shape[:-1], size)
-        return self.keep_mask(whole, p, site)[..., run[0] : run[1]]
+        cut = self.cut
+        keep = (
+            self.keep_tokens(whole, p, site, cut.n, cut.r)
+            if cut
+            else self.keep_mask(whole, p, site)
+        )
+        return keep[..., run[0] : run[1]]
+
+    def keep_queries(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
+        """Return the dropout mask of attention weights x [B, H, s, T] of this rank's s tokens of the row."""
+        if self.cut is None:
+            return self.keep_mask(x, p, site, heads)
+        whole = x.new_empty(()).expand(*x.shape[:2], self.cut.n * x.shape[2], x.shape[3])
+        return self.cut.part(self.keep_mask(whole, p, site, heads), 2)
+
+    def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
+        """Return the seeds from which operators hash the mask of `keep_queries`."""
+        found = self.seeds(x, site, heads)
+        return found if self.cut is None else later(found, self.cut.r * x.shape[2] * x.shape[3])
 
     def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
         """Return the dropout mask of an x that holds the r-th of n equal slices of the tokens.
@@ -260,8 +282,8 @@ def _(at, seed, rows, key, site, count, heads, device):
 def dropout(
     x: Tensor, p: float, stream: RandomStream, site: Where, heads: Sequence[int] = ()
 ) -> Tensor:
-    """Return x times its dropout mask (0 or 1/(1-p)), drawn for the module path `site`; for p = 0 return x itself."""
-    return x * stream.keep_mask(x, p, site, heads) if p > 0.0 else x
+    """Return attention weights x times their dropout mask (0 or 1/(1-p)), drawn for the path `site`; x itself for p = 0."""
+    return x * stream.keep_queries(x, p, site, heads) if p > 0.0 else x
 
 
 _DRAWING = threading.RLock()

@@ -70,6 +70,9 @@ class StreamPosition:
     copy: int = 0  # our dp coordinate, which tells the rows of what is drawn beside any call
     real_tokens: Tensor | None = None  # [B, S], while all that are real stand in one row
     real_at: Tensor | None = None  # [N], where they are among all B * S
+    cut: Any = (
+        None  # `TokenCut` of a step whose rows are cut over cp: drawn is a part of the row's masks
+    )
     device_seeds: DeviceSeeds = field(default_factory=DeviceSeeds, repr=False)
     has_rows: bool = True  # whether axis 0 of what is dropped are batch rows
     is_open: bool = False  # a call runs: its sites draw at one position

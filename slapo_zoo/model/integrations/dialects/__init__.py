@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.parallel.token_cut import refuse_cp
 
 Engine = Callable[..., Any]
 HOMES = {  # an engine is imported when it is asked for
@@ -59,6 +60,8 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
         target: the framework; None means "torch".
         **kwargs: options of the engine.
     """
+    if hasattr(sch, "mesh"):
+        refuse_cp(sch.mesh, "init_target_engine", target or "torch")
     return get_dialect_cls("runtime_engine", target or "torch")(sch, **kwargs)
 
 

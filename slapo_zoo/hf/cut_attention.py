@@ -1,0 +1,131 @@
+"""Attention over all tokens of a row when each cp rank holds a part of them (context parallelism).
+
+Queries stay with their rank; keys and values of one layer are all-gathered, so that any mask, bias and dropout
+is exact. Masks are made where they are used, from padding and positions of the whole row: these are gathered,
+never a mask [S, T]. B batch size, s tokens of this rank, S = n * s tokens of a row, T keys.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.padding import SKIPS
+from slapo_zoo.parallel.token_cut import TokenCut, cut_now
+
+
+def of_all_tokens(
+    cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:  # fmt: skip
+    """Return (keys, values, mask, options) of an attention of this rank's queries to all tokens.
+
+    Args:
+        cut: how the tokens are cut.
+        attention: the attention module of `transformers`.
+        q: queries [B, H, s, d] of this rank's tokens.
+        k: keys [B, K, t, d] of this rank's tokens.
+        v: values [B, K, t, d].
+        mask: broadcasts to [B, 1, s, n * t], as `over_all_tokens` makes it, or None.
+        options: further arguments of the attention function.
+    """
+    if torch.compiler.is_compiling():
+        problem = "compiled code would not gather the keys of the other ranks"
+        raise SlapoError(
+            "torch.compile", "cp > 1", problem, "leave the blocks uncompiled, or use cp=1"
+        )
+    own, causal = k.shape[2], options.get("is_causal")
+    causal = getattr(attention, "is_causal", True) if causal is None else causal
+    k, v = cut.whole(k, 2), cut.whole(v, 2)
+    if mask is None and causal:
+        mask = _causal(cut, q, k)
+    if mask is not None and mask.shape[-1] != k.shape[2]:
+        problem = f"its mask is for {mask.shape[-1]} keys, found {k.shape[2]} on cp={cut.n} ranks"
+        raise SlapoError(type(attention).__name__, "cp > 1", problem, "use cp=1 for this model")
+    bias = _bias_of_all(attention, options.get("position_bias"), own, k.shape[2])
+    return k, v, mask, {**options, "is_causal": False, "position_bias": bias}
+
+
+def _causal(cut: TokenCut, q: Tensor, k: Tensor) -> Tensor:
+    """Return the causal mask [s, T] of this rank's queries."""
+    rows = torch.arange(q.shape[2], device=q.device) + cut.r * q.shape[2]
+    return rows[:, None] >= torch.arange(k.shape[2], device=q.device)
+
+
+def _bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
+    """Return a position bias for `total` keys; T5 gives zeros for the `own` keys of this rank where it has no bias."""
+    if bias is None or bias.shape[-1] == total:
+        return bias
+    if bias.shape[-1] == own and not attention.has_relative_attention_bias:
+        return None
+    problem = f"its position bias is for {bias.shape[-1]} keys, expected {total}"
+    raise SlapoError(type(attention).__name__, "cp > 1", problem, "use cp=1 for this model")
+
+
+def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a mask function of `transformers` to make this rank's rows of the mask of a cut row.
+
+    rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  rows r * s to (r + 1) * s of
+              make(q_length=S, kv_length=n * t, attention_mask=[B, n * t])
+    """
+
+    @wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
+        if (cut := cut_now()) is None:
+            return make(*args, **kwargs)
+        padding, rows = kwargs.get("attention_mask"), kwargs["q_length"]
+        kwargs |= {"kv_length": cut.n * kwargs["kv_length"], **dict.fromkeys(SKIPS, False)}
+        kwargs["q_offset"] = kwargs.get("q_offset", 0) + cut.r * rows
+        if padding is not None:
+            kwargs["attention_mask"] = cut.whole_of_numbers(padding, 1)
+        return make(*args, **kwargs)
+
+    return made
+
+
+def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[..., Any]:
+    """Wrap a function about packed sequences so that its argument `position_ids` [B, s] is that of the whole row."""
+
+    @wraps(function)
+    def told(*args: Any) -> Any:
+        if (cut := cut_now()) is not None:
+            whole = cut.whole_of_numbers(args[argument], 1)
+            args = (*args[:argument], whole, *args[argument + 1 :])
+        return function(*args)
+
+    return told
+
+
+def bias_by_place(attention: Any, stream: Any) -> None:
+    """Let an attention of T5 compute its relative bias [1, H, s, S] at this rank's places of the row."""
+    own = attention.forward
+
+    @wraps(own)
+    def forward(
+        hidden_states: Tensor, mask: Tensor | None = None, key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        cut, count = stream.cut, hidden_states.shape[1]
+        if cut is not None and position_bias is None and attention.has_relative_attention_bias:
+            places = count, cut.n * count, hidden_states.device, cut.r * count
+            position_bias = attention.compute_bias(*places)
+        return own(hidden_states, mask, key_value_states, position_bias, **options)
+
+    attention.forward = forward
+
+
+def positions_by_place(embedding: Any, stream: Any) -> None:
+    """Let a position embedding of BART count its tokens from this rank's place in the row."""
+    own = embedding.forward
+
+    @wraps(own)
+    def forward(
+        input_ids: Tensor, past_key_values_length: int = 0, position_ids: Tensor | None = None
+    ) -> Tensor:
+        first = 0 if stream.cut is None else stream.cut.r * input_ids.shape[1]
+        position_ids = None if position_ids is None else position_ids + first
+        return own(input_ids, past_key_values_length + first, position_ids)
+
+    embedding.forward = forward

@@ -1,0 +1,74 @@
+"""Checks at the load of what cp > 1 can run; what is not built is refused with what fits."""
+
+from typing import Any
+
+from slapo_zoo.errors import ArchitectureError, MeshError
+from slapo_zoo.hf.cut_attention import bias_by_place, positions_by_place
+from slapo_zoo.language.directive import State
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.options import LoaderOptions
+from slapo_zoo.zoo.table import ZOO, Table, load_tables
+
+# argument --> (values that run with cp > 1, what to do with another)
+BESIDE: dict[str, tuple[tuple[Any, ...], str]] = {
+    "pp": ((1,), "use pp=1; tp and dp compose with cp"),
+    "sequence_parallel": ((False,), "leave it out: cp cuts the tokens already"),
+    "dp_shard": ((1,), "use dp_shard=1"),
+    "precision": ((None, "fp32"), "leave it out"),
+    "attention": ((None, "sdpa", "eager"), "use sdpa or eager"),
+    "kernels": (("auto", "reference"), 'leave it out: cp runs with "reference"'),
+    "schedule": (("zoo",), 'use schedule="zoo"'),
+    "checkpoint_policy": (("",), "leave it out: a recomputed block keeps nothing"),
+    "activation_memory": ((None,), "use checkpoint_ratio="),
+    "target": (("torch", None), 'use target="torch"'),
+}
+GROWING = ("dynamic", "longrope")  # rotary frequencies depend on the longest position of the call
+
+
+def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
+    """Return the options with which a model is built, without kernels for cp > 1.
+
+    Raises:
+        MeshError: an option that does not compose with cp > 1.
+    """
+    if mesh.size("cp") == 1:
+        return options
+    for name, (runs, hint) in BESIDE.items():
+        value = getattr(options, name)
+        if not any(value == each for each in runs):
+            what, problem = (
+                f"{name}={value!r:.60}",
+                f"it and cp={mesh.cp} together are not built yet",
+            )
+            raise MeshError(where, what, problem, f"{hint}, or cp=1")
+    return options.but(kernels="reference")
+
+
+def require_cut_table(table: Table, cls: Any, config: Any) -> None:
+    """Raise ArchitectureError unless a model class is known to train exactly when its tokens are cut over cp."""
+    name, what = cls.__name__, "cp > 1"
+    if name not in table.cut_tokens:
+        load_tables()
+        known = sorted(each for other in ZOO.values() for each in other.cut_tokens)
+        problem = f"{name} is not known to train exactly when its tokens are cut"
+        raise ArchitectureError("zoo", what, problem, f"use cp=1; cp runs for {', '.join(known)}")
+    if getattr(config, "token_dropout", False):
+        problem = "token_dropout=True scales the embeddings by the masked share of the whole row"
+        raise ArchitectureError("zoo", what, problem, "pass token_dropout=False, or use cp=1")
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)]
+    if found := sorted({kind for kind in kinds if kind in GROWING}):
+        problem = f"{found[0]} rotary embeddings depend on the length of a rank's own tokens"
+        raise ArchitectureError("zoo", what, problem, "use cp=1, or another rope_type")
+
+
+def follow_places(state: State, positions: str) -> None:
+    """Let the modules that count tokens themselves count from this rank's place in a row.
+
+    `positions` is the value in `Table.cut_tokens`: "relative" (T5's bias) or "placed" (BART's embedding).
+    """
+    for path, module in state.modules.items():
+        if positions == "relative" and hasattr(module, "compute_bias"):
+            bias_by_place(module, state.random)
+        elif positions == "placed" and path.endswith(".embed_positions"):
+            positions_by_place(module, state.random)

@@ -1,0 +1,139 @@
+"""Cut a batch over cp: each rank gets its tokens of every row, with what depends on the whole row found before."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.hf.attention import CoreAttention
+from slapo_zoo.hf.attention_backends import NAME
+from slapo_zoo.parallel.known import IGNORED
+from slapo_zoo.parallel.losses.heads import head_of
+from slapo_zoo.parallel.token_cut import TokenCut
+
+TOKENS = {
+    "input_ids", "attention_mask", "position_ids", "token_type_ids", "labels",
+    "decoder_input_ids", "decoder_attention_mask",
+}  # fmt: skip
+OPTIONS = {"use_cache", "return_dict", "num_items_in_batch", "output_attentions", "output_hidden_states"}  # fmt: skip
+MASK = "attention_mask"
+
+
+def cut_batch(
+    model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return (this rank's tokens of all rows, entries that all rows share) of a batch with all tokens.
+
+    Args:
+        model: a scheduled model.
+        cut: how the tokens are cut.
+        tensors: entries of the batch that have its rows: [B, S], or a mask [B, 1 or H, S, S].
+        whole: the other entries.
+
+    Raises:
+        SlapoError: an entry that cannot be cut, a length that cp does not divide, an attention that was replaced.
+    """
+    require_seam(model)
+    if vars(model).get("_loss_function") is not None:
+        problem = "it would be given labels that are shifted and cut already"
+        raise SlapoError("train_step", "model.loss_function", problem, "leave the model's own, or load with cp=1")  # fmt: skip
+    batch = {**tensors, **{n: x for n, x in whole.items() if isinstance(x, Tensor) and x.ndim}}
+    others = {name: x for name, x in whole.items() if name not in batch}
+    _require_known(batch, others)
+    rows = len(batch["input_ids"])
+    if model.config.is_encoder_decoder and "labels" in batch and "decoder_input_ids" not in batch:
+        batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
+    positions = POSITIONS[model._slapo.table.cut_tokens[model.unscheduled_class.__name__]]
+    if positions is not None and "position_ids" not in batch:
+        batch["position_ids"] = positions(model, batch)
+    if head_of(model._slapo.head_name(model)).shifts and "labels" in batch:
+        batch["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
+    found = {}
+    for name, x in batch.items():
+        axis = 2 if x.ndim == 4 else 1
+        _require_even(name, x, axis, cut.n)
+        found[name] = cut.part(x, axis).expand(rows, *x.shape[1:axis], -1, *x.shape[axis + 1 :])
+    return found, others
+
+
+def refuse_whole_output(options: Any, cut: TokenCut) -> None:
+    """Raise SlapoError for arguments of `train_step` that need the output of all tokens."""
+    for name in ("loss_fn", "return_logits"):
+        if getattr(options, name):
+            problem = f"a rank of cp={cut.n} computes the output of its own tokens only"
+            hint = "leave it out (the model's own loss is exact), or load with cp=1"
+            raise SlapoError("train_step", f"{name}=", problem, hint)
+
+
+def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
+    """Raise SlapoError for an entry of a batch of which it is not known where its tokens are."""
+    unknown = sorted(batch.keys() - TOKENS)
+    unknown += sorted(name for name, x in others.items() if name not in OPTIONS and x is not None)
+    unknown += [] if "input_ids" in batch else ["a batch without input_ids"]
+    if unknown:
+        problem = f"it is not known how to cut it over cp, expected entries among {', '.join(sorted(TOKENS))}"
+        raise SlapoError("train_step", unknown[0], problem, "leave it out, or load with cp=1")
+    ndim = {name: x.ndim for name, x in batch.items()}
+    wrong = [n for n, d in ndim.items() if d != 2 and not (n == MASK and d == 4)]
+    if wrong:
+        problem = f"found {ndim[wrong[0]]} axes, expected [rows, tokens]"
+        raise SlapoError("train_step", wrong[0], problem, "pass one number per token, or load with cp=1")  # fmt: skip
+
+
+def _require_even(name: str, x: Tensor, axis: int, n: int) -> None:
+    if x.shape[axis] % n:
+        problem = f"{x.shape[axis]} tokens cannot be cut into {n} equal parts"
+        hint = (
+            f"pad the rows to a multiple of {n} (pad_to_multiple_of of the tokenizer or collator)"
+        )
+        raise MeshError("train_step", f"{name} with cp={n}", problem, hint)
+
+
+def require_seam(model: Any) -> None:
+    """Raise SlapoError if an attention does not run through `core_attn` any more: it would see this rank's keys only."""
+    modules = dict(model.named_modules())
+    for path, core in model._slapo.schedule.state.modules.items():
+        if not isinstance(core, CoreAttention):
+            continue
+        config = getattr(modules.get(path.rpartition(".")[0]), "config", None)
+        ours = str(getattr(config, "_attn_implementation", "")).startswith(NAME)
+        if modules.get(path) is not core or not ours:
+            problem = (
+                "it was replaced, or set to another attention: it would see the keys of one cp rank"
+            )
+            hint = "choose attention= when loading (sdpa or eager), or load with cp=1"
+            raise SlapoError("train_step", path, problem, hint)
+
+
+def _counted(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    ids = batch["input_ids"]
+    return torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+
+
+def _counted_by_mask(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return OPT's positions [B, S]: real tokens are counted from 0, and padding is -1."""
+    mask = batch.get(MASK)
+    mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
+    if mask.ndim == 4:
+        problem = "positions count the real tokens of a mask [rows, tokens], found 4 axes"
+        raise SlapoError("train_step", MASK, problem, "pass position_ids too")
+    return (mask.cumsum(1) * mask - 1).long()
+
+
+def _counted_real(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return RoBERTa's positions [B, S]: tokens other than padding are counted behind the padding's own id."""
+    padding = model.config.pad_token_id
+    real = batch["input_ids"].ne(padding).long()
+    return real.cumsum(1) * real + padding
+
+
+# Value in `Table.cut_tokens` --> (model, batch with all tokens) --> position_ids [B, S]; None: the model takes none.
+POSITIONS: dict[str, Callable[[Any, Mapping[str, Tensor]], Tensor] | None] = {
+    "counted": _counted,
+    "counted by mask": _counted_by_mask,
+    "counted real": _counted_real,
+    "placed": None,
+    "relative": None,
+}

@@ -1,0 +1,77 @@
+"""Context parallelism: each of the n ranks of cp holds one contiguous part of the tokens of every row."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from slapo_zoo.errors import MeshError
+from slapo_zoo.parallel.collectives import all_gather, gather_along
+from slapo_zoo.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class TokenCut:
+    """Cut of the tokens of a running step: this rank holds tokens r * s to (r + 1) * s of n * s.
+
+    Args:
+        n: number of ranks of cp.
+        r: this rank's coordinate on cp.
+        group: process group of these ranks.
+    """
+
+    n: int
+    r: int
+    group: Any
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> "TokenCut | None":
+        """Return the cut of a mesh; None when cp is 1."""
+        return cls(*mesh.place("cp"), mesh.group("cp")) if mesh.size("cp") > 1 else None
+
+    def part(self, x: Tensor, axis: int) -> Tensor:
+        """Return this rank's tokens of an x [.., n * s, ..] that holds all tokens along `axis`."""
+        size = x.shape[axis] // self.n
+        return x.narrow(axis, self.r * size, size).contiguous()
+
+    def whole(self, x: Tensor, axis: int) -> Tensor:
+        """All-gather x [.., s, ..] to the tokens of all ranks; its gradient is summed over ranks and cut again."""
+        return all_gather(x, axis, self.group)
+
+    def whole_of_numbers(self, x: Tensor, axis: int) -> Tensor:
+        """All-gather an x without a gradient, such as a mask or position ids, to the tokens of all ranks."""
+        return gather_along(x, axis, self.group)
+
+
+_NOW: ContextVar[TokenCut | None] = ContextVar("token_cut", default=None)
+
+
+def cut_now() -> TokenCut | None:
+    """Return how the running forward cuts its tokens; None if it holds all tokens."""
+    return _NOW.get()
+
+
+@contextmanager
+def cutting(stream: Any, cut: TokenCut | None) -> Iterator[None]:
+    """Context of the forwards and backwards of a step whose batch holds only this rank's tokens.
+
+    Args:
+        stream: random stream of the model, from which attention and dropout read the cut, also in a backward.
+        cut: how the tokens are cut; None for a step with all tokens.
+    """
+    token, stream.cut = _NOW.set(cut), cut
+    try:
+        yield
+    finally:
+        stream.cut = None
+        _NOW.reset(token)
+
+
+def refuse_cp(mesh: Mesh, where: str, what: str) -> None:
+    """Raise MeshError for a use of a loaded model that does not compose with cp > 1."""
+    if mesh.size("cp") > 1:
+        problem = f"it and cp={mesh.cp} together are not built yet"
+        raise MeshError(where, what, problem, "call train_step(batch), or load with cp=1")

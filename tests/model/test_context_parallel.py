@@ -1,0 +1,319 @@
+"""Context parallelism (`cp=`): ranks that hold a part of the tokens of every row train as one process."""
+
+import pytest
+import torch
+import transformers
+
+from parity import TOKENS, Case, batch_of, checkpoint, tiny_config
+from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError, emulate
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-8}  # in fp64, but for the logits of the loss
+
+
+def _bare(batch):
+    """Rows without padding and without a mask."""
+    return {k: v for k, v in batch.items() if k != "attention_mask"}
+
+
+def _left(batch):
+    """Padding before the tokens."""
+    return {k: v.flip(1) for k, v in batch.items()}
+
+
+def _packed(batch):
+    """Several sequences in each row, told by their positions alone; none ends where tokens are cut."""
+    starts = torch.tensor([[0] * 5 + [5] * 4 + [9] * 3, [0] * 7 + [7] * 5])[[0, 1, 0, 1]]
+    return {**_bare(batch), "position_ids": torch.arange(TOKENS) - starts}
+
+
+def _whole_mask(batch):
+    """A mask of one's own [rows, 1, tokens, tokens]: each token sees those before it, and the last but one."""
+    seen = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    seen[:, -2] = True
+    return {**batch, "attention_mask": seen.expand(4, 1, TOKENS, TOKENS).contiguous()}
+
+
+MASKS = {
+    "padded": lambda batch: batch, "bare": _bare, "left": _left, "packed": _packed, "4-D": _whole_mask,
+}  # fmt: skip
+CAUSAL = ("padded", "bare", "left", "packed", "4-D")
+BOTH_WAYS = ("padded", "bare", "left", "4-D")
+# class --> (labels, kinds of rows, changes of the config)
+FAMILIES = {
+    "GPT2LMHeadModel": ("tokens", CAUSAL, {}),
+    "LlamaForCausalLM": ("tokens", CAUSAL, {}),
+    "BertForMaskedLM": ("tokens", BOTH_WAYS, {}),
+    "BertForTokenClassification": ("tags", ("padded",), {"num_labels": 3}),
+    "RobertaForMaskedLM": ("tokens", BOTH_WAYS, {}),
+    "OPTForCausalLM": ("tokens", CAUSAL[:4], {}),
+    "MistralForCausalLM": ("tokens", CAUSAL, {}),
+    "Qwen3ForCausalLM": ("tokens", CAUSAL, {}),
+    "ModernBertForMaskedLM": ("tokens", BOTH_WAYS[:3], {}),
+    "EsmForMaskedLM": ("tokens", BOTH_WAYS[:3], {"token_dropout": False}),
+    "T5ForConditionalGeneration": ("tokens", BOTH_WAYS[:3], {}),
+    "BartForConditionalGeneration": ("tokens", BOTH_WAYS[:3], {}),
+}
+
+
+def case_of(cls, dropout=0.1):
+    labels, _, config = FAMILIES[cls]
+    return Case(cls, (labels,), tuple(config.items()), dropout=dropout)
+
+
+def rows_of(case, mask, step=0):
+    """A batch whose first rank of cp4 has no target in its first row, and of more ignored labels."""
+    batch = MASKS[mask](batch_of(case, step))
+    batch["labels"][0, :4] = -100
+    return batch
+
+
+def trained(case, mask, micro_batches=1, steps=3, **layout):
+    """Losses of each step, gradients of the first and weights after the last, with AdamW."""
+    config = tiny_config(case)[0]
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(config, auto_class=case.cls, **layout).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    losses, first = [], None
+    for step in range(steps):
+        batch, dp = rows_of(case, mask, step), model.mesh.place("dp")
+        part = {k: v.tensor_split(dp[0])[dp[1]] for k, v in batch.items()}
+        optimizer.zero_grad()
+        losses.append(float(model.train_step(part, micro_batches=micro_batches)))
+        if first is None:
+            first = model.consolidated_state_dict(grads=True)
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+    return losses, first, float(norm), model.consolidated_state_dict()
+
+
+def require_equal(found, expected):
+    losses, grads, norm, weights = found
+    assert losses == pytest.approx(expected[0], rel=1e-6)
+    assert norm == pytest.approx(expected[2], rel=1e-6)
+    for ours, one in ((grads, expected[1]), (weights, expected[3])):
+        assert ours.keys() == one.keys()
+        for name, tensor in one.items():
+            torch.testing.assert_close(ours[name], tensor, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")  # fmt: skip
+
+
+def cells():
+    for cls, (_, masks, _) in FAMILIES.items():
+        for number, mask in enumerate(masks):
+            for cp in (2, 4):
+                quick = number == 0 and cp == 2
+                yield pytest.param(cls, mask, cp, marks=() if quick else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("cls", "mask", "cp"), list(cells()))
+def test_cut_tokens_train_as_one_process(cls, mask, cp):
+    """Losses, every gradient, the norm, and weights after three steps, with dropout."""
+    case = case_of(cls)
+    alone = trained(case, mask)
+    found = emulate(trained, case, mask, mesh=(1, 1, cp), cp=cp)
+    require_equal(found[0], alone)
+    assert all(each[0] == found[0][0] for each in found)
+
+
+# class, kind of rows, sizes of the mesh, options of the loader
+TOGETHER = [
+    ("GPT2LMHeadModel", "packed", {"cp": 2, "dp": 2}, {}),
+    ("T5ForConditionalGeneration", "padded", {"cp": 2, "tp": 2}, {"checkpoint_ratio": 1.0}),
+    ("BertForMaskedLM", "left", {"cp": 2}, {"micro_batches": 2, "attention": "eager"}),
+    ("BartForConditionalGeneration", "padded", {"cp": 2, "tp": 2}, {"micro_batches": 2}),
+    ("GPT2LMHeadModel", "left", {"cp": 2, "tp": 2, "dp": 2}, {"checkpoint_ratio": 0.5}),
+    ("BertForMaskedLM", "padded", {"cp": 2, "tp": 2, "dp": 2}, {"micro_batches": 2}),
+]
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("cls", "mask", "sizes", "options"), TOGETHER)
+def test_cut_tokens_beside_other_ranks_and_options(cls, mask, sizes, options):
+    """Over tp and dp, in micro-batches, recomputed, and by the family's own attention."""
+    case, ranks = case_of(cls), sizes.get("dp", 1) * sizes["cp"]
+    alone = trained(case, mask, attention=options.get("attention"))
+    found = emulate(trained, case, mask, mesh=(sizes.get("tp", 1), 1, ranks), **sizes, **options)
+    require_equal(found[0], alone)
+
+
+def one_step(folder, case, mask, saved, cp):
+    """Loss and gradients of a step on real processes; the weights are saved."""
+    model = AutoScheduledModel.from_pretrained(folder, cp=cp, dtype=torch.float64).train()
+    loss = model.train_step(rows_of(case, mask))
+    grads = model.consolidated_state_dict(grads=True)
+    model.save_pretrained(saved)
+    return float(loss), grads
+
+
+@pytest.mark.parametrize(
+    ("cls", "mask"),
+    [
+        ("LlamaForCausalLM", "packed"),
+        *(
+            pytest.param(cls, mask, marks=pytest.mark.slow)
+            for cls, (_, masks, _) in FAMILIES.items()
+            for mask in masks
+            if (cls, mask) != ("LlamaForCausalLM", "packed")
+        ),
+    ],
+)
+def test_cut_tokens_train_as_plain_transformers(cls, mask, tmp_path, ranks):
+    """Loss and gradients of a real batch over two processes; plain transformers loads what they saved."""
+    case = case_of(cls, dropout=0.0)
+    folder, batch = checkpoint(case, tmp_path), rows_of(case, mask)
+    plain = getattr(transformers, cls).from_pretrained(folder, dtype=torch.float64).train()
+    cached = {} if plain.config.is_encoder_decoder or "Causal" not in cls else {"use_cache": False}
+    loss = plain(**batch, **cached).loss
+    loss.backward()
+    found, grads = ranks.run(one_step, 2, folder, case, mask, tmp_path / "saved", 2)[0]
+    assert found == pytest.approx(float(loss.detach()), rel=1e-6)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(grads[name], p.grad, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+    again = type(plain).from_pretrained(tmp_path / "saved").state_dict()
+    for name, p in plain.named_parameters():
+        assert torch.equal(again[name], p), name
+
+
+def looked_at(case):
+    """Logits in evaluation and generated tokens of one rank."""
+    model = AutoScheduledModel.from_config(
+        tiny_config(case)[0], auto_class=case.cls, cp=2, seed=3, dtype=torch.float64
+    ).eval()
+    batch = batch_of(case)
+    with torch.no_grad():
+        output = model(**batch)
+    tokens = model.generate(batch["input_ids"][:, :4], max_new_tokens=3, do_sample=False)
+    return output.logits, output.loss, tokens
+
+
+def test_evaluation_and_generation_run_whole_on_every_rank():
+    case = case_of("GPT2LMHeadModel")
+    found = emulate(looked_at, case, mesh=(1, 1, 2))
+    model = AutoScheduledModel.from_config(
+        tiny_config(case)[0], auto_class=case.cls, seed=3, dtype=torch.float64
+    ).eval()
+    with torch.no_grad():
+        output = model(**batch_of(case))
+    for logits, loss, tokens in found:
+        torch.testing.assert_close(logits, output.logits)
+        torch.testing.assert_close(loss, output.loss)
+        assert torch.equal(tokens, found[0][2])
+
+
+def accumulated(case, **layout):
+    """Gradients of two batches that are one step, told the number of all targets."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+    batches = [rows_of(case, "padded", step) for step in (0, 1)]
+    count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    losses = [float(model.train().train_step(batch, targets=[count])) for batch in batches]
+    return losses, model.consolidated_state_dict(grads=True)
+
+
+def test_accumulated_batches_count_their_targets_once():
+    case = case_of("GPT2LMHeadModel")
+    losses, grads = accumulated(case)
+    found = emulate(accumulated, case, mesh=(1, 1, 2), cp=2)[0]
+    assert found[0] == pytest.approx(losses, rel=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(found[1][name], grad, **CLOSE)
+
+
+REFUSED_AT_LOAD = [
+    ("GPT2LMHeadModel", {"pp": 2, "dp": 1}, "pp=2 | it and cp=2 together are not built yet"),
+    ("GPT2LMHeadModel", {"dp": 2, "dp_shard": 2}, "dp_shard=2 | it and cp=2"),
+    ("GPT2LMHeadModel", {"sequence_parallel": True}, "cp cuts the tokens already"),
+    ("GPT2LMHeadModel", {"precision": "bf16"}, "precision='bf16' | it and cp=2"),
+    ("GPT2LMHeadModel", {"attention": "flash"}, "use sdpa or eager"),
+    ("GPT2LMHeadModel", {"kernels": ["t5_attention"]}, "kernels=['t5_attention'] | it and cp=2"),
+    ("GPT2LMHeadModel", {"schedule": lambda sch: None}, "schedule=<function"),
+    ("GPT2LMHeadModel", {"exact": True}, "exact | it and cp=2 together are not built yet"),
+    ("BloomForCausalLM", {}, "BloomForCausalLM is not known to train exactly when its tokens are cut"),
+    ("GPT2ForSequenceClassification", {}, "GPT2ForSequenceClassification is not known"),
+    ("CamembertForMaskedLM", {}, "cp runs for BartForConditionalGeneration, BertForMaskedLM"),
+    ("EsmForMaskedLM", {}, "pass token_dropout=False"),
+]  # fmt: skip
+
+
+def said(work, *args, **kwargs):
+    """Text of the SlapoError that each rank of a call raises."""
+    try:
+        work(*args, **kwargs)
+    except SlapoError as error:
+        return " | ".join((error.where, str(error.what), error.problem, error.hint))
+    return "it ran"
+
+
+def loaded(cls, **layout):
+    case = Case(cls, ("tokens",))
+    layout = {"dp": 1, **layout}
+    return AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=cls, **layout)
+
+
+@pytest.mark.parametrize(("cls", "options", "text"), REFUSED_AT_LOAD)
+def test_what_does_not_compose_is_refused_at_the_load(cls, options, text):
+    ranks = 2 * options.get("pp", 1) * options.get("dp", 1)
+    for found in emulate(said, loaded, cls, cp=2, mesh=(1, 1, ranks), **options):
+        assert text in found
+        assert "cp=1" in found
+
+
+def test_rotary_frequencies_of_the_length_are_refused():
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    config = transformers.LlamaConfig(**{**tiny_config(Case("LlamaForCausalLM", ()))[0].to_dict(), "rope_parameters": rope})  # fmt: skip
+    load = AutoScheduledModel.from_config
+    for found in emulate(said, load, config, auto_class="LlamaForCausalLM", cp=2, mesh=(1, 1, 2)):
+        assert "dynamic rotary embeddings depend on the length" in found
+
+
+def used(cls, uses):
+    """Return {use: text of the error with which it is refused} for a loaded model."""
+    model = loaded(cls, cp=2).train()
+    return {name: said(use, model) for name, use in uses.items()}
+
+
+def _step(change=None, **options):
+    def use(model):
+        batch = batch_of(Case(type(model).unscheduled_class.__name__, ("tokens",)))
+        model.train_step({**batch, **(change(batch) if change else {})}, **options)
+
+    return use
+
+
+def _other_attention(model):
+    model.set_attn_implementation("sdpa")
+    _step()(model)
+
+
+def _own_loss_function(model):
+    model.loss_function = torch.nn.functional.cross_entropy
+    try:
+        _step()(model)
+    finally:
+        del model._loss_function
+
+
+def _replaced_core(model):
+    model.transformer.h[1].attn.core_attn = torch.nn.Identity()
+    _step()(model)
+
+
+USES = {
+    "11 tokens": (_step(lambda batch: {k: v[:, :11] for k, v in batch.items()}), "11 tokens cannot be cut into 2 equal parts | pad the rows to a multiple of 2"),
+    "embeddings": (_step(lambda batch: {"input_ids": None, "inputs_embeds": torch.zeros(4, 12, 30)}), "inputs_embeds | it is not known how to cut it over cp"),
+    "loss_fn": (_step(loss_fn=lambda output, batch: output.logits.mean()), "loss_fn= | a rank of cp=2 computes the output of its own tokens only"),
+    "logits": (_step(return_logits=True), "return_logits= | a rank of cp=2"),
+    "own loop": (lambda model: model(**batch_of(Case("GPT2LMHeadModel", ("tokens",)))), "a loop of your own | it and cp=2 together are not built yet | call train_step"),
+    "backbone": (lambda model: model.transformer(torch.ones(2, 4, dtype=torch.long)), "a loop of your own | it and cp=2"),
+    "adapter": (lambda model: model.add_adapter(__import__("peft").LoraConfig(target_modules=["c_attn"])), "an adapter | it and cp=2"),
+    "Trainer": (lambda model: ScheduledTrainer(model), "ScheduledTrainer | model | it and cp=2"),
+    "loss_function": (_own_loss_function, "model.loss_function | it would be given labels that are shifted and cut already"),
+    "replaced": (_replaced_core, "h.1.attn.core_attn | it was replaced"),
+    "other attention": (_other_attention, "core_attn | it was replaced, or set to another attention"),
+}  # fmt: skip
+
+
+def test_wrong_uses_are_refused_before_anything_is_sent():
+    uses = {name: use for name, (use, _) in USES.items()}
+    for found in emulate(used, "GPT2LMHeadModel", uses, mesh=(1, 1, 2)):
+        for name, (_, text) in USES.items():
+            assert text in found[name], name
