@@ -192,7 +192,11 @@ class LogitsOnDemand(torch.Tensor):
                 return _whole(self.make(self.rows), self.head)
 
     def _of_parent(self, parent: "LogitsOnDemand") -> Tensor:
-        """Compute these logits from the parent's; a copy gets the parent's values from before in-place changes."""
+        """Compute these logits from the parent's.
+
+        If these logits are a copy (`clone`) and the parent was changed in place, the parent's values from before
+        the change are taken; a view shows the change.
+        """
         whole = parent.tensor()
         made = self.make(whole)
         if parent.changed() and made.untyped_storage()._cdata != whole.untyped_storage()._cdata:

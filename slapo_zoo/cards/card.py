@@ -154,8 +154,8 @@ def _check_page(program: Program, page: bytes) -> dict[str, Any]:
 
 def _report(document: Any, name: str) -> dict[str, Any]:
     if not isinstance(document, dict):
-        problem = f"found {type(document).__name__}, expected an object"
-        raise CardError(name, "document", problem, "write an object, {} where it is empty")
+        problem = f"found {document!r:.60}, expected a JSON object"
+        raise CardError(name, "document", problem, "write a JSON object; {} if it has no entries")
     return document
 
 

@@ -40,8 +40,8 @@ def read(folder: Path, name: str, root: Path | None = None) -> bytes:
         if not path.is_relative_to(root.resolve()):
             raise CardError(
                 "card",
-                name,
-                "found a link that leads out of the cache",
+                str(folder / name),
+                "this symbolic link leads out of the Hub cache",
                 "delete it and fetch the card again",
             )
     try:
@@ -55,7 +55,8 @@ def read(folder: Path, name: str, root: Path | None = None) -> bytes:
     info = os.fstat(handle)
     if not stat.S_ISREG(info.st_mode):
         os.close(handle)
-        raise CardError("card", str(path), "found no regular file", "replace it by a regular file")
+        problem = "this is a folder or a device, expected a regular file"
+        raise CardError("card", str(path), problem, "replace it by a regular file")
     with open(handle, "rb") as file:
         if info.st_size > MAX_FILE:
             problem = f"found {info.st_size} bytes, expected at most {MAX_FILE}"

@@ -178,7 +178,7 @@ def _seen_file() -> Path:
 
 
 def _read_seen() -> dict[str, Any]:
-    """Return the commit sha of each reference that this user has downloaded before: reference as text --> {"sha": ...}."""
+    """Return the commit sha of each card that this user has downloaded from the Hub: "name@revision" --> {"sha": ...}."""
     try:
         found = json.loads(_seen_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -71,8 +71,12 @@ def check_new_file(path: Path | None, option: str) -> None:
     folder = path.absolute().parent
     if not folder.is_dir():
         raise SlapoError(str(path), option, f"found no folder {folder}", "create this folder first")
-    if path.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
-        raise SlapoError(str(path), option, "this file cannot be written", "name another file")
+    if path.is_dir():
+        problem = "found a folder, expected a file"
+        raise SlapoError(str(path), option, problem, "name a file in this folder")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        problem = f"no permission to write {'this file' if path.exists() else f'into {folder}'}"
+        raise SlapoError(str(path), option, problem, "name another file")
 
 
 @contextmanager

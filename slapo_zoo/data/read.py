@@ -311,11 +311,20 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
     if len(found) == 1:
         problem = f"found one class, {found.pop()!r}, expected at least two"
         raise DataError("--data", column, problem, "give rows of at least two classes")
-    most = max((one for one in found if isinstance(one, int)), default=0)
-    if all(isinstance(one, int) for one in found) and most < MOST_CLASSES:
-        return tuple(str(number) for number in range(most + 1))
+    if all(isinstance(one, int) for one in found):
+        return _names_of_numbers(found, column)
     if all(isinstance(one, str) for one in found):
         return tuple(sorted(found))
-    kinds = sorted({f"{type(one).__name__}, e.g. {one!r}" for one in found})[:3]
-    problem = f"found labels of {'; '.join(kinds)}, expected classes"
+    examples = {type(one).__name__: repr(one) for one in sorted(found, key=repr, reverse=True)}
+    kinds = "; ".join(f"{kind}, e.g. {one}" for kind, one in sorted(examples.items()))
+    problem = f"found labels of {kinds}, expected classes"
     raise DataError("--data", column, problem, "write texts, or integers from 0")
+
+
+def _names_of_numbers(found: set[int], column: str) -> tuple[str, ...]:
+    """Return the names "0", "1", ... of numbered classes; raise DataError for numbers that are too large."""
+    most = max(found, default=0)
+    if most >= MOST_CLASSES:
+        problem = f"found the label {most}, expected class numbers below {MOST_CLASSES}"
+        raise DataError("--data", column, problem, "number the classes from 0, or write texts")
+    return tuple(str(number) for number in range(most + 1))

@@ -218,7 +218,8 @@ def to_fakes(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, torch.Ten
     """Replace all tensors of a model by new CPU tensors of the active fake mode; shared ones stay shared.
 
     Returns:
-        (dict of a module, its tensors before, by name) for each dict, to undo the replacement.
+        Pairs (`_parameters`, `_buffers` or attributes of a module, the original tensors in it by name), with
+        which the replacement can be undone.
     """
     made: dict[int, torch.Tensor] = {}
     before = []

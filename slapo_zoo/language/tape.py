@@ -169,7 +169,7 @@ class Tape(TorchDispatchMode):
         model: model with fake tensors; None when the caller runs the forward itself.
         units: paths of the modules whose calls are counted one by one; none may lie within another.
         inner: paths of further modules for whose calls a row is written at the begin and the end.
-        last: unit after which the forward stops once a vocabulary-parallel loss is known.
+        last: path of a unit; the forward is stopped after it if a vocabulary-parallel loss was computed by then.
     """
 
     def __init__(

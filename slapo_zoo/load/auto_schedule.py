@@ -87,9 +87,10 @@ def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
 
 
 def cache_file(config: Any, cls: Any, sizes: tuple[int, ...], options: BuildOptions) -> Path:
-    """Return the path of the cached proof of a model's sharding rules, a digest of code, config and versions.
+    """Return the path of the file that records that this model's sharding rules were proven.
 
-    `cls` is the head class, `sizes` are those of tp, pp and dp.
+    The name of the file has a digest of code, config, sizes and versions. `cls` is the head class, `sizes` are
+    those of tp, pp and dp.
     """
     from huggingface_hub import constants
 

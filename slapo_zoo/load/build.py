@@ -48,9 +48,10 @@ def create_schedule(
         ScheduleError: name, path or parent was given: a schedule starts at the root of a model.
     """
     if name or path or parent is not None:
-        problem = "a schedule starts at the root of a model"
-        hint = 'select below it: sch["path"].shard(...)'
-        raise ScheduleError(path or name, "create_schedule", problem, hint)
+        what = f"path={path!r}" if path else f"name={name!r}" if name else "parent"
+        problem = "this argument of the original Slapo is not supported: a schedule starts at the root of a model"
+        hint = 'select below the root: sch["path"].shard(...)'
+        raise ScheduleError("create_schedule", what, problem, hint)
     mesh = kwargs.pop("mesh", None)
     if mesh is None and dist.is_initialized():
         mesh = Mesh(tp=dist.get_world_size(group), rank=dist.get_rank(group))

@@ -59,7 +59,10 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
 
 
 def _virtual_mesh(real: Mesh, asked: Any) -> Mesh:
-    """Return the virtual mesh: the sizes in `asked`, and for other mesh dims, or for True, those of the real mesh."""
+    """Return the virtual mesh, whose results the run reproduces.
+
+    Its sizes come from `asked`; dims not named there keep their real size, and `asked=True` keeps all real sizes.
+    """
     if asked is not True and not isinstance(asked, Mapping):
         problem = f'found {asked!r}, expected True, or sizes as in {{"tp": 4, "dp": 2}}'
         raise SlapoError(
@@ -71,11 +74,19 @@ def _virtual_mesh(real: Mesh, asked: Any) -> Mesh:
         raise SlapoError(WHERE, "exact", problem, f"name some of {', '.join(real.sizes)}")
     sizes = real.sizes | given
     for name, size in real.sizes.items():
-        if not isinstance(sizes[name], int) or sizes[name] < 1 or sizes[name] % size:
-            problem = f"found {name}={size} with a virtual {name} of {sizes[name]!r}"
-            hint = f"take a divisor of {sizes[name]!r} as {name}, or a multiple of {size} in exact="
-            raise MeshError(WHERE, "exact", problem, hint)
+        _check_size(name, size, sizes[name])
     return Mesh(**sizes)
+
+
+def _check_size(name: str, real: int, virtual: Any) -> None:
+    """Raise MeshError if the virtual size of the mesh dim `name` is no positive multiple of the real size."""
+    if not isinstance(virtual, int) or virtual < 1:
+        problem = f"found {name}={virtual!r}, expected a positive integer"
+        raise MeshError(WHERE, "exact", problem, f"pass a multiple of the real {name}={real}")
+    if virtual % real:
+        problem = f"virtual {name}={virtual} is not a multiple of the real {name}={real}"
+        hint = f"use a {name} that divides {virtual}, or a multiple of {real} in exact="
+        raise MeshError(WHERE, "exact", problem, hint)
 
 
 def _check(options: LoaderOptions) -> None:

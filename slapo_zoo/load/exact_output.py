@@ -54,7 +54,7 @@ def computed(value: Any) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-    """Return a tensor of all rows, the mean of scalars, or a value that is no tensor."""
+    """Join one output of several slices of a batch: tensors by rows, scalars by their mean, else the first value."""
     if not isinstance(parts[0], Tensor):
         return parts[0]
     if parts[0].ndim == 0:

@@ -75,8 +75,8 @@ def _require_width(path: str, module: Any, args: Any) -> None:
     problem = f"the input has {found} features, but this rank's shard of the weight takes {taken}"
     order = "[inputs, outputs]" if INPUTS[name] == 0 else "[outputs, inputs]"
     hint = (
-        f"the weight of a {name} is {order}: shard its other axis, or give it what a rank needs of its "
-        'input, e.g. sync("fwd_pre", ...) of the module'
+        f"the weight of a {name} is {order}. Either shard its other axis, or shard the input to match, "
+        f'e.g. by sch["{path}"].sync("fwd_pre", ...)'
     )
     raise ScheduleError(path, 'shard("weight")', problem, hint)
 

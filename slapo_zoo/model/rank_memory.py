@@ -91,7 +91,10 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) -> Any:
-    """Return {kind: bytes} at the peak of one training step, in which `batch` is trained on without a trace."""
+    """Return {kind: bytes} at the peak of one training step on `batch`, without the optimizer's step.
+
+    Gradients, buffers, dropout's step count and the loss scale are restored afterwards.
+    """
     with _left_as_it_was(model), LiveBytes() as live:
         hooks = [p.register_hook(lambda grad: live.note(grad, "gradients") if grad is not None else None)
                  for p in model.parameters() if p.requires_grad]  # fmt: skip

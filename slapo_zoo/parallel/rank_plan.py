@@ -22,7 +22,8 @@ class Sum:
         mesh_dim: mesh dim along which these ranks lie.
         why: PARTIAL (each rank sees a part of the activations), REPLICAS (neighbours hold the same KV
             heads), TIED (several stages use the tensor), or DATA (each rank sees other rows).
-        parts: sets of coordinates on the mesh dim, each of which sums by itself; empty: all sum together.
+        parts: groups of coordinates on the mesh dim; each group sums among its own members only. Empty: all
+            ranks of the dim sum together.
         if_tokens_sharded: sum only in a step whose tokens are sharded over tp (sequence parallelism).
     """
 

@@ -77,7 +77,8 @@ class StageMap:
             return StageMap(order, 1, 1)
         per_rank = stages_per_rank or order.stages_per_rank
         if per_rank != order.stages_per_rank and not (order.many and per_rank >= 2):
-            problem = f"found {per_rank}, the order {name!r} takes {order.stages_per_rank}"
+            takes = f"{order.stages_per_rank}{' or more' * order.many}"
+            problem = f"found {per_rank}, the order {name!r} takes {takes}"
             hint = "leave it out, or choose an interleaved order"
             raise MeshError("pipeline", "stages_per_rank", problem, hint)
         return StageMap(order, pp, per_rank)
@@ -184,7 +185,7 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
 
 
 def _dummy_stages(places: StageMap) -> list[Any]:
-    """Return objects that classes of torch.distributed.pipelining take for the stages of rank 0."""
+    """Return stand-ins for the stages of rank 0, with which torch's schedule classes make the order of actions."""
     from torch.nn import Module
 
     known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}

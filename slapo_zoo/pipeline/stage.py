@@ -112,7 +112,10 @@ class Stage(InFlightStage):
         return self.clock()
 
     def _with_place(self, error: Exception, kind: str, micro_batch: int) -> Exception:
-        """Return a StageError that names stage, module and micro-batch; return slapo_zoo's errors and lost peers as given."""
+        """Wrap an error in a StageError that names stage, module and micro-batch.
+
+        Errors of slapo_zoo, and errors that report a lost peer, are returned unchanged.
+        """
         cause = error.__cause__ if "failed to run" in str(error).lower() else error
         cause = cause if isinstance(cause, Exception) else error
         if isinstance(cause, SlapoError) or is_lost_peer(cause):
@@ -196,7 +199,7 @@ def failed_module(model: nn.Module, error: BaseException) -> str:
 
 @contextmanager
 def quiet_schedules() -> Iterator[None]:
-    """Context that silences torch's log of the whole order when a stage fails; StageError names the action."""
+    """Context in which torch does not log the whole pipeline order when a stage fails; StageError names the action."""
     logger = logging.getLogger("torch.distributed.pipelining.schedules")
     before, logger.disabled = logger.disabled, True
     try:

@@ -322,10 +322,12 @@ def _used_elsewhere(path: str, what: str) -> ScheduleError:
 def keep_stages(
     model: nn.Module, stages: Mapping[str, tuple[int, ...]], mine: Sequence[int]
 ) -> Cursor:
-    """Replace the modules of other ranks' stages by empty ones at the same paths; return the counter of calls.
+    """Replace the modules of other ranks' stages by empty ones at the same paths.
+
+    Return the Cursor, to which calls of the units (block, embedding, head) of this rank's stages report.
 
     Args:
-        model: the model, with units of other stages on meta.
+        model: the model; modules of other ranks' stages are on the meta device.
         stages: path of a module --> stages that hold it.
         mine: stages of this rank.
     """

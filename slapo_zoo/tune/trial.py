@@ -137,7 +137,10 @@ def _batch(model: Any, rows: int, seq_len: int, device: torch.device) -> dict[st
 
 
 def limit_memory(job: Job) -> None:
-    """Limit this process to `job.memory` bytes more: by the kernel's limit on a CPU, by torch's allocator on a GPU."""
+    """Let this process allocate at most `job.memory` bytes; 0 sets no limit.
+
+    On a GPU torch's allocator sets the limit, on a CPU the kernel does, beyond what the process uses now.
+    """
     if not job.memory:
         return
     if torch.cuda.is_available() and job.device != "cpu":

@@ -77,7 +77,9 @@ class Divergence:
 
     Args:
         path: path of the module.
-        phase: "forward", "backward", "parameters", "error", "beyond the modules", or one of CHECKS.
+        phase: "forward" or "backward" (an output or its gradient differs), "parameters" (a parameter's gradient
+            differs), "error" (a call raised), "beyond the modules" (the modules agree, but the loss, the gradient
+            norm or the scale of all gradients differs), or a key of CHECKS (that check failed).
         what: description of the tensor that differs, such as "output 0".
         rank: the first rank on which it differs.
         suspects: paths of modules whose directives can have caused it, the likeliest first.

@@ -243,7 +243,7 @@ def _train(
     if trial.knobs.get("sequence_parallel") and not tokens_divide(
         model, _part(model, trial, whole)
     ):
-        problem = "the batch has no tokens to shard over tp, so this option cannot be verified"
+        problem = f"tokens of this batch cannot be sharded over tp={model.mesh.tp}, so this option has no effect to verify"
         raise SlapoError("verify", "sequence_parallel", problem, "leave sequence_parallel out")
     result.grads = model.consolidated_state_dict(grads=True)
     result.grad_digests = digests(model, grads=True)

@@ -144,7 +144,10 @@ class _Numbers:
         return found
 
     def as_named(self, report: Report, start: int) -> Report:
-        """Return a copy of a report on the layers from number `start` on, with the block numbers of the full model."""
+        """Return a copy of `report` with the block numbers of the full model.
+
+        `report` was made on a model that has only the layers from number `start` on.
+        """
 
         def named(path: str) -> str:
             number = None if self._shared else self._number(path)

@@ -95,7 +95,7 @@ def read_checksums(folder: Path) -> Checksums | None:
     except (OSError, ValueError, RecursionError) as error:
         if isinstance(error, WeightsError):
             raise
-        raise _damaged(path, f"found no JSON: {error}") from error
+        raise _damaged(path, f"this is not valid JSON: {error}") from error
     own = body.pop("self", None) if isinstance(body, dict) else None
     if own is None or body.get("format") != FORMAT or own != _hex(_of_body(body)):
         raise _damaged(path, "found other contents than were written")

@@ -81,7 +81,8 @@ def _weight_map(path: Path) -> dict[str, str]:
     except WeightsError:
         raise
     except (ValueError, RecursionError) as error:
-        raise WeightsError(str(path), "", f"found no JSON: {error}", "fetch it again") from error
+        problem = f"this is not valid JSON: {error}"
+        raise WeightsError(str(path), "", problem, "fetch it again") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     is_text = isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())
     if not is_text or not weight_map:

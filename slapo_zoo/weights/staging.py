@@ -125,7 +125,10 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
         raise WeightsError(str(target), option, problem, "pass another path")
     hint = "pass a new folder, e.g. one below it"
     if target.is_mount() or Path.cwd().is_relative_to(target):
-        problem = "found a mount point or the working directory, which cannot be replaced"
+        problem = (
+            "found a mount point, or the working directory or a folder around it, "
+            "which cannot be replaced"
+        )
         raise WeightsError(str(target), option, problem, hint)
     is_model = (target / "config.json").exists() or any(target.glob("model*.safetensors"))
     is_same_kind = is_model if mark is None else (target / mark).exists() and not is_model

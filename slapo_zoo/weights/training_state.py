@@ -42,16 +42,19 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> Any:
     try:
-        if path.stat().st_size > MAX_BYTES:
-            raise WeightsError(str(path), "", f"found more than {MAX_BYTES} bytes", AGAIN)
+        if (size := path.stat().st_size) > MAX_BYTES:
+            problem = f"found {size} bytes, expected at most {MAX_BYTES}"
+            raise WeightsError(str(path), "", problem, AGAIN)
         return json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
         hint = f"{AGAIN}; weights alone are loaded by from_pretrained"
-        raise WeightsError(str(path), "", "found no such file", hint) from None
+        raise WeightsError(str(path), "", "this file of the checkpoint is missing", hint) from None
     except WeightsError:
         raise
-    except (OSError, ValueError, RecursionError) as error:
-        raise WeightsError(str(path), "", f"found no JSON: {error}", AGAIN) from error
+    except OSError as error:
+        raise WeightsError(str(path), "", f"cannot be read: {error.strerror}", AGAIN) from error
+    except (ValueError, RecursionError) as error:
+        raise WeightsError(str(path), "", f"this is not valid JSON: {error}", AGAIN) from error
 
 
 def _problem(check: Callable[[Any], str], value: Any) -> str:

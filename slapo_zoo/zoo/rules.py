@@ -66,8 +66,8 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
     Args:
         axis: input axis of the weight, which is sharded.
-        unit: dim with the number of neighbouring inputs that stay on one rank (head_dim).
-        together: dim that counts the query heads of one KV head, which stay on one rank.
+        unit: name of the size (e.g. "head_dim") that says how many neighbouring inputs stay on one rank.
+        together: name of the size that says how many query heads share a KV head.
         tokens: axis of the output that sequence parallelism shards; -1 leaves the tokens unsharded.
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together)}

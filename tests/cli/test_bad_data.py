@@ -34,6 +34,7 @@ FILES = {
     "minus.jsonl": rows(text=["to be"], label=[-1, 0, 1]), "real.jsonl": rows(text=["to"], label=[0.5, 1.5]),
     "tags.jsonl": rows(**TAGGED, tags=[[0, 1], [0]]), "words.jsonl": rows(tokens=["to be"], tags=[[0, 1]]),
     "text.jsonl": rows(text=["to be or not"]), "one.jsonl": rows(text=["to"], label=[7]),
+    "half.jsonl": rows(text=["to"], label=[0.5, 1, 2]),
     "ids.jsonl": rows(text=["to"], label=[1_000_000_000, 1]), "few.csv": "text,label\n" + "to,1\nbe,0\nor,\n" * 9,
     "void.jsonl": rows(text=["to", "", "be"], label=["a", "b", "c"]), "TEXT.JSONL": rows(text=["to be or not"]),
     "text.ndjson": rows(text=["to be or not"]),
@@ -48,7 +49,8 @@ LABELLED = {
     "minus.jsonl": ("classify", "found -1, expected 0 to 1"), "real.jsonl": ("classify", "labels of float"),
     "number.jsonl": ("classify", "expected a text"), "tags.jsonl": ("tag", "found 1 tags of 2 words"),
     "one.jsonl": ("classify", "found one class, 7, expected at least two"),
-    "ids.jsonl": ("classify", "found labels of int, e.g. 1; int, e.g. 1000000000"),
+    "ids.jsonl": ("classify", "found the label 1000000000, expected class numbers below"),
+    "half.jsonl": ("classify", "found labels of float, e.g. 0.5; int, e.g. 1, expected classes"),
     "words.jsonl": ("tag", "expected a list of texts"), "null.parquet": ("classify", "none of which"),
 }  # fmt: skip
 

@@ -93,7 +93,7 @@ def test_killed_gpu_day_script_leaves_no_process_and_resumes(tmp_path):
     assert (later / "cache" / "kernels" / "fake.json").exists()
 
 
-def test_gpu_day_retries_a_failed_benchmark_once(tmp_path, monkeypatch):
+def test_gpu_day_script_reruns_a_failed_benchmark_exactly_once(tmp_path, monkeypatch):
     """A case that failed once, for example on a full device, may pass later; one that failed twice is skipped."""
     ends = iter(["timeout", "failed", "never asked"])
     monkeypatch.setattr(gpu_day.Day, "one", lambda *_: (next(ends), {"seconds": 0.0}))

@@ -234,7 +234,7 @@ def gradients_of_losses(tp):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at its inputs
 @pytest.mark.parametrize("tp", [1, 2])
-def test_user_loss_on_logits_on_demand_has_plain_gradients(ranks, tp):
+def test_user_loss_on_logits_on_demand_gives_the_gradients_of_ordinary_logits(ranks, tp):
     found = ranks.run(gradients_of_losses, tp, tp)[0]
     for number, loss_of in enumerate(LOSSES):
         (loss, grads), (expected, theirs) = found["auto", number], found["reference", number]

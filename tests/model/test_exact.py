@@ -231,7 +231,7 @@ def adafactor(model):
 @pytest.mark.parametrize(
     ("exact", "options", "act", "words"),
     [
-        ({"tp": 0}, {}, nothing, "tp=1 with a virtual tp of 0"),
+        ({"tp": 0}, {}, nothing, "found tp=0, expected a positive integer"),
         ({"cols": 2}, {}, nothing, "no such mesh dim: cols"),
         ("yes", {}, nothing, "expected True, or sizes"),
         ({"tp": 2}, {"kernels": "measure"}, nothing, "chooses by timings"),
@@ -244,11 +244,15 @@ def adafactor(model):
         ({"tp": 2}, {}, adafactor, "element by element"),
     ],
 )
-def test_unsupported_use_of_exact_training_is_refused(exact, options, act, words, root, ranks):
+def test_exact_training_raises_for_unsupported_sizes_options_batches_and_optimizers(
+    exact, options, act, words, root, ranks
+):
     (found,) = ranks.run(refused, 1, checkpoint(GPT2, root), exact, options, act)
     assert words in (found or "it was taken")
 
 
 def test_exact_training_refuses_a_mesh_that_does_not_divide_the_virtual_mesh(root, ranks):
-    with pytest.raises((MeshError, RankError), match="tp=2 with a virtual tp of 3"):
+    with pytest.raises(
+        (MeshError, RankError), match="virtual tp=3 is not a multiple of the real tp=2"
+    ):
         ranks.run(train, 2, checkpoint(GPT2, root), GPT2, (2, 1, 1), (3, 1, 1), {}, 1)

@@ -120,7 +120,7 @@ def resumed(case, folder, rows, **layout):
     return float(model.train_step({name: x[mine] for name, x in batch_of(case).items()}))
 
 
-def test_checkpoint_resumes_with_and_without_the_new_mesh_dim(use, tmp_path):
+def test_checkpoint_saved_with_a_new_mesh_dim_resumes_with_it_and_without_it(use, tmp_path):
     """A checkpoint saved by ranks of `x` resumes in one process, and the other way round."""
     use(2)
     emulate(trained, CASES[0], mesh=(1, 1, 4), dp=2, dp_shard=2, folder=tmp_path)

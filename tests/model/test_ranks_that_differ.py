@@ -141,7 +141,7 @@ def test_sampled_elements_of_huge_weights_have_valid_indices(count):
     assert set(_samples({"w": torch.ones(1).expand(count)})["w"]) == {1.0}
 
 
-def test_uninstalled_source_checkout_reports_its_version(source, monkeypatch):
+def test_version_compared_between_ranks_is_found_without_an_installed_package(source, monkeypatch):
     """A bare machine runs it by its path: no package metadata says which version it is."""
     installed = metadata.distribution
 

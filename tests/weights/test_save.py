@@ -259,7 +259,7 @@ def test_ranks_together_write_every_element_once():
 def test_save_on_a_mesh_without_process_group_raises(tmp_path):
     specs, full = model()
     mesh = Mesh(tp=2, pp=2)
-    with pytest.raises(ValueError, match="found a process group of 0, expected tp\\*pp\\*dp = 4"):
+    with pytest.raises(ValueError, match="found no process group, expected tp\\*pp\\*dp = 4"):
         save_folder(tmp_path / "out", specs, local_tensors(specs, full, mesh), mesh)
 
 

@@ -57,7 +57,10 @@ def arguments(
     problem = (
         f"the subgraph has the inputs {list(inputs)}, {_name(new)} takes {[p.name for p in plain]}"
     )
-    hint = "give it as many parameters as the subgraph has inputs, or the names of the pattern"
+    hint = (
+        f"give {_name(new)} one parameter per input of the subgraph, in that order, or name its parameters "
+        "as the pattern function names its own"
+    )
     raise ScheduleError(path or "(the model)", "replace", problem, hint)
 
 

@@ -38,7 +38,7 @@ class Whole:
 
 
 class DataParallel:
-    """Default data parallelism: hooks average gradients over dp while the last backward runs."""
+    """Default data parallelism: hooks average gradients over dp in the backward of a step's last micro-batch."""
 
     loss_scale: float = 1.0  # what averages over dp gets losses that are dp times larger
     clips_itself: bool = False  # an engine that steps within train_step has clipped by then
@@ -160,12 +160,13 @@ class Native(DataParallel):
 
 
 def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
-    """Let an engine run a model and reduce its gradients over dp.
+    """Let an engine, such as DDP or DeepSpeed, run a model and reduce its gradients over dp.
 
     Args:
         model: a scheduled model.
         engine: replacement of the default `DataParallel`.
-        divides: whether the engine trains parameters of its own, which our gradient hooks cannot see.
+        divides: True if the engine replaces parameters by sharded tensors of its own (FSDP2), so that gradient
+            hooks on the original parameters never run.
     """
     runtime = model._slapo
     calls = runtime.calls

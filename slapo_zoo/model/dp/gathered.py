@@ -23,10 +23,10 @@ class Shards(RowsOfRank):
     Args:
         group: process group of those ranks.
         copies: process group of the ranks that hold the same rows as this rank; None if no other rank does.
-        stage: ZeRO stage: 1 reduces gradients after the last micro-batch, 2 after each; 3 does as 2, and
-            gathers a block only while it runs.
-        averages: whether the backward averages over all dp ranks, as DDP does, because the forward was
-            called in the user's own loop.
+        stage: ZeRO stage: 1 reduces gradients after the last micro-batch, 2 after each; 3 is like 2, and
+            gathers the parameters of a block only while it runs.
+        averages: True if the backward averages gradients over all dp ranks, as in DDP; set when the user's own
+            loop runs the backward, not `train_step`.
     """
 
     group: Any = None

@@ -67,7 +67,7 @@ class Calls:
         of_models.note(self.runtime, every)
         partial = self._partial()
         if self.divided_parameters and own_loop and partial:
-            problem = f"with this engine only train_step sums {min(partial)}.grad over tp"
+            problem = f"with FSDP2, which shards parameters itself, only train_step sums {min(partial)}.grad over tp"
             raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
         if self.divided_parameters or (self.mesh.world_size == 1 and own_loop):
             return

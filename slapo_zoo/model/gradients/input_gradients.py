@@ -98,12 +98,12 @@ class InputGradients:
 
 
 def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
-    """Return the parameters outside any scheduled model from which a batch was computed (a soft prompt).
+    """Return the trainable parameters that a batch depends on and that belong to no scheduled model (a soft prompt).
 
     Args:
         mesh: mesh of all ranks, which compare the values of new parameters; unequal ones raise MeshError.
         batch: tensors, also in containers and caches of transformers.
-        known: parameters met before --> number; new ones are added.
+        known: {parameter met before: its number, in order of first use}; new ones are added.
     """
     asking = list(_asking(batch))
     found = _made_of(asking) if asking else []

@@ -228,7 +228,11 @@ def _one_of(row: list[float | None], alike: float) -> float | None:
 
 
 def _apart(marks: Sequence[Sequence[float]], loosely: float) -> bool:
-    """Return whether gradients with these (projection, norm) `marks` differ by more than `loosely`, relatively."""
+    """Return whether ranks hold different gradients of a parameter, by its `marks` (projection, norm) on each rank.
+
+    The projection is a weighted sum of the gradient's elements. Gradients are different if their projections
+    differ by more than `loosely` times the largest norm.
+    """
     values, sizes = zip(*marks, strict=True)
     return max(values) - min(values) > loosely * max(sizes)
 

@@ -154,7 +154,7 @@ def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Te
 
 
 def computing_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that runs in the model's compute dtype: casts of parameters and of floating inputs.
+    """Wrap `forward` so that it runs in the model's compute dtype: parameters and floating inputs are cast first.
 
     Labels keep their dtype.
     """

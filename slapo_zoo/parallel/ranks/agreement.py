@@ -69,8 +69,10 @@ def _exchange(mesh: Mesh, what: str, report: Any) -> list[Any]:
         return [report]
     size = dist.get_world_size() if dist.is_initialized() else 0
     if size != mesh.world_size:
-        problem = f"found a process group of {size}, expected tp*pp*dp = {mesh.world_size}"
-        raise MeshError(what, mesh, problem, "start the processes with torchrun")
+        found, count = f"{size} processes" if size else "no process group", mesh.world_size
+        problem = f"found {found}, expected tp*pp*dp = {count} processes"
+        hint = f"start {count} processes, e.g. by torchrun --nproc-per-node, or change tp, pp or dp"
+        raise MeshError(what, mesh, problem, hint)
     try:
         return gather_objects(what, report)
     except RankError:

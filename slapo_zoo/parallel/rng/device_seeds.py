@@ -54,7 +54,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return the seeds with which element i of a mask equals element i + `elements` of the mask of `seeds`."""
+    """Return `seeds` advanced by `elements`: their mask is the mask of `seeds` from element number `elements` on."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip

@@ -142,12 +142,13 @@ def find_hardware(name: str) -> Hardware:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         known = {field.name for field in fields(Hardware)}
-        return Hardware(**{name: value for name, value in values.items() if name in known})
+        if isinstance(values, dict):
+            return Hardware(**{name: value for name, value in values.items() if name in known})
+        problem = f"found {values!r:.60}, expected a JSON object"
     except (ValueError, KeyError, TypeError) as error:
-        problem = f"the file is no hardware profile: {error}"
-        raise SlapoError(
-            "plan", str(path), problem, "make one with `slapo-zoo calibrate`"
-        ) from None
+        problem = str(error)
+    problem = f"the file is no hardware profile: {problem}"
+    raise SlapoError("plan", str(path), problem, "make one with `slapo-zoo calibrate`")
 
 
 def with_memory(hardware: Hardware, memory: float | None) -> Hardware:

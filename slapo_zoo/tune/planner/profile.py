@@ -189,8 +189,9 @@ class Recompute:
         return min(kept, use.before + use.output + use.matmuls * (policy == "save_matmuls"))
 
     def elsewhere(self, units: Sequence[Unit], uses: Sequence[Use]) -> list[float]:
-        """Return for each unit the bytes of its input that other tp ranks save for this rank (policy "sharded").
+        """Return for each unit the bytes of its saved input that lie on the other tp ranks.
 
+        Only the checkpointing policy "sharded" splits saved inputs over tp; other units have 0.
         `units` are the calls of units (blocks, embeddings, heads) in a stage, `uses` their costs.
         """
         hidden = min(

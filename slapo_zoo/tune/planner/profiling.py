@@ -282,7 +282,10 @@ def _loss(tape: Tape, output: Any) -> Tensor:
 
 
 def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
-    """Return the calls with the bytes kept before the first block divided by tp, as each rank keeps its own tokens only."""
+    """Return the calls, with the activation bytes that units before the first block keep divided by tp.
+
+    Under sequence parallelism each rank keeps its own tokens only.
+    """
     first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
     if calls[first + 1][0] not in blocks:
         return calls

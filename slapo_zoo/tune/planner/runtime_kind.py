@@ -79,7 +79,7 @@ class Precision:
 
     @property
     def update(self) -> int:
-        """Return the bytes of one element of an optimizer state."""
+        """Return the bytes per element in which the optimizer keeps its states."""
         return 4 if self.optimizer >= 8 else 2
 
     @property

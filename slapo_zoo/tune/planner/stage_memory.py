@@ -20,20 +20,22 @@ PREFETCHED = 2  # units whose weights are whole at a time where each rank keeps 
 class StageMemory:
     """Memory of one pipeline stage for one micro-batch.
 
+    `parameters`, `largest`, `widest`, `around`, `first` and `last` count elements, the others bytes.
+
     Args:
-        parameters: number of parameters.
-        largest: elements of the largest parameter.
-        widest: elements of all parameters of the largest block.
-        held: bytes that a micro-batch keeps from its forward to its backward.
+        parameters: all parameters of the stage, for weights, gradients and optimizer states.
+        largest: the largest parameter.
+        widest: all parameters of the largest block, which ZeRO-3 gathers at once.
+        held: activations that a micro-batch keeps from its forward to its backward.
         peak: most bytes alive above `held` in a backward, once all gradients exist.
         growing: most bytes of activations and gradients together in a first backward.
-        received: bytes received per micro-batch.
-        sent: bytes sent per micro-batch.
-        around: elements of the parameters outside blocks.
+        received: tensors received from the previous stage.
+        sent: tensors sent to the next stage.
+        around: parameters outside blocks.
         inner: `peak` while a block runs.
-        first: elements of the parameters of the largest unit before the blocks, tied parameters included.
-        last: elements of the parameters of the largest unit after the blocks, tied parameters included.
-        elsewhere: bytes of `received` that only other tp ranks keep until the backward.
+        first: parameters of the largest unit before the blocks, tied parameters included.
+        last: parameters of the largest unit after the blocks.
+        elsewhere: part of `received` that only other tp ranks keep until the backward.
     """
 
     parameters: int

@@ -266,8 +266,10 @@ def test_calibrated_hardware_file_is_read_back_unchanged(tmp_path):
     assert find_hardware(str(tmp_path / "here.json")) == found
     assert found.flops("float64") > 0
     (tmp_path / "bad.json").write_text("{}")
+    (tmp_path / "list.json").write_text("[1]")
     for name, problem in (
         ("bad.json", "the file is no hardware profile"),
+        ("list.json", r"found \[1\], expected a JSON object"),
         ("none.json", "no such profile"),
     ):
         with pytest.raises(SlapoError, match=problem):
