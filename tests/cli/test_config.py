@@ -299,8 +299,14 @@ def test_unknown_loader_argument_error_names_the_nearest_argument():
         ({"log_file": "notes"}, "log_file: found another file"),
         ({"log_file": "d.txt"}, "log_file: found d.txt, which is the path of data"),
         ({"output": "o", "checkpoint": "o"}, "output: found o, which is the path of checkpoint"),
-        ({"output": "o", "checkpoint": "o/c"}, "checkpoint: found o/c, which is the path of output or lies in"),
-        ({"output": "o", "log_file": "o/log"}, "log_file: found o/log, which is the path of output"),
+        (
+            {"output": "o", "checkpoint": "o/c"},
+            "checkpoint: found o/c, which is the path of output or lies in",
+        ),
+        (
+            {"output": "o", "log_file": "o/log"},
+            "log_file: found o/log, which is the path of output",
+        ),
         ({"output": "notes/o"}, "--output: .*notes cannot be written to"),
         ({"output": "."}, "--output: found .* the working directory"),
         ({"output": "old"}, "--output: found a folder that is no checkpoint"),
