@@ -55,7 +55,7 @@ def test_optimizer_schedule_and_trackers_follow_their_keys(tmp_path):
         loss = model(**batch).loss
         loss.backward()
         norm = clip_grad_norm_(model.parameters(), 0.5)
-        want = {"loss": loss, "grad_norm": norm, "lr": schedule.get_last_lr()[0]}
+        want = {"loss": loss.detach(), "grad_norm": norm, "lr": schedule.get_last_lr()[0]}
         assert {name: line[name] for name in want} == pytest.approx(
             {name: float(value) for name, value in want.items()}, rel=1e-5
         )

@@ -112,7 +112,7 @@ def _checks_off() -> Iterator[None]:
     """Context in which all checks with an interval are off."""
     with (
         mock.patch("slapo_zoo.model.gradients.step_guard._require_own_scaler", return_value=None),
-        mock.patch("slapo_zoo.model.checkpoints.resume._Load._check_integrity"),
+        mock.patch("slapo_zoo.weights.training_folder.TrainingFolder.check_values"),
     ):
         yield
 

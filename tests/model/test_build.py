@@ -116,6 +116,6 @@ def test_get_dialect_cls_refuses_unknown_engines_and_get_logger_sets_the_level()
     assert engine is sch.model
     assert optimizer == "mine"
     assert slapo_zoo.get_dialect_cls("runtime_engine", "nobody", allow_none=True) is None
-    with pytest.raises(ScheduleError, match="no runtime_engine for it"):
+    with pytest.raises(ScheduleError, match="no runtime_engine for this target"):
         slapo_zoo.get_dialect_cls("runtime_engine", "nobody")
     assert slapo_zoo.get_logger("slapo-test", logging.DEBUG).level == logging.DEBUG
