@@ -133,7 +133,7 @@ def test_index_that_disagrees_with_its_files_is_refused(two_files):
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("{", "no JSON"),
+        ("{", "not valid JSON"),
         ("[]", "expected file names by key"),
         ('{"weight_map": {}}', "expected file names by key"),
         ('{"weight_map": {"a": 1}}', "expected file names by key"),
