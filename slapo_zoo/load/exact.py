@@ -7,6 +7,7 @@ collectives, whichever process hosts it; so the bits do not depend on the number
 
 import atexit
 import copy
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from slapo_zoo.zoo.argument_values import make_mesh, pick_device
 from slapo_zoo.zoo.options import LoaderOptions
 
 WHERE = "from_pretrained"
+BUILT = "call the model, train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
 _HOSTS: dict[tuple[Mesh, Mesh], HostedRanks] = {}  # (real mesh, virtual mesh) --> threads
 
 
@@ -132,6 +134,10 @@ def close() -> None:
         _HOSTS.pop(key).__exit__()
 
 
+class NotBuiltError(SlapoError, AttributeError):
+    """Error for an attribute that a model of one rank has, and an exact model lacks; `hasattr` is False for it."""
+
+
 class ExactModel(nn.Module):
     """Share of one process of a model on a virtual mesh; its methods are collective calls of all processes.
 
@@ -157,16 +163,23 @@ class ExactModel(nn.Module):
     def _slapo(self) -> Any:
         """Raise SlapoError: the calling function supports models of one rank only, and this process hosts several."""
         problem = "this call is not built for exact models"
-        hint = (
-            "call train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
-        )
-        raise SlapoError("ExactModel", "exact", problem, hint)
+        raise SlapoError("ExactModel", "exact", problem, BUILT)
 
-    def forward(self, **batch: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        """Raise NotBuiltError for what only the models of single ranks have, such as `generate`."""
+        models = self.__dict__.get("_modules", {}).get("hosted", ())
+        if name not in ("on_each_rank", "hosted") and any(hasattr(type(m), name) for m in models):
+            problem = "the models of the virtual ranks have it, and it is not built for all of them"
+            raise NotBuiltError("ExactModel", name, problem, BUILT)
+        return super().__getattr__(name)
+
+    def forward(self, *args: Any, **batch: Any) -> Any:
         """Return the model's own output for this process's rows; its tensors have gradients as usual.
 
         A scalar, such as the loss, is the mean over the virtual dp ranks of this process, as DDP averages losses.
         """
+        names = list(inspect.signature(type(self.hosted[0]).forward).parameters)[1:]
+        batch |= dict(zip(names, args, strict=False))
 
         def call(rank: int) -> Any:
             with self._recorded(rank):

@@ -222,6 +222,18 @@ def loss_of_logits(model):
     model(**batch_of(GPT2)).logits.square().mean().backward()
 
 
+def generated(model):
+    model.generate(torch.ones(1, 3, dtype=torch.int64))
+
+
+def called_by_position(model):
+    ids = torch.ones(2, 3, dtype=torch.int64)
+    model.eval()
+    with torch.no_grad():
+        same = torch.equal(model(ids).logits, model(input_ids=ids).logits)
+    raise SlapoError("test", "", "the same logits" if same else "other logits")
+
+
 def adafactor(model):
     model.train()
     model.train_step(batch_of(GPT2))
@@ -241,6 +253,8 @@ def adafactor(model):
         ({"tp": 2}, {}, of_another_mesh, "take one virtual mesh in a process"),
         ({"tp": 2}, {"schedule": 7}, nothing, "schedule"),
         ({"dp": 2}, {}, loss_of_logits, "train_step(batch, loss_fn=...)"),
+        ({"tp": 2}, {}, generated, "ExactModel: generate: the models of the virtual ranks have it"),
+        ({"tp": 2}, {}, called_by_position, "the same logits"),
         ({"tp": 2}, {}, adafactor, "element by element"),
     ],
 )
