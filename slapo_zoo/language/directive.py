@@ -22,7 +22,7 @@ from slapo_zoo.parallel.rng.random_stream import RandomStream
 
 @dataclass
 class Placed:
-    """Record of one sharded tensor: its placement, the directive that sharded it, and its unsharded shape."""
+    """Record of how one tensor was sharded: its placement, the directive that sharded it, and its unsharded shape."""
 
     placement: Placement
     directive: "Directive"
@@ -37,7 +37,7 @@ class ForwardContext:
         tokens_divided: hidden states [B, S, D] are sharded over tp along the tokens S (sequence parallelism).
         real_tokens: bool [B, S], True at tokens that are no padding; None where padding is computed too.
         tape: records the collectives during a dry run on fake tensors; None in a real forward.
-        is_call: True during a call of the model or of one of its parts, and during its backward.
+        is_call: True while the model, or one of its submodules, runs its forward or backward.
     """
 
     tokens_divided: bool = False
@@ -160,7 +160,7 @@ class Site:
         return [*self.module._parameters, *self.module._buffers]
 
     def placed(self, tensor_name: str) -> Placed | None:
-        """Return how a parameter or buffer of this module is sharded; None if it is not sharded."""
+        """Return the record of how a parameter or buffer of this module is sharded; None if it is not sharded."""
         return self.state.placed.get(self.name(tensor_name))
 
 

@@ -36,7 +36,7 @@ class Explanation:
     """Result of `explain`: the directives of each module and the collectives of one training step.
 
     Args:
-        done: path of a module --> its directives as text, in order.
+        done: dict: path of a module --> its directives as text, in order.
         transfers: collectives of one training step on this rank, in order.
     """
 

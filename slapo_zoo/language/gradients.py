@@ -41,7 +41,8 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
 
     Args:
         named: names and local parameters of this rank.
-        plan: plan of this rank; squares are summed over tp (sharded parameters), dp (ZeRO rows) and pp.
+        plan: plan of this rank; squares are summed over tp for parameters sharded over tp, over dp for those sharded
+            by ZeRO, and over pp.
     """
     divided, whole, device, dtype = [], [], torch.device("cpu"), torch.float32
     named, mesh = list(named), plan.mesh
@@ -69,7 +70,7 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
 
 
 def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
-    """Return the number of ranks that hold the same elements of a parameter, and train on other rows or tokens."""
+    """Return the number of ranks with the same elements of a parameter but different batch rows or tokens."""
     if hasattr(p, "full_tensor"):  # FSDP2 divides over all of them
         return 1
     return mesh.size("loss") // (row.row_shards if row and rows_of(p) else 1)

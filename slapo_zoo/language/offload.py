@@ -154,7 +154,8 @@ class Offloads:
         Args:
             path: path of the module.
             module: the module; its parameters and buffers stay on the device.
-            keeps: pack functions that are tried first; one that returns a handle keeps the tensor in its own way.
+            keeps: pack functions (of torch's saved_tensors_hooks) that are tried first. When one of them returns a
+                handle, that handle is saved and nothing is copied to the host.
         """
         last, order = self._last, self.paths.index
         follows = last is not None and order(last.path) < order(path)

@@ -1,4 +1,4 @@
-"""Derive the rank plan (one row per tensor) from what the directives of a schedule did."""
+"""Derive the plan of a rank (how each tensor is sharded, one row per tensor) from the directives of a schedule."""
 
 from collections.abc import Callable, Collection, Mapping
 
@@ -18,7 +18,8 @@ from slapo_zoo.parallel.rank_plan import (
 
 
 def plan_of(state: State) -> RankPlan:
-    """Return the plan of this rank (a row per tensor): the one that the loader set, or one derived from the model.
+    """Return the plan of this rank: the one that the loader set, or else one derived from the model. The plan has one
+    row per tensor: shards, dtype, gradient all-reduces.
 
     Args:
         state: state of the schedule; its model must be complete on this rank unless `state.plan` is set.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     P = ParamSpec("P")
 
     class _Method(Generic[P]):
-        """Type of a primitive's method, such as `sch[path].shard`, for editors and type checkers only."""
+        """Type of methods such as `sch[path].shard(...)`; it exists only for editors and type checkers."""
 
         def __init__(self, directive: Callable[P, Directive]): ...
 
@@ -178,7 +178,7 @@ class Schedule(Selection):
 
         Args:
             pattern: a path in which `*` stands for one segment.
-            what: the directive or method that asks, for the error.
+            what: the directive or method that is being applied, for the error message.
         """
         found = self.state.select(pattern)
         if not found:

@@ -160,7 +160,8 @@ def restoring(
 def as_now(
     stream: RandomStream | None, state: State | None = None
 ) -> Callable[..., AbstractContextManager]:
-    """Return a function that makes contexts in which code runs with the random streams and ForwardContext as now.
+    """Remember the present state of the random streams and the ForwardContext; return a function that makes contexts
+    in which this state is restored.
 
     Args:
         stream: random stream of the model, or None; forked generators of `get_cuda_rng_tracker` are included.

@@ -8,10 +8,10 @@ from slapo_zoo.language.directive import Directive, Site, primitive
 @primitive("cut_pipeline_stage")
 @dataclass(frozen=True)
 class CutPipelineStage(Directive):
-    """End a pipeline stage after this module; the next stage begins with what the model runs then.
+    """End a pipeline stage after this module; the next stage begins with the module that runs after it.
 
     rewrite:  ... h.5 h.6 ...  -->  [... h.5] [h.6 ...]
-    errors:   the whole model; cut here before
+    errors:   the module is the whole model; the model was cut here before
 
     Args:
         call: for a block that runs several times in a forward (ALBERT): cut after this call, from 0.

@@ -40,9 +40,9 @@ class ForkRng(Directive):
             sharded over tp).
         axis: for a Dropout whose input is sharded over tp: the sharded axis (1: heads; -1: last).
         size: global size of that axis; 0: that of the result of `after`, a sharded linear.
-        after: for a module that calls F.dropout: name of the child whose result, sharded along the last
-            axis, the next F.dropout drops (BART's `fc1`). For a Dropout that is called twice: name of
-            the sibling whose result its next call drops. Needs `axis=-1`; `size` is that of the result.
+        after: for a module that calls F.dropout: name of the child (BART's `fc1`) whose output, sharded along its
+            last axis, is the input of the next F.dropout. For a Dropout that is called twice: name of the sibling
+            whose output is the input of its next call. Needs `axis=-1`.
         tokens: with sequence parallelism, the input holds only the tokens of this rank.
         rows: axis 0 of the input is the batch; False (DeBERTa's distances): every micro-batch and dp
             rank draws the same mask.
@@ -136,7 +136,7 @@ class ForkRng(Directive):
 
 
 class _AfterChild:
-    """Watcher of the child module that `ForkRng.after` names: `ran` says whether it has just run.
+    """Record of the child module that `ForkRng.after` names; `ran` is True when that child has just run.
 
     `run` is the range of its output columns on this rank, `size` the number of columns on all ranks.
     """
@@ -157,7 +157,8 @@ class OwnDropout(TorchFunctionMode):
     Args:
         site: the module whose forward runs, with its path.
         tokens: with sequence parallelism, inputs hold only the tokens of this rank.
-        name: name of the random numbers, by default the path; it differs for ranks that draw differently.
+        name: name from which the random numbers are derived, by default the path; ranks that must draw differently
+            have different names.
         child: the child named by `after`, whose output is sharded along the last axis, or None.
     """
 
@@ -226,7 +227,7 @@ class OwnDropout(TorchFunctionMode):
         return out.squeeze(1) if query.ndim == 3 else out
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Replace the result `x` of `torch.rand` for a batch: each row gets numbers of its index in the global batch."""
+        """Return new numbers for `x`, a result of `torch.rand`; row i depends on its index in the global batch."""
         stream = self.site.state.random
         num_rows = stream.position()[2]
         if not (x.ndim and num_rows and x.shape[0] % num_rows == 0):
@@ -243,7 +244,7 @@ def _dropout_arguments(
 
 
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
-    """Return the mask arguments of `dropout` for `x`, which holds all tokens, or with `tokens` this rank's."""
+    """Return `dropout`'s arguments for the mask of `x`; with `tokens`, `x` holds only the tokens of this rank."""
     stream, mesh = site.state.random, site.mesh
     if tokens and site.state.forward.tokens_divided:
         return stream.drawn(x, p, name, "tokens", (mesh.tp, mesh.coord("tp")))
@@ -271,7 +272,7 @@ def _dropout(
     size = directive._size(site)  # a plain integer, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
-        """Return the mask arguments of `dropout` for an input: `keep`, or `seeds` and `p`."""
+        """Return `dropout`'s arguments for the mask of an input: `keep` (the mask), or `seeds` and `p`."""
         p = module.p
         if not directive.rows:
             with stream.without_rows():

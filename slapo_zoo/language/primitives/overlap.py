@@ -57,7 +57,7 @@ def sum_gradient_of(x: Tensor, group: Any, site: Site, shared: bool) -> Tensor:
     Args:
         x: input of the module.
         group: process group of the all-reduce.
-        site: module with the `sync`.
+        site: the module to which the `sync` directive is applied.
         shared: siblings of the module take the same `x` and share one all-reduce.
     """
     if not (x.requires_grad and possible(x) and _wanted(site, group)):

@@ -82,7 +82,7 @@ class Shard(Directive):
         param_name: name of a parameter or buffer of the module.
         axis: axis of that tensor along which it is sharded.
         groups: sizes of groups along the axis, each sharded by itself (q|k|v of a fused projection).
-        unit: length of a run that is never split (head_dim); ranks may differ by one unit.
+        unit: number of consecutive indices that always stay on one rank (head_dim); ranks may differ by one unit.
         uneven: allow ranks to differ by one unit.
         pad: give every rank the same length, zeros beyond the end (vocabularies).
         replicate: several ranks hold the same unit when there are fewer units than ranks (KV heads).

@@ -16,10 +16,10 @@ class ShardArgument(Directive):
     """Slice a tensor that is passed by keyword to this rank's part along one axis.
 
     rewrite:  attention(x, alibi=a [B * H, 1, T])  -->  attention(x, alibi=a_r [B * H/n, 1, T])
-              the axis is made of rows of `size` units, each sharded alike; da is summed over ranks;
+              every group of `size` entries along the axis is sharded alike; da is all-reduced;
               beyond axis 0, None or an axis of length 1 (a mask for all heads) is left as it is
     why:      BLOOM computes the biases of all heads once, before its blocks; Falcon adds them to its mask
-    errors:   fewer units than ranks; a call in which it is no tensor of such an axis
+    errors:   fewer units than ranks; a call in which the argument is no tensor, or its axis has another length
 
     Args:
         argument: name of the keyword argument.

@@ -22,7 +22,8 @@ class ShardAttribute(Directive):
     Args:
         attribute: name of the attribute; for "config.num_attention_heads" the module gets a copy of its
             config (Phi-3 slices by it), so directives that change the model's config come before.
-        unit: length of a run that is never split: for `split_size`, which counts columns, head_dim.
+        unit: number of consecutive indices that always stay on one rank: head_dim for `split_size`, which counts
+            columns.
         together: number of units that share a KV head (see `shard`).
         replicate: several ranks hold the same unit when there are fewer units than ranks.
         keep: number of ranks up to which the attribute is unchanged: `num_key_value_groups` shrinks only

@@ -41,7 +41,9 @@ WEIGHT_AXES = {
 
 
 def output_of(site: Site) -> str:
-    """Return what a rank has of a module's output: "partial" sums, "divided" columns, "whole", or "" (unknown)."""
+    """Return how a module's output is sharded over tp: "partial" (partial sums), "divided" (shards of the columns),
+    "whole" (unsharded), or "" (unknown).
+    """
     names = [c.__name__ for c in type(site.module).__mro__ if c.__name__ in WEIGHT_AXES]
     placed = site.placed("weight")
     if not names:

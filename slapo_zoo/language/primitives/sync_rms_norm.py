@@ -18,8 +18,8 @@ class SyncRMSNorm(Directive):
 
     rewrite:  y_r = w_r * x_r / sqrt(mean(x_r^2) + eps)  -->  y_r = w_r * x_r / sqrt(mean(x^2) + eps), x = x_0 .. x_(n-1)
     why:      OLMo-2 normalises the queries (and keys) of all heads together, before they are split into heads
-    note:     the class's own forward runs with an `eps` that corrects its local mean, so it rounds as ever.
-              Columns that several ranks hold (KV heads) count once
+    note:     the class's own forward runs with an `eps` that corrects its local mean, so results are rounded as
+              without sharding. Columns that several ranks hold (KV heads) count once
     errors:   the weight is not sharded; no attribute `eps` that is a number; the module's forward was replaced
 
     Args:
