@@ -1,4 +1,4 @@
-"""Assemble a scheduled model from an outline: this rank's stage, process groups, weights, class."""
+"""Assemble a scheduled model from its outline on the meta device: this rank's stage, groups, weights, class."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from slapo_zoo.zoo.outline import Outline
 
 
 class Assembly(Outline):
-    """Model on meta with only this rank's pipeline stages left, ready to be filled with weights."""
+    """Model on the meta device that has only this rank's pipeline stages, before it is filled with weights."""
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, options: BuildOptions
@@ -74,7 +74,7 @@ class Assembly(Outline):
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
-        """Raise MeshError where ranks hold different weights or schedules; a collective call."""
+        """Raise MeshError if ranks hold different values of one weight, or other schedules; a collective call."""
         if self.pipeline is not None and ranks_are_threads():  # in a step others compute meanwhile
             self.pipeline.prepare()
         history = "\n".join(f"{path} {step}" for path, step in self.schedule.history)
@@ -84,9 +84,10 @@ class Assembly(Outline):
         require_same_weights(what, self.mesh, tensors, self.specs, program, ranks)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
-        """Give the filled model its runtime state and its class of a scheduled model, and return it.
+        """Attach the runtime state to the filled model, change its class to that of a scheduled model, and return it.
 
-        `ledger` is the record of the load, `micro_batches` the default of `train_step`, `folder` the checkpoint's.
+        `ledger` is the record of the load, `micro_batches` the default number for `train_step`, `folder` the folder
+        of the checkpoint or None.
         """
         model = self.model
         warn_of_missing_sums(self.schedule)
@@ -106,7 +107,7 @@ class Assembly(Outline):
         return model
 
     def divide(self, model: Any) -> None:
-        """Shard the parameters over dp for `dp_shard=`, and let users call submodules alone, e.g. the encoder."""
+        """Shard parameters over dp for `dp_shard=` (ZeRO), and let users call submodules (an encoder) by themselves."""
         blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
             shard_over_dp(model, blocks, self.shards)
@@ -118,9 +119,10 @@ class Assembly(Outline):
 
 
 def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
-    """Create a process group for each set of ranks in the plan; return those of this rank by their ranks.
+    """Create a process group for each set of ranks in the plan; return {ranks: group} of those that include this
+    rank.
 
-    A collective call.
+    All ranks must call this function.
     """
     made = {ranks: new_group(list(ranks)) for ranks in plan.groups()}
     return {ranks: group for ranks, group in made.items() if plan.mesh.rank in ranks}

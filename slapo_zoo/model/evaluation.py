@@ -44,7 +44,7 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
 
 @torch.no_grad()
 def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return [sum of losses, number of labels, number of right predictions] for this dp rank's rows of a batch."""
+    """Evaluate this dp rank's rows of a batch; return [sum of losses, number of labels, number of right predictions]."""
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # masks of documents need it
     output = model(**batch, **cache)
     targets = float(count_targets(model._slapo.head_name(model), batch)[0])
@@ -56,7 +56,7 @@ def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Return [sum of losses, number of pairs, number of anchors nearest to their own positive] on this dp rank."""
+    """Evaluate this dp rank's pairs; return [sum of losses, pairs, anchors whose nearest positive is their own]."""
     loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
     count = len(batch["input_ids"]) // 2
     return torch.tensor([float(loss) * count, count, hits], dtype=torch.float64)

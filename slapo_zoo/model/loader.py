@@ -124,7 +124,7 @@ def load_checkpoint(
 def new_model(
     step: str, options: LoaderOptions, config: Any, prepare: Prepare | None = None
 ) -> Any:
-    """Make a scheduled model with new weights, the same for every (tp, pp, dp); see `load_checkpoint`."""
+    """Make a scheduled model with new weights, the same for every (tp, pp, dp); arguments as in `load_checkpoint`."""
     with checked(step, options) as (mesh, options):
         fill = Assembly.new_weights
         return _build(step, options, mesh, config, lambda: torch.float32, fill, None, prepare)

@@ -82,7 +82,7 @@ def _require_width(path: str, module: Any, args: Any) -> None:
 
 
 def _around(path: str) -> Iterator[str]:
-    """Yield `path` and the paths of all modules around it; the root '' comes last."""
+    """Yield `path` and the paths of all modules that contain it; the root '' comes last."""
     while path:
         yield path
         path = path.rpartition(".")[0]

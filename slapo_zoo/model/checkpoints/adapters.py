@@ -94,7 +94,7 @@ def add_adapter(
 
 
 def _inject(model: Any, inject: Callable[[], None]) -> None:
-    """Call `inject` to insert peft's layers; raise SlapoError on all ranks if some stage has no target module."""
+    """Let `inject` insert peft's layers; SlapoError on all ranks if some stage has no module that peft targets."""
     from peft.tuners.tuners_utils import NoMatchingPeftModuleError
 
     def attempt() -> tuple[int, str]:
@@ -114,7 +114,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 
 
 def _beside(model: Any, name: str) -> dict[str, Tensor]:
-    """Return {key in peft's files: tensor} of an adapter if the run has one process; {} if it has several."""
+    """Return {key in peft's files: tensor} of what an adapter trains if the run has one process; else {}."""
     from peft import get_peft_model_state_dict
 
     if model.mesh.world_size > 1:
@@ -318,7 +318,9 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError for LoRA dropout whose input columns are sharded unevenly; its mask can be sliced evenly only."""
+    """Raise SlapoError for LoRA dropout on input columns sharded unevenly over tp: its mask can be sliced evenly
+    only.
+    """
     placements = [one.placement for one in of_a if isinstance(one, Shard)]
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
     if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
@@ -358,7 +360,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Set an unsharded matrix in its module, let the matrix's directives shard it, and add it to the model's plan."""
+    """Put an unsharded LoRA matrix into its module, apply the directives that shard it, add it to the model's plan."""
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)
@@ -377,7 +379,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _set_dropouts(model: Any, name: str) -> None:
-    """Make the dropout before LoRA's A draw this rank's part of the mask that one device would draw."""
+    """Make the dropout before LoRA's matrix A draw this rank's slice of the mask that a single device would draw."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         layer.train(model.training)  # peft makes new layers in training mode, whatever the model's

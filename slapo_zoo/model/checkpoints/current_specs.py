@@ -1,4 +1,4 @@
-"""Contents of a save: the plan as it is now, and the files beside the weights (configs, tokenizer, a card).
+"""Tensors and files that a save writes: the plan with today's dtypes and modules, and configs, tokenizer and card.
 
 Since the load a model may have been cast, or got new modules.
 """
@@ -58,7 +58,7 @@ def refresh_specs(model: Any, step: str) -> None:
 def written_as(
     dtype: Any, local: dict[str, Tensor], specs: list[TensorSpec]
 ) -> tuple[dict[str, Tensor], list[TensorSpec]]:
-    """Return (this rank's tensors, specs of all tensors), floating tensors cast to `dtype`; for None both unchanged."""
+    """Return (this rank's tensors, specs of all tensors), floating tensors cast to `dtype`; None changes nothing."""
     if dtype is None:
         return local, specs
     dtype = to_dtype(dtype)

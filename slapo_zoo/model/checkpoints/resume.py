@@ -62,7 +62,7 @@ def load_checkpoint(
 
 
 class _Load:
-    """State and steps of one load on one rank; only the last step, `finish`, changes the model."""
+    """Steps of loading a training checkpoint on one rank; only the last step, `finish`, changes the model."""
 
     opened: TrainingFolder
 

@@ -158,7 +158,7 @@ def refuse_adapters(model: Any, step: str) -> None:
 
 
 class _Save:
-    """State and steps of one save of a training checkpoint on one rank."""
+    """Steps of saving a training checkpoint on one rank, and the data that they share."""
 
     def __init__(
         self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
@@ -269,7 +269,7 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: this rank's parameter or saved buffer, gathered over dp}, {name: name in files})."""
+    """Return ({name: this rank's parameter or persistent buffer, gathered over dp}, {name: name in files})."""
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
     parameters = {name for name, _ in model.named_parameters()}

@@ -129,7 +129,7 @@ def _collect(
 
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
-    """Return which rank sends which indices of a tensor; of ranks with the same elements the first sends."""
+    """Return the runs (rank, indices) that are sent of a tensor; of ranks with the same elements the first sends."""
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
@@ -168,7 +168,7 @@ def _cut(tensor: Tensor, axis: int, start: int, length: int) -> Tensor:
 
 
 def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Yield ranges of axis 0 that take about PIECE bytes each."""
+    """Yield (start, stop) ranges along axis 0 whose elements take about PIECE bytes in `dtype`."""
     row = max(math.prod(tensor.shape[1:]) * dtype.itemsize, 1)
     step = max(PIECE // row, 1)
     for start in range(0, tensor.shape[0], step):
@@ -220,7 +220,7 @@ def _spread(
     target: Target | None, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     model: Any, rank: int,
 ) -> None:  # fmt: skip
-    """Broadcast an unsharded tensor from `rank`, some rows at a time, and copy this rank's shard into `target`."""
+    """Broadcast an unsharded tensor from `rank` in pieces of some rows; copy this rank's shard into `target`."""
     device = next(model.parameters()).device
     rows = torch.empty(shape or (1,), dtype=dtype, device="meta")
     source = None if tensor is None else tensor.detach().reshape(rows.shape)
@@ -236,7 +236,7 @@ def _spread(
 
 
 def _take(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
-    """Copy this rank's part of `piece`, rows of the unsharded tensor from row `first` on, into `target`."""
+    """Copy this rank's elements of `piece`, rows of the unsharded tensor from row `first` on, into `target`."""
     own = target.tensor if target.tensor.ndim else target.tensor.view(1)
     axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]
     if target.placement is not None:

@@ -26,7 +26,7 @@ class Whole:
 
     Args:
         tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp; or only this dp rank's
-            rows of it, marked by `RowsOfRank.note`.
+            rows of it (a slice of axis 0, under ZeRO), marked by `RowsOfRank.note`.
         optimizer: torch optimizer over these parameters, or None.
     """
 
@@ -34,7 +34,7 @@ class Whole:
     optimizer: Any = None
 
     def put_back(self) -> None:
-        """Copy the gathered tensors, into which a checkpoint was read, into the engine; do nothing by default."""
+        """Copy the gathered tensors back into the engine after a checkpoint was read into them; default: do nothing."""
 
 
 class DataParallel:
@@ -50,7 +50,7 @@ class DataParallel:
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Context in which the gradients of one step are computed and reduced."""
+        """Context in which the gradients of one training step are computed, apart from earlier ones, and reduced."""
         at_once = any(is_taken(p) for p in parameters)
         with self.reducer.one_step(at_once), gradients.only_new(parameters):
             yield
@@ -104,7 +104,7 @@ class DataParallel:
         return found | dict(model.named_buffers(remove_duplicate=False))
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: tensor} for a checkpoint; under ZeRO each tensor has only this dp rank's rows."""
+        """Return {name: tensor} that this rank writes to a checkpoint; under ZeRO, this dp rank's slice of axis 0."""
         return self.tensors(model)
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
@@ -118,7 +118,7 @@ class DataParallel:
         return value
 
     def gives(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send its gathered tensors to others; under ZeRO the first group may."""
+        """Return whether this rank may send gathered tensors to others; under ZeRO, True in the first group only."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
@@ -183,7 +183,7 @@ def use_hooks(runtime: Any) -> None:
 
 
 def sum_partial_gradients_in_backward(model: Any) -> None:
-    """Hook the parameters of a model to reduce gradients over tp only, for an engine that runs the backward."""
+    """Hook parameters to reduce gradients over tp only, for an engine that reduces over dp in its own backward."""
     model._slapo.calls.reducer.over_dp = False
     model._slapo.calls.prepare(model)
 

@@ -24,7 +24,9 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class Sharded(DataParallel):
-    """Engine of ZeRO: the backward reduces gradients over the ranks that share a replica, this class over replicas."""
+    """Data parallelism by ZeRO: the backward reduce-scatters gradients within a group of `dp_shard` ranks, and this
+    class all-reduces them between the groups.
+    """
 
     def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
         self.shards, self.groups, self.blocks = shards, groups, blocks
@@ -91,7 +93,7 @@ class Sharded(DataParallel):
         )
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """All-reduce sharded gradients over ranks with the same rows, and unsharded ones (adapters) over dp."""
+        """All-reduce sharded gradients over ranks with the same rows, and unsharded ones (of adapters) over dp."""
         gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
@@ -120,12 +122,12 @@ class Sharded(DataParallel):
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: this rank's rows} of all parameters and buffers, which this rank writes to files."""
+        """Return {name: this rank's slice of axis 0} of all parameters and buffers, which this rank writes to files."""
         return super().tensors(model)
 
 
 def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
-    """Keep only this rank's rows of each parameter, and let modules read gathered ones.
+    """Replace each parameter by this rank's rows (a slice of axis 0), and let modules read gathered parameters.
 
     Args:
         model: a scheduled model whose weights are filled.
@@ -184,7 +186,7 @@ def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _require_whole(module: nn.Module, _args: Any) -> None:
-    """Raise MeshError for a module called outside its model's forward: it has only this rank's rows of its weights."""
+    """Raise MeshError for a module called outside the model's forward, where its weights are not gathered over dp."""
     for m, name, p in _parameters_of(module):
         if is_divided(p):
             if name in m.__dict__:

@@ -18,7 +18,7 @@ from slapo_zoo.parallel.once import once
 
 @dataclass
 class Shards(RowsOfRank):
-    """Ranks over which parameters are sharded by rows, and when their gradients are reduced.
+    """Process groups over which ZeRO shards parameters along axis 0, and when gradients are reduced.
 
     Args:
         group: process group of those ranks.
@@ -40,7 +40,7 @@ class Shards(RowsOfRank):
 
     @staticmethod
     def of(mesh: Mesh, size: int, stage: int) -> "Shards":
-        """Make the shards of consecutive groups of `size` dp ranks; a collective call of all ranks."""
+        """Create ZeRO's process groups: each `size` consecutive dp ranks share one replica; a collective call."""
         here, of_all = mesh.coord("loss"), mesh.size("loss")
         if size == of_all:
             return Shards(size, here, True, mesh.group("loss"), None, stage)
@@ -175,7 +175,9 @@ class Group:
         self._begun = self._whole = None
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return gathered parameters whose backward reduce-scatters over dp; this object keeps no reference to them."""
+        """Return gathered parameters that autograd knows: their backward reduce-scatters over dp. This object keeps
+        no reference to them.
+        """
         found = _Gathered.apply(self, dtype, *self.parameters)
         self.drop()
         return found

@@ -41,7 +41,7 @@ class Saved(Kept):
 
 @dataclass(eq=False)
 class Passed(Kept):
-    """Handle of a tensor that another library (torch's checkpoint, `save_on_cpu`) has saved for the backward."""
+    """Handle for a tensor that another library (torch's checkpoint, `save_on_cpu`) saves for the backward."""
 
     kept: Any
     unpack: Callable[[Any], Tensor]
@@ -85,7 +85,7 @@ class Block:
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: put gathered parameters into the modules, and let autograd save handles of them."""
+        """Put gathered parameters into the block before its forward, and let autograd save handles of them."""
         self._require_own(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
@@ -117,7 +117,7 @@ class Block:
                 raise MeshError("forward", type(module).__name__, problem, hint)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: put this rank's shards back in place of the gathered parameters."""
+        """Put this rank's shards back in place of the gathered parameters after the block's forward."""
         if self._running:  # else it failed before it began
             self._running.pop().__exit__(None, None, None)
             self.blocks.running.pop()
@@ -162,9 +162,9 @@ class Blocks:
     """Blocks of one rank whose parameters are gathered when they run.
 
     Args:
-        computes: dtype in which the model computes; None takes that of its parameters.
-        keeps: one function per block that runs now, innermost last; it replaces a weight that autograd saves by a
-            handle.
+        computes: dtype in which the model computes; None takes the dtype of its parameters.
+        keeps: stack of functions, one for each block that is running, innermost last. Each function replaces a
+            gathered weight that autograd would save by a handle.
     """
 
     def __init__(self, computes: torch.dtype | None, keeps: list[Pack]):

@@ -42,7 +42,8 @@ def check_batch(
 def check_peers(
     mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
 ) -> None:
-    """Raise MeshError if the tp ranks of a user's own loop got different batches or would draw different dropout.
+    """Raise MeshError if the tp ranks got different batches, or would draw different dropout, in a loop without
+    `train_step`.
 
     `draws` counts the forwards so far and seeds dropout. `step` and `interval` are those of `check_batch`.
     """

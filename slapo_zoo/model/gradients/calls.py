@@ -1,4 +1,4 @@
-"""State that a call of a model keeps for its backward, and the beginning and end of that backward.
+"""State of the calls of a model that their backwards need, and the begin and end of such a backward.
 
 A backward runs with the state of its call: recomputation sees the same padding and tokens, and draws the
 same dropout. At its end all gradients are complete, and are checked.
@@ -31,7 +31,8 @@ class Calls:
     Attributes:
         reducer: reduces the gradients over ranks.
         guard: checks complete gradients before an optimizer steps.
-        divided_parameters: whether an engine trains parameters of its own, which our hooks cannot see.
+        divided_parameters: True if an engine (FSDP2) trains parameters of its own, so that our gradient hooks on the
+            model's parameters never run.
         named: (name, trained parameter) pairs, without tensors that `functional_call` puts in their place.
         outside: forward context that was active before the running backward, to restore afterwards.
         count: number of training calls in the user's own loop (without `train_step`).
@@ -131,7 +132,7 @@ class Calls:
         state.forward, state.random.again = forward, position
 
     def open(self) -> None:
-        """Begin a backward: group its gradients for the all-reduces, and queue `_end` for the end of the backward."""
+        """Begin a backward: group gradients into buckets for the all-reduces; autograd will call `_end` at its end."""
         self.reducer.open()
         take_over(self.reducer, self.named)
         self.task = torch._C._current_graph_task_id()

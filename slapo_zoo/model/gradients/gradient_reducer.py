@@ -1,9 +1,9 @@
-"""After any backward each rank's `.grad` is its slice of the true gradient.
+"""After any backward each rank's `.grad` is its shard of the gradient that one process would compute.
 
-One rule: a gradient is summed over the ranks in its row of the plan (`sum_over`). One hook per parameter
-reports each gradient: over tp it is summed before it is added to `.grad`, so that hooks of a user see the
-sum; over dp `.grad` is averaged as DDP does it, bucket by bucket while the backward continues.
-`train_step` accumulates micro-batches first: it averages in the last backward, and sums the rest after it.
+The plan of a rank lists, for each parameter, the ranks over which its gradient is summed (`sum_over`). One hook per
+parameter reports each gradient: over tp it is summed before it is added to `.grad`, so that hooks of a user see the
+sum; over dp `.grad` is averaged as DDP does it, bucket by bucket while the backward continues. `train_step`
+accumulates micro-batches first: it averages in the last backward, and sums the rest after it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,8 +38,8 @@ class GradientReducer:
         tokens_sharded: whether the last call sharded its tokens over tp.
         beyond: parameters outside the model from which inputs were computed (a soft prompt) --> number.
         missed: whether, on a GPU, some parameter had no gradient on this rank in the last step.
-        asks_hosts: whether `missed` is True on some dp rank; all of them then compare missing
-            gradients over a CPU process group in this step.
+        asks_hosts: True if `missed` is True on some dp rank. In this step all dp ranks then exchange, over a CPU
+            process group, which gradients are missing.
     """
 
     def __init__(self, runtime: Any, mesh: Mesh) -> None:
@@ -69,7 +69,7 @@ class GradientReducer:
         self.stored: bool | None = None  # whether a gradient that has come is in `.grad`
 
     def attach(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Hook the parameters of a model permanently: their backward may come after another forward."""
+        """Register gradient hooks on a model's parameters for good: a backward may come after another forward."""
         hooked = [self.hook(name, p) for name, p in named]
         self.parameters = [p for p in hooked if p.is_leaf]
 
@@ -157,7 +157,7 @@ class GradientReducer:
         return summed(grad * factor, group)
 
     def _settle(self) -> None:
-        """Count the gradient that was just stored in `.grad`, and start the all-reduce of each bucket that is complete."""
+        """Count a gradient just stored in `.grad`; start the all-reduce of each bucket whose gradients are all there."""
         if self.latest is None:
             return
         (p, before, version), self.latest = self.latest, None
@@ -215,7 +215,8 @@ class GradientReducer:
 
     @contextmanager
     def one_step(self, at_once: bool) -> Iterator[None]:
-        """Context of all micro-batches of a step. With `at_once` gradients are summed over tp as they are computed.
+        """Context of all micro-batches of a step; with `at_once` each gradient is summed over tp as soon as it is
+        computed.
 
         A user's hook that takes gradients before the step ends needs them summed at once.
         """

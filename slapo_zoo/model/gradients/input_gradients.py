@@ -1,9 +1,9 @@
 """Gradients of tensors outside a model: a soft prompt in `inputs_embeds`, a head of the user's in a loss.
 
-Every rank makes the inputs, and one stage reads them: their gradient is summed over the stages, and that
-of the parameters of which they are made is averaged over dp, in `train_step` and in a user's own loop. A
-head that `loss_fn` applies is reduced over both in `train_step`.
-A leaf that is no `nn.Parameter` (a perturbation of some rows) keeps the gradient of its rank.
+Every rank makes the inputs, and one stage reads them: their gradient is summed over the stages, and that of the
+parameters of which they are made is averaged over dp, in `train_step` and in a user's own loop. A head that
+`loss_fn` applies is reduced over both in `train_step`. A leaf tensor that is no `nn.Parameter` (a perturbation of
+some rows) gets the gradient of this rank's rows only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -27,7 +27,7 @@ class InputGradients:
     Args:
         mesh: mesh of all ranks.
         tensors: the batch; entries that require a gradient are replaced.
-        known: trained parameters outside the model that earlier steps have met --> number.
+        known: dict: trained parameter outside the model that an earlier step has found --> its number.
         loss_fn: argument of `train_step`; parameters of a module are trained.
         scale: factor by which the engine multiplies a loss before its backward.
     """
@@ -120,7 +120,7 @@ def require_alike(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) ->
 
 
 def _asking(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors within a value that require a gradient."""
+    """Yield the tensors within a value (nested containers allowed) whose `requires_grad` is True."""
     for x in tree_leaves(value):
         if isinstance(x, Tensor):
             if x.requires_grad:

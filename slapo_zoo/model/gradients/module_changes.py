@@ -18,7 +18,7 @@ WRAPPER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
 
 def own_name(name: str) -> str:
-    """Return the name of a parameter without the parts that wrappers (`torch.compile`, checkpoint) add to it."""
+    """Return a parameter's name without the segments that wrappers (`torch.compile`, checkpoint) insert."""
     return WRAPPER.sub("", name) if "_" in name else name
 
 
@@ -61,7 +61,8 @@ def require_known_weights(model: Any, step: str) -> None:
 def _problem(
     module: nn.Module | None, name: str, leaf: str, wanted: tuple[int, ...], found: Any
 ) -> str:
-    """Describe what is wrong with the tensor `found` in the place of parameter `leaf`; return "" if nothing is.
+    """Describe how the tensor `found` differs from the parameter `leaf` whose place it takes; return "" if it is
+    right.
 
     `name` is the parameter's full name, `wanted` the shape of this rank's shard.
     """
@@ -124,7 +125,7 @@ class Structure:
         return ((own_name(name), x) for name, x in found)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a submodule; BERT's path of the embedding, which peft asks for, works in every family."""
+        """Return a submodule by path; BERT's path of the embedding, which peft uses, finds it in every family."""
         try:
             return super().get_submodule(target)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError:

@@ -1,4 +1,4 @@
-"""Map each parameter to its model: torch's hooks around an optimizer step see parameters only."""
+"""Find the model of a parameter: torch's hooks around an optimizer step get parameters only."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,7 +13,7 @@ _KNOWN: Any = WeakIdKeyDictionary()  # parameter --> (weak reference to its mode
 
 
 def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Register the parameters of a scheduled model, so that `runtime_of` and `place_of` find the model of a parameter."""
+    """Register the parameters of a scheduled model, so that `runtime_of` and `place_of` find the model of each."""
     mine = ref(runtime)
     for name, p in named:
         if p not in _KNOWN or _KNOWN[p][1] != name:  # an adapter has renamed it

@@ -69,7 +69,7 @@ def whole_matrices(optimizer: Any) -> Any:
 
 @functools.cache
 def watch_steps() -> None:
-    """Install this file's hooks before and after every optimizer step of the process, once."""
+    """Install once per process the hooks that gather parameters before an optimizer step and shard them after it."""
     register_optimizer_step_pre_hook(_before)
     register_optimizer_step_post_hook(_after)
 
@@ -122,7 +122,7 @@ def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
-    """Replace a parameter's shard, gradient and optimizer state by gathered tensors; `row` is the parameter's plan."""
+    """Replace a parameter's shard, gradient and optimizer state by gathered tensors; `row` is its entry in the plan."""
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
             optimizer.state[p][key] = whole(value, row, mesh)
@@ -152,7 +152,7 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
 def whole(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
     """Return the unsharded tensor of which `local` is this rank's shard; a collective call over its mesh dim.
 
-    `row` is the plan of the tensor: how it is sharded, and over which mesh dim.
+    `row` is the tensor's entry in the plan: how it is sharded, and over which mesh dim.
     """
     placement: Any = row.placement
     n, group = mesh.size(placement.mesh_dim), mesh.group(placement.mesh_dim)

@@ -63,7 +63,7 @@ class OnWhole:
 
 
 def on_parts(model: Any) -> int:
-    """Return the number of the user's gradient hooks on sharded parameters, for which gradients are gathered."""
+    """Return the number of gradient hooks that the user registered on sharded parameters."""
     plan = model._slapo.plan
     parts = (p for name, p in model.named_parameters() if is_divided(p) or plan.sharded(name))
     hooks = (hook for p in parts for hook in (p._backward_hooks or {}).values())

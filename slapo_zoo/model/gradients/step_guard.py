@@ -1,4 +1,5 @@
-"""Check before an optimizer step that replicas have the same gradients, and all ranks scaled them alike.
+"""Check before an optimizer step that replicas of a parameter have the same gradients, and that all ranks scaled
+gradients by the same factor.
 
 `torch.nn.utils.clip_grad_norm_` and torch's GradScaler see one rank's shards: ranks would diverge silently.
 """
@@ -37,13 +38,15 @@ GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 class StepGuard:
     """Check that compares over ranks how complete gradients were changed (clipped, unscaled) before the step.
 
-    A few elements are remembered; a check takes one all-gather of 36 numbers and one wait of the host.
+    A few elements of some gradients are remembered; a check takes one all-gather of 36 numbers and one wait of the
+    host.
 
     Attributes:
         interval: steps between checks, after the first ALWAYS steps; 0 switches checks off.
         divides: whether ranks hold different gradients, because of tp, pp or `dp_shard=`.
         needed: whether to check; False where an engine clips and steps by itself.
-        on_ranks: calls `before_step` on each rank that this process hosts; None: it is one rank.
+        on_ranks: function that calls `before_step` on each rank, if one process runs several ranks as threads; None
+            otherwise.
     """
 
     def __init__(self, mesh: Mesh):
@@ -80,7 +83,7 @@ class StepGuard:
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _look_at_copies(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on all dp ranks if the first elements of some parameters differ between replicas."""
+        """Raise MeshError on all dp ranks if the first elements of some parameters differ between dp replicas."""
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
             return
@@ -183,10 +186,11 @@ class StepGuard:
                 raise _unlike_beside(beside, self.mesh.named(mesh_dim))
 
     def _factors(self) -> Tensor:
-        """Return [PROBES + 1, 4], the numbers that ranks compare before a step.
+        """Return a tensor [PROBES + 1, 4] of the numbers that ranks compare before an optimizer step.
 
-        A probe is a parameter whose gradient was sampled. Its row has the factor by which the gradient was scaled
-        since, whether one factor fits all elements, and sums of `marks`. The last row is the rounding allowed.
+        A probe is a parameter whose gradient was sampled. Its row is: the factor by which the gradient was scaled
+        since then, whether one factor fits all elements, and sums of the results of `_marks_of`. The last row is the
+        rounding error that is allowed.
         """
         found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):

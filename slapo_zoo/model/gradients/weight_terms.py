@@ -64,7 +64,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 def _factor(runtime: Any, row: Any, p: Any) -> float:
     """Return the factor for a gradient that is equal on all ranks, so that later sums over ranks count it once.
 
-    `row` is the plan of the parameter p: over which ranks its gradient is summed.
+    `row` is the plan's entry for the parameter p, which lists the ranks over which its gradient is summed.
     """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0
@@ -109,7 +109,7 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
 
 
 class Uses:
-    """Record of which gradients come from the model's own use of its parameters, in the user's own loop."""
+    """Record of which gradients come from the model's use of its parameters, in a loop without `train_step`."""
 
     def __init__(self) -> None:
         self.found: dict[int, list[Tensor]] = {}

@@ -1,7 +1,7 @@
 """`transformers.Trainer` and Accelerate with a scheduled model: tp, pp and dp, on CPU and GPU.
 
-Replaced is only what a sharded model needs otherwise: the samples that a rank reads, forward and
-backward, the gradient norm, gathering, and checkpoints.
+Only these parts of Trainer are replaced: the samples that a rank reads, forward and backward, the gradient norm,
+gathering of results, and checkpoints.
 """
 
 from collections.abc import Callable, Iterator

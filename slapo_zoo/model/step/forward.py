@@ -68,7 +68,9 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
 
 
 def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
-    """Set use_cache=False in a batch with `position_ids`: with a cache, sequences packed in a row would be mixed."""
+    """Set use_cache=False in a batch with `position_ids`, because with a cache transformers ignores the borders of
+    sequences packed in a row.
+    """
     found = [batch[n] for n in ("position_ids", "decoder_position_ids") if batch.get(n) is not None]
     chosen = batch.keys() & {"use_cache", "past_key_values"} or not takes_cache(model._slapo)
     if chosen or not found or not (model.training or batch.get("labels") is not None):
@@ -82,7 +84,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """Return `forward_of` excluded from torch.compile: a graph of the whole model would fit one rank only."""
+    """Return `forward_of` excluded from torch.compile: ranks run different code, so one graph cannot fit all."""
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 

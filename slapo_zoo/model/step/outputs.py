@@ -1,4 +1,4 @@
-"""Options of the output object: each is unsharded on every rank, or refused."""
+"""Optional outputs (hidden states, attentions, tuples): returned unsharded on every rank, or refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ LAYERS = ("output_hidden_states", "output_attentions")
 
 
 def asked(model: Any, batch: Mapping[str, Any], name: str) -> bool:
-    """Return whether an option, e.g. name="output_attentions", is on: in the batch if given, else in the config."""
+    """Return whether an optional output, e.g. name="output_attentions", is wanted: by the batch, else the config."""
     given = batch.get(name)
     return bool(getattr(model.config, name, False) if given is None else given)
 

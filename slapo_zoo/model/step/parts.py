@@ -53,10 +53,10 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
 
 
 def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = False) -> None:
-    """Let users call the modules around the blocks of a model, or of a copy of a model, outside its forward.
+    """Let users call the modules that contain blocks (an encoder, a base model) by themselves, outside the model's
+    forward.
 
-    `blocks` are paths of blocks. With `blocks_too` users may call the blocks too; ZeRO and sequence parallelism then
-    set up what a block needs.
+    `blocks` are the paths of the repeated blocks. With `blocks_too` users may call a block by itself, too.
     """
     first = 0 if blocks_too else 1
     parts = {path.rsplit(".", i)[0] for path in blocks for i in range(first, path.count(".") + 1)}

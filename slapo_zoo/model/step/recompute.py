@@ -1,7 +1,7 @@
 """`gradient_checkpointing_enable()` of `transformers`, by our recomputation.
 
-The one of `transformers` runs a layer again within the backward without the random position of its
-forward, so it would draw other dropout masks.
+The recomputation of `transformers` does not restore the random state that the layer had in its forward, so it would
+draw other dropout masks.
 """
 
 from collections.abc import Callable

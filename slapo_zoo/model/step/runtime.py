@@ -1,4 +1,4 @@
-"""Runtime state of a scheduled model, and questions about a batch."""
+"""Runtime state of a scheduled model, and functions that count and check the rows of a batch."""
 
 import inspect
 import warnings
@@ -43,11 +43,11 @@ class Runtime:
         groups: ranks --> process group of these ranks, where a gradient is summed over a part of a mesh dim.
         source: folder of the checkpoint, or None.
         micro_batches: number of micro-batches where `train_step` is not given one.
-        data_parallel: how the model runs and reduces over dp; engines replace it.
-        calls: calls of the model and their backwards.
+        data_parallel: object that runs the model and reduces gradients over dp; an engine replaces it.
+        calls: state of the running calls and backwards, with the gradient hooks.
         within_engine: whether the running call comes from the engine around the model.
         generates: whether `generate` is running.
-        evaluated: number of calls in eval mode.
+        evaluated: number of calls in eval mode so far.
         recomputed: layers that `gradient_checkpointing_enable` recomputes.
         precision: compute dtype and loss scale.
     """
@@ -96,8 +96,8 @@ class Runtime:
 def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     """Return whether the tokens of a batch are sharded over tp in this forward (sequence parallelism).
 
-    The lengths of all stacks (encoder, decoder) must be multiples of tp; otherwise this forward runs without
-    sequence parallelism, with the same result and a warning in training.
+    The sequence lengths of encoder and decoder must be multiples of tp; otherwise this forward runs without sequence
+    parallelism, with the same result and a warning in training.
     """
     runtime: Runtime = model._slapo
     if runtime.schedule.state.sequence_parallel and model.mesh.pp == 1:  # stages refuse any change

@@ -56,7 +56,8 @@ class StepCounts:
         return torch.arange(self.first, self.first + count)
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """Return the facts that are known about `rows` rows of this rank from index `start` on, for one micro-batch.
+        """Return the known facts (targets, padding, packing) about `rows` rows of this rank from index `start` on,
+        for one micro-batch.
 
         `own_loss` is True if the user's own loss is computed, `shown` if the user gets the output, padding included.
         """
@@ -70,7 +71,7 @@ def ask(
     model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
     whole: Mapping[str, Any],
 ) -> StepCounts:  # fmt: skip
-    """Return the counts of a step over all dp ranks, by one collective for which the host waits once.
+    """Count targets and padding of a step over all dp ranks, by one collective for which the host waits once.
 
     `tensors` are the entries of the batch that are split by rows, `whole` those that all rows share. `counts`
     are this rank's targets of each loss term; dp ranks may hold different numbers of `rows`. The counts are sent from

@@ -53,7 +53,7 @@ class Step:
 
     Args:
         model: a scheduled model.
-        tensors: entries of the batch that are split by rows, then the indices of the rows.
+        tensors: entries of the batch that are split by rows, and the global indices of these rows.
         whole: entries that all rows share.
         count: number of micro-batches.
         parameters: name --> trained parameter.
@@ -61,7 +61,7 @@ class Step:
         asked: counts of the batch on all dp ranks.
         means: scales the model's loss of a micro-batch to its share of the step's loss; None: it needs no scaling.
         own: the user's own loss, or None for the model's.
-        beside: tensors outside the model that take gradients.
+        beside: tensors outside the model that get gradients (a soft prompt).
         scaler: a GradScaler, or None.
         kept: the logits, if they are to be returned.
     """

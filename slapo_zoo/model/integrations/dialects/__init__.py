@@ -31,12 +31,12 @@ def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
 
 
 def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any:
-    """Return the class or function that a framework registered for one job.
+    """Return the class or function that the file of an engine registered for one job.
 
     Args:
         cls_type: the job, "runtime_engine" or "log_parser".
-        target: name of the framework.
-        allow_none: return None for an unknown framework, instead of raising ScheduleError.
+        target: name of the engine, e.g. "deepspeed".
+        allow_none: return None for an unknown engine, instead of raising ScheduleError.
     """
     if target in HOMES:
         importlib.import_module(HOMES[target])
@@ -53,11 +53,11 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any
 
 
 def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any, Any]:
-    """Put a scheduled model into the engine of a framework; return (engine, optimizer).
+    """Put a scheduled model into an engine (DeepSpeed, Megatron, torch's DDP or FSDP2); return (engine, optimizer).
 
     Args:
         sch: a schedule, or a model of AutoScheduledModel.
-        target: the framework; None means "torch".
+        target: name of the engine; None means "torch".
         **kwargs: options of the engine.
     """
     if hasattr(sch, "mesh"):

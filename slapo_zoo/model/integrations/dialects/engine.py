@@ -19,13 +19,13 @@ OF_MODEL = (
 class TargetEngine:
     """Scheduled model in an engine. An attribute that this class lacks is looked up in the engine, then in the model.
 
-    Methods of a scheduled model, and its parameters under their HuggingFace names, are always the
-    model's, whatever the engine wraps around it.
+    Methods of a scheduled model, and its parameters under their HuggingFace names, always come from the model, not
+    from the engine's wrapper.
 
     Args:
         model: a scheduled model.
         native: the engine's own object around it.
-        optimizer: the optimizer as the engine keeps it.
+        optimizer: the optimizer that the engine steps.
         clip: largest global gradient norm of `update`; 0 does not clip.
     """
 
@@ -94,6 +94,6 @@ def require_scheduled(sch: Any, target: str) -> Any:
 
 
 def made_optimizer(optimizer: Any, parameters: Iterable[Any]) -> Any:
-    """Return `optimizer`; if it is a function parameters --> optimizer, return its result for the engine's parameters."""
+    """Return `optimizer`, or its result for the engine's parameters if it is a function parameters --> optimizer."""
     is_maker = callable(optimizer) and not hasattr(optimizer, "param_groups")
     return optimizer(parameters) if is_maker else optimizer

@@ -248,7 +248,7 @@ def _copied(value: Any) -> Any:
 
 
 def _divided_like(divided: Any, whole: Tensor) -> Tensor:
-    """Return this rank's shard of the unsharded tensor `whole`, as a DTensor placed like `divided`."""
+    """Return this rank's shard of the unsharded tensor `whole`, as a DTensor with the placements of `divided`."""
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = divided.device_mesh, divided.placements

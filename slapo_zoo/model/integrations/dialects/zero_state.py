@@ -146,9 +146,11 @@ def _set_parameter(p: Any, value: Tensor) -> None:
 
 
 def _set(p: Any, value: Tensor, key: str | None) -> None:
-    """Set a parameter's optimizer state `key`, or for key None its fp32 copy, from the unsharded `value`.
+    """Set one entry of a parameter's optimizer state from the unsharded `value`.
 
     ZeRO-3's own setter refuses uneven sizes.
+
+    `key` names the entry, e.g. "exp_avg"; None is the fp32 copy of the parameter.
     """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
