@@ -24,7 +24,7 @@ from slapo_zoo.parallel.once import once
 
 
 class _Sum:
-    """Handle of an all-reduce that runs while weight gradients are computed."""
+    """Handle of one all-reduce of an input gradient, which runs while weight gradients are computed."""
 
     def __init__(self, group: Group):
         self.group, self.work = group, None
@@ -57,7 +57,7 @@ class _Start(_Wait):
 
 
 class _Later(torch.autograd.Function):
-    """Autograd function that returns a weight unchanged; its backward computes the gradient that `_Product` postponed."""
+    """Autograd function that returns a weight unchanged; its backward computes the gradient that `_Product` left out."""
 
     @staticmethod
     def forward(ctx, weight, put_off):
@@ -71,7 +71,9 @@ class _Later(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """Autograd function of a linear layer: x, w, b --> y; w is [out, in] (Linear) or [in, out] (Conv1D)."""
+    """Autograd function of a linear layer, x, w, b --> y, whose backward leaves the weight gradient to `_Later`; w is
+    [out, in] (Linear) or [in, out] (Conv1D).
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias, in_first, put_off, multiply):

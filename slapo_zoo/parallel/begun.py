@@ -1,7 +1,8 @@
 """Counts of the collectives that this rank has begun, so that peers can tell which ranks have gone ahead.
 
-All ranks of a group begin its collectives in one order. Heartbeats carry the counts: a rank that waits sees
-from them that another rank is further on and will not take part (it alone evaluates, or steps).
+All ranks of a group begin its collectives in one order. Heartbeats carry the counts: a waiting rank sees from them
+that another rank has begun later collectives, and so will not take part in this one (for example because it alone
+evaluates).
 """
 
 from collections.abc import Callable

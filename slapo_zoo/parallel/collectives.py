@@ -35,7 +35,9 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Report a collective, with its unsharded tensor `whole`, to observers; return True in a dry run, which sends nothing."""
+    """Report a collective, with its unsharded tensor `whole`, to the group's `note` function; return True in a dry
+    run, where nothing is sent.
+    """
     if isinstance(group, ShapeOnlyGroup) and group.note is not None:
         group.note(kind, whole.nbytes)
     for observer in OBSERVERS if not isinstance(group, ShapeOnlyGroup) else ():
@@ -75,7 +77,9 @@ def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """Turn x [.., n * s, .., t, ..] on each of n ranks into [.., s, .., n * t, ..] by an all-to-all; no gradient."""
+    """Reshard x [.., n * s, .., t, ..] on each of n ranks to [.., s, .., n * t, ..] by an all-to-all: `split_axis` is
+    split, `join_axis` concatenated; no gradient.
+    """
     n = group_size(group)
     parts = torch.stack(x.chunk(n, split_axis))
     out = torch.empty_like(parts)
@@ -100,7 +104,8 @@ def _channels_last(x: Tensor) -> bool:
 def _in_format_of(x: Tensor, y: Tensor) -> Tensor:
     """Return y in contiguous memory, or in channels-last memory if x is channels last.
 
-    The result is no view: autograd forbids in-place changes of a view that a Function returns (Falcon adds to it).
+    The result is no view, because autograd forbids in-place changes (Falcon makes one) of a view that a Function
+    returns.
     """
     if _channels_last(x):
         return y.contiguous(memory_format=CHANNELS_LAST)

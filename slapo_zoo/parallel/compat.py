@@ -53,7 +53,7 @@ def forget_groups() -> None:
 
 
 def patient_group(seconds: float) -> Any:
-    """Create a gloo group of all ranks whose collectives may wait `seconds`; a collective call of all ranks.
+    """Create a gloo group of all ranks whose collectives time out after `seconds`; a collective call of all ranks.
 
     Its creation times out after MADE_WITHIN_S seconds, since a rank may die before it has connected.
     """

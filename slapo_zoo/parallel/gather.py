@@ -16,10 +16,11 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """Return {name: this rank's tensor, or its gradient} for the `specs` that belong to this rank's stage.
+    """Return {name: this rank's tensor, or with `grads` its gradient} for the `specs` that belong to this rank's
+    stage.
 
-    The tensors are unsharded over dp. With `rows` they are only the rows that this dp rank keeps, marked so
-    that `rows_of` finds them.
+    The tensors are gathered over dp. With `rows` they are not: each is this dp rank's slice of axis 0 (ZeRO), marked
+    so that `rows_of` finds it.
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)

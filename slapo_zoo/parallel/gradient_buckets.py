@@ -17,7 +17,8 @@ BUCKET_BYTES = 32 << 20  # large enough to amortise a collective, small beside a
 def all_reduce_gradients(
     parameters: Iterable[nn.Parameter], group: dist.ProcessGroup | None, factor: float = 1.0
 ) -> None:
-    """All-reduce `factor` * `.grad` of the parameters over a group, in few large collectives; None does nothing.
+    """All-reduce `factor` * `.grad` of the parameters over a group, in few large collectives; do nothing if `group`
+    is None.
 
     A missing gradient counts as 0, but stays None if every rank misses it: an optimizer then skips the
     parameter as in one process, and applies no weight decay.

@@ -51,7 +51,7 @@ def knowing(numbers: Known) -> Iterator[None]:
 
 
 def places(where: Tensor, count: int | None) -> Tensor:
-    """Return where.nonzero()[:, 0], the indices of the True elements of a mask.
+    """Return mask.nonzero()[:, 0] for the bool mask `where`: the indices of its True elements.
 
     With `count`, the number of these elements, the host does not wait for a GPU.
     """

@@ -1,4 +1,4 @@
-"""Slices of unsharded tensors by their placement, and marks of the rows that a dp rank keeps (ZeRO)."""
+"""Shards of unsharded tensors as a Placement describes them, and marks of the rows that a dp rank holds under ZeRO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from slapo_zoo.parallel.placement import Placement, TensorSpec
 
 
 class Rows(NamedTuple):
-    """Rows first..first+count of a tensor, which this dp rank holds.
+    """Rows first..first+count (along axis 0) of a tensor, which this dp rank holds under ZeRO.
 
     Args:
         first: index of the first row in the tensor that is unsharded over dp.
@@ -27,7 +27,7 @@ class Rows(NamedTuple):
 
 @dataclass
 class RowsOfRank:
-    """Rows that this rank keeps of each parameter, whose rows are sharded over dp ranks (ZeRO).
+    """Rule by which ZeRO shards tensors over dp ranks: each rank holds some rows (a slice of axis 0).
 
     Args:
         size: number of ranks over which rows are sharded.
@@ -75,7 +75,7 @@ def rows_of(tensor: Any) -> Rows | None:
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Mark `tensor` as rows of a dp rank if `part` has such a mark; the first row is `first`, or None: that of `part`."""
+    """Mark `tensor` as rows of a dp rank if `part` is marked; `first` is their first row, None: that of `part`."""
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)
     return tensor
@@ -97,7 +97,7 @@ def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list
 
 
 def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """Return a copy of the elements of an unsharded tensor that rank r of n holds, with zeros for padding."""
+    """Return a copy of the shard of an unsharded tensor that rank r of n holds, with zeros for padding."""
     axis = placement.axis
     if tensor.is_meta:  # only its shape is of interest
         return tensor.new_empty(placement.local_shape(tuple(tensor.shape), n, r))
@@ -111,13 +111,13 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
 
 
 def part_of(full: Tensor, spec: TensorSpec | None, mesh: Mesh) -> Tensor:
-    """Return the elements of an unsharded tensor that this rank holds; without a placement in `spec`, the tensor itself."""
+    """Return this rank's shard of the unsharded tensor `full`; if `spec` has no placement, return `full` itself."""
     cut = spec and spec.placement
     return local_part(full, cut, *mesh.place(cut.mesh_dim)) if cut else full
 
 
 def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """Copy `part`, the elements of rank r of n, into the unsharded tensor `full` without padding, and return `full`."""
+    """Copy the shard `part` of rank r of n, without its padding, into the unsharded tensor `full`; return `full`."""
     axis, offset = placement.axis, 0
     for start, stop in placement.runs(full.shape[axis], n, r):
         full.narrow(axis, start, stop - start).copy_(part.narrow(axis, offset, stop - start))

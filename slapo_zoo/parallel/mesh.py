@@ -1,7 +1,8 @@
 """The device mesh: dims tp (fastest), cp, dp, pp; any rank can be inspected without a process group.
 
-`Mesh.DIMS` says what the ranks of each mesh dim divide among them. "batch" and "loss" name, as in torchtitan,
-all dims that divide the rows of a batch, or the terms of its loss, taken for one mesh dim.
+`Mesh.DIMS` says what the ranks of each mesh dim divide among them. "batch" and "loss" are names for several dims
+taken together, as in torchtitan: the dims that divide the rows of a batch, and those that divide the terms of its
+loss.
 """
 
 from dataclasses import dataclass, replace
@@ -176,7 +177,7 @@ class Mesh:
         return self.__dict__["_groups"][self.named(mesh_dim)]
 
     def group_of_hosts(self, mesh_dim: str) -> "ProcessGroup":
-        """Return a gloo group of the ranks along a mesh dim, for CPU tensors; these ranks create it on first use."""
+        """Return a gloo group (for CPU tensors) of the ranks along a mesh dim; these ranks create it on first use."""
         import torch.distributed as dist
 
         from slapo_zoo.parallel.compat import group_device

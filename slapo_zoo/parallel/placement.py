@@ -25,7 +25,7 @@ class Placement:
         mesh_dim: mesh dim over which it is sharded.
         groups: sizes of consecutive groups along the axis, each sharded by itself: q|k|v of a
             fused projection is (E, E, E). Empty: the axis is one group.
-        unit: number of neighbouring indices that are not split, e.g. head_dim; ranks differ by at most one unit.
+        unit: number of consecutive indices that stay on one rank, e.g. head_dim; ranks differ by at most one unit.
         pad: every rank holds ceil(units / n) units; indices beyond the end are filled with zeros.
         replicate: with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
         together: number of query heads per KV head. A rank holds all query heads of some KV heads or, with more
@@ -135,7 +135,7 @@ class Placement:
         return sum(run.stop - run.start for run in self.runs(size, n, r))
 
     def replicas(self, size: int, n: int, r: int) -> int:
-        """Return how many ranks hold the same elements as rank `r` (1 unless KV heads are replicated)."""
+        """Return the number of ranks that hold the same elements as rank `r`; 1 unless KV heads are replicated."""
         mine = self.runs(size, n, r)
         return sum(self.runs(size, n, other) == mine for other in range(n))
 

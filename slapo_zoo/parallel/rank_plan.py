@@ -53,7 +53,7 @@ class TensorPlan(TensorSpec):
 
     Args:
         stages: pp coordinates that hold the tensor.
-        row_shards: number of dp ranks over which the rows of the local tensor are sharded (ZeRO); 1: not sharded.
+        row_shards: number of dp ranks over which ZeRO shards the local tensor along axis 0; 1 without ZeRO.
         sum_over: sums over ranks that its gradient takes, in this order; empty for a buffer.
         tied_to: name of the tensor under whose name this one is saved, or "".
         is_parameter: whether it may take a gradient.
@@ -82,7 +82,7 @@ class TensorPlan(TensorSpec):
         return self.placement.replicas(size, mesh.tp, mesh.coord("tp"))
 
     def held_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of the tensor on `mesh.rank`, sharded over tp and, with ZeRO, by rows over dp."""
+        """Return the shape of the tensor on `mesh.rank`: sharded over tp, and under ZeRO also over dp along axis 0."""
         shape = self.local_shape(mesh.tp, mesh.coord("tp"))
         if self.row_shards == 1 or not shape or not self.is_parameter:
             return shape
@@ -161,7 +161,7 @@ class RankPlan:
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """Return a copy of this plan with the tensors `rows` added; a tensor replaces another of the same name."""
+        """Return a copy of this plan with the tensor plans `rows` added; one replaces another of the same name."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
@@ -213,7 +213,7 @@ class RankPlan:
 
 
 def without_peft(name: str) -> str:
-    """Return the name that a tensor has in the model without peft, whose layers wrap modules and lengthen names."""
+    """Return a tensor's name in the model without peft, whose wrapper modules add segments to names."""
     return name.replace(".base_layer.", ".")
 
 

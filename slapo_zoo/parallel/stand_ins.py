@@ -6,7 +6,8 @@ from typing import Any
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes contexts in which modules read the same weights (casts, gathered shards) as now.
+    """Return a function that makes contexts in which modules read the weights that they read now (casts, gathered
+    shards).
 
     It serves code that runs after the forward, such as logits that are computed on demand.
     """

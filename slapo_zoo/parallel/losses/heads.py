@@ -19,7 +19,7 @@ class Head:
 
     Attributes:
         ending: ending of the names of its classes.
-        labels: argument of the forward that takes labels --> meaning of its numbers.
+        labels: dict: argument of the forward that takes labels --> what its numbers mean.
         shifts: the loss compares the output at a position with the label of the next position.
         takes_choices: token ids have the shape [rows, choices, tokens].
         over_real_tokens: the loss is a mean over all tokens that are not padding.

@@ -1,4 +1,4 @@
-"""Contrastive loss of a retrieval model: a pair's texts are near, and far from those of other pairs."""
+"""Contrastive loss of a retrieval model: texts of one pair get similar embeddings, texts of other pairs do not."""
 
 from typing import Any
 
@@ -13,7 +13,8 @@ SCALE = 20.0  # of cosines, the usual 1 / 0.05
 
 
 class InBatchNegatives:
-    """Cross entropy of each anchor over the positives of all pairs of the step (arXiv:1705.00652).
+    """Loss: cross entropy that picks, for each anchor, its own positive among the positives of all pairs of the step
+    (arXiv:1705.00652).
 
     rewrite:  anchor, positive, anchor, ... [2n, t, d] --> cross entropy of n * dp classes
 
@@ -26,7 +27,7 @@ class InBatchNegatives:
         self.group = mesh.group("batch")
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> Tensor:
-        """Return the mean loss over this dp rank's anchors, each of which has to find its positive."""
+        """Return the loss, a mean over this dp rank's anchors."""
         return self.judged(output, batch)[0]
 
     def judged(self, output: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
@@ -41,7 +42,7 @@ class InBatchNegatives:
 
 
 def mean_pooled(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Return the mean state of the unmasked tokens of each row, scaled to length 1: [rows, d]."""
+    """Return [rows, d]: the mean hidden state of the unmasked tokens of each row, scaled to length 1."""
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
     return functional.normalize(mean.float(), dim=-1)

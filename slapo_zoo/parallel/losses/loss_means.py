@@ -93,7 +93,8 @@ class GlobalMeans(TorchFunctionMode):
 
     @contextmanager
     def over(self, model: Any, part: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context of the forward of one micro-batch, in which its mean losses divide by the global counts.
+        """Context of the forward of one micro-batch, in which its mean losses divide by the target counts of the
+        whole batch.
 
         `part` maps names to the labels of the micro-batch. Raises MeshError if the forward computed no mean loss.
         """
@@ -137,7 +138,7 @@ class GlobalMeans(TorchFunctionMode):
         return loss
 
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
-        """Return the number by which the k-th mean loss divides: targets (or class weights) in the whole batch."""
+        """Return the divisor of the k-th mean loss: targets (or sum of class weights) in the whole batch."""
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
             raise _refusal(f"found more means than labels ({len(self.counts)})")

@@ -44,7 +44,7 @@ class _Pending:
 
 
 def start(write: Callable[[], None]) -> Saving:
-    """Run the collective function `write` in a thread and return its `Saving`; a collective call of all ranks."""
+    """Run `write`, which calls collectives, in a thread; return its `Saving`. All ranks must call this function."""
     join()
     group = _group()
     saving = _Pending.saving = Saving()

@@ -104,7 +104,7 @@ class Heart:
         return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
 
     def silence(self) -> dict[int, float]:
-        """Return {rank: seconds since its last new heartbeat}; a heartbeat is noticed only when this method is called."""
+        """Return {rank: seconds since its last noticed heartbeat}; only a call of this method notices heartbeats."""
         now = time.monotonic()
         for rank in range(self.size):
             value = self._get(_key("beat", rank), "")
@@ -146,7 +146,7 @@ def _stop_all() -> None:
 
 
 def _key(kind: str, rank: int) -> str:
-    """Return the key of the store under which a rank tells something of one kind, such as its heartbeat."""
+    """Return the key in the store under which a rank publishes one kind of message, such as its heartbeat."""
     return f"slapo_zoo/{kind}/{rank}"
 
 

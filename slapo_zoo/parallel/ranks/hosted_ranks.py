@@ -39,7 +39,8 @@ class HostedRanks:
         ranks: the ranks that this process hosts.
         size: number of ranks of the world.
         timeout_s: seconds after which a waiting collective raises.
-        stays: the ranks live until the caller ends them; others do not wait for that, but raise.
+        stays: True keeps the ranks alive until the caller ends them; peers that then lose a rank raise an error and
+            do not wait.
     """
 
     def __init__(
@@ -183,7 +184,9 @@ def _first_cause(failures: Sequence[BaseException]) -> BaseException:
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Context in which garbage collection skips all objects that exist already; scanning torch's takes 0.25 s each time."""
+    """Context in which garbage collection skips all objects that exist already, since scanning the objects of torch
+    takes 0.25 s each time.
+    """
     if gc.get_freeze_count():  # set aside by somebody else, who wants it to stay so
         yield
         return

@@ -1,4 +1,4 @@
-"""Waiting in steps in which one rank works alone: a download, a slow disk, the check of a card.
+"""Waiting for steps in which one rank works alone, such as a download, a slow disk, or the check of a card.
 
 Such steps communicate over a process group with a long timeout. A waiting rank logs for which ranks it
 waits, raises a published error at once, and names a rank that has stopped.
@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 class _Waiting:
-    """State of waits on one process group: a gloo group with a long timeout, and how often this rank reached each step."""
+    """State for one gloo group with a long timeout: how often this rank has waited in each step."""
 
     def __init__(self) -> None:
         self.group, self.steps = None, Counter[str]()

@@ -77,7 +77,7 @@ def local_store() -> Any:
 
 
 def agree_on_round(store: Any, rank: int, world_size: int, timeout_s: float) -> str:
-    """Return a token that all ranks of this start share, and that no earlier start has used.
+    """Return a token that is the same on all ranks of this start of the job, and that no earlier start has used.
 
     Rank 0 draws the token. Each other rank answers with a token of its own and continues when rank 0 has
     listed that answer; the store's leftovers of an earlier start list other answers.

@@ -1,4 +1,4 @@
-"""Dropout seeds and masks that are hashed on the device: per step only one scalar is sent to it.
+"""Dropout seeds and masks that are hashed on the device; in each step only one number is sent to the device.
 
 The results equal those of `RandomStream.cells` on the host bit for bit. Compiled code calls these
 functions as custom operators, because compilers do not support integers that wrap around.
@@ -54,14 +54,14 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return `seeds` advanced by `elements`: their mask is the mask of `seeds` from element number `elements` on."""
+    """Return seeds whose mask is the mask of `seeds` without its first `elements` elements."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
 
 
 def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
-    """Cut each block of elements with one seed into `parts` blocks of `size`: seeds [n] --> [n * parts], same mask."""
+    """Return seeds [n * parts] of the mask of seeds [n], each block of elements cut into `parts` blocks of `size`."""
     if parts == 1:
         return seeds
     if torch.compiler.is_compiling():
@@ -94,7 +94,8 @@ def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
 
 
 def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
-    """Return a dropout mask like `hashed_cells`, drawn on the CPU by a generator that is seeded anew for each block.
+    """Return a dropout mask like `hashed_cells`, drawn on the CPU by a generator that is seeded for each block of
+    elements.
 
     This is eight times as fast as `bernoulli_` and three times as fast as a hash of each element on a CPU; the
     probability is rounded to a multiple of 2**-16.
@@ -161,7 +162,7 @@ class _Plan:
 
 
 class DeviceSeeds:
-    """Cache of dropout seeds on a device; the seeds of all known dropouts are computed together, once per micro-batch."""
+    """Cache of dropout seeds on a device; those of all dropout modules are computed together, once per micro-batch."""
 
     def __init__(self) -> None:
         self.plans: dict[tuple, _Plan] = {}

@@ -88,7 +88,8 @@ class RandomStream(StreamPosition):
     ) -> dict[str, Any]:
         """Return the arguments of a dropout of x: {"keep": mask}, or {"seeds", "p"} if an operator hashes the mask.
 
-        `of` says how x is sharded: "mask" (not), "columns" or "tokens"; `part` are the further arguments of `keep_<of>`.
+        `of` says how x is sharded: "mask" (unsharded), "columns" or "tokens". `part` holds the arguments after
+        `site` of the method `keep_<of>`.
         """
         if self.cut is not None and of == "mask":
             of, part = ("queries", part) if part else ("tokens", (self.cut.n, self.cut.r))
@@ -117,7 +118,7 @@ class RandomStream(StreamPosition):
     def found(
         self, device: torch.device, site: Where, rows: int, heads: Sequence[int] = ()
     ) -> Tensor:
-        """Return the seeds [rows * len(heads)] of the module path `site` in the current micro-batch, on a device."""
+        """Return the seeds [rows * len(heads)], on a device, of the module path `site` in the current micro-batch."""
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_seeds(*at, *in_graph(site), rows, list(heads), device)
@@ -141,7 +142,9 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """Return the seeds of `count` rows for the module path `site` as ints: one per row, or per row and head, heads fastest."""
+        """Return the seeds, as ints, of `count` batch rows for the module path `site`: one per row, or one per row
+        and head with heads fastest.
+        """
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))
         # A model may flatten [rows, choices, ...] to [rows * choices, ...].
@@ -166,7 +169,7 @@ class RandomStream(StreamPosition):
         return keep[..., run[0] : run[1]]
 
     def keep_queries(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
-        """Return the dropout mask of attention weights x [B, H, s, T] of this rank's s tokens of the row."""
+        """Return the dropout mask of attention weights x [B, H, s, T], of which this rank holds s queries per row."""
         if self.cut is None:
             return self.keep_mask(x, p, site, heads)
         whole = x.new_empty(()).expand(*x.shape[:2], self.cut.n * x.shape[2], x.shape[3])

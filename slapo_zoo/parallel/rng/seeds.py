@@ -50,7 +50,7 @@ class RngTracker:
 
     @contextmanager
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
-        """Context in which torch draws from the state `name`, where the previous `fork` of this name has ended."""
+        """Context in which torch draws from the state `name`, continued from the end of the last `fork` of this name."""
         if name not in self.states:
             problem = f"no such state, found {sorted(self.states)}"
             hint = "call set_random_seed(..., tp_rank=...) first"

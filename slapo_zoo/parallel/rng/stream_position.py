@@ -112,7 +112,7 @@ class StreamPosition:
             self.real_tokens = self.real_at = None
 
     def position(self) -> Position:
-        """Return the (step, first row, rows) of masks drawn now; in a backward that of the forward it belongs to."""
+        """Return (step, first row, rows) of the masks drawn now; in a backward those of its forward."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
@@ -132,7 +132,7 @@ class StreamPosition:
 
     @contextmanager
     def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
-        """Context of a call of the model, or of a part of it; each call draws its own dropout masks.
+        """Context of a call of the model, or of one of its submodules; each call draws its own dropout masks.
 
         If a call starts from a state of torch's generator from which an earlier call started (a recomputation, or
         the same seed set again), it draws the same masks. A call that draws advances the generator.
