@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 
 class Busy:
-    """Start and end times of one rank's stage actions and of whole pipeline steps.
+    """Record of when one rank's stages compute, and how long whole pipeline steps take, to measure the bubble.
 
     On a GPU the times are CUDA events, so the host waits for none of them until `bubble` is called.
 

@@ -108,7 +108,7 @@ def _parse(places: _Places, row: int, column: int, cell: str) -> Iterator[Action
 
 
 def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
-    """Return the rank of each stage; MeshError if a stage is on two ranks or ranks hold unequal numbers of stages."""
+    """Return the pp rank of each stage; MeshError if a stage is on two ranks or ranks hold unequal numbers of stages."""
     homes: dict[int, int] = {}
     for rank, actions in enumerate(ranks):
         for action in actions:

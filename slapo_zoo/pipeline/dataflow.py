@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Identity of a tensor: number `leaf` in the output of the `call`-th call of a unit (a block, embedding or head)."""
+    """Identity of a tensor that a unit (block, embedding, head) returned: item `leaf` of the output of call `call`."""
 
     call: int
     leaf: int
@@ -40,7 +40,7 @@ class Shape:
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=grad)
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """Return zeros for a value that this stage does not use; they take no memory unless written in place."""
+        """Return zeros for a value that this stage does not use; they take no memory unless code writes into them."""
         if self.written:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)

@@ -55,7 +55,7 @@ def _moves(action: Action) -> bool:
 
 
 def _whole(action: Action, step: int = 0) -> Action:
-    """Return the same action `step` stages later; a backward of the inputs alone becomes a whole backward."""
+    """Return the action of stage + `step` for the same micro-batch; a backward of inputs becomes a whole backward."""
     kind = FORWARD if action.kind == FORWARD else BACKWARD
     return Action(action.stage + step, kind, action.micro_batch)
 

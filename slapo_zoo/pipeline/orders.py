@@ -13,14 +13,14 @@ from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, Action
 
 @dataclass(frozen=True)
 class Order:
-    """A rule for interleaving the forwards and backwards of micro-batches over stages.
+    """Rule (1F1B, interleaved, ...) for the order in which stages run the forwards and backwards of micro-batches.
 
     Args:
         name: name of the schedule class in torch.distributed.pipelining.
         source: the paper.
         stages_per_rank: default number of stages per rank.
         many: any number of stages per rank from 2 is allowed.
-        v_shape: rank r holds stages r and 2 * pp - 1 - r, instead of r, r + pp, ...
+        v_shape: True if rank r holds stages r and 2 * pp - 1 - r; otherwise rank r holds stages r, r + pp, ...
         fewest: least number of micro-batches: 1, or "stages" for the number of stages.
     """
 
@@ -185,7 +185,7 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
 
 
 def _dummy_stages(places: StageMap) -> list[Any]:
-    """Return stand-ins for the stages of rank 0, with which torch's schedule classes make the order of actions."""
+    """Return dummies for the stages of rank 0, from which torch's schedule classes compute the order of actions."""
     from torch.nn import Module
 
     known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}

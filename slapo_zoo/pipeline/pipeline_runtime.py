@@ -94,7 +94,7 @@ class Pipeline:
         return Sends(self._arrivals[micro_batches])
 
     def whole(self) -> Schedule:
-        """Return the schedule applied to the whole model made of fake tensors, without pipeline cuts."""
+        """Return the schedule applied to the complete model (all stages), made of fake tensors."""
         return fake_schedule(self.schedule, self.cls, ("cut_pipeline_stage",))[1]
 
     def holds(self, path: str) -> bool:
@@ -257,7 +257,7 @@ def _stage(
 
 
 def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
-    """Return the units in which some or all activations are recomputed.
+    """Return the units (blocks, embeddings, heads) in which some or all activations are recomputed.
 
     A stage with such a unit runs its backward in one part: two parts would each recompute the activations.
     """

@@ -131,10 +131,11 @@ class Stage(InFlightStage):
 def used_in_several_places(
     outputs: Iterable[Tensor], inputs: Iterable[Any], weights: Iterable[Tensor]
 ) -> bool:
-    """Return whether a weight's gradient is a sum over several points of the graph, so the backward must be whole.
+    """Return whether a weight of the stage is used in several places, so that its backward cannot be split into two
+    parts.
 
-    A point is an operation behind which an input of the stage lies, or an output of the stage without any. A weight
-    of the user's loss that is no parameter of the stage counts too: torch would give it no gradient.
+    A place is an operation that depends on an input of the stage, or an output of the stage that depends on none. A
+    weight of the user's loss that is no parameter of the stage counts too: torch would give it no gradient.
 
     Args:
         outputs: outputs of the stage.

@@ -70,7 +70,7 @@ def leaf_units(
 
 
 def _rank(path: str, ranks: Sequence[re.Pattern[str]]) -> int:
-    """Return the index of the first pattern that matches a path, or the number of patterns if none does."""
+    """Return the index of the first pattern in `ranks` that matches a path, or their number if none does."""
     return next((i for i, found in enumerate(ranks) if found.fullmatch(path)), len(ranks))
 
 
@@ -139,7 +139,7 @@ class StagePlan:
         return StagePlan(tuple(calls), tuple(of_call), stage)
 
     def crossing(self, stage: int) -> list[Value]:
-        """Return the tensors that `stage` receives: those computed before it that this or a later stage uses."""
+        """Return the tensors that `stage` receives: computed by earlier stages, and used by this or a later stage."""
         used = {v for call, at in zip(self.calls, self.stage_of_call, strict=True) if at >= stage
                 for v in call.needs}  # fmt: skip
         return sorted(v for v in used if self.stage_of_call[v.call] < stage)
@@ -167,7 +167,7 @@ class StagePlan:
 
 
 class Cursor:
-    """Position of the running forward in one stage: received values, values to send, and the next call of a unit."""
+    """State of one stage's running forward: received tensors, tensors to send, index of the next unit call."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
@@ -324,7 +324,7 @@ def keep_stages(
 ) -> Cursor:
     """Replace the modules of other ranks' stages by empty ones at the same paths.
 
-    Return the Cursor, to which calls of the units (block, embedding, head) of this rank's stages report.
+    Return the Cursor, which follows the calls of the units (block, embedding, head) of this rank's stages.
 
     Args:
         model: the model; modules of other ranks' stages are on the meta device.

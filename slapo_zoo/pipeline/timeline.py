@@ -46,7 +46,7 @@ class Gap(NamedTuple):
 
 
 class Stuck(Exception):  # noqa: N818 - a finding; who asked makes the error of it
-    """Error of a deadlock; `positions` maps each unfinished rank to the index of its next action."""
+    """Error of an order that deadlocks; `positions` maps each unfinished rank to the index of its next action."""
 
     def __init__(self, positions: dict[int, int]):
         super().__init__(f"no rank can go on at {positions}")

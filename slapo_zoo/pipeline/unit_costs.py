@@ -164,7 +164,8 @@ def _costs_of(
 
 
 def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
-    """Replace the experts of a model by a copy of their input, which the tape records with the experts' cost.
+    """Replace the forward of a model's experts by a copy of its input, which the tape records with the cost of the
+    experts.
 
     The expert that a token goes to depends on data; the cost does not.
     """
@@ -181,7 +182,8 @@ def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
 
 
 def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
-    """Replace block forwards so that, from the third call of equal blocks on, recorded rows are appended instead.
+    """Replace block forwards so that equal blocks run twice only; each later call appends the recorded rows of the
+    second call to the tape.
 
     rewrite:  y = block(x)  -->  y of the shape of the second call's, whose rows are written again
 
