@@ -1,4 +1,4 @@
-"""Keep files that are not weights when a save replaces a folder: tokenizer, README, subfolders."""
+"""Preserve files that are not weights (tokenizer, README, subfolders) when a save replaces a folder."""
 
 import contextlib
 import os
@@ -38,10 +38,11 @@ def carry_tokenizer(source: Path | None, target: Path, folder: Path) -> None:
 
 
 def carry_over(old: Path, new: Path) -> None:
-    """Bring all files of `old` except weights into `new`, unless `new` has a file of that name.
+    """Hard-link or copy all files of the folder `old` except weights into `new`, unless `new` has a file of that
+    name.
 
-    Files are hard-linked where the file system allows it: that is fast, and a log that another process is
-    writing continues in the new folder.
+    Hard links are used where the file system allows them: they are fast, and a log that another process is writing
+    continues in the new folder.
     """
     for item in old.iterdir():
         if not WEIGHT_FILE.fullmatch(item.name):

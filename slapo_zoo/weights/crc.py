@@ -49,12 +49,13 @@ def zeros(count: int) -> int:
 
 
 def linear(piece: "memoryview | bytes") -> int:
-    """Return the CRC-32 of a piece without its part that depends on the length alone; these values can be added up."""
+    """Return L of a piece: its CRC-32 without the term that depends on its length; pieces combine by XOR."""
     return zlib.crc32(piece) ^ zeros(len(piece))
 
 
 def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
-    """Return L, the CRC-32 without its constant part, of rows that lie `stride` bytes apart in a file, zeros between.
+    """Return L (see `linear`) of rows that lie `stride` bytes apart in a file, as if the bytes between them were
+    zeros.
 
     Args:
         piece: bytes of the rows, one after the other.
@@ -87,7 +88,7 @@ def _times_each(sums: np.ndarray, factor: int) -> np.ndarray:
 
 
 def combined(sums: Sequence[int], size: int) -> int:
-    """Return the CRC-32 of a tensor of `size` bytes from the values of `linear` of all ranks that wrote parts of it."""
+    """Return the CRC-32 of a tensor of `size` bytes from the values of `linear` of all ranks that wrote to it."""
     total = 0
     for one in sums:
         total ^= one

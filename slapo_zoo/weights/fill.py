@@ -37,7 +37,7 @@ def fill_from_folder(
 ) -> Ledger:  # fmt: skip
     """Allocate this rank's tensors and read its slices from a checkpoint; return a record of the load.
 
-    Weights that the checkpoint lacks are drawn.
+    Weights that the checkpoint lacks are initialised with random values.
 
     Args:
         model: scheduled model on meta, only with this rank's stages.
@@ -45,8 +45,8 @@ def fill_from_folder(
         plan: plan of this rank.
         folder: opened checkpoint.
         device: device of the allocated tensors.
-        units: paths of the blocks and of the modules beside them.
-        seed: seed of newly drawn weights.
+        units: paths of the blocks, and of the embeddings and heads.
+        seed: seed of newly initialised weights.
         keys: renames between the model's tensors and keys of the files.
         options: memory limit and checks.
         over_dp: which rows of each parameter this rank holds under ZeRO; None without ZeRO.
@@ -102,7 +102,7 @@ def fill_from_config(
     model: Any, skeleton: Callable[[], Any], plan: RankPlan, device: torch.device, units: Sequence[str], seed: int,
     over_dp: RowsOfRank | None = None,
 ) -> Ledger:  # fmt: skip
-    """Allocate this rank's tensors and draw every weight; return a record of the load.
+    """Allocate this rank's tensors and initialise every weight with random values; return a record of the load.
 
     The unsharded weights are equal on every mesh. Arguments are those of `fill_from_folder`.
     """
@@ -139,7 +139,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
-    """Return an uninitialised parameter on `device` for one on meta: all of it, or this rank's rows under ZeRO."""
+    """Return an uninitialised parameter on `device` for one on meta; under ZeRO only this rank's slice of axis 0."""
     if over_dp is None or not tensor.ndim:
         return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
     part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)
@@ -177,7 +177,7 @@ def _draw(
     plan: RankPlan,
     seed: int,
 ) -> None:
-    """Draw missing weights, one unit (block, embedding, head) at a time, and copy this rank's shards into `missing`."""
+    """Initialise missing weights, one block, embedding or head at a time; copy this rank's shards into `missing`."""
     wanted: dict[str, list[str]] = {}
     for name in missing:
         wanted.setdefault(plan.saved_as(name), []).append(name)
@@ -233,7 +233,7 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return the name map in which tensors that have another shape in the file count as missing, so they are drawn anew."""
+    """Return `names` changed so that tensors of another shape in the file count as missing and are initialised."""
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
     source = {name: key for name, key in names.source.items() if name not in differ}

@@ -73,7 +73,11 @@ def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
 
 
 def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tensor]]:
-    """Allocate a meta module (with `whole` its submodules too) on the CPU, filled with NaN; return what undoes it."""
+    """Allocate a meta module (with `whole` its submodules too) on the CPU, filled with NaN.
+
+    Return (dict of a module's parameters or buffers, name, meta tensor) of each, with which the caller restores the
+    meta tensors.
+    """
     before, made = [], {}
     for sub in module.modules() if whole else (module,):
         for held in (sub._parameters, sub._buffers):
@@ -130,7 +134,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
 
 
 def _set_from_above(model: Any, name: str) -> None:
-    """Initialise a buffer that is still NaN, by a module further up that sets it (Falcon-H1's scales).
+    """Initialise a buffer that is still NaN, by the initialiser of a parent module that sets it (Falcon-H1's scales).
 
     `name` is the name of the buffer in the model.
     """

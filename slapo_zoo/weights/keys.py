@@ -89,7 +89,7 @@ class KeyMap:
     pieces: tuple[Pieces, ...] = ()
 
     def as_in(self, keys: Collection[str]) -> "KeyMap":
-        """Return a map that also writes older spellings (`LayerNorm.gamma`) where the checkpoint's `keys` have them."""
+        """Return a map that writes tensors under the older names (`LayerNorm.gamma`) that `keys` of a checkpoint use."""
         older = [
             (file, model) for file, model in OLDER
             if any(file in key for key in keys) and not any(model in key for key in keys)
@@ -113,7 +113,7 @@ class KeyMap:
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
 
     def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs of the tensors in files, under file keys: those of the model's tensors, or of their pieces."""
+        """Return the specs of the tensors in files, under file keys: one per tensor of the model, or per piece of it."""
         return self.renamed(self.read_specs(specs))
 
     def read_specs(

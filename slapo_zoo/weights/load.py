@@ -33,7 +33,7 @@ class LoadOptions:
         max_memory: most bytes that this rank's tensors may take; None sets no limit.
         check_finite: warn about tensors that contain NaN or infinity.
         map_weights: leave slices in the mapped file when they are contiguous there.
-        redraw_mismatched: draw tensors anew whose shape in the checkpoint differs, instead of raising.
+        redraw_mismatched: initialise tensors whose shape in the checkpoint differs, instead of raising.
     """
 
     max_memory: int | None = None

@@ -52,9 +52,9 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
 
 
 def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Return the JSON-serializable part of `remembered`, the optimizer state of parameter p.
+    """Split the optimizer state `remembered` of parameter p: return its JSON-serializable part.
 
-    State tensors of the shape of p are not in it; they are added to `tensors` under "<name>.<key>".
+    State tensors of the shape of p are added to `tensors` under "<name>.<key>".
     """
     record = {}
     for key, value in remembered.items():
@@ -90,7 +90,7 @@ def merge(records: Sequence[Record]) -> Record:
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return specs of the optimizer's state tensors in a merged record, with shape and placement of their parameters."""
+    """Return specs of the optimizer's state tensors in a merged record, each sharded like its parameter."""
     return [
         TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
         for spec in specs

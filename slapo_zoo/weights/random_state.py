@@ -16,7 +16,7 @@ CUDA_BYTES = 16
 
 
 def states_here(device: torch.device) -> dict[str, str]:
-    """Return the states of this rank's generators as base64 text, by kind: cpu, cuda, python, numpy."""
+    """Return the states of this rank's random generators as base64 text, by kind: cpu, cuda, python, numpy."""
     states = {"cpu": _text(torch.get_rng_state().numpy().tobytes())}
     if device.type == "cuda":
         states["cuda"] = _text(torch.cuda.get_rng_state(device).numpy().tobytes())

@@ -90,7 +90,7 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
 
 
 class _Save:
-    """State and steps of one save on one rank; only rank 0 creates folders and files."""
+    """Steps of one save on one rank, and the data that they share; only rank 0 creates folders and files."""
 
     def __init__(
         self,

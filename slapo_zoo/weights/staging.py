@@ -75,7 +75,7 @@ class Staging:
 
 @contextlib.contextmanager
 def _turn(parent: Path) -> Iterator[None]:
-    """Context that holds a lock on a folder, so that saves into its subfolders publish one at a time.
+    """Context that holds a lock on the folder `parent`, so that saves into its subfolders publish one at a time.
 
     Without locks on the file system, or after waiting TURN_S seconds, the save continues without it.
     """
@@ -172,7 +172,8 @@ def _sweep(target: Path) -> None:
 def _is_alive(path: Path) -> bool:
     """Return whether another process may be saving into `path`.
 
-    That is known by a lock; on a file system without locks, by an age of less than a day.
+    Another process that saves holds a lock on `path`. On a file system without locks a folder younger than a day
+    counts as in use.
     """
     try:
         lock = os.open(path, os.O_RDONLY)

@@ -143,7 +143,8 @@ CHECKS: dict[str, Callable[[Any], str]] = {
 
 
 def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
-    """Return a field's values as JSON: the value itself if it is equal on all ranks, else {"$by_dp": one per dp rank}.
+    """Return the values of a field on all ranks as JSON: one value if all are equal, else {"$by_dp": [one value per
+    dp rank]}.
 
     Args:
         name: name of the field.

@@ -23,7 +23,7 @@ LEAST_FLUSHED = 2**20  # bytes
 
 
 class Share(NamedTuple):
-    """Range of the sharded axis that this rank writes.
+    """Range of indices along the sharded axis that this rank writes to a file.
 
     The indices start..stop-1 count in the unsharded tensor; `offset` is the index in the local tensor.
     """
@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Result of one rank's writes: number of bytes, and what they add to the CRC-32 of each tensor."""
+    """Result of one rank's writes: number of bytes, and this rank's contribution to the CRC-32 of each tensor."""
 
     bytes: int
     sums: dict[str, int]
@@ -105,7 +105,7 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
 
 
 def _within(shares: Sequence[Share], rows: Rows) -> Iterator[Share]:
-    """Yield the parts of `shares`, slices along axis 0, within this rank's rows; `offset` counts from the first row."""
+    """Yield the parts of `shares` (slices of axis 0) within this rank's `rows`; `offset` counts from the first row."""
     for share in shares:
         low = max(share.offset, rows.first)
         high = min(share.offset + share.stop - share.start, rows.first + rows.count)
@@ -121,7 +121,7 @@ def _write(
     """Write the slices of one CPU tensor whose first byte lies at `start` of the file.
 
     Returns:
-        The number of bytes, and what they add to the tensor's CRC-32.
+        The number of bytes, and their contribution to the tensor's CRC-32.
     """
     axis = spec.placement.axis if spec.placement else 0
     is_piece = spec.placement is None and own is None
