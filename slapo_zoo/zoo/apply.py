@@ -39,7 +39,7 @@ def block_paths(sch: Schedule, table: Table) -> list[str]:
 
 
 def units_of(model: Any, table: Table, blocks: list[str]) -> list[str]:
-    """Return the paths of the modules that a pipeline never splits (blocks, embeddings, heads), in the order they run."""
+    """Return the paths of the modules that a pipeline never splits (blocks, embeddings, heads), in running order."""
     late = [base_prefix(model) + path for path in table.after_blocks]
     return leaf_units(model, blocks, late, table.order)
 
@@ -62,7 +62,8 @@ def apply_table(
         table: table of the model's family.
         options: build options; `schedule` is ignored.
         num_stages: number of pipeline stages; None takes pp.
-        tuned_kernels: value of `kernels=` that a search found for this very model; it replaces "auto". Or None.
+        tuned_kernels: value of `kernels=` that a tuning search found fastest for this very model, used instead of
+            "auto"; None if there was no search.
     """
     _require_needed(sch, table, options.sequence_parallel)
     blocks = block_paths(sch, table)
@@ -104,7 +105,8 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:
-    """Return the activation policy of each of `count` blocks: KEEP, RECOMPUTE, or the name of a policy.
+    """Return the activation policy of each of `count` blocks: KEEP (save all activations), RECOMPUTE, or the name of
+    a policy such as "save_matmuls".
 
     Raises:
         ArchitectureError: a policy is given but no block is recomputed, or a list has not `count` policies.
@@ -179,7 +181,9 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return [pattern] if a directive fits every matching module; else the paths of modules with the parameter it names."""
+    """Return [pattern] if a directive can be applied to every module that the pattern matches; else the paths of
+    those that have the parameter it names.
+    """
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]
     name, modules = directive.param_name, sch.state.modules

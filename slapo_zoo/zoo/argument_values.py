@@ -23,10 +23,12 @@ from slapo_zoo.zoo.table import families, table_for
 
 
 def make_mesh(**sizes: int | None) -> Mesh:
-    """Return the mesh of this process, in the launcher's process group; MeshError if the sizes do not match.
+    """Return the mesh of this process, in the process group of its launcher (torchrun, srun); MeshError if the sizes
+    do not match.
 
     Args:
-        **sizes: size of each mesh dim by name; None takes the quotient of the processes and the other sizes.
+        **sizes: size of each mesh dim by name; None means the number of processes divided by the product of the
+            other sizes.
     """
     if not dist.is_initialized() and is_distributed_launch():
         init_distributed()
@@ -36,7 +38,7 @@ def make_mesh(**sizes: int | None) -> Mesh:
 
 
 def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
-    """Return mesh dim --> size for `world` processes; None in `sizes` takes the quotient of world and the other sizes.
+    """Return mesh dim --> size for `world` processes; a size of None becomes `world` divided by the others.
 
     MeshError is raised if the product of the sizes is not `world`.
     """

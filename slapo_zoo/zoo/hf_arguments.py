@@ -60,7 +60,10 @@ class HubArguments:
 
     @staticmethod
     def taken(given: dict[str, Any]) -> "HubArguments":
-        """Take the fields of this class out of `given` and return them; arguments that change nothing are removed too."""
+        """Take the arguments that are fields of this class out of `given`, and return them as an object.
+
+        Arguments of transformers that have no effect here are removed from `given` too.
+        """
         for name, allowed in ANYWAY.items():
             if name in given and any(given[name] is one for one in allowed):
                 del given[name]

@@ -31,9 +31,9 @@ class Choice:
     Args:
         kernel: name of the kernel.
         pattern: pattern of the modules that the kernel could replace.
-        accepted: whether the kernel replaces them.
+        accepted: True if the kernel replaces these modules.
         reason: why, or why not.
-        by_device: the choice was left to measurements ("auto" or "measure").
+        by_device: True if measurements on the device decided, with kernels="auto" or "measure".
     """
 
     kernel: str
@@ -53,7 +53,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def asked_names(asked: Any) -> list[str] | None:
-    """Return the kernel names in a value of `kernels=`, or None for "auto" and "measure".
+    """Return the kernel names in a value `asked` of the argument `kernels=`, or None for "auto" and "measure".
 
     Raises:
         ScheduleError: an unknown name; the error lists all names.
@@ -141,7 +141,9 @@ def _verdict(
 
 
 def measured(sch: Schedule, kernel: Kernel, device: str) -> tuple[bool, str]:
-    """Return (whether to use a kernel on a device for a model of this size, reason), by measurement or estimate."""
+    """Decide whether to use a kernel on a device for a model of this size; return (decision, reason). Measurements
+    decide, or an estimate where none exist.
+    """
     dtype, size = _dtype(sch), _size(sch.model.config, kernel)
     found = decide(kernel.name, str(dtype).removeprefix("torch."), size, device)
     instead = kernel.falls_back(dtype, size, device) if kernel.name not in PRIOR else ""

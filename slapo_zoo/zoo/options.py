@@ -77,9 +77,9 @@ class Knob:
     """One option of the loader: its help, its type, and the values that a tuner may try.
 
     Args:
-        help: one sentence for users.
+        help: description in one sentence.
         expected: type and range, in words.
-        fits: function that tells whether a value has that type and range.
+        fits: function: value --> whether the value has that type and range.
         tries: values that a tuner may try; empty for options that do not affect speed.
     """
 
@@ -166,7 +166,7 @@ class BuildOptions:
         return found.compute if found and found.compute != found.parameters else None
 
     def parameter_dtype(self, asked: Any) -> Any:
-        """Return the dtype of parameters that `precision` fixes; if it fixes none, return `asked`."""
+        """Return the dtype of the parameters: the one that `precision` fixes, else `asked` (the user's `dtype=`)."""
         found = PRECISIONS.get(self.precision or "")
         return found.parameters if found else asked
 

@@ -20,7 +20,7 @@ from slapo_zoo.language.primitives import (
 
 @dataclass(frozen=True)
 class Dim:
-    """Name of a number of the config, such as head_dim; applying a table to a model replaces the name by the number."""
+    """Name of a number in the config, such as head_dim; a rule holds it until its table is applied to a model."""
 
     name: str
 
@@ -78,8 +78,9 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
     """Return the rule of an attention: it gets a `core_attn` child, and its attributes count the heads of this rank.
 
-    `num_heads` names the number of query heads. `attributes` are pairs (attribute of the module, unit): the unit is
-    "" if the attribute counts heads, and the name of a head's number of columns ("head_dim") if it counts columns.
+    `num_heads` names the number of query heads. `attributes` are pairs (attribute of the module, unit). The unit is
+    "" if the attribute counts heads. If the attribute counts columns, the unit is the name of the number of columns
+    of a head ("head_dim").
     """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
@@ -97,7 +98,7 @@ def kv_groups(attribute: str, kv_heads: str) -> Rule:
 
 
 def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
-    """Return the rule that slices a forward argument, which holds all heads along `axis`, to the heads of this rank."""
+    """Return the rule that slices a forward argument to this rank's heads; the argument holds all heads along `axis`."""
     return (ShardArgument(argument, _dim(num_heads), axis),)
 
 
@@ -126,7 +127,7 @@ def row_inside(axis: int = 1) -> Rule:
 
 
 def bare(*param_names: str) -> Rule:
-    """Return the rule that shards a module's own parameters over tp along axis 0, such as a scale per channel."""
+    """Return the rule that shards a module's own parameters, such as a scale per channel, over tp along axis 0."""
     return tuple(Shard(name, 0, uneven=True) for name in param_names)
 
 

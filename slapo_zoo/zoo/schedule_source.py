@@ -77,7 +77,7 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
 
 def structure(config: Any, cls: Any) -> str:
-    """Return a digest of a model's class and config, without config fields that change no module."""
+    """Return a digest of a model's class and config; config fields that change no module are left out."""
     known = json.dumps(_plain(config.to_dict()), sort_keys=True, default=str)
     return digest(f"{cls.__module__}.{cls.__name__}{known}")
 

@@ -21,7 +21,7 @@ from slapo_zoo.zoo.outline import Outline
 
 @dataclass(frozen=True)
 class RankSize:
-    """Number and bytes of the parameters of the ranks with one pipeline stage and one tp coordinate."""
+    """Number and bytes of the parameters on the ranks of one pipeline stage and one tp coordinate."""
 
     stage: int
     tp_coord: int

@@ -36,16 +36,18 @@ class Table:
         order: full patterns of the lists of blocks and of other modules in the order in which they run;
             empty where the model defines them in that order.
         everywhere: modules below the base model that all stages hold: others read their weights, or call a child.
-        calls: config attribute that counts how often the shared block runs (ALBERT).
+        calls: config attribute with the number of times that a block with shared weights runs (ALBERT).
         seam: whether the family's attention goes through transformers' AttentionInterface.
         all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
         num_tokens: function that gets the config and returns the tokens of a non-text input (image patches).
         renames: (part of a key in files, part of a name in the model) where the two differ.
         pieces: tensors that the family's files hold in several parts (experts).
-        whole_batch: options (of config or forward) whose loss is no mean over rows; they forbid to split a batch.
+        whole_batch: options (of config or forward) with which the loss is no mean over rows, so that a batch cannot
+            be split.
         tunable: knob --> values that a tuner may try; `attention` lists all back ends of the family.
         shifts_labels: whether the head compares each token with the next label; None: the class name says it.
-        undivided: True, or names of classes, if their loss is no mean over rows; it forbids to split a batch.
+        undivided: names of model classes whose loss is no mean over rows, so that a batch cannot be split; True for
+            all classes.
         batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
         defaults: config fields of a bare family, where the defaults of `transformers` give no valid model.
         cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before they are cut,
@@ -90,7 +92,7 @@ class Table:
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
     def is_undivided(self, cls: type) -> bool:
-        """Return whether the loss of a model class cannot be computed from micro-batches."""
+        """Return whether the loss of a model class is no mean over rows, so that a batch cannot be split."""
         return self.undivided is True or cls.__name__ in (self.undivided or ())
 
     def tp_plan(self, model: Any) -> dict[str, str]:

@@ -46,7 +46,8 @@ class Sizes:
     Args:
         widths: "rounded" (to whole heads), "halved" (by powers of 2) or "kept".
         window: tokens of an attention window.
-        ranks: tp ranks for which what is uneven, padded or replicated stays so (`tiny_like`); 0 ignores them.
+        ranks: number of tp ranks: sizes that are uneven, padded or replicated over that many ranks stay so; 0
+            ignores ranks.
     """
 
     heads: int = 4
@@ -77,14 +78,15 @@ class Sizes:
         return replace(self, heads=few, head_size=head_size, layers=layers, image=image)
 
     def with_remainder(self, size: int, given: int) -> int:
-        """Return about `size`, with the remainder that `given` has when it is sharded over `ranks`."""
+        """Return a size near `size` that leaves the same remainder as `given` when it is divided by `ranks`."""
         return min(given, size - size % self.ranks + given % self.ranks) if self.ranks else size
 
 
 def few_heads(heads: Sequence[int], kv_heads: Sequence[int], ranks: int) -> int:
-    """Return a small number of query heads that `ranks` ranks share as they share the given ones.
+    """Return a small number of query heads that is sharded over `ranks` ranks in the same way as the given number.
 
-    Its remainder is the same, the query heads per KV head are, and whether there are fewer KV heads than ranks.
+    The remainder over ranks stays the same, so do the query heads per KV head, and whether there are fewer KV heads
+    than ranks.
     """
     most = max(heads, default=0)
     kv = min(kv_heads, default=most)
@@ -131,8 +133,8 @@ def tiny_like(
 ) -> Any:
     """Return a config of a tiny model that a mesh shards as it shards the given one, which is not changed.
 
-    The new sizes have the remainders of the given ones when they are sharded over tp: what is uneven or padded
-    stays so. Query heads per KV head stay too, and whether there are fewer KV heads than ranks.
+    Each new size leaves the same remainder over tp as the given one, so sizes that are uneven or padded stay so.
+    Query heads per KV head stay too, and whether there are fewer KV heads than ranks.
 
     Args:
         config: a config of `transformers`.
@@ -350,7 +352,7 @@ class _Rules:
 
 
 def _counts(own: Mapping[str, Any], is_one: Callable[[str], Any]) -> list[int]:
-    """Return the numbers in fields that `is_one` accepts; of a list, which has one per stage, the first."""
+    """Return the numbers in the fields of `own` whose names `is_one` accepts; of a list its first item."""
     found = (value[0] if _is_list(value) else value for name, value in own.items() if is_one(name))
     return [value for value in found if type(value) is int]
 

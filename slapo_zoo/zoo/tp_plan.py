@@ -1,4 +1,4 @@
-"""Conversion of a table to a `tp_plan` of transformers, which has a style for some of the rules."""
+"""Conversion of a table to a `tp_plan` of transformers, which can express some of the rules only."""
 
 from typing import Any
 

@@ -28,7 +28,7 @@ class Chains:
         feeds: path of a linear --> the linears whose columns were its input.
         takers: path of a linear --> the linears that took its columns as input.
         mixed: linears whose columns reached an operation that is not element-wise.
-        dropouts: path of a dropout --> the linears whose columns it dropped.
+        dropouts: path of a dropout --> the linears whose output columns were its input.
     """
 
     feeds: dict[str, set[str]] = field(default_factory=dict)
@@ -48,14 +48,15 @@ class Chains:
             self.dropouts.setdefault(path, set()).update(held)
 
     def leave(self, path: str, output: Any) -> None:
-        """Record that `output` has the output columns of the linear at `path`."""
+        """Record that the columns of `output` are output columns of the linear at `path`."""
         if isinstance(output, Tensor):
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """Record a call of a function other than a linear; an element-wise one passes columns on from input to output.
+        """Record a call of a function other than a linear; an element-wise one passes columns on from input to
+        output.
 
-        Any other function mixes columns. `draws` tells whether the function draws random numbers.
+        Any other function mixes columns. `draws` is True if the function draws random numbers.
         """
         held = self._columns((args, kwargs))
         if not held or name in LOOKS:

@@ -53,7 +53,7 @@ def plan_of(config: Any) -> dict[str, str]:
 
 
 def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
-    """Make a table, not proven yet, from the tp plan of transformers.
+    """Make a table of sharding rules from the tp plan of transformers; it is not proven yet.
 
     Args:
         config: config of the model.
@@ -106,7 +106,7 @@ def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
 def _refuse_dropout(config: Any, seam: bool) -> None:
     """Raise ArchitectureError if the config has dropout, since a tp plan does not say which modules drop.
 
-    With `seam` (attention goes through transformers' AttentionInterface) dropout of attention is allowed.
+    With `seam` dropout of attention is allowed: the attention goes through transformers' AttentionInterface.
     """
     for name, value in vars(config).items():
         if not isinstance(value, float) or not value or (seam and name == "attention_dropout"):
@@ -121,7 +121,7 @@ def _own(module: nn.Module) -> bool:
 
 
 def _one(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
-    """Return one of the modules that a pattern matches, or None."""
+    """Return the first of the modules that a pattern matches, or None."""
     names = {path: type(module).__name__ for path, module in modules.items()}
     paths = select(pattern, names)
     return modules[paths[0]] if paths else None

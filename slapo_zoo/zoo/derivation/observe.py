@@ -32,9 +32,9 @@ class Observation:
         uses: name of a parameter --> when it was first used, as a position in the order of the forward.
         entered: path of a module --> when it was first called, as a position in the same order.
         foreign: names of parameters that are used in the forward of a module which does not hold them.
-        called_in_part: paths of modules a child of which was called while the module itself was not running.
+        called_in_part: paths of modules that were not running when one of their children was called.
         draws: paths of modules whose own forward draws random numbers, children not counted.
-        targets: number of targets of each cross-entropy.
+        targets: number of targets of each cross-entropy in the forward, in order.
         spelling: how the family's files name the tensors.
         shifts_labels: whether the head compares each token with the next label; None where the batch
             does not tell.
@@ -139,7 +139,7 @@ class Watch(TorchFunctionMode):
 
 
 def _really(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of the function `name` draws random numbers; dropout with p = 0 or in eval mode does not."""
+    """Return whether a call of the function `name` draws random numbers; dropout at p = 0 or in eval does not."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
     if name != "dropout":

@@ -60,7 +60,8 @@ def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bo
 
 
 def _whole_keys(key: str, name: str) -> tuple[str, str]:
-    """Return (key pattern, name pattern) that match whole keys, with {} in the place of block numbers.
+    """Return (pattern of a file key, pattern of a model name) that match the full key, with {} in place of block
+    numbers.
 
     >>> _whole_keys("llm.layers.0.wq.weight", "layers.0.q_proj.weight")
     ('^llm.layers.{}.wq.weight', '^layers.{}.q_proj.weight')
@@ -97,7 +98,7 @@ def _difference(key: str, name: str) -> tuple[str, str]:
 
 
 def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[Pieces, ...]:
-    """Find the tensors of a model that its files store in pieces: one per expert, or equal slices of axis 0."""
+    """Return rules for tensors that a model's files store in pieces: one per expert, or equal slices of axis 0."""
     by_digest = {digest_of_tensor(tensor): key for key, tensor in files.items()}
     found: dict[Pieces, None] = {}
     for name, tensor in model.items():

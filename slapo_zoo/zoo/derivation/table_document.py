@@ -15,7 +15,9 @@ KEPT = ("model_type", "source", "blocks", "after_blocks", "order", "everywhere",
 
 
 def freeze(table: Table, model: Any) -> Table:
-    """Return a table for one model only: patterns are full paths and numbers are plain, so that it contains no code."""
+    """Return a copy of a table that fits one model only: patterns become full paths and `Dim`s become numbers, so
+    that it contains no code.
+    """
     return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
 
 

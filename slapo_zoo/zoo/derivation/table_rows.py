@@ -86,7 +86,7 @@ class Modules:
         return sum(p.numel() for m in self.patterns[pattern] for p in m._parameters.values() if p is not None)  # fmt: skip
 
     def own_only(self, pattern: str) -> bool:
-        """Return whether no module outside a pattern computes with the parameters of its modules."""
+        """Return whether only the modules of a pattern compute with the parameters of these modules."""
         path = pattern.partition(":")[0]
         names = (f"{path}.{name}" for m in self.patterns[pattern] for name in m._parameters)
         return not self.foreign.intersection(names)
@@ -123,7 +123,7 @@ def derive_table(
         config: config of the model.
         model: the model on the meta device.
         seen: observation of a tiny model of the same family.
-        left_whole: name of a group --> why it is not sharded; None shards no group.
+        left_whole: name of a group that stays unsharded --> the reason; None leaves all groups unsharded.
         chains: whether the columns between the linears of a feed-forward may stay sharded.
         only: names of the groups that may be sharded; None allows all.
         stack: pattern of the only stack of blocks that a pipeline may cut; "" allows all.
@@ -178,7 +178,7 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return the fields of a `Table` that do not depend on how modules are sharded, as {field: value}."""
+    """Return the fields of a `Table` that do not depend on which modules are sharded, as {field: value}."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return {
