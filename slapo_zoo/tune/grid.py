@@ -61,11 +61,11 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return a bool mask [points]: the configurations that need at least as much memory as number `small`."""
+        """Return a bool mask [points] of the configurations that need at least the memory of number `small`."""
         return self._against(small, 1)
 
     def takes_less(self, large: int) -> np.ndarray:
-        """Return a bool mask [points]: the configurations that need at most as much memory as number `large`."""
+        """Return a bool mask [points] of the configurations that need at most the memory of number `large`."""
         return self._against(large, -1)
 
     def _against(self, number: int, sign: int) -> np.ndarray:
@@ -77,11 +77,12 @@ class Grid:
         return mask
 
     def corners(self, here: np.ndarray) -> list[int]:
-        """Return the numbers of the configurations that tell most about memory when measured, the smallest one first.
+        """Return the numbers of the few configurations to measure first, to learn which fit into memory; the smallest
+        comes first.
 
-        In the first one all symbols that matter for memory have their value of least memory. Then one of them
-        at a time gets its value of most memory, and at last all get their middle value. The other symbols keep
-        the values of `here` [symbols], the index of a value per symbol.
+        In the first configuration all symbols that matter for memory have the value that needs least memory. In each
+        following one a single symbol has the value that needs most. In the last one all have their middle value. The
+        other symbols keep the values of `here` [symbols], the index of a value per symbol.
         """
         axes = [j for j, n in enumerate(self.names) if MEMORY.get(n) and len(self.values[n]) > 1]
         low, high = np.array(here), np.array(here)

@@ -40,7 +40,7 @@ class Outcome:
 
 
 def failure_of(returncode: int, text: str) -> Outcome:
-    """Return the outcome of a worker process that ended without writing one.
+    """Return the outcome (kind of failure, message) of a worker process that ended without writing one.
 
     Args:
         returncode: exit code as `subprocess` gives it; negative for a signal.

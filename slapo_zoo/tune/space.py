@@ -1,4 +1,4 @@
-"""A tuning space whose symbols may depend on each other (polyhedral).
+"""Tuning space: symbols (tunable variables) with candidate values that may depend on earlier symbols.
 
 A symbol has a list of candidates, or a function of earlier symbols that returns them; it may have a
 condition, and constraints exclude configurations. The older form is a function `update(arguments, space)`

@@ -107,7 +107,8 @@ def fits(
 
 
 def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarray:
-    """Return the probability [points] that each configuration fits: the mean of the laws that agree with outcomes.
+    """Return the probability [points] that each configuration fits: the mean over all memory laws that agree with the
+    outcomes.
 
     A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept`
     takes the values of KEPT.
@@ -225,7 +226,8 @@ class Model:
         return int(free[distance.argmax()])
 
     def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
-        """Return a configuration with a new value of a memory symbol of which one value has run; None if there is none.
+        """Return an unmeasured configuration with a new value of one memory symbol, if that symbol has run with a
+        single value only; else None.
 
         All other memory symbols take their value of least memory.
         """
@@ -270,7 +272,8 @@ def best_of(known: Known) -> int | None:
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
     """Return the number of an unmeasured configuration that needs less memory than all failed ones, or None.
 
-    It lies half-way between the failed ones and the one of least memory; after three failures it is the latter.
+    The configuration lies half-way between the failed ones and the one that needs least memory. After three failures
+    it is the one that needs least.
     """
     if not left:
         return None

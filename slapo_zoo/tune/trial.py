@@ -46,7 +46,8 @@ class Job:
         dtype: dtype of the parameters.
         device: "cpu" or "cuda"; None takes a GPU where there is one.
         memory: bytes that a rank may use; 0 for no limit.
-        probe: loss on the probe batch of one rank with reference kernels; None skips the comparison.
+        probe: expected loss on the probe batch, computed by one rank with reference kernels; None skips the
+            comparison.
     """
 
     model: str

@@ -41,7 +41,8 @@ class Limits:
         patience: number of configurations in a row without a new best after which the search stops; 0: never.
         quick_steps: steps of a first short measurement; 0 skips it.
         steps: steps of a full measurement.
-        slack: a full measurement follows where quick throughput is at least this share of the best quick one.
+        slack: a full measurement follows if the throughput of the short one is at least this share (0 to 1) of the
+            best short one.
     """
 
     evaluations: int = 50

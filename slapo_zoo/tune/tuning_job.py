@@ -24,10 +24,11 @@ from slapo_zoo.zoo.tuned import machine_name, model_name
 
 
 def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
-    """Return the valid configurations: rows are a multiple of micro-batches, and a recompute policy comes with a ratio.
+    """Return the valid configurations: rows are a multiple of micro-batches, and a recompute policy comes with a
+    ratio.
 
     Args:
-        ranks: processes of a measurement, which tp, pp and dp share out.
+        ranks: number of processes of a measurement, the product of tp, pp and dp.
         symbols: name --> candidates; knobs of `from_pretrained`, `batch_size`, `threads`, `kernels`.
 
     Raises:

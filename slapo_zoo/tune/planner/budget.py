@@ -20,7 +20,8 @@ def policies_within(
     budget: int, asked: str, config: Any, auto_class: Any, mesh: Mesh, options: BuildOptions,
     dtype: torch.dtype, shape: tuple[int, int], micro_batches: int | None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return one activation policy per block, so that the kept activations of every rank fit into `budget` bytes.
+    """Return one activation policy (keep, recompute, ...) per block, so that the saved activations of every rank fit
+    into `budget` bytes.
 
     Args:
         budget: bytes per rank.

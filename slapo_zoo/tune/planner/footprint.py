@@ -48,7 +48,7 @@ class Meter:
         self._read: set[int] = set()  # what the running chain has read already
 
     def note(self, row: Row) -> None:
-        """Count one recorded operation or collective."""
+        """Add one recorded operation or collective to the totals."""
         if row.transfer is not None:
             self.comm += RING[row.transfer.kind] * row.transfer.bytes
             self.collectives += 1
@@ -91,7 +91,7 @@ class Meter:
         self._read.discard(storage)
 
     def now(self) -> tuple[float, ...]:
-        """Return the totals counted so far; outputs of element-wise chains that may still grow count as written."""
+        """Return the totals so far; outputs of element-wise chains that are not complete count as written."""
         self.settle()
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
                 self.collectives)  # fmt: skip
@@ -117,7 +117,7 @@ class Alive(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Totals at one point of a dry run, in bytes; `peak` and `grown` are the maxima since the previous `Moment`."""
+    """Bytes in use at one point of a dry run; `peak` and `grown` are the maxima since the previous `Moment`."""
 
     work: tuple[float, ...]
     gathered: int
@@ -198,7 +198,7 @@ class Footprint:
         self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
 
     def _survivors(self) -> list[tuple[int, int]]:
-        """Return for each unit call (bytes that it keeps for the backward, bytes of these that it did not allocate)."""
+        """Return, for each unit call, (bytes it saves for the backward, how many of them it did not allocate itself)."""
         found, before = [0] * len(self.ends), [0] * len(self.ends)
         for storage in self.alive.values():
             at = min(storage.call, len(found) - 1)

@@ -25,13 +25,13 @@ class Hardware:
         network: bytes per second of a device to another node, one way.
         latency_s: seconds of an empty collective.
         hop_s: seconds that each rank of a node adds to a collective.
-        node_hops: how many times `hop_s` is added to a collective for each doubling of the nodes.
+        node_hops: number of times that `hop_s` is added to a collective for each doubling of the number of nodes.
         per_node: devices of a node.
         memory: bytes of a device.
         reserved: bytes that libraries and the context take on each device.
         optimizer_copies: temporaries of the optimizer step, in copies of the largest parameter; with
             `foreach` the step makes temporaries of all parameters instead.
-        scratch: short-lived memory inside operations, which a dry run cannot see, in multiples of a
+        scratch: temporary memory inside operations, which a dry run cannot see, as a multiple of the bytes of a
             block's output for one micro-batch.
         foreach: whether torch's optimizers use their multi-tensor implementation on this device.
         multiprocessors: number of multiprocessors, which compute tiles of a product in waves; 0: ignore tiles.

@@ -167,7 +167,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Return for each pp rank the micro-batches in flight in each of its stages, at the moment when it holds most."""
+    """Simulate an order; return the micro-batches in flight per pp rank and stage, when the rank holds most."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

@@ -310,7 +310,8 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return what identifies stages of equal cost in a layout, so that each kind is computed once.
+        """Return the key under which memory and time of a stage are cached, so that stages of equal cost are computed
+        once.
 
         Returns:
             (recompute policies, an integer per unit that is the same for units of equal cost, cache from the
@@ -338,7 +339,7 @@ class Planner:
         return self._stages[what]
 
     def edges(self, stages: int) -> list[int]:
-        """Return the index of the first unit call of each of `stages` stages, and at the end the number of calls."""
+        """Return the index of the first unit call of each of `stages` stages, followed by the number of unit calls."""
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:

@@ -1,7 +1,8 @@
-"""Choose for each block to keep, recompute or offload its activations, at least cost within a memory limit.
+"""Choose for each block whether its activations are kept, recomputed or offloaded, at least time within a memory
+limit.
 
-Block after block, only mixtures remain that no other one beats in both bytes and seconds; the fastest
-that fits is taken. With more than MOST mixtures only one per range of bytes remains.
+A mixture is one choice per block. Block after block, mixtures that another one beats in both bytes and seconds are
+dropped; the fastest that fits is taken. Of more than MOST mixtures only one per range of bytes is kept.
 """
 
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
 
 
 def _note(found: dict[str, str], best: Mixture | None) -> None:
-    """Add a rank's policies to `found` (block --> policy); for a block on several ranks keep the policy that saves least."""
+    """Add one rank's policies to `found` (block --> policy); a block on several ranks gets the one that saves least."""
     chain = best.choices if best else None
     while chain is not None:
         (name, policy), chain = chain

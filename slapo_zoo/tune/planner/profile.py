@@ -15,7 +15,7 @@ ROWS = (2, 4)  # that a profile is measured with; with one row some operations t
 
 
 class Work(NamedTuple):
-    """Work of a device in the forward or backward of one unit.
+    """Work that a device does in the forward or backward of one unit (a block, an embedding, a head).
 
     Args:
         products: matrix products and attentions.
@@ -90,7 +90,7 @@ class Use(NamedTuple):
     before: float = 0.0
 
     def toward(self, other: "Use", share: float) -> "Use":
-        """Return the cost at `share` of the way from self (0) to `other` (1), linear also beyond 1."""
+        """Return the interpolated cost self + share * (other - self); `share` may exceed 1."""
         return tree_map(lambda a, b: a + (b - a) * share, self, other)
 
     def times(self, factor: float) -> "Use":
@@ -155,7 +155,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Policy of each unit: keep, recompute, or offload its activations.
+    """Policy of each unit (a block, an embedding, a head): keep, recompute, or offload its activations.
 
     Args:
         blocks: names of the blocks that are recomputed with `policy`.

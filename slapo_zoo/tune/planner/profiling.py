@@ -40,7 +40,8 @@ KEPT_BLOCKS = 3  # first, middle, last
 
 
 class Family:
-    """Configs and models on meta of one family: as given, and with fewer blocks that stand for all where possible.
+    """Configs and meta models of one family: the given one, and where possible one with fewer blocks, which stand for
+    all of them.
 
     `target_len` may be set before the first profile: tokens of a decoder's row, if an encoder's row has more.
 
@@ -282,9 +283,10 @@ def _loss(tape: Tape, output: Any) -> Tensor:
 
 
 def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
-    """Return the calls, with the activation bytes that units before the first block keep divided by tp.
+    """Return the calls with the activation bytes before the first block divided by tp.
 
-    Under sequence parallelism each rank keeps its own tokens only.
+    These are the bytes that embeddings and other units before the blocks keep. Under sequence parallelism each rank
+    keeps those of its own tokens only.
     """
     first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
     if calls[first + 1][0] not in blocks:

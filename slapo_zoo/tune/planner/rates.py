@@ -28,7 +28,8 @@ def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
 
 @lru_cache(maxsize=1 << 16)
 def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) -> float:
-    """Return the operations that the full rate would do in the time of `batch` products [m, k] x [k, n] in tiles.
+    """Return the operations of `batch` products [m, k] x [k, n], counted so that tiles and waves which are not full
+    cost as much as full ones.
 
     `count` is the number of multiprocessors, `fill` the extra inner size per tile. The best tile shape is taken.
     """

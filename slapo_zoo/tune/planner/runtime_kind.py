@@ -13,16 +13,16 @@ class Runtime:
     """Constants of one way to run a model: eager, with kernels, compiled, or by Megatron.
 
     Args:
-        fused: chains of element-wise operations are one kernel.
+        fused: True if a chain of element-wise operations is one kernel.
         host: host-side operations (views, autograd, Python) per kernel of such a chain.
-        scores: attention writes its scores to memory wherever it has dropout.
-        parts: under sequence parallelism a rank keeps only its own tokens and gathers the others again in
-            the backward; a dropout mask takes one byte per element.
-        accumulates: the product that makes a weight gradient adds it to those of earlier micro-batches.
-        scatters: every tp rank of a stage sends its share of the output to the next, not all of it.
+        scores: True if attention with dropout writes its scores to memory.
+        parts: True if, under sequence parallelism, a rank saves only its own tokens and gathers the others again in
+            the backward; a dropout mask then takes one byte per element.
+        accumulates: True if the matrix product of a weight gradient also adds it to that of earlier micro-batches.
+        scatters: True if every tp rank sends only 1/tp of a stage's output to the next stage.
         fused_optimizer: the optimizer step makes no temporary tensors.
         overlapped: the all-reduce over dp overlaps with the backward of the last micro-batch.
-        even: stages have equally many blocks, whatever the embedding and the head cost.
+        even: True if all stages have the same number of blocks, whatever the embedding and the head cost.
         casts: 16-bit copies of master weights live only while forwards and backwards run.
     """
 

@@ -31,8 +31,8 @@ class StageMemory:
         growing: most bytes of activations and gradients together in a first backward.
         received: tensors received from the previous stage.
         sent: tensors sent to the next stage.
-        around: parameters outside blocks.
-        inner: `peak` while a block runs.
+        around: number of parameters outside the blocks.
+        inner: the value of `peak` if only the time in which a block runs is counted.
         first: parameters of the largest unit before the blocks, tied parameters included.
         last: parameters of the largest unit after the blocks.
         elsewhere: part of `received` that only other tp ranks keep until the backward.
@@ -186,7 +186,8 @@ def _resident(
 
 
 def _made_whole(widest: int, layout: Layout, precision: Precision) -> int:
-    """Return the bytes of weights and gradients of running blocks that ZeRO-2 and ZeRO-3 hold unsharded for a while.
+    """Return the bytes of unsharded weights and gradients that ZeRO-2 and ZeRO-3 hold temporarily, for the blocks
+    that are running.
 
     `widest` is the number of elements of the largest block's parameters.
     """
