@@ -1,4 +1,4 @@
-"""Verification in a child process: it does not disturb this one's process group, and its crash ends only itself."""
+"""Verification in a child process, so that it leaves this process's group untouched and a crash ends only the child."""
 
 import signal
 from typing import Any

@@ -24,8 +24,8 @@ class Blame:
 
     Args:
         found: results of all ranks of the scheduled model, with their recorded tensors.
-        truth: tensors of the plain model in fp64, run on the whole batch.
-        plain: tensors of the plain model in fp32; their distance from `truth` is the error of rounding.
+        truth: recorded tensors of the plain model in fp64, run on the whole batch.
+        plain: recorded tensors of the plain model in fp32; their distance from `truth` is the rounding error.
         partial: paths of modules whose gradients are partial sums, as the schedule says.
         experts: paths of modules that run only this rank's experts; modules inside them are not compared.
     """
@@ -114,7 +114,7 @@ class Blame:
     def _parts(
         self, event: Event, gradient: bool
     ) -> Iterator[tuple[list[int], list[Tensor | None], tuple[int, int]]]:
-        """Yield (ranks, tensors, (first row, number of rows)) for each micro-batch of each stage.
+        """Yield (ranks, tensors, (first row, number of rows)) of an event for each micro-batch of each stage.
 
         `tensors` has one tensor per tp rank, or None if that rank did not record the event.
         """
@@ -197,7 +197,9 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _odd_one(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """Return the tp coordinate whose tensor is missing, else whose tensor is far from `want`; 0 if neither is found."""
+    """Return the coordinate of the tp rank to blame: the first whose tensor is missing, else the first whose tensor
+    is far from `want`, else 0.
+    """
     for i, part in enumerate(parts):
         if part is None:
             return i

@@ -1,4 +1,4 @@
-"""Test cases of a verification: a plain model whose random weights make mistakes visible, a batch, and trials."""
+"""Test cases of a verification: a plain model with random weights that let mistakes show, a batch, and trials."""
 
 import copy
 from collections.abc import Mapping
@@ -40,12 +40,12 @@ class Case:
         padded: the rows of text have different lengths and are padded.
         dtype: dtype of the scheduled model.
         truth_dtype: dtype of the plain model that the scheduled one is compared with.
-        drops: fields of the config that are set to `DROPOUT` while dropout is compared.
+        drops: names of the config's dropout rates, which are set to `DROPOUT` while dropout is compared.
         draws: whether the model draws random numbers while dropout is compared.
         thorough: compare an optimizer step, collectives and files too; and compare dropout with a run of
             the whole batch at once, not in micro-batches.
-        seen: observation of the plain model's forward; None unless a table is derived.
-        truth: a run of the plain model that was made before, or None.
+        seen: observation of the plain model's forward (`zoo.derivation.observe`); None unless a table is derived.
+        truth: result of an earlier run of the plain model, or None.
         batch: inputs of the first step, for all dp ranks together; an empty dict makes them.
     """
 
@@ -94,7 +94,7 @@ class Trial:
         sizes: sizes of tp, pp and dp.
         schedule: "zoo", a Table, a list of (pattern, directive), or a function that gets the Schedule.
         knobs: values of sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels.
-        whole: run all rows of a dp rank as one micro-batch.
+        whole: True runs all rows of a dp rank as one micro-batch.
     """
 
     case: Case
@@ -166,7 +166,7 @@ def dropouts(config: Any) -> list[str]:
 
 
 def expressive(config: Any) -> dict[str, Any]:
-    """Return config fields under which mistakes show: no dropout, and initial weights that are not tiny."""
+    """Return config fields with which mistakes of a schedule show: no dropout, and initial weights that are not tiny."""
     known = config.to_dict()
     scale = {"initializer_range": 0.2, "initializer_factor": 1.0, "init_std": 0.2}
     changes: dict[str, Any] = {n: v for n, v in scale.items() if n in known}

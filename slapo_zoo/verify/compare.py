@@ -1,4 +1,4 @@
-"""Results of runs, and their comparison: the tolerance is the reference's own error (docs/decisions/0003)."""
+"""Results of runs, and their comparison; the tolerance is the plain model's own rounding error (docs/decisions/0003)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,11 +51,11 @@ class RankResult(Result):
 
     Args:
         coords: this rank's coordinates in tp, pp and dp.
-        digests: local parameter --> (hash of its bytes after the step, which shard it is).
+        digests: local parameter --> (hash of its bytes after the step, text that identifies its shard).
         untied: names of parameters that should share memory and do not.
-        grad_digests: local parameter --> the same two for its gradient, before clipping.
+        grad_digests: local parameter --> (hash of its gradient's bytes before clipping, text that identifies its shard).
         collectives: kind --> number of collectives over tp in the step.
-        twice: gradients after a second backward on the same batch, accumulated.
+        twice: gradients accumulated over two backwards on the same batch.
     """
 
     coords: tuple[int, int, int] = (0, 0, 0)
@@ -117,7 +117,7 @@ class Comparison:
         findings: the differences that were found.
         worst: check --> its largest error divided by the allowed one.
         counts: check --> number of comparisons made.
-        factor: one number by which all gradients are too large; None where there is no such number.
+        factor: the number by which every gradient is too large, if it is the same for all; else None.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -158,7 +158,7 @@ class Tolerance:
         self.truth, self.plains, self._others = truth, list(plains), iter(others)
 
     def another(self) -> bool:
-        """Make one more plain run and add it to `plains`; return False if no run is left to make."""
+        """Make one more plain run from `others` and add it to `plains`; return False if none is left."""
         self.plains += (more := list(islice(self._others, 1)))
         return bool(more)
 

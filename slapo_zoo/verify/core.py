@@ -151,9 +151,11 @@ class _Verification:
         return Blame(found, truth, plain, partial, experts).first(wrong)
 
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
-        """Return a divergence outside of all modules: in the loss, in one factor of all gradients, or in their norm.
+        """Return a divergence that no module explains: in the loss, in a common factor of all gradients, or in their
+        norm.
 
-        If none is found, or `divergence`, which names a module, lies in the forward, return `divergence`.
+        Return `divergence` (which names a module) if there is no such divergence, or if `divergence` lies in the
+        forward.
         """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}
@@ -170,12 +172,12 @@ class _Verification:
         return None if gradients == {"norm"} else divergence
 
     def _drifts(self) -> list[Finding]:
-        """Return the findings about replicas of a parameter whose gradients differ between ranks."""
+        """Return the findings about parameters whose replicas have different gradients on different ranks."""
         end = "as its gradient does"
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _by_names(self) -> Divergence | None:
-        """Return a divergence at the module of the first parameter that a finding names; None if none names one."""
+        """Return a divergence at the module of the first parameter that the findings name; None without one."""
         for finding in (*self._drifts(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)
@@ -185,7 +187,8 @@ class _Verification:
     def _landed(self, kind: str) -> frozenset[str]:
         """Return the paths of the modules to which directives of a kind were applied.
 
-        Kind "sync_op_or_fn": collectives that leave partial gradients; kind "count": sharding of experts.
+        `kind` is the name of an argument of the directives: "sync_op_or_fn" for collectives that leave partial
+        gradients, "count" for the sharding of experts.
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)

@@ -36,7 +36,7 @@ class Proof:
 
     Args:
         table: table for the given config.
-        left_whole: group of modules --> reason why it is not sharded, "" if none is known.
+        left_whole: name of a group of modules that stays unsharded --> the reason, "" if unknown.
         sizes: sizes of tp, pp and dp.
         open_table: the same table with config field names for its numbers, for any config of the family.
         per_rank: pattern --> shape of the weight on tp rank 0.
@@ -93,7 +93,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
 
 
 class Search:
-    """Search for a table of sharding rules that is right, from the one that shards most to the one that shards least."""
+    """Search for a table of sharding rules that is proven right; tables that shard more are tried first."""
 
     def __init__(self, config: Any, case: Case, sizes: tuple[int, int, int], knobs: Any):
         self.config, self.case, self.sizes, self.knobs = config, case, sizes, knobs
@@ -152,7 +152,7 @@ class Search:
         return [*plan, *structural, self._gathered]
 
     def _has_plan(self) -> bool:
-        """Return whether the tp plan of `transformers` gives sharding rules for this config with its dropouts."""
+        """Return whether a table can be made from `transformers`' tp plan, for this config and its dropout rates."""
         if not plan_of(self.case.config):
             return False
         with suppress(SlapoError):
@@ -186,7 +186,7 @@ class Search:
         return problem_of(Trial(self.case, sizes, table, self.knobs))
 
     def _wrong_anyway(self) -> bool:
-        """Return whether the outputs or gradients are wrong even with every module unsharded."""
+        """Return whether outputs or gradients are wrong even if no module is sharded."""
         self.left_whole = dict.fromkeys(self.groups, "")
         return bool(self._probe(self._gathered, self.sizes))
 

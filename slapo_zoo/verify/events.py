@@ -29,7 +29,7 @@ class Event(NamedTuple):
 
 
 class Seen:
-    """Copy of a recorded tensor, and after the backward its gradient.
+    """Copy of a recorded tensor; after the backward it holds the gradient too.
 
     `rows` is the number of rows of the micro-batch (0: unknown); `source` is the id of the recorded tensor.
     """

@@ -1,7 +1,7 @@
-"""Detection of how the tensors of the tp ranks make up one tensor of the plain model.
+"""Detection of how the tensors of the tp ranks are shards of one tensor of the plain model.
 
-Under a correct schedule the tp ranks hold the same tensor, or slices of one axis in the order of the
-ranks (padded, shared by neighbours, or of q, k and v each), or slices of the tokens. Partial sums are
+Under a correct schedule the tp ranks hold equal tensors, or slices of one axis in the order of the ranks, or slices
+of the tokens. Slices may be padded, equal on neighbours, or taken of q, k and v separately. Partial sums are
 accepted only where the schedule says so.
 """
 
@@ -14,7 +14,7 @@ Close = Callable[[Tensor], bool]
 
 
 def form_of(parts: Sequence[Tensor], want: Tensor, close: Close, partial: bool = False) -> str:
-    """Describe how the tensors of the ranks make up `want`; return "" if they do not.
+    """Describe how the tensors of the ranks are shards of `want`; return "" if they are not.
 
     Args:
         parts: one tensor per tp rank, in order.
@@ -81,7 +81,8 @@ def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
 def _tokens_of_flat_rows(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield (description, tensor) for each way in which `parts` may be tokens of flattened rows [rows * tokens, ...].
 
-    OPT flattens its activations so; each rank then holds some tokens of every row. Each number of rows is tried.
+    OPT flattens its activations in this way; each rank then holds some tokens of every row. Every possible number of
+    rows is tried.
     """
     n, flat = len(parts), parts[0].shape[0] if parts[0].ndim else 0
     if want.ndim < 2 or any(p.shape != parts[0].shape for p in parts) or flat * n != want.shape[0]:

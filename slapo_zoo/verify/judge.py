@@ -98,7 +98,7 @@ def _with_dropout(into: Comparison, trial: Trial) -> None:
 
 
 def tolerance_of(case: Case) -> Tolerance:
-    """Run the plain model; return its result together with the error that a right schedule may have.
+    """Run the plain model; return its result and the error that the result of a correct schedule may have.
 
     If the scheduled model runs in another dtype than the plain fp64 run, this error is measured on plain runs in
     its dtype that add in different orders.
@@ -123,7 +123,7 @@ def plain(
         dtype: dtype of parameters and floating-point inputs.
         attention: "sdpa" or "eager"; None leaves the choice to `transformers`.
         reverse: take the rows in the opposite order, which adds the same values in another order.
-        shake: seed of the rounding noise that `shaken` adds to the parameters; None adds none.
+        shake: seed of the rounding noise that the function `shaken` adds to the parameters; None adds none.
     """
     kind = {} if attention is None else {"attn_implementation": attention}
     model = case.cls.from_pretrained(case.folder, dtype=dtype, **kind, **case.changes())
@@ -182,7 +182,7 @@ def scheduled(
         trial: the test case, the schedule and the mesh.
         dtype: dtype of the parameters.
         save: folder for the weights after the step; None saves none.
-        shake: seed of the rounding noise that `shaken` adds; None adds none.
+        shake: seed of the rounding noise that the function `shaken` adds to the parameters; None adds none.
     """
     model = shaken(load(trial, trial.case.changes(), dtype), shake)
     silence(model)

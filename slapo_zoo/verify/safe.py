@@ -1,4 +1,4 @@
-"""Contexts around a run: collectives are checked and counted, dropout is switched off."""
+"""Contexts of a run in which collectives are checked and counted, and dropout is switched off."""
 
 import zlib
 from collections import Counter

@@ -60,7 +60,8 @@ def tiny_case(
 
 
 def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
-    """Make the test case of a small config: write its weights to `folder`, and run it without and with dropout.
+    """Make the test case of a small config: write its weights to `folder`, and run the model without and with
+    dropout.
 
     The forward with the dropout of `given` is observed. The run without dropout is what sharded runs are compared with.
     """
