@@ -62,7 +62,7 @@ def _plain(kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None) -> Tens
 def _through_act(kind: str, dy: Tensor, h: Tensor, ours: bool) -> Tensor:
     """Return the gradient of h, given the gradient `dy` of act(h), in torch operations.
 
-    `ours` says that nobody else reads `dy`, so that its memory is reused for the result.
+    `ours` is True if no other code reads `dy`, whose memory then holds the result.
     """
     into = dy if ours else torch.empty_like(dy)
     if kind == "relu":

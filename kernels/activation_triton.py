@@ -38,7 +38,7 @@ def _act(h, KIND: tl.constexpr):
 
 @triton.jit
 def _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout mask of a tile: loaded from `keep`, or hashed from `seeds`, of which each serves `cell` rows of x."""
+    """Return a tile's dropout mask: loaded from `keep`, or hashed from `seeds`, one seed for every `cell` rows of x."""
     if MASK == "keep":
         at = m[:, None].to(tl.int64) * N + n[None, :]
         found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)

@@ -140,7 +140,7 @@ def _query_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient dq of a block of queries, and what the block adds to the bias table's gradient."""
+    """Compute the gradient dq of a block of queries, and the block's contribution to the gradient of the bias table."""
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD

@@ -44,7 +44,7 @@ class Given(NamedTuple):
         return in_triton(q) and self.bias is None and not self.drawn
 
     def of_tiles(self) -> tuple:
-        """Return the arguments that the Triton kernels take after q, k and v, in their order."""
+        """Return the arguments of the Triton kernels after q, k and v, in their order."""
         tensors = (self.table, self.classes, self.key_mask, self.keep, self.seeds)
         return *tensors, self.p, self.scale, self.causal, self.window
 
@@ -82,9 +82,9 @@ def attention(
         keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.
         seeds: int64 [B * H]; the mask is made from them when `keep` is None.
         p: dropout probability.
-        wide: multiply q by k in fp32 on a CPU, whatever their dtype.
+        wide: True multiplies q by k in fp32 on a CPU, whatever their dtype.
         bias: added to the scores (CPU only); broadcasts to [B, H, S, T] and gets no gradient; or None.
-        places: [S], index of each token in a row of `drawn` tokens; None: they are its first S.
+        places: [S], index of each token in a row of `drawn` tokens; None: the tokens are the first S of the row.
         drawn: tokens per row, padding included, for which a CPU draws a mask from each seed; 0: masks are hashed.
     """
     if q.device.type != "cpu" and cannot(q):

@@ -1,4 +1,5 @@
-"""Operators of the LM losses: three statistics per row of logits, and the gradient through them.
+"""Operators of the language-model losses: three statistics for each row of logits, and the gradient of the logits
+from those of the statistics.
 
 The statistics are the log-sum-exp, the target's logit (0 if another rank holds it) and the sum of the logits:
 enough to combine shards of the vocabulary. A rank reads its logits once for the loss and once for the gradient,
@@ -77,7 +78,7 @@ def _by_row(logits: Tensor) -> Tensor:
 
 
 def join(parts: Tensor) -> Tensor:
-    """Combine the `statistics` of n vocabulary shards, `parts` [n, 3, N], into the statistics of all classes [3, N]."""
+    """Combine `parts` [n, 3, N], the `statistics` of n vocabulary shards, into statistics [3, N] of all classes."""
     return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0), parts[:, 2].sum(0)])
 
 

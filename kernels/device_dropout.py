@@ -47,7 +47,7 @@ def seeded_attention(
         seeds: int64 [B * H], from which dropout masks are made; None: no dropout.
         p: dropout probability.
         drawn: tokens per row, padding included, for which a CPU draws a mask from each seed; 0: masks are hashed.
-        places: [S], index of each token in a row of `drawn` tokens; None: they are its first S.
+        places: [S], index of each token in a row of `drawn` tokens; None: the tokens are the first S of the row.
     """
     (B, _, S, _), T = q.shape, k.shape[2]
     options: dict[str, Any] = {"seeds": seeds, "p": p}

@@ -1,4 +1,4 @@
-"""Kernel dropout: y = mask * x, with a given or hashed mask; 4 bytes per element in bf16, nothing saved.
+"""Kernel dropout: y = mask * x, with a given or hashed mask. It moves 4 bytes per element in bf16 and saves no mask.
 
 B batch rows, N elements in each.
 """

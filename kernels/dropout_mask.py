@@ -39,7 +39,7 @@ def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
     Args:
         module: an nn.Dropout.
         x: tensor to be dropped; only shape, dtype and device are used.
-        cells: number of seeds wanted, e.g. rows * heads; 0 for as many as `draws` returns, or one per row of x.
+        cells: number of seeds to return, e.g. rows * heads; 0 returns those of `draws`, or one per row of x.
     """
     if not module.training or module.p == 0.0:
         return {}
@@ -84,7 +84,7 @@ def hides_only_padding(mask: Tensor | None, queries: int, size: int, causal: boo
         mask: [B, 1, S or 1, T], True or 0 where a key is seen.
         queries: number of queries S.
         size: number of keys T; the mask may have more.
-        causal: a query sees only keys up to its own; the queries are the last S of T positions.
+        causal: True if a query sees only keys up to its own position; the queries are the last S of T positions.
     """
     if mask is None or mask.shape[2] == 1 or mask.is_meta or isinstance(mask, FakeTensor):
         return True

@@ -74,7 +74,7 @@ def _forward(module: Any, input: Tensor) -> Tensor:
 
 
 def _sites(model: Any) -> list[str]:
-    """Return the paths of the modules that this kernel may replace: the output embedding, if it is a Linear."""
+    """Return the paths of the modules that this kernel may replace: the output embedding if it is a Linear."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return [path for path, module in model.named_modules() if module is head]
 

@@ -93,7 +93,7 @@ def _mean(total: Tensor, counts: Tensor, items: Tensor | float | None) -> Tensor
 
 
 def _torch_has_it(x: Tensor, label_smoothing: float, group: Any) -> bool:
-    """Return whether torch has a chunked loss of its own for these arguments that was not measured to be slower."""
+    """Return whether torch has a chunked loss of its own for these arguments, and no measurement found it slower."""
     has = hasattr(torch.nn, "LinearCrossEntropyOptions") and hasattr(
         functional, "linear_cross_entropy"
     )
@@ -199,7 +199,7 @@ def _mean_loss(
 
 
 class _OverRanks(torch.autograd.Function):
-    """Autograd function of `_mean_loss` for a vocabulary that is sharded over the ranks of a group."""
+    """Autograd function that computes `_mean_loss` for a vocabulary sharded over the ranks of a group."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

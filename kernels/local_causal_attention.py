@@ -117,7 +117,7 @@ def local_causal_attention(
         q: queries [B, H, S, D].
         k: keys [B, H, T, D]; the queries are the last S of T positions.
         v: values [B, H, T, D].
-        window: number of keys that a query sees, its own included; 0 for all before it (global layers).
+        window: number of keys that a query sees, its own included; 0: its own and all earlier keys (global layers).
         scale: factor of the scores; 1 in GPT-Neo.
         key_mask: [B, T], False where a key is padding.
         keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.

@@ -1,8 +1,9 @@
-"""Logits that are computed only when something reads them; their loss does not.
+"""Logits that are computed only when code reads them; the loss of such logits is computed without them.
 
-In training, a head that a kernel serves returns such logits. The unmodified loss code of `transformers` runs on
+In training, an LM head whose forward a kernel replaces returns such logits. The unmodified loss code of
+`transformers` runs on
 them: `view(-1, V)`, slices and casts act on the hidden states (rows [..., H]) behind them, and `cross_entropy`
-becomes a loss of the rows whose target counts. Any other operation computes the logits, once.
+becomes a loss of the rows whose target is not ignored. Any other operation computes the logits, once.
 """
 
 from collections.abc import Callable
@@ -51,7 +52,8 @@ class Head:
         group: ranks that shard the vocabulary, or None.
         summed: whether the module before the head all-reduces the gradient of the rows over the group.
         root: module whose weights `logits` reads; None takes `linear`.
-        within: makes contexts in which the root's weights are those of its forward (casts, gathered shards).
+        within: function that makes contexts in which the root's weights are those of its forward (casts, gathered
+            shards).
     """
 
     linear: Any
@@ -145,7 +147,7 @@ class LogitsOnDemand(torch.Tensor):
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return the same logits for a head whose vocabulary is sharded over the ranks of `group`; self if None."""
+        """Return these logits for a head whose vocabulary is sharded over `group`; for None return this object."""
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
@@ -253,7 +255,8 @@ class LogitsOnDemand(torch.Tensor):
 
 
 class _Deferred(torch.autograd.Function):
-    """Autograd node of logits on demand, for code that bypasses `__torch_function__` (C++, autograd functions).
+    """Autograd node of logits that are not computed yet, for code that bypasses `__torch_function__` (C++, autograd
+    functions).
 
     Its backward computes the logits and continues through their graph.
     """

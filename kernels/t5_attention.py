@@ -145,7 +145,7 @@ def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tup
 
 
 def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Return the kernel's dropout arguments: the mask or seeds of the model's schedule, else new seeds."""
+    """Return the kernel's dropout arguments: the mask or seeds that the model's schedule draws, else new seeds."""
     (B, H, S, _), core = q.shape, module._modules.get("core_attn")
     if core is None or not module.dropout:
         return new_seeds(B * H, module.dropout, q.device)
@@ -178,8 +178,8 @@ def t5_attention(
         k: keys [B, H, T, D]; if causal, the queries are the last S of T positions.
         v: values [B, H, T, D].
         weight: weight [buckets, H] of `relative_attention_bias`; None in cross-attention.
-        bidirectional: later and earlier keys have different buckets (the encoder).
-        causal: no query sees a later key (the decoder).
+        bidirectional: True if later and earlier keys have different buckets (the encoder).
+        causal: True if no query sees a later key (the decoder).
         key_mask: [B, T], False where a key is padding.
         max_distance: all distances beyond it share a bucket.
         keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.

@@ -113,8 +113,8 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
 
 
 def _beside(x: VocabLogits, other: Any) -> Any:
-    """Return the other operand of an operation on logits [..., V], sliced to the local columns; None: gather the
-    logits.
+    """Return the other operand of an element-wise operation on logits [..., V], sliced to the local columns; None if
+    the logits must be gathered.
 
     A tensor with a gradient needs gathered logits: on local columns its gradient would be incomplete.
     """

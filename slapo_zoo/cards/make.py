@@ -130,7 +130,7 @@ def _value(value: Any, used: set[str]) -> Any:
 
 
 def _numbers(table: Table, config: Any, used: set[str]) -> dict[str, str]:
-    """Return name --> formula over the config for the names in `used` and those that their formulas need."""
+    """Return name --> formula over the config, for the names in `used` and the names that these formulas need."""
     texts = {n: str(of(config)) if callable(of) else of for n, of in table.dims.items()}
     wanted = set(used)
     for name in reversed(texts):  # a number may be made of those before it

@@ -116,7 +116,7 @@ def measured_knobs(tuned: Mapping[str, Any], model: str, ranks: int) -> dict[str
     """Return the fastest measured arguments of `from_pretrained` in a `tuning.json`; None without a match.
 
     Args:
-        tuned: results of `slapo-zoo tune --card` on one device: setting --> entry.
+        tuned: results of `slapo-zoo tune --card` on one device: measured setting (model, dtype, row length, ...) --> entry.
         model: name of the model, as `zoo.tuned.model_name` writes it.
         ranks: number of ranks, which tp * pp * dp of a match must equal.
     """

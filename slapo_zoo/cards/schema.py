@@ -46,7 +46,7 @@ def validator() -> Any:
     from jsonschema.validators import extend
 
     def all_of(validator: Any, rules: Any, instance: Any, rule: Any) -> Iterator[Any]:
-        """Yield the errors of one directive by the rule for its own primitive alone, since trying all rules is slow."""
+        """Yield the errors of one directive by the rule for its own primitive; trying all rules would be slow."""
         for index, each in enumerate(rules):
             if isinstance(instance, list) and instance[1:2] != [_primitive_of(each)]:
                 continue

@@ -72,9 +72,10 @@ def _constant(name: str) -> Any:
 
 
 def _depth(text: str) -> int:
-    """Return the deepest nesting of brackets outside strings; called before JSON is parsed.
+    """Return the deepest nesting of brackets in a JSON text, which is not parsed yet; brackets in strings do not
+    count.
 
-    Escaped characters are removed first; then every second part between quotes is a string.
+    After escaped characters are removed, every second part between quotes is a string.
     """
     depth = deepest = 0
     outside = " ".join(_ESCAPE.sub("", text).split('"')[::2])

@@ -46,7 +46,7 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def in_order(self, most: int | None = None) -> int:
-        """Return the number of batches in one evaluation of all rows, at most `most`; the last batch may be short."""
+        """Return the number of batches in an evaluation of all rows, at most `most`; the last one may be short."""
         size = self.batch_size
         count = len(self.rows) // size if self.task.couples else -(-len(self.rows) // size)
         return count if most is None else min(count, most)
@@ -119,7 +119,7 @@ class Stream:
         self.start, self.next, self.reader = position["at"], None, None
 
     def _read(self) -> None:
-        """Read the block of rows that begins at `start` on rank 0, and send it to all ranks."""
+        """Read the next block of rows, which begins at the position `start`, on rank 0, and send it to all ranks."""
         self.rows, self.next = once_for_all("reading data", self._block)
 
     def _block(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -307,7 +307,7 @@ class Translate(Task):
 
 @dataclass(frozen=True)
 class Pairs(Task):
-    """Task of finding the text that belongs to a text among the texts of all rows (contrastive learning).
+    """Contrastive task: find, among the texts of all rows, the text that belongs to a given one.
 
     A row holds two texts, anchor and positive; a batch holds anchor, positive, anchor, positive, ...
     """

@@ -1,6 +1,6 @@
 """Baselines for benchmarks of kernels: each operation as `transformers` or torch computes it without our kernels.
 
-Dropout is torch's, fused where the original's is, so that no baseline is slower than the model.
+Dropout is torch's, fused if that of the model is, so that no baseline is slower than the model.
 """
 
 from collections.abc import Callable

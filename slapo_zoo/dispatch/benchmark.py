@@ -168,8 +168,8 @@ def measure(
 def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
     """Return ({bucket: `path` or "torch"}, {bucket: smallest time of an alternative over the kernel's}).
 
-    A bucket is a kernel, dtype and size (`kernel_registry.bucket`). It gets `path`, the kernel, where no
-    alternative (eager, expert, Liger) was faster in any row, and one was slower by GAIN in some row.
+    A bucket is a kernel, dtype and size (`kernel_registry.bucket`). It gets `path`, which runs the kernel, if no
+    alternative (eager, expert, Liger) was faster in any measurement, and one was slower by GAIN in some measurement.
     torch.compile is not compared, since the model around the kernel is not compiled.
     """
     ratios: dict[str, list[float]] = {}
@@ -211,7 +211,7 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
 
 
 def _of_steps(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entries of a dispatch table (JSON data) about kernels that do not occur in the measured `rows`."""
+    """Return the entries of a dispatch table (JSON data) for kernels that do not occur in the measurements `rows`."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 

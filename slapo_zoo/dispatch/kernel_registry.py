@@ -79,7 +79,9 @@ class Kernel:
         return self.limits(torch.empty(1, size, dtype=dtype, device="meta"))
 
     def runs(self, device: str) -> tuple[str, str]:
-        """Return (path, reason) for a device ("cpu", or a GPU's name); a path is "triton", "torch" or a library."""
+        """Return (path, reason): the implementation that runs on a device ("cpu", or a GPU's name) and why; a path is
+        "triton", "torch" or the name of a library.
+        """
         if device == "cpu":
             return self.paths.get("cpu", "torch"), "the best of what runs on a CPU"
         if not any(key.startswith(f"{self.name}:") for key in table_of(device).dispatch):
@@ -175,7 +177,7 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Wrap a kernel's forward: once the class or a child in `passes` is patched, the class's own forward runs."""
+    """Wrap a kernel's forward to run the class's own once the class, or a child named in `passes`, was patched."""
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 
     @wraps(forward)
@@ -230,7 +232,8 @@ def as_written(cls: type) -> bool:
 
 
 def _is_of(cls: type, value: Any) -> bool:
-    """Return whether `value`, an attribute of `cls`, is no function, or a function defined in the file of `cls`.
+    """Return whether `value`, an attribute of `cls`, is unpatched: no function, or a function defined in the file of
+    `cls`.
 
     A function that another library has wrapped by a decorator counts as defined in the file of `cls`.
     """

@@ -64,9 +64,9 @@ class DeviceDropout:
     """Attention and dropout functions that make masks from seeds: see kernels/device_dropout.py.
 
     Args:
-        serves: (q, mask, number of keys, masks are drawn) --> True when `attention` should run.
-        attention: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> [B, S, H, d].
-        plain: (x, seeds=, p=) --> x after dropout.
+        serves: function: (q, mask, number of keys, whether masks are drawn) --> whether `attention` should run.
+        attention: function: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> output [B, S, H, d].
+        plain: function: (x, seeds=, p=) --> x after dropout.
     """
 
     serves: Callable[[Tensor, Tensor | None, bool, int], bool]
@@ -138,7 +138,7 @@ class CoreAttention(nn.Module):
     def _within_rows(
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
-        """Compute attention over the real tokens of a batch packed into one row; tokens see their own batch row only."""
+        """Compute attention of real tokens that are packed into one row; a token sees those of its batch row only."""
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -164,7 +164,9 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """Compute packed attention by unpacking to [B, H, S, d] with padding, so that the host needs no lengths."""
+        """Compute attention of packed tokens, by unpacking them to [B, H, S, d] with padding, so that the host need
+        not know row lengths.
+        """
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
 

@@ -23,8 +23,8 @@ class Backend:
         run: (attention module, q, k, v, mask, **kwargs) --> ([B, S, H, d], None or attention weights).
         mask: name of the `transformers` mask function whose masks it takes.
         flag: attribute of a model class that is True when the family supports it, or "".
-        drops: our dropout masks can be applied to its attention weights.
-        problem: (device type, dtype) --> why it cannot run there, or "".
+        drops: True if our dropout masks can be applied to its attention weights.
+        problem: function: (device type, dtype) --> reason why the back end cannot run there, or "".
     """
 
     run: Callable[..., Any]
@@ -50,7 +50,7 @@ def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
 
 
 def _own(attention: nn.Module) -> int:
-    """Return the index in the MRO of the module's `transformers` class; schedules put derived classes before it."""
+    """Return the index in the MRO of the class that `transformers` defines; schedules put derived classes before it."""
     classes = type(attention).__mro__
     has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)
     return next((i for i, found in enumerate(has) if found), 0)

@@ -16,7 +16,7 @@ def read_config(name: str | Path, **options: Any) -> Any:
 
     Raises:
         OSError: there is no such config.
-        ValueError: `transformers` does not know the config, or its sizes are absurd.
+        ValueError: `transformers` does not know the config, or a size in it is out of range.
     """
     from transformers import AutoConfig
 

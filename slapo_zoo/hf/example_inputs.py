@@ -90,7 +90,8 @@ def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def padded_batch(
     model: Any, rows: int, tokens: int, seed: int = 0, tp: int = 1
 ) -> dict[str, Tensor]:
-    """Make a batch that shows mistakes: rows of unlike lengths, labels of which some are ignored.
+    """Make a batch with which mistakes of a schedule show: rows of different lengths, and some labels that are
+    ignored.
 
     Args:
         model: a model of `transformers`, of which only class and config are read.

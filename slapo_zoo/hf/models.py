@@ -168,7 +168,7 @@ def given_numbers(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _forget_loose_ties(model: Any) -> None:
-    """Remove listed ties that `tie_weights` does not make (XLM-RoBERTa's causal head)."""
+    """Remove listed parameter ties that `tie_weights` does not make (XLM-RoBERTa's causal head) from the list."""
     held = dict(model.named_parameters(remove_duplicate=False))
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     loose = [a for a, b in ties.items() if a in held and b in held and held[a] is not held[b]]
@@ -302,7 +302,7 @@ def ignored_keys(model: Any) -> list[str]:
 
 
 def freeze_as_made(model: Any) -> Any:
-    """Freeze the parameters that the class's constructor freezes (Whisper's sine positions); return the model."""
+    """Freeze the parameters that the model's own constructor freezes (Whisper's sine positions); return the model."""
     with torch.device("meta"):
         made = type(model)(copy.deepcopy(model.config))
     for name, parameter in made.named_parameters():

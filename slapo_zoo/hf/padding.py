@@ -1,4 +1,4 @@
-"""Mask functions of `transformers` that use what the host knows of padding and packing, without asking the device."""
+"""Mask functions of `transformers` that use the host's counts of padding and packing and do not wait for the device."""
 
 from collections.abc import Callable
 from functools import wraps

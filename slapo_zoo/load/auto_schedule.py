@@ -87,7 +87,7 @@ def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
 
 
 def cache_file(config: Any, cls: Any, sizes: tuple[int, ...], options: BuildOptions) -> Path:
-    """Return the path of the file that records that this model's sharding rules were proven.
+    """Return the path of the cache file that records the proof of this model's sharding rules.
 
     The name of the file has a digest of code, config, sizes and versions. `cls` is the head class, `sizes` are
     those of tp, pp and dp.
@@ -105,7 +105,7 @@ def cache_file(config: Any, cls: Any, sizes: tuple[int, ...], options: BuildOpti
 
 @cache
 def own_code() -> str:
-    """Return a digest of the source of this package."""
+    """Return a digest of the source code of slapo_zoo."""
     found = hashlib.sha256()
     for file in sorted(Path(__file__).parents[1].rglob("*.py")):
         found.update(file.read_bytes())

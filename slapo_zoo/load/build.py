@@ -1,4 +1,4 @@
-"""create_schedule and build: the language on any module, without the zoo; publish_card and apply_card: its cards."""
+"""Schedules of any module (create_schedule, build), and their publication as cards (publish_card, apply_card)."""
 
 import copy
 import functools
@@ -136,7 +136,7 @@ def _call_init(sch: Schedule, path: str, module: Any, init: Any) -> None:
 
 
 def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter:
-    """Return this rank's shard of parameter `name` of a module whose parameters are unsharded now."""
+    """Return this rank's shard of the parameter `name` of `module`, which is unsharded so far."""
     full = module._parameters[name]
     part = part_of(full.detach(), plan.of(full_name), plan.mesh)
     return full if part.shape == full.shape else nn.Parameter(part, full.requires_grad)

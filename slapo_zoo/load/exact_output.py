@@ -47,7 +47,7 @@ def joined(
 
 
 def computed(value: Any) -> Any:
-    """Return logits that are not computed yet, or sharded over the vocabulary, as a plain tensor; others as they are."""
+    """Return `value` with logits that are not computed yet, or sharded, replaced by plain unsharded tensors."""
     if isinstance(value, LogitsOnDemand):
         return value.tensor()
     return value.gathered() if isinstance(value, VocabLogits) else value

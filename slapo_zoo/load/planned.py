@@ -1,4 +1,4 @@
-"""Take arguments that a call of the loader leaves out from a card's plan for these devices."""
+"""Complete the arguments of a loader call by the plan that a schedule card has for these devices."""
 
 import dataclasses
 import functools
@@ -35,7 +35,7 @@ WHERE = "from_pretrained"
 def with_options(
     load: Callable[..., Any], like: Any = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator: calls of the decorated function, of which only the signature counts, become calls of `load`.
+    """Return a decorator for a function of which only the signature counts: calls of it become calls of `load`.
 
     rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name, revision="x")
 

@@ -64,7 +64,7 @@ def verify(
 def _same_bits(
     config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any], program: Any
 ) -> Any:
-    """Return the outcome of `--exact`: some steps on the mesh by processes, and in one process."""
+    """Run some steps on the mesh, one process per rank, and in one process, for `--exact`; return the outcome."""
     if program:
         raise typer.BadParameter("--exact takes a schedule of the zoo", param_hint="--schedule")
     import transformers

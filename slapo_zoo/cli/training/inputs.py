@@ -120,7 +120,7 @@ def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: 
 
 
 def other_rows(task: Task, options: TrainOptions) -> Any:
-    """Return the tokenized rows of the options eval_data or eval_split."""
+    """Return the tokenized rows for evaluation, which the option eval_data or eval_split names."""
     name = options.eval_data or str(options.data)
     has_one = Path(name).is_file() or read.kind_of(name) == "text"
     split = options.eval_split or ("train" if has_one else options.data_split)
@@ -128,7 +128,7 @@ def other_rows(task: Task, options: TrainOptions) -> Any:
 
 
 def opened(name: str, split: str, cls: type[Task], options: TrainOptions) -> Any:
-    """Return the data set `name`, after a check that the task `cls` can read it."""
+    """Return the data set `name`, opened; DataError if the task `cls` cannot read it."""
     require_columns(name, cls, options)
     return read.open_table(name, split, options.data_config)
 
@@ -156,7 +156,7 @@ def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "--
 
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
-    """Return the task with attention masks between documents, if the options ask for masks and the model supports them."""
+    """Return the task, with attention masks between documents if `document_masks` is set and the model supports them."""
     if not isinstance(task, Causal):
         if options.document_masks:
             problem = f"found task {options.task}, which packs no documents into one row"

@@ -260,7 +260,7 @@ def as_yaml(options: TrainOptions) -> str:
 
 
 def changes(options: TrainOptions) -> str:
-    """Return the options that differ from their defaults, as YAML text."""
+    """Return, as YAML text, the options whose values differ from their defaults."""
     whole, usual = (yaml.safe_load(as_yaml(each)) for each in (options, TrainOptions("")))
     given = {key: value for key, value in whole.items() if value != usual[key]}
     return yaml.safe_dump(given, sort_keys=False, allow_unicode=True)

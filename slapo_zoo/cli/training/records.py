@@ -64,8 +64,8 @@ class Best:
         metric: "loss", where less is better, or "accuracy"; between equal values the smaller loss wins.
         value: best value of the metric; None before the first finite one.
         loss: mean loss of that evaluation.
-        step: number of steps before it.
-        since: evaluations after it.
+        step: number of training steps before that evaluation.
+        since: number of evaluations after that one.
     """
 
     metric: str

@@ -1,4 +1,4 @@
-"""Exit of a training run that a signal stopped, and what it says."""
+"""Exit code and message of a training run that a signal stopped."""
 
 import signal
 
