@@ -6,7 +6,6 @@ collectives, whichever process hosts it; so the bits do not depend on the number
 """
 
 import atexit
-import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,13 +13,13 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.utils._pytree import tree_map
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.load.exact_optimizer import give_back, narrowed, step_in_threads, steps_now
 from slapo_zoo.load.exact_output import computed, joined
 from slapo_zoo.load.exact_trace import ExactTrace, Recorder, Row
 from slapo_zoo.model.step.runtime import count_rows
@@ -147,17 +146,20 @@ class ExactModel(nn.Module):
         mesh: mesh of the processes.
         virtual: the virtual mesh.
         hosted: the models of the hosted ranks.
+        host: the threads of these ranks.
     """
 
     def __init__(self, host: HostedRanks, real: Mesh, virtual: Mesh, models: Iterable[Any]):
         super().__init__()
-        self.mesh, self.virtual, self._host = real, virtual, host
+        self.mesh, self.virtual, self.host = real, virtual, host
         self.hosted = nn.ModuleList(models)
         self._gradients: dict[Tensor, tuple[int, int]] = {}
         self._tracing: dict[int, list[Row]] | None = None  # virtual rank --> its rows
         self._last: tuple[float, float] = (0.0, 0.0)  # loss and norm of the step
         for model in self.hosted:
             model._slapo.calls.guard.on_ranks = self._before_step
+        if len(self.hosted) > 1:
+            step_in_threads(self)
 
     @property
     def _slapo(self) -> Any:
@@ -168,7 +170,9 @@ class ExactModel(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Raise NotBuiltError for what only the models of single ranks have, such as `generate`."""
         models = self.__dict__.get("_modules", {}).get("hosted", ())
-        if name not in ("on_each_rank", "hosted") and any(hasattr(type(m), name) for m in models):
+        if name not in ("on_each_rank", "hosted", "host") and any(
+            hasattr(type(m), name) for m in models
+        ):
             problem = "the models of the virtual ranks have it, and it is not built for all of them"
             raise NotBuiltError("ExactModel", name, problem, BUILT)
         return super().__getattr__(name)
@@ -185,8 +189,8 @@ class ExactModel(nn.Module):
             with self._recorded(rank):
                 return tree_map(computed, self._of(rank)(**self._rows_of(rank, batch)))
 
-        outputs = dict(zip(self._host.ranks, self._host.run(call), strict=True))
-        return joined(outputs, self._host, self.virtual, self._note_gradients)
+        outputs = dict(zip(self.host.ranks, self.host.run(call), strict=True))
+        return joined(outputs, self.host, self.virtual, self._note_gradients)
 
     def close(self) -> None:
         """End the virtual ranks of this process, of all its exact models; a collective call of all processes."""
@@ -200,21 +204,23 @@ class ExactModel(nn.Module):
 
         def call(rank: int) -> Any:
             model = self._of(rank)
-            given = [_narrowed(arg, model) for arg in args]
-            named = {name: _narrowed(arg, model) for name, arg in kwargs.items()}
+            given = [narrowed(arg, model) for arg in args]
+            named = {name: narrowed(arg, model) for name, arg in kwargs.items()}
             with self._recorded(rank):
                 found = function(model, *given, **named)
             for old, new in zip([*args, *kwargs.values()], [*given, *named.values()], strict=True):
-                _give_back(old, new)
+                give_back(old, new)
             return found
 
-        return self._host.run(call)[0]
+        return self.host.run(call)[0]
 
     def _before_step(self) -> None:
         """Refuse gradients that others have changed, and compare over ranks how they were scaled.
 
         A norm over the parameters of several ranks counts replicated parameters several times.
         """
+        if steps_now(self):  # of one rank, within a step of all, which was checked
+            return
         if self._versions() != self._gradients:
             problem = (
                 "gradients were changed after train_step by something else than clip_grad_norm_"
@@ -229,7 +235,7 @@ class ExactModel(nn.Module):
         return {p: (grad.data_ptr(), grad._version) for p, grad in found if grad is not None}
 
     def _of(self, rank: int) -> Any:
-        return self.hosted[self._host.ranks.index(rank)]
+        return self.hosted[self.host.ranks.index(rank)]
 
     def train_step(self, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward as `Scheduled.train_step` does, which describes the arguments.
@@ -244,7 +250,7 @@ class ExactModel(nn.Module):
             with self._recorded(rank):
                 return self._of(rank).train_step(self._rows_of(rank, batch), *args, **kwargs)
 
-        loss = self._host.run(call)[0]
+        loss = self.host.run(call)[0]
         self._last, self._gradients = (float(loss), 0.0), self._versions()
         return loss
 
@@ -275,12 +281,12 @@ class ExactModel(nn.Module):
 
         It takes many times as long as the step itself. The record holds the rows of all virtual ranks on process 0.
         """
-        found, self._tracing = ExactTrace(), {rank: [] for rank in self._host.ranks}
+        found, self._tracing = ExactTrace(), {rank: [] for rank in self.host.ranks}
         try:
             yield found
         finally:
             rows, self._tracing = self._tracing, None
-        every = self._host.run(
+        every = self.host.run(
             lambda rank: together(self._of(rank).mesh, "tracing", lambda: (rank, rows[rank]))
         )
         found.rows.update(dict(every[0]))
@@ -314,26 +320,3 @@ class ExactModel(nn.Module):
 
 def _has_rows(value: Any, rows: int) -> bool:
     return isinstance(value, Tensor) and value.ndim > 0 and len(value) == rows
-
-
-def _narrowed(value: Any, model: nn.Module) -> Any:
-    """Return a copy of an optimizer with the parameters of `model` alone and their state; return other values unchanged."""
-    if not isinstance(value, torch.optim.Optimizer):
-        return value
-    own = {id(p) for p in model.parameters()}
-    found = copy.copy(value)
-    found.param_groups = [
-        {**group, "params": [p for p in group["params"] if id(p) in own]}
-        for group in value.param_groups
-    ]
-    found.state = type(value.state)(dict, {p: s for p, s in value.state.items() if id(p) in own})
-    return found
-
-
-def _give_back(optimizer: Any, narrowed: Any) -> None:
-    """Copy what a call changed in a narrowed optimizer (state, learning rate) to the optimizer that it was made from."""
-    if optimizer is narrowed or not isinstance(optimizer, torch.optim.Optimizer):
-        return
-    optimizer.state.update(narrowed.state)
-    for group, new in zip(optimizer.param_groups, narrowed.param_groups, strict=True):
-        group.update({name: value for name, value in new.items() if name != "params"})

@@ -159,6 +159,42 @@ def test_exact_hand_written_loop_is_bit_equal_on_several_meshes(case, root, rank
     assert [norm for norm, _ in ranked] == [norm for norm, _ in one]
 
 
+class OwnAdamW(torch.optim.AdamW):
+    """An optimizer that is not torch's own: the caller's thread steps the parameters of all ranks."""
+
+
+def loop_with_a_head(folder, cls):
+    """Train one process with four hosted ranks and a head beside the model; (digests, head, gradients that a hook saw)."""
+    model = AutoScheduledModel.from_pretrained(folder, exact={"tp": 2, "dp": 2}, seed=3)
+    torch.manual_seed(0)
+    head = torch.nn.Linear(4, 1)
+    optimizer = cls([{"params": list(model.parameters())}, {"params": head.parameters(), "lr": 0.1}], lr=1e-3)  # fmt: skip
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 3)
+    seen, found = [], []
+    optimizer.register_step_pre_hook(
+        lambda own, *_: seen.append(sum(p.grad is not None for g in own.param_groups for p in g["params"]))
+    )  # fmt: skip
+    for step in range(3):
+        model.train_step(batch_of(GPT2, step))
+        head(torch.ones(4)).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        found.append(model.step_digest())
+    steps = {float(state["step"]) for state in optimizer.state.values()}
+    model.close()
+    return found, head.weight.tolist(), seen, steps, len(optimizer.state)
+
+
+def test_exact_optimizers_step_each_rank_in_its_thread_to_the_same_bits(root, ranks):
+    folder = checkpoint(GPT2, root)
+    ((found, *rest),) = ranks.run(loop_with_a_head, 1, folder, torch.optim.AdamW)
+    ((plain, *same),) = ranks.run(loop_with_a_head, 1, folder, OwnAdamW)
+    assert found == plain
+    assert rest == same
+    assert len(set(found)) == 3
+
+
 def train_on(folder, case, real, virtual, saved, first, last, kill):
     """Resume from `saved` if it is there, train to step `last`, saving each; `kill`: rank 0 dies at the end."""
     model, optimizer = load(folder, case, real, virtual, {})
