@@ -8,14 +8,16 @@ collectives, whichever process hosts it; so the bits do not depend on the number
 import atexit
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils import deterministic as memory
 from torch.utils._pytree import tree_map
 
 from slapo_zoo.errors import MeshError, SlapoError
@@ -34,6 +36,7 @@ from slapo_zoo.zoo.options import LoaderOptions
 WHERE = "from_pretrained"
 BUILT = "call the model, train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
 _HOSTS: dict[tuple[Mesh, Mesh], HostedRanks] = {}  # (real mesh, virtual mesh) --> threads
+_WITHIN = ExitStack()  # what holds in the process while it hosts ranks
 
 
 def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) -> "ExactModel":
@@ -121,16 +124,31 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
     )
     store = default_store() or dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     world = PrefixStore("slapo_zoo/exact", store)
-    _HOSTS[key] = host = HostedRanks(world, ranks, virtual.world_size, timeout_of(None), stays=True)
-    host.__enter__()
+    host = HostedRanks(world, ranks, virtual.world_size, timeout_of(None), stays=True)
+    _HOSTS[key] = _WITHIN.enter_context(host)
+    _WITHIN.enter_context(_deterministic())
     atexit.register(close)
     return host
 
 
 def close() -> None:
     """End the virtual ranks of this process; a collective call of all processes. Exact models end with them."""
-    for key in list(_HOSTS):
-        _HOSTS.pop(key).__exit__()
+    _HOSTS.clear()
+    _WITHIN.close()
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Context in which torch refuses operations that have no deterministic algorithm."""
+    before = torch.are_deterministic_algorithms_enabled()
+    only_warns, fills = torch.is_deterministic_algorithms_warn_only_enabled(), memory.fill_uninitialized_memory  # fmt: skip
+    torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = fills and before  # filling takes time and changes no result
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=only_warns)
+        memory.fill_uninitialized_memory = fills
 
 
 class NotBuiltError(SlapoError, AttributeError):

@@ -270,6 +270,13 @@ def called_by_position(model):
     raise SlapoError("test", "", "the same logits" if same else "other logits")
 
 
+def in_any_order(model):
+    try:
+        torch.zeros(3).put_(torch.tensor([0, 0]), torch.ones(2))
+    except RuntimeError as error:
+        raise SlapoError("test", "", str(error)) from None
+
+
 def adafactor(model):
     model.train()
     model.train_step(batch_of(GPT2))
@@ -291,6 +298,7 @@ def adafactor(model):
         ({"dp": 2}, {}, loss_of_logits, "train_step(batch, loss_fn=...)"),
         ({"tp": 2}, {}, generated, "ExactModel: generate: the models of the virtual ranks have it"),
         ({"tp": 2}, {}, called_by_position, "the same logits"),
+        ({"tp": 2}, {}, in_any_order, "does not have a deterministic implementation"),
         ({"tp": 2}, {}, adafactor, "element by element"),
     ],
 )
@@ -299,6 +307,7 @@ def test_exact_training_raises_for_unsupported_sizes_options_batches_and_optimiz
 ):
     (found,) = ranks.run(refused, 1, checkpoint(GPT2, root), exact, options, act)
     assert words in (found or "it was taken")
+    assert ranks.run(torch.are_deterministic_algorithms_enabled, 1) == [False]
 
 
 def test_exact_training_refuses_a_mesh_that_does_not_divide_the_virtual_mesh(root, ranks):
