@@ -42,7 +42,10 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a function of slapo_zoo and all that its closure holds; return functions of other packages unchanged."""
+    """Copy a function of slapo_zoo and all that its closure holds; return functions of other packages unchanged.
+
+    `memo` is that of `copy.deepcopy`: id of an original --> its copy, to which the new function is bound.
+    """
     if isinstance(value, MethodType):  # copy.deepcopy would keep the original's function
         return MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
     if isinstance(value, functools.partial):
@@ -65,7 +68,9 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _keep_notes(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy the attributes that `annotate` set on parameters to the copied parameters."""
+    """Copy the attributes that `sch[path].annotate()` set on parameters to their copies, found by
+    id in `memo`.
+    """
     for parameter, name, note in _notes(module):
         setattr(memo[id(parameter)], name, copy.deepcopy(note, memo))
 

@@ -36,7 +36,7 @@ class Explanation:
     """Result of `explain`: the directives of each module and the collectives of one training step.
 
     Args:
-        done: dict: path of a module --> its directives as text, in order.
+        done: path of a module --> its directives as text, in order.
         transfers: collectives of one training step on this rank, in order.
     """
 
@@ -184,7 +184,8 @@ def after_backward(
     Args:
         plan: plan of this rank, which says over which mesh dims each gradient is summed.
         named: names and parameters of this rank.
-        tokens_sharded: hidden states are sharded over tp along the tokens (sequence parallelism).
+        tokens_sharded: True when hidden states are sharded over tp along the tokens (sequence
+            parallelism).
     """
     parameters = dict(named)
     sums = plan.sums_of(parameters, REPLICAS, PARTIAL, DATA, tokens_sharded=tokens_sharded)

@@ -70,7 +70,12 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
 
 
 def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
-    """Return the number of ranks with the same elements of a parameter but different batch rows or tokens."""
+    """Return the number of ranks with the same elements of parameter `p` but different batch rows
+    or tokens.
+
+    `row` is the parameter's entry in the plan: how it is sharded; None if the plan does not name
+    it.
+    """
     if hasattr(p, "full_tensor"):  # FSDP2 divides over all of them
         return 1
     return mesh.size("loss") // (row.row_shards if row and rows_of(p) else 1)

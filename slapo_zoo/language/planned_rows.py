@@ -73,7 +73,14 @@ def planned_rows(
 def _sums(
     state: State, names: list[str], placed: Placed | None, stages: tuple[int, ...]
 ) -> tuple[Sum, ...]:
-    """Return the sums that a parameter's gradient takes, in order: over tp, over stages that share it, then over dp."""
+    """Return the sums that a parameter's gradient takes, in order: over tp, over stages that share it, then over dp.
+
+    Args:
+        state: state of the schedule.
+        names: all names of the parameter, several when tied.
+        placed: how the parameter is sharded, or None.
+        stages: pp coordinates of the stages that hold the parameter.
+    """
     mesh, found = state.mesh, []
     if placed is not None and (parts := _replicas(placed, mesh)):
         found.append(Sum("tp", REPLICAS, parts))
@@ -89,7 +96,11 @@ def _sums(
 
 
 def _replicas(placed: Placed, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
-    """Return the groups of tp coordinates that hold the same shard (KV heads); () if all shards differ."""
+    """Return the groups of tp coordinates that hold the same shard of a tensor (KV heads); () if
+    all shards differ.
+
+    `placed` says how the tensor is sharded.
+    """
     placement, size = placed.placement, placed.shape[placed.placement.axis]
     if not placement.replicate or mesh.tp == 1:
         return ()

@@ -117,6 +117,9 @@ class Selection(_Methods):
         Args:
             what: a regex for module names, a predicate on a node, a pattern function or a Pattern.
             func_pattern: search for this instead, in the modules below whose names match the regex `what`.
+
+        Returns:
+            A list of (path of the traced module, node); for patterns a list of subgraphs.
         """
         paths = self.paths or [self.path]
         if func_pattern is not None:

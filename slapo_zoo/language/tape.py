@@ -44,7 +44,15 @@ class Product(NamedTuple):
 
 
 def product_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Product | None:
-    """Return the matrix product, convolution or attention that an operator call computes, or None."""
+    """Return sizes and cost of the matrix product, convolution or attention that an operator call
+    computes, or None.
+
+    Args:
+        func: the torch operator, e.g. `aten.mm.default`.
+        args: positional arguments of the call, fake tensors.
+        kwargs: keyword arguments of the call.
+        out: result of the call.
+    """
     packet = func._overloadpacket
     is_attention = "scaled_dot_product" in str(packet)
     if packet not in flop_registry and not is_attention:
@@ -199,7 +207,9 @@ class Tape(TorchDispatchMode):
         return [row.transfer for row in self.rows if row.transfer is not None]
 
     def note(self, op: Any, **fields: Any) -> None:
-        """Append a row for `op`, with the running unit and the phase filled in."""
+        """Append a `Row` for `op` with these fields, and with the running unit and the phase filled
+        in.
+        """
         backward = torch._C._current_graph_task_id() != -1
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 

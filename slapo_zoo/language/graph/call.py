@@ -58,7 +58,10 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, where: str, args: tuple, kwargs: dict[str, Any]) -> "Call":
-        """Bind example arguments to the signature of `module.forward`; a mismatch raises ScheduleError."""
+        """Bind example arguments to the signature of `module.forward`; a mismatch raises ScheduleError.
+
+        `where` is the path of the module, for the error.
+        """
         signature = inspect.signature(module.forward)
         try:
             bound = signature.bind(*args, **kwargs).arguments

@@ -44,7 +44,13 @@ def find(module: nn.Module, path: str, what: Any) -> list[Found] | Matches:
 
 
 def find_nodes(module: nn.Module, path: str, what: str | Callable[..., bool]) -> list[Found]:
-    """Return (path of the traced module, node) of each module call that a regex matches, or node that fits a predicate."""
+    """Return the nodes of a module's graphs that match, as pairs (path of the traced module, node).
+
+    Args:
+        module: module whose own graph and those below it are searched.
+        path: path of the module.
+        what: regex for the paths of called modules, or predicate of a node.
+    """
 
     def wanted(node: fx.Node) -> bool:
         if isinstance(what, str):

@@ -32,7 +32,10 @@ def expect(value: Any, expected: Any, where: str, read: str) -> None:
 
 @has_side_effect
 def expect_given(value: Any, where: str, name: str) -> None:
-    """Raise ScheduleError when the argument `name`, a tensor during the trace, is None in this call."""
+    """Raise ScheduleError when the argument `name`, a tensor during the trace, is None in this call.
+
+    `where` is the path of the traced module, for the error.
+    """
     if value is None:
         problem = f"{name!r} was given during the trace, this call has None"
         hint = f"pass {name!r}, or trace with example_inputs in which it is None"
@@ -41,7 +44,12 @@ def expect_given(value: Any, where: str, name: str) -> None:
 
 @has_side_effect
 def expect_no_others(others: dict[str, Any], where: str) -> None:
-    """Raise ScheduleError when the call passes a keyword argument that the example call did not."""
+    """Raise ScheduleError when the call passes a keyword argument that the example call did not.
+
+    Args:
+        others: the call's `**kwargs`.
+        where: path of the traced module, for the error.
+    """
     unknown = sorted(name for name, value in others.items() if value is not None)
     if unknown:
         problem = f"this call has {unknown}, which the trace has not seen"

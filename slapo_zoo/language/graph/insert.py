@@ -65,7 +65,11 @@ def arguments(
 
 
 def insert_call(owner: fx.GraphModule, new: Any, args: Any, kwargs: Any, name: str = "") -> fx.Node:
-    """Insert a node that calls `new` and return it; a module is first added to `owner` as a child `<Name>_<k>`."""
+    """Insert a node that calls the function or module `new`, and return the node.
+
+    A module is first added to `owner` as a child `<name>_<k>`; `name` is by default that of its
+    class.
+    """
     if not isinstance(new, nn.Module):
         qualified = getattr(new, "__qualname__", "")
         if "<" not in qualified:
@@ -119,7 +123,9 @@ def carry_parameters(
 
 
 def operand(graph: fx.Graph, value: Any) -> Any:
-    """Convert the value bound to a pattern argument to a node's argument; a ModuleTensor becomes `get_attr`."""
+    """Convert what a pattern argument matched to the argument of a graph node; a parameter becomes
+    a `get_attr` node.
+    """
     if isinstance(value, ModuleTensor):
         return graph.get_attr(f"{value.target}.{value.name}")
     return value

@@ -23,7 +23,7 @@ class Subgraph:
         path: path of the traced module that owns the graph.
         module: that module.
         nodes: the matched nodes, in graph order.
-        inputs: name of each pattern argument --> the node, constant or ModuleTensor bound to it.
+        inputs: name of each pattern argument --> the node, constant or parameter (ModuleTensor) that it matched.
         outputs: nodes whose values the pattern returns.
     """
 
@@ -96,7 +96,10 @@ class Matcher:
         return self.found
 
     def _anchored(self, outputs: Any, node: fx.Node) -> Subgraph | None:
-        """Return the match whose first output is `node`, or None; record why matching nodes cannot be replaced."""
+        """Return the match whose first output is `node`, or None; record why matching nodes cannot be replaced.
+
+        `outputs` are the nodes that the pattern returns.
+        """
         reason = ""
         for binding in self._outputs(outputs[1:], self._value(outputs[0], node, {})):
             real = {p: v for p, v in binding.items() if p.op not in ("placeholder", "get_attr")}
@@ -120,7 +123,13 @@ class Matcher:
                 yield from self._outputs(rest[1:], self._value(rest[0], node, binding))
 
     def _escapes(self, real: Binding, binding: Binding, outputs: Any) -> str:
-        """Return why the matched nodes cannot become one call (e.g. another node uses an inner value), or ''."""
+        """Return why the matched nodes cannot become one call (e.g. another node uses an inner value), or ''.
+
+        Args:
+            real: call node of the pattern --> matched graph node.
+            binding: node of the pattern, inputs and parameters included --> what it matched.
+            outputs: nodes that the pattern returns.
+        """
         inside = set(real.values())
         ends = {binding[o] for o in outputs}
         for node in inside - ends:
@@ -162,7 +171,10 @@ class Matcher:
                 yield from self._all(pairs, {**binding, p: v})
 
     def _free(self, v: fx.Node, binding: Binding) -> bool:
-        """Return whether graph node `v` is not bound yet: two pattern nodes never match the same graph node."""
+        """Return whether graph node `v` is not bound yet: two pattern nodes never match the same graph node.
+
+        `binding` holds the matches so far: node of the pattern --> what it matched.
+        """
         return all(b is not v or p.op == "placeholder" for p, b in binding.items())
 
     def _all(self, pairs: list[tuple[Any, Any, int]], binding: Binding) -> Iterator[Binding]:
@@ -174,7 +186,12 @@ class Matcher:
             yield from self._all(rest, found)
 
     def _alignments(self, p: fx.Node, v: fx.Node) -> Iterator[list[tuple[Any, Any, int]]]:
-        """Yield each way to pair the arguments of a pattern node with those of a graph node; two if it is commutative."""
+        """Yield each way to pair the arguments of pattern node `p` with those of graph node `v`;
+        two if it is commutative.
+
+        Each way is a list of (argument of p, argument of v, rank of v's tensor if the argument is
+        an axis, else 0).
+        """
         regex = self._regex(p)
         if regex:
             if v.op == "call_module" and name_matches(regex, str(v.target)):

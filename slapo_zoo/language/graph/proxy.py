@@ -173,7 +173,9 @@ def _tracer(proxy: ValueProxy) -> Any:
 
 
 def _unpacked_into(frame: FrameType) -> int:
-    """Return the number of names that the running statement unpacks into (3 in `b, s, d = x.shape`), or 0."""
+    """Return the number of names that the running statement of `frame` unpacks into (3 in `b, s, d
+    = x.shape`), or 0.
+    """
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset == frame.f_lasti:
             return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else 0
@@ -181,7 +183,8 @@ def _unpacked_into(frame: FrameType) -> int:
 
 
 def _decided_for_any_draw(node: Any) -> bool | None:
-    """Return the result of comparing `torch.rand` with a constant, if every possible draw gives the same; else None.
+    """Return the result of `node` if it compares `torch.rand` with a constant and every draw gives
+    the same; else None.
 
     `rand < 0.0`, as in a layer drop of rate 0, is False for each number in [0, 1).
     """
@@ -194,7 +197,10 @@ def _decided_for_any_draw(node: Any) -> bool | None:
 
 
 def _in_place(name: str) -> Any:
-    """Make the method of an in-place operator: a node for `x += y` on a tensor, plain Python on a size or tuple."""
+    """Make the method of the in-place operator `name`, e.g. "iadd".
+
+    The method adds a node for `x += y` on a tensor, and is plain Python on a size or tuple.
+    """
     target = getattr(operator, name)
 
     def impl(self: ValueProxy, other: Any) -> Any:

@@ -131,7 +131,10 @@ def replace_horizontal(
 
 
 def insertion_point(subgraph: Subgraph) -> fx.Node:
-    """Return the node before which all inputs of a subgraph are computed and none of its outputs is used."""
+    """Return the node before which all inputs of a subgraph are computed and none of its outputs is used.
+
+    Raises ScheduleError when there is no such node.
+    """
     order = {node: i for i, node in enumerate(subgraph.module.graph.nodes)}
     inside = set(subgraph.nodes)
     users = [u for o in subgraph.outputs for u in o.users if u not in inside]

@@ -84,13 +84,22 @@ def trace_tree(
 
 
 def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, ...]) -> Calls:
-    """Trace a module, and return the arguments of each leaf it calls: path --> (args, kwargs) with example values."""
+    """Trace a module; return {path of a leaf that it calls: (args, kwargs) with example values}.
+
+    Args:
+        module: module to trace, also into its children.
+        kwargs: keyword arguments of the example call.
+        leaves: modules that stay a single node: paths, class names, classes or predicates.
+    """
     call = Call.of(module, "", (), dict(kwargs))
     return _record(call, leaves, flatten=True, training=False)[2].calls
 
 
 def install(model: nn.Module, path: str, traced: Mapping[str, nn.Module]) -> nn.Module:
-    """Put traced modules into the module tree below `path`; return the model, a new object when `path` is ''."""
+    """Put traced modules into the module tree below `path`; return the model, a new object when `path` is ''.
+
+    `traced` maps paths below `path` to traced modules.
+    """
     for below, module in traced.items():
         parent, _, name = under(path, below).rpartition(".")
         if not name:
@@ -151,7 +160,12 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
 
 
 def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool) -> Any:
-    """Trace in one mode; return (graph, tensors that became constants of the graph, tracer)."""
+    """Trace the module of an example call in the mode `training`.
+
+    Returns (graph, {name: tensor that became a constant of the graph}, tracer); `leaves` and
+    `flatten` are those of
+    `trace_module`.
+    """
     leaf = leaf_test(leaves, flatten)
 
     def is_node(module: nn.Module, path: str) -> bool:

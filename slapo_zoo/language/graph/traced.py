@@ -94,7 +94,13 @@ def original_class(module: nn.Module) -> type:
 
 
 def check_reachable(modules: Mapping[str, nn.Module], path: str, what: object) -> None:
-    """Raise ScheduleError when the module at `path` was inlined into a graph, so that changing it has no effect."""
+    """Raise ScheduleError when the module at `path` was inlined into a graph, so that changing it has no effect.
+
+    Args:
+        modules: all modules of the model by path.
+        path: path of the module that a directive is to change.
+        what: the directive, for the error.
+    """
     end = -1
     while end < len(path):
         above, rest = path[: max(end, 0)], path[end + 1 :]

@@ -92,7 +92,8 @@ def recompute_module(
         module: the module.
         path: path of the module; removing it from `state.checkpointed` switches recomputation off.
         state: state of the schedule.
-        policy: which results are saved, as in `Checkpoint`.
+        policy: which results are saved: "" (none), "save_matmuls", "offload" (all) or "sharded"
+            (the inputs, over tp).
         offload: keep the saved tensors in host memory until the backward.
     """
     state.checkpointed.append(path)
@@ -127,7 +128,10 @@ def recompute_module(
 def _in_a_graph(
     forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], kept: set[Any] | None
 ) -> Any:
-    """Run `forward` in a compiled graph that recomputes it in the backward; `kept`: operators with saved results."""
+    """Run `forward` in a compiled graph that recomputes it in the backward.
+
+    `kept` are the operators whose results are saved; None recomputes all.
+    """
     if kept is not None:
         operations = [op for op in kept if not isinstance(op, str)]
         kwargs = {

@@ -244,7 +244,16 @@ def _dropout_arguments(
 
 
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
-    """Return `dropout`'s arguments for the mask of `x`; with `tokens`, `x` holds only the tokens of this rank."""
+    """Return the keyword arguments of `dropout` for the mask of `x`: `keep` (the mask), or `seeds`
+    and `p`.
+
+    Args:
+        site: the module that drops, with its path.
+        x: input of the dropout.
+        p: probability of a zero.
+        name: name from which the random numbers are derived.
+        tokens: with sequence parallelism, `x` holds only the tokens of this rank.
+    """
     stream, mesh = site.state.random, site.mesh
     if tokens and site.state.forward.tokens_divided:
         return stream.drawn(x, p, name, "tokens", (mesh.tp, mesh.coord("tp")))

@@ -57,7 +57,8 @@ def shard_rule(
     """Return a decorator that registers a shard rule for a module class: `@shard_rule(weight={0: "out_features"})`.
 
     Args:
-        divided: called after sharding, see `ShardRule`; may replace the module's forward.
+        divided: called after sharding with (site, tensor name, directive, ranges that this rank
+            holds); may replace the module's forward.
         **sizes: tensor name = {axis: attribute that holds the size of that axis}.
     """
 
@@ -82,14 +83,15 @@ class Shard(Directive):
         param_name: name of a parameter or buffer of the module.
         axis: axis of that tensor along which it is sharded.
         groups: sizes of groups along the axis, each sharded by itself (q|k|v of a fused projection).
-        unit: number of consecutive indices that always stay on one rank (head_dim); ranks may differ by one unit.
-        uneven: allow ranks to differ by one unit.
+        unit: number of consecutive indices that always stay on one rank (head_dim); if > 1, ranks
+            may differ by one unit.
+        uneven: allow ranks to differ by one index where `unit` is 1.
         pad: give every rank the same length, zeros beyond the end (vocabularies).
         replicate: several ranks hold the same unit when there are fewer units than ranks (KV heads).
         together: number of units (query heads) that share a KV head and stay on one rank if they can.
         shared: number of outputs at the end that all ranks use (k and v of the only KV head): they are
             sharded one by one, gathered after the forward of a Linear, and their gradient is summed.
-        mesh_dim: the mesh dim.
+        mesh_dim: name of the mesh dim that the tensor is sharded over.
     """
 
     param_name: str
@@ -175,7 +177,10 @@ class Shard(Directive):
             site.module.register_forward_hook(lambda _m, _a, y: self._joined(site, y, run))
 
     def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
-        """Gather the shared outputs: y_r [..., I/n + shared/n] --> [..., I/n + shared]; sum their gradients over ranks."""
+        """Gather the shared outputs: y_r [..., I/n + shared/n] --> [..., I/n + shared]; sum their gradients over ranks.
+
+        `run` is the range of the shared outputs that this rank computes.
+        """
         mine = run.stop - run.start
         own, end = y.split([y.shape[-1] - mine, mine], -1)
         end = nn.functional.pad(end, (run.start, self.shared - run.stop))

@@ -25,7 +25,7 @@ class ShardArgument(Directive):
         argument: name of the keyword argument.
         size: global number of units in a row (heads).
         axis: axis of the tensor that is sliced.
-        mesh_dim: the mesh dim.
+        mesh_dim: name of the mesh dim that the heads are sharded over.
     """
 
     argument: str

@@ -56,7 +56,10 @@ def first_tensor(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> t
 
 
 def tensors_alike(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Apply `op` to the first tensor and to each [B, S, D] tensor with the same B and S (a residual)."""
+    """Apply `op` to the first tensor and to each [B, S, D] tensor with the same B and S (a residual).
+
+    Returns (args, kwargs) with all other values unchanged.
+    """
     first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
     shape = None if first is None else first.shape[:2]
 
@@ -96,7 +99,7 @@ class Sync(Directive):
         shared: siblings that take the same x (q, k, v) use one collective for it.
         sequence_axis: axis of the tokens; with sequence parallelism an all_reduce becomes an
             all-gather or reduce-scatter along it.
-        mesh_dim: the mesh dim.
+        mesh_dim: name of the mesh dim whose ranks take part in the collective.
     """
 
     mode: str
@@ -206,7 +209,8 @@ class Sync(Directive):
         )
 
     def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
-        """Return a function that runs the collective once per input tensor and reuses the result for siblings.
+        """Return a function that calls `run`, the collective, once per input tensor and reuses the
+        result for siblings.
 
         Results are dropped when the forward of the parent begins and ends.
         """
@@ -229,7 +233,9 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Insert the collective between product and bias of a row-parallel module; False if there is no bias."""
+        """Insert the collective `run` between product and bias of a row-parallel module; return
+        False if it has no bias.
+        """
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False

@@ -20,7 +20,9 @@ class Traces(Directive):
     example_inputs: Any
 
     def trace(self, site: Site) -> dict[str, Any]:
-        """Return the traced modules by their paths below the site."""
+        """Return the traced modules by their paths below the module of `site`; '' is that module
+        itself.
+        """
         raise NotImplementedError
 
     def local(self) -> str:

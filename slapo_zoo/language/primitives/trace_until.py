@@ -21,7 +21,8 @@ class TraceUntil(Traces):
 
     Args:
         paths: paths of modules below this one, in full or relative to it.
-        example_inputs: a tuple of arguments, or a dict of them by name; None as in `trace`.
+        example_inputs: a tuple of arguments, or a dict of them by name; None captures the arguments
+            in a call of the `transformers` model on a tiny batch.
     """
 
     paths: Any

@@ -17,9 +17,10 @@ class VocabBias(Directive):
     errors:   no such child; the bias is not sharded; the module's forward was replaced
 
     Args:
-        linear: name of the child that computes the logits; this directive precedes its `vocab_logits`.
+        linear: name of the child that computes the logits; this directive precedes its
+            `sync("fwd_post", "vocab_logits")`.
         param_name: name of the bias.
-        mesh_dim: the mesh dim.
+        mesh_dim: name of the mesh dim that the bias is sharded over.
     """
 
     linear: str
