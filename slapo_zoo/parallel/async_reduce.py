@@ -57,7 +57,9 @@ class _Start(_Wait):
 
 
 class _Later(torch.autograd.Function):
-    """Autograd function that returns a weight unchanged; its backward computes the gradient that `_Product` left out."""
+    """Autograd function that returns a weight unchanged; its backward computes the weight gradient
+    that `_Product`, the node of the layer, has postponed.
+    """
 
     @staticmethod
     def forward(ctx, weight, put_off):
@@ -111,7 +113,7 @@ class ColumnForward:
 
     Args:
         module: the layer.
-        in_first: whether its weight is [in, out], as in a Conv1D.
+        in_first: True if the layer's weight is [in, out], as in a Conv1D.
         multiply: function that multiplies two matrices, e.g. `torch.mm`.
     """
 
@@ -120,7 +122,11 @@ class ColumnForward:
         self.prepared: tuple[Tensor, Tensor, list] | None = None
 
     def prepare(self) -> None:
-        """Create the autograd node of the weight gradient; `enter` calls this before it creates the all-reduce's node."""
+        """Create the autograd node that computes the postponed weight gradient.
+
+        It must exist before the node of the all-reduce: of two ready nodes, autograd runs the newer
+        one first.
+        """
         weight: Any = self.module._parameters["weight"]
         if weight is not None and weight.requires_grad:
             put_off: list = []
@@ -138,7 +144,11 @@ class ColumnForward:
 
 
 def possible(x: Tensor) -> bool:
-    """Return whether a weight gradient can be postponed: gradients are on, and x is neither compiled nor under autocast."""
+    """Return whether a weight gradient can be postponed: gradients are on, without autocast or
+    compilation.
+
+    `x` is the input of the layer.
+    """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     return not torch.is_autocast_enabled(x.device.type)

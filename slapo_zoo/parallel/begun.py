@@ -26,13 +26,18 @@ def of_world() -> dict[str, list[int]]:
 
 
 def note_step() -> None:
-    """Count the beginning of a training step, which all ranks begin together."""
+    """Count the beginning of a training step, which all ranks begin together, beside the counts of
+    collectives.
+    """
     if dist.is_initialized():
         of_world().setdefault(STEPS, [0])[0] += 1
 
 
 def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) -> Any:
-    """Count and run a collective `run(*args, group=group)`; if a peer is lost, raise a RankError that explains it."""
+    """Count and run a collective `run(*args, group=group, **options)`, e.g. `dist.all_reduce`.
+
+    If a peer is lost, raises a RankError that says which rank and why.
+    """
     if torch.compiler.is_compiling():
         return run(*args, group=group, **options)
     found = _OF_GROUP.get(group)

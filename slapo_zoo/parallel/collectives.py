@@ -35,8 +35,13 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Report a collective, with its unsharded tensor `whole`, to the group's `note` function; return True in a dry
+    """Report a collective to the group's `note` function and to observers; return True in a dry
     run, where nothing is sent.
+
+    Args:
+        group: process group, or its replacement in a dry run.
+        kind: name of the collective, e.g. "all_gather".
+        whole: unsharded tensor that is reduced, gathered or scattered.
     """
     if isinstance(group, ShapeOnlyGroup) and group.note is not None:
         group.note(kind, whole.nbytes)
@@ -191,9 +196,10 @@ def reduce_backward(x: Tensor, group: Group) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True) -> Tensor:
-    """All-gather x along an axis.
+    """All-gather x along an axis; with group None, return x.
 
-    The gradient of x is reduce-scattered, or, without `sharded_gradient`, sliced: it is then equal on all ranks.
+    With `sharded_gradient` the gradient of x is reduce-scattered. Without, it is equal on all ranks
+    and is sliced.
     """
     return x if group is None else _Gather.apply(x, axis, group, sharded_gradient)
 

@@ -32,9 +32,10 @@ def software() -> dict[str, str]:
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """Create a process group of `ranks` with the timeout of the default group; a collective call of all ranks.
+    """Create a process group of `ranks`; a collective call of all ranks.
 
-    Peers of a dead rank would hang for torch's default timeout, which is 30 minutes.
+    It has the timeout of the default group: with torch's default, 30 minutes, peers of a dead rank
+    would hang.
     """
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -48,7 +49,9 @@ def timeout_of_world() -> float:
 
 
 def forget_groups() -> None:
-    """Set torch's count of process groups to 0 after a failed `init_process_group`, which has counted too."""
+    """Set torch's count of process groups to 0, since a failed `init_process_group` has increased
+    that count.
+    """
     dist.distributed_c10d._world.group_count = 0
 
 

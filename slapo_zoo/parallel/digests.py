@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def digest(*facts: Any) -> str:
-    """Return the SHA-256 of the facts as text, one line each."""
+    """Return the SHA-256 of the values in `facts`, each converted to text, on one line each."""
     return hashlib.sha256("\n".join(map(str, facts)).encode()).hexdigest()
 
 

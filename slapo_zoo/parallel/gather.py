@@ -16,11 +16,11 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """Return {name: this rank's tensor, or with `grads` its gradient} for the `specs` that belong to this rank's
-    stage.
+    """Return {name: this rank's tensor, or with `grads` its gradient} for the `specs` of this
+    rank's pipeline stage.
 
-    The tensors are gathered over dp. With `rows` they are not: each is this dp rank's slice of axis 0 (ZeRO), marked
-    so that `rows_of` finds it.
+    The tensors are gathered over dp. With `rows` they are not: each is this dp rank's slice of axis
+    0 (ZeRO), marked so that `rows_of` finds it.
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)
@@ -36,7 +36,14 @@ def local_tensors(
 def gather(
     local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Gather `local` (name --> this rank's tensor); return {name: unsharded tensor} on rank 0, else {}. A collective call."""
+    """Gather shards from all ranks; return {name: unsharded tensor} on rank 0, {} on others. A
+    collective call.
+
+    Args:
+        local: name --> this rank's tensor.
+        specs: name, unsharded shape and sharding of each tensor.
+        mesh: mesh with this rank.
+    """
     mine = {name: tensor.to("cpu", copy=True) for name, tensor in local.items()}
     if mesh.world_size == 1:
         everyone = [mine]

@@ -17,7 +17,8 @@ class Rows(NamedTuple):
     Args:
         first: index of the first row in the tensor that is unsharded over dp.
         count: number of rows.
-        writes: whether this rank writes the rows to files; of ranks with the same rows only one does.
+        writes: True if this rank writes the rows to files; of ranks with the same rows only one
+            does.
     """
 
     first: int
@@ -32,7 +33,8 @@ class RowsOfRank:
     Args:
         size: number of ranks over which rows are sharded.
         rank: this rank's index among them.
-        writes: whether this rank writes its rows to files; of ranks with the same rows only one does.
+        writes: True if this rank writes its rows to files; of ranks with the same rows only one
+            does.
     """
 
     size: int
@@ -55,7 +57,9 @@ class RowsOfRank:
         return whole.narrow(0, first, count).clone()
 
     def note(self, part: Any, shape: Sequence[int]) -> Any:
-        """Mark `part` as the rows that this rank keeps of a tensor with the unsharded `shape`, and return it."""
+        """Mark `part` as the rows that this rank keeps of a tensor with the unsharded `shape`;
+        return `part`.
+        """
         part.dp_rows = self.mine(shape)
         return part
 
@@ -75,7 +79,12 @@ def rows_of(tensor: Any) -> Rows | None:
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Mark `tensor` as rows of a dp rank if `part` is marked; `first` is their first row, None: that of `part`."""
+    """Copy the mark that a tensor holds rows of one dp rank (ZeRO) from `part` to `tensor`; return
+    `tensor`.
+
+    `first` is the index of its first row in the tensor unsharded over dp; None takes that of
+    `part`.
+    """
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)
     return tensor
@@ -111,7 +120,9 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
 
 
 def part_of(full: Tensor, spec: TensorSpec | None, mesh: Mesh) -> Tensor:
-    """Return this rank's shard of the unsharded tensor `full`; if `spec` has no placement, return `full` itself."""
+    """Return this rank's shard of the unsharded tensor `full`; without a placement in `spec`,
+    return `full` itself.
+    """
     cut = spec and spec.placement
     return local_part(full, cut, *mesh.place(cut.mesh_dim)) if cut else full
 

@@ -159,7 +159,7 @@ class Mesh:
         return [r for r in range(self.world_size) if all(self.coord(d, r) == c for d, c in wanted)]
 
     def seen_by(self, rank: int) -> "Mesh":
-        """Return a copy of this mesh whose `rank` is another one."""
+        """Return a copy of this mesh as the rank `rank` has it, with that rank's coordinates."""
         return replace(self, rank=rank)
 
     def peers(self, mesh_dim: str) -> list[int]:

@@ -147,7 +147,9 @@ class Placement:
 
 
 def _balanced(units: int, n: int, r: int) -> tuple[int, int]:
-    """Return (first unit, one past the last) of rank `r` if `units` are spread evenly; the first ranks hold one more."""
+    """Return (first unit, one past the last) of rank `r` of `n` if `units` are spread evenly; the
+    first ranks hold one more.
+    """
     small, larger = divmod(units, n)
     return r * small + min(r, larger), (r + 1) * small + min(r + 1, larger)
 

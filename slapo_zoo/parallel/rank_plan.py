@@ -68,7 +68,12 @@ class TensorPlan(TensorSpec):
     adapter: str = ""
 
     def sums(self, tokens_sharded: bool, *why: str) -> list[Sum]:
-        """Return the sums over ranks that the tensor's gradient takes in a step; `why` selects kinds of sums (empty: all)."""
+        """Return the sums over ranks that the tensor's gradient takes in a step.
+
+        Args:
+            tokens_sharded: True in a step with sequence parallelism.
+            why: kinds of sums to return (PARTIAL, REPLICAS, TIED, DATA); empty: all.
+        """
         return [
             one for one in self.sum_over
             if (tokens_sharded or not one.if_tokens_sharded) and (not why or one.why in why)
@@ -91,7 +96,9 @@ class TensorPlan(TensorSpec):
         return (min(rows, shape[0] - first), *shape[1:])
 
     def place(self) -> str:
-        """Describe how the tensor is sharded, e.g. "tp: axis 0"; "replicated" if it is not."""
+        """Return a text that says how the tensor is sharded, e.g. "tp: axis 0"; "replicated" if it
+        is not.
+        """
         found = []
         if self.placement is not None:
             found.append(f"{self.placement.mesh_dim}: axis {self.placement.axis}")
@@ -161,7 +168,9 @@ class RankPlan:
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """Return a copy of this plan with the tensor plans `rows` added; one replaces another of the same name."""
+        """Return a copy of this plan with the tensor plans `rows` added; they replace plans of the
+        same names.
+        """
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:
@@ -176,7 +185,8 @@ class RankPlan:
     ) -> dict[Sum, list[str]]:
         """Return {sum over ranks: names of the parameters whose gradients take it}, names in the same order on all ranks.
 
-        `why` selects kinds of sums (empty: all); `tokens_sharded` is True in a step with sequence parallelism.
+        `why` selects kinds of sums, such as DATA (empty: all); `tokens_sharded` is True in a step
+        with sequence parallelism.
         """
         places = {name: i for i, name in enumerate(self.tensors)}
         rows = [self.tensors[name] for name in names if name in self.tensors]

@@ -6,8 +6,8 @@ from typing import Any
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
-    """Return a function that makes contexts in which modules read the weights that they read now (casts, gathered
-    shards).
+    """Return a function that makes contexts in which modules below `root` read the weights that
+    they read now (casts, gathered shards).
 
     It serves code that runs after the forward, such as logits that are computed on demand.
     """

@@ -29,7 +29,7 @@ class TokenCut:
 
     @classmethod
     def of(cls, mesh: Mesh) -> "TokenCut | None":
-        """Return the cut of a mesh; None when cp is 1."""
+        """Return how a mesh shards the tokens of each row over its cp ranks; None when cp is 1."""
         return cls(*mesh.place("cp"), mesh.group("cp")) if mesh.size("cp") > 1 else None
 
     def part(self, x: Tensor, axis: int) -> Tensor:
@@ -71,7 +71,10 @@ def cutting(stream: Any, cut: TokenCut | None) -> Iterator[None]:
 
 
 def refuse_cp(mesh: Mesh, where: str, what: str) -> None:
-    """Raise MeshError for a use of a loaded model that does not compose with cp > 1."""
+    """Raise MeshError if the mesh has cp > 1, for a use of a loaded model that cp does not support.
+
+    `where` names the call, `what` the argument, in the error.
+    """
     if mesh.size("cp") > 1:
         problem = f"it and cp={mesh.cp} together are not built yet"
         raise MeshError(where, what, problem, "call train_step(batch), or load with cp=1")

@@ -19,11 +19,12 @@ class Head:
 
     Attributes:
         ending: ending of the names of its classes.
-        labels: dict: argument of the forward that takes labels --> what its numbers mean.
-        shifts: the loss compares the output at a position with the label of the next position.
-        takes_choices: token ids have the shape [rows, choices, tokens].
-        over_real_tokens: the loss is a mean over all tokens that are not padding.
-        ignores_padding: the loss reads a position only where the label is not -100.
+        labels: argument of the forward that takes labels --> what its numbers mean.
+        shifts: True if the loss compares the output at a position with the label of the next
+            position.
+        takes_choices: True if token ids have the shape [rows, choices, tokens].
+        over_real_tokens: True if the loss is a mean over all tokens that are not padding.
+        ignores_padding: True if the loss reads a position only where the label is not -100.
     """
 
     ending: str

@@ -27,11 +27,16 @@ class InBatchNegatives:
         self.group = mesh.group("batch")
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> Tensor:
-        """Return the loss, a mean over this dp rank's anchors."""
+        """Return the loss, a mean over this dp rank's anchors; `output` is that of the model for
+        `batch`.
+        """
         return self.judged(output, batch)[0]
 
     def judged(self, output: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-        """Return (mean loss, number of anchors whose nearest positive is their own) for the pairs of this dp rank."""
+        """Return (mean loss, number of anchors whose nearest positive is their own) for the pairs of this dp rank.
+
+        `output` is the model's output for `batch`, whose rows are anchor, positive, anchor, ...
+        """
         x = mean_pooled(output.last_hidden_state, batch["attention_mask"])
         anchors, own = x[0::2], x[1::2]
         positives = all_gather(own.contiguous(), 0, self.group)

@@ -138,7 +138,15 @@ class GlobalMeans(TorchFunctionMode):
         return loss
 
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
-        """Return the divisor of the k-th mean loss: targets (or sum of class weights) in the whole batch."""
+        """Return the divisor of the current mean loss: targets (or sum of class weights) in the
+        whole batch.
+
+        Args:
+            func: the loss function of torch.
+            x: its predictions.
+            y: its targets.
+            options: its keyword arguments.
+        """
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
             raise _refusal(f"found more means than labels ({len(self.counts)})")
@@ -160,7 +168,14 @@ class GlobalMeans(TorchFunctionMode):
         return self.counts[k] * shape.numel() / self.part[k].numel()
 
     def _by_class(self, k: int, y: Tensor, weight: Tensor | None, ignored: int) -> float:
-        """Return the sum of class weights over all targets of loss term `k`; MeshError if its targets `y` are not the labels."""
+        """Return the sum of class weights over all targets of loss term `k` in the whole batch.
+
+        Args:
+            k: number of the loss term in the forward, from 0.
+            y: targets of the running micro-batch; MeshError if they are not the labels.
+            weight: weight of each class; None counts each target as 1.
+            ignored: the `ignore_index` of the loss.
+        """
 
         def weighed(targets: Tensor) -> Tensor:
             real = (targets != ignored) & (targets != IGNORED)
@@ -174,7 +189,10 @@ class GlobalMeans(TorchFunctionMode):
         return self._total(weight, weighed(self.targets[k]))
 
     def _total(self, weights: Tensor | None, mine: Tensor) -> float:
-        """Return `mine` (a sum of class weights) summed over dp; MeshError if micro-batches or ranks have other weights."""
+        """Return `mine`, this rank's sum of class weights, summed over dp.
+
+        `weights` are those of the classes; MeshError if micro-batches or ranks have others.
+        """
         if self.found not in self.totals:
             marks = [] if weights is None else [weights.detach().double().flatten()]
             rows = all_gather(
@@ -189,7 +207,10 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operation keeps a loss a sum of means times constants: addition, negation, constant factors."""
+    """Return whether an operation keeps a loss a sum of means times constants: addition, negation, constant factors.
+
+    `name` is the operation's name in torch, `args` its arguments.
+    """
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:
         return all(kinds)

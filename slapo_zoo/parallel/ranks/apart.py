@@ -67,7 +67,9 @@ class ProcessApart:
         )
 
     def poll(self, timeout_s: float) -> Ended | None:
-        """Return the exit status and output if the process has ended or ran for `timeout_s` seconds (it is killed), else None."""
+        """Return exit status and output if the process has ended, else None; after `timeout_s`
+        seconds, first kill it.
+        """
         if self.process.poll() is not None:
             return self.end()
         return self.end() if time.monotonic() - self.begin > timeout_s else None
@@ -96,9 +98,11 @@ class ProcessApart:
 
 
 def python_apart(module: str, request: Mapping[str, Any]) -> ProcessApart:
-    """Start a Python process that runs a module on the CPU, with a JSON request on stdin.
+    """Start a Python process that runs `module` on the CPU, with the JSON of `request` on its
+    stdin.
 
-    Variables of launchers are removed and GPUs hidden, so that it works beside any process group.
+    Variables of launchers are removed and GPUs hidden, so that the process is no rank of a running
+    job.
     """
     env = {k: v for k, v in os.environ.items() if k not in OF_LAUNCHERS and "ELASTIC" not in k}
     env |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}

@@ -26,12 +26,16 @@ class Saving(Future):
         self.told = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until the save is complete; raise the error of the save if it failed."""
+        """Wait at most `timeout` seconds (None: for ever) until the save is complete; raise its
+        error if it failed.
+        """
         self.exception(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until the save ends; return its error, or None."""
+        """Wait at most `timeout` seconds (None: for ever) until the save ends; return its error, or
+        None.
+        """
         found = super().exception(timeout)
         self.told = True
         return found
@@ -44,7 +48,11 @@ class _Pending:
 
 
 def start(write: Callable[[], None]) -> Saving:
-    """Run `write`, which calls collectives, in a thread; return its `Saving`. All ranks must call this function."""
+    """Run `write`, which saves files and calls collectives, in a background thread; return the
+    future of the save.
+
+    All ranks must call this function. It first waits for the save before.
+    """
     join()
     group = _group()
     saving = _Pending.saving = Saving()

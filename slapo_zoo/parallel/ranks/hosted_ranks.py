@@ -79,7 +79,8 @@ class HostedRanks:
         self._within.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(rank, *args)` on every hosted rank, and return the results in order of the ranks.
+        """Call `function(rank, *args)` on every rank of this process, in that rank's thread; return
+        the results by rank.
 
         Raises:
             Exception: the error of the first rank that failed, with its traceback as the cause.
@@ -109,7 +110,9 @@ class HostedRanks:
         return [value for _, value, _ in sorted(found, key=lambda each: each[0])]
 
     def _work(self, rank: int) -> None:
-        """Join the world as `rank`, run the functions that `run` passes, and leave at the end."""
+        """Run the thread of one rank: join the world as `rank`, run each function passed to `run`,
+        leave at the end.
+        """
         store = self._store.clone()  # in one that is shared a thread would wait for itself
         jobs = self._jobs[rank]
         self._done(rank, lambda _: join_group(store, rank, self._size, backend="gloo", timeout=self._timeout))  # fmt: skip
@@ -124,7 +127,11 @@ class HostedRanks:
     def _done(
         self, rank: int, function: Callable[..., Any], *args: Any
     ) -> tuple[Any, BaseException | None]:
-        """Return (result, None) of a function, or (None, its error), after which this rank leaves the world."""
+        """Call `function(rank, *args)`; return (result, None), or (None, its error).
+
+        After an error that only this rank has, it leaves the world, and later calls return the same
+        error.
+        """
         if rank in self._failed:
             return None, self._failed[rank]
         try:
@@ -139,7 +146,11 @@ class HostedRanks:
 
 
 def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of a model: given a model of several hosted ranks, the wrapper calls it on each of them."""
+    """Wrap a function whose first argument is a model.
+
+    If this process runs several ranks as threads, the wrapper calls the function once in each
+    rank's thread, with that rank's model, and returns the first rank's result.
+    """
 
     @functools.wraps(function)
     def call(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -150,7 +161,9 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RankTracebackError(Exception):
-    """Traceback of the hosted rank that failed, shown as the cause of its error."""
+    """Traceback of the failed rank as text, shown as the cause of its error; ranks are threads of
+    this process.
+    """
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -184,8 +197,9 @@ def _first_cause(failures: Sequence[BaseException]) -> BaseException:
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Context in which garbage collection skips all objects that exist already, since scanning the objects of torch
-    takes 0.25 s each time.
+    """Context in which garbage collection skips all objects that exist already.
+
+    Scanning the objects of torch would take 0.25 s each time.
     """
     if gc.get_freeze_count():  # set aside by somebody else, who wants it to stay so
         yield
@@ -221,7 +235,9 @@ def _loads_in_turn() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context in which torch uses one CPU thread, and every hosted rank has its own random generator state."""
+    """Context in which torch uses one CPU thread, and every rank (a thread) has its own mark of the
+    generator's state.
+    """
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random
     generator = names.default_generator

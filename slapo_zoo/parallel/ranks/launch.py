@@ -38,7 +38,14 @@ _SIGNAL_HINTS = {
 
 @dataclass(frozen=True)
 class Failure:
-    """Failure of a rank, sent to the parent process; `error` is its exception, None if that cannot be pickled."""
+    """Failure of a rank, sent to the parent process.
+
+    Args:
+        report: error for the other ranks and the parent.
+        traceback_text: traceback of the rank.
+        error: its exception; None if that cannot be pickled.
+        secondary: True if the rank only lost a peer, which is to blame.
+    """
 
     report: RankError
     traceback_text: str = ""
@@ -101,7 +108,16 @@ def run_local(
 def _start_all(
     ranks: list[LocalRank], nprocs: int, start: str | None, threads: int | None, job: tuple
 ) -> Any:
-    """Start the processes, which run `job`, and append them to `ranks`; return the store through which they connect."""
+    """Start `nprocs` processes and append them to `ranks`; return the store through which they
+    connect.
+
+    Args:
+        ranks: list that gets the processes.
+        nprocs: number of ranks.
+        start: "fork" or "spawn"; None chooses.
+        threads: CPU threads per rank; None takes an equal share of the cores.
+        job: (device, name for errors, function, its arguments).
+    """
     threads = threads or max(1, (os.cpu_count() or 1) // nprocs)
     # OpenMP's threads do not survive a fork: a child that uses more than one would hang
     start = start or ("spawn" if threads > 1 or torch.cuda.is_initialized() else "fork")
@@ -127,7 +143,11 @@ def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
 def start_rank(
     context: BaseContext, rank: int, main: Callable[..., None], args: tuple[Any, ...]
 ) -> LocalRank:
-    """Start `main(pipe, *args)` in a new process; return it with the parent's end of the pipe."""
+    """Start `main(pipe, *args)` in a new process; return that process with the parent's end of the
+    pipe.
+
+    `context` makes processes by fork or spawn; `rank` names the process.
+    """
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(theirs, *args), name=f"rank {rank}", daemon=True)  # type: ignore[attr-defined]
     with warnings.catch_warnings():  # our ranks use one thread, and no lock of the parent's
@@ -169,7 +189,11 @@ def _rank_main(
 
 
 def send_outcome(pipe: Connection, rank: int, what: str, job: Callable[[], Any]) -> bool:
-    """Run `job` and send its pickled result, or a `Failure`, to the parent process; return whether `job` succeeded."""
+    """Run `job` and send its pickled result, or a `Failure`, to the parent through `pipe`; return
+    whether `job` succeeded.
+
+    `what` names the job in errors.
+    """
     failure = None
     try:
         # plain pickle: multiprocessing's own would lend tensors from memory that dies with us
@@ -195,7 +219,13 @@ def _failure(rank: int, exc: Exception, what: str) -> Failure:
 def collect(
     ranks: list[LocalRank], timeout: float | None, what: str
 ) -> tuple[list[Any], Failure | None]:
-    """Wait for the ranks, at most `timeout` seconds; return (results by rank, None), or ([], the first cause of failure)."""
+    """Wait for the ranks; return (results by rank, None), or ([], the first cause of failure).
+
+    Args:
+        ranks: the processes.
+        timeout: seconds after which a rank that still runs counts as failed; None waits for ever.
+        what: name of the function that they run, for errors.
+    """
     deadline = None if timeout is None else time.monotonic() + timeout
     results: dict[int, Any] = {}
     failures: list[Failure] = []

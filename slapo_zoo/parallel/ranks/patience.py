@@ -64,7 +64,10 @@ def patient_group() -> Any:
 
 
 def _meet(what: str) -> None:
-    """Wait until all ranks have reached step `what`, and log late ones; creating a process group would wait silently."""
+    """Wait until all ranks have reached the step named `what`, and log late ones.
+
+    Creating a process group without this would wait silently.
+    """
     heart = heartbeat.current()
     if heart is None:
         return
@@ -135,9 +138,14 @@ def meet(what: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
-    """Wait until `is_done()`, and log the ranks that have not reached the step `place` `number` times.
+    """Wait until `is_done()`, and log the ranks that are late. Raises RankError if another rank
+    failed or is silent.
 
-    Raises RankError if another rank failed or is silent.
+    Args:
+        what: name of the step for messages.
+        place: key of the step in the store; ranks count how often they reach it.
+        number: how often this rank has reached it; a rank with a lower count is late.
+        is_done: True when the wait is over.
     """
     begin = time.monotonic()
     pause, looked, told = 2e-5, begin, begin
@@ -154,7 +162,15 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the ranks that have not yet reached step `place` `number` times; RankError if one has failed or is silent."""
+    """Return the ranks that have reached the step less than `number` times; RankError if one has
+    failed or is silent.
+
+    Args:
+        what: name of the step for messages.
+        place: key of the step in the store.
+        number: how often this rank has reached it.
+        seconds: time since the wait began.
+    """
     heart = heartbeat.current()
     if heart is None:
         if seconds > LIMIT_S:

@@ -145,7 +145,11 @@ def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
 
 
 def _all_joined(store: Any, size: int, is_one: bool) -> bool:
-    """Report that this rank has joined (`is_one`) or failed; return False if any rank reports a failure within JOIN_S."""
+    """Report through the store that this rank has joined (`is_one`) or failed, and wait for the
+    reports of all `size` ranks.
+
+    Returns False if any rank reports a failure, True otherwise, at the latest after JOIN_S seconds.
+    """
     store.add("joined" if is_one else "failed", 1)
     deadline, pause = time.monotonic() + JOIN_S, 1e-4
     while time.monotonic() < deadline:
@@ -195,7 +199,9 @@ def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
 
 
 def publish_error(exc: BaseException, what: str = "") -> None:
-    """Write this rank's error into the store for the other ranks, unless the store holds an earlier error."""
+    """Write this rank's error `exc`, raised in the step `what`, into the store, unless an earlier
+    error is there.
+    """
     store = default_store()
     if store is None:
         return
@@ -218,7 +224,10 @@ def peer_error() -> RankError | None:
 
 @contextmanager
 def rank_guard(what: str) -> Iterator[None]:
-    """Context that publishes an error to the peers; an error about a lost peer is replaced by that peer's own error."""
+    """Context of the step named `what` that publishes an error to the peers.
+
+    An error that came from a lost peer is replaced by that peer's own error.
+    """
     token = _WITHIN.set(what)
     try:
         yield
@@ -264,7 +273,10 @@ def is_lost_peer(exc: BaseException | None) -> bool:
 
 
 def lost_peer(exc: BaseException, what: str) -> RankError:
-    """Return a RankError that names the ranks without a heartbeat, after a connection broke or timed out."""
+    """Return a RankError that names the ranks without a heartbeat, after a connection broke or timed out.
+
+    `exc` is the error of the collective, `what` the step in which it ran.
+    """
     silent, heart = heartbeat.silent_ranks(SILENT_S), heartbeat.current()
     text, who = (
         str(exc).partition("\n")[0],

@@ -23,7 +23,7 @@ class Stop:
     number = 0
 
     def note(self, number: int, frame: Any) -> None:
-        """Record a signal, as a signal handler; the second Ctrl-C raises KeyboardInterrupt."""
+        """Handle the signal `number`: record it; the second Ctrl-C raises KeyboardInterrupt."""
         if self.number == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.number = number

@@ -26,7 +26,8 @@ def is_restartable() -> bool:
 
 
 def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return a part of torchrun's store that only this start of the job uses; a collective call of all ranks.
+    """Return a part of torchrun's key-value store that only this start of the job uses; a
+    collective call of all ranks.
 
     Raises:
         torch.distributed.DistError: a rank did not arrive within `timeout_s` seconds.
@@ -38,7 +39,11 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return the store at MASTER_ADDR:MASTER_PORT; rank 0 holds it unless the launcher does."""
+    """Return the key-value store at MASTER_ADDR:MASTER_PORT; rank 0 holds it unless the launcher
+    does.
+
+    `timeout_s` is the time to connect, in seconds.
+    """
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return TCPStore(
@@ -65,7 +70,8 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
 
 
 def local_store() -> Any:
-    """Return a store for ranks of this machine that listens on the loopback interface only.
+    """Return a key-value store for the ranks of this machine that listens on the loopback interface
+    only.
 
     A TCPStore listens on all interfaces by default, and anyone who can connect to it can forge addresses.
     """

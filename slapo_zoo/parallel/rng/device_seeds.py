@@ -72,7 +72,11 @@ def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::moved_seeds", mutates_args=())
 def moved_seeds(seeds: Tensor, parts: int, size: int, first: int) -> Tensor:
-    """Return `later(split_cells(seeds, parts, size), first)`, the seeds of a slice of blocks; a custom op."""
+    """Return the seeds of a slice of a dropout mask; a custom op.
+
+    The block of elements of each of the seeds [n] is cut into `parts` blocks of `size`, which gives
+    seeds [n * parts]; then the first `first` elements of each block are skipped.
+    """
     return later(split_cells(seeds, parts, size), first)
 
 
@@ -112,7 +116,11 @@ def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
 
 
 def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
-    """Return whether dropout keeps element number `counter` of a block with seed `key`; the two tensors broadcast."""
+    """Return True where dropout keeps element number `counter` of a block with seed `key`; the two
+    tensors broadcast.
+
+    `p` is the probability that an element becomes 0.
+    """
     return hashed_bits(counter, key) >= int(p * 0x1000000)
 
 
@@ -126,7 +134,12 @@ def hashed_bits(counter: Tensor, key: Tensor) -> Tensor:
 
 @torch.library.custom_op(f"{NAMESPACE}::hashed_mask", mutates_args=())
 def hashed_mask(seeds: Tensor, p: float, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the dropout mask of 0 and 1 that `hashed_cells` makes, for a tensor of `shape`; a custom op."""
+    """Return a dropout mask of 0 and 1 in `shape` and `dtype`, in which an element is 0 with
+    probability `p`; a custom op.
+
+    The elements are cut into as many equal blocks as there are `seeds`, and each block is hashed
+    from its seed.
+    """
     whole = torch.empty((), dtype=dtype, device=seeds.device).expand(list(shape))
     return hashed_cells(whole, p, seeds)
 

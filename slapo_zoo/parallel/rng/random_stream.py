@@ -88,8 +88,13 @@ class RandomStream(StreamPosition):
     ) -> dict[str, Any]:
         """Return the arguments of a dropout of x: {"keep": mask}, or {"seeds", "p"} if an operator hashes the mask.
 
-        `of` says how x is sharded: "mask" (unsharded), "columns" or "tokens". `part` holds the arguments after
-        `site` of the method `keep_<of>`.
+        Args:
+            x: this rank's input of the dropout.
+            p: probability that an element becomes 0.
+            site: path of the module that drops.
+            of: how x is sharded: "mask" (unsharded, or over heads), "columns" or "tokens".
+            part: for "mask" (global indices of the heads on axis 1,) or (); for "columns" (range of
+                the columns, unsharded length); for "tokens" (number of ranks n, this rank r).
         """
         if self.cut is not None and of == "mask":
             of, part = ("queries", part) if part else ("tokens", (self.cut.n, self.cut.r))
@@ -103,9 +108,13 @@ class RandomStream(StreamPosition):
         return not self.draws_in_blocks(device)
 
     def seeds(self, x: Tensor, site: Where, heads: Sequence[int] = ()) -> Tensor:
-        """Return the seeds, on the device of x, from which operators hash the mask that `keep_mask` would return.
+        """Return the seeds, on the device of x, from which operators hash the dropout mask of x.
 
-        x is cut into as many equal blocks as there are seeds.
+        Args:
+            x: [rows, ...], or [rows, len(heads), ...]; it is cut into as many equal blocks as there
+                are seeds.
+            site: path of the module that drops.
+            heads: global indices of the heads on axis 1; each head has a seed of its own.
         """
         real, rows = self.real_tokens if self.has_rows else None, x.shape[0]
         rows = rows if real is None or heads else len(real)
@@ -118,7 +127,10 @@ class RandomStream(StreamPosition):
     def found(
         self, device: torch.device, site: Where, rows: int, heads: Sequence[int] = ()
     ) -> Tensor:
-        """Return the seeds [rows * len(heads)], on a device, of the module path `site` in the current micro-batch."""
+        """Return the seeds [rows * len(heads)], on a device, of the module path `site` in the current micro-batch.
+
+        `heads` are global indices of heads, each with a seed of its own; () gives one seed per row.
+        """
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_seeds(*at, *in_graph(site), rows, list(heads), device)
@@ -126,7 +138,15 @@ class RandomStream(StreamPosition):
         return self.device_seeds.find(device, self.seed, at, key, rows, heads)
 
     def seeds_of_columns(self, x: Tensor, site: Where, run: tuple[int, int], size: int) -> Tensor:
-        """Return the seeds from which operators hash the mask of `keep_columns`, one for each vector of columns of x."""
+        """Return the seeds from which operators hash the dropout mask of x, one for each row of x
+        (all axes but the last).
+
+        Args:
+            x: tensor that holds some columns (the last axis) of an unsharded tensor.
+            site: path of the module that drops.
+            run: first column of this rank, and one past its last.
+            size: number of columns of the unsharded tensor.
+        """
         whole = x.detach().new_empty(()).expand(*x.shape[:-1], size)
         cut = self.cut
         found = self.seeds_of_tokens(whole, site, cut.n, cut.r) if cut else self.seeds(whole, site)
@@ -134,7 +154,12 @@ class RandomStream(StreamPosition):
         return later(split_cells(found, rows, size), run[0])
 
     def seeds_of_tokens(self, x: Tensor, site: Where, n: int, r: int) -> Tensor:
-        """Return the seeds that hash to the mask of `keep_tokens(x, p, site, n, r)`, for operators that hash it themselves."""
+        """Return the seeds from which operators hash the dropout mask of an x that holds the r-th
+        of n equal slices of the tokens.
+
+        x is [rows, tokens / n, ...] or [rows * tokens / n, width]; `site` is the path of the module
+        that drops.
+        """
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
         tokens = x.shape[0] // max(self.position()[2], 1)
@@ -142,8 +167,10 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """Return the seeds, as ints, of `count` batch rows for the module path `site`: one per row, or one per row
-        and head with heads fastest.
+        """Return the seeds, as ints, of `count` batch rows for the module path `site`.
+
+        There is one seed per row or, for `heads` (global indices), one per row and head with heads
+        fastest.
         """
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))
@@ -155,9 +182,11 @@ class RandomStream(StreamPosition):
     def keep_columns(
         self, x: Tensor, p: float, site: Where, run: tuple[int, int], size: int
     ) -> Tensor:
-        """Return the dropout mask of an x whose last axis is the range `run` of an unsharded axis of length `size`.
+        """Return the dropout mask (0 or 1/(1-p)) of an x whose last axis is the range `run` of an
+        axis of length `size`.
 
-        The mask of the unsharded axis is drawn and sliced: n times the work, for one dropout of T5's feed-forward.
+        The mask of the unsharded axis is drawn and sliced: n times the work, for one dropout of
+        T5's feed-forward. `site` is the path of the module that drops.
         """
         whole = x.new_empty(()).expand(*x.shape[:-1], size)
         cut = self.cut
@@ -169,19 +198,29 @@ class RandomStream(StreamPosition):
         return keep[..., run[0] : run[1]]
 
     def keep_queries(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
-        """Return the dropout mask of attention weights x [B, H, s, T], of which this rank holds s queries per row."""
+        """Return the dropout mask (0 or 1/(1-p)) of attention weights x [B, H, s, T].
+
+        Under context parallelism the s queries are only this rank's part of each row. `heads` are
+        the global indices of the H heads, `site` is the path of the attention.
+        """
         if self.cut is None:
             return self.keep_mask(x, p, site, heads)
         whole = x.new_empty(()).expand(*x.shape[:2], self.cut.n * x.shape[2], x.shape[3])
         return self.cut.part(self.keep_mask(whole, p, site, heads), 2)
 
     def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
-        """Return the seeds from which operators hash the mask of `keep_queries`."""
+        """Return the seeds from which operators hash the dropout mask of attention weights x [B, H,
+        s, T].
+
+        Under context parallelism the s queries are only this rank's part of each row. `heads` are
+        the global indices of the H heads, `site` is the path of the attention.
+        """
         found = self.seeds(x, site, heads)
         return found if self.cut is None else later(found, self.cut.r * x.shape[2] * x.shape[3])
 
     def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
-        """Return the dropout mask of an x that holds the r-th of n equal slices of the tokens.
+        """Return the dropout mask (0 or 1/(1-p)) of an x that holds the r-th of n equal slices of
+        the tokens.
 
         x is [rows, tokens / n, ...], or [rows * tokens / n, width]. The mask of all tokens is drawn, then sliced.
         """
@@ -194,7 +233,10 @@ class RandomStream(StreamPosition):
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
 
     def uniform(self, x: Tensor, site: Where) -> Tensor:
-        """Return numbers in [0, 1) in the shape of x, drawn from one seed per row (for stochastic depth)."""
+        """Return numbers in [0, 1) in the shape of x, drawn from one seed per row (for stochastic depth).
+
+        The seeds depend on `site`, the path of the module that draws.
+        """
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_uniform(*at, *in_graph(site), x.shape, x.dtype, x.device)
@@ -224,7 +266,12 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """Return a module path in the form that custom operators take: (hash of its beginning or None, the rest as text)."""
+    """Return a module path in the form that custom operators take: (hash of the path as a tensor,
+    text after it).
+
+    A plain text gives (None, path). The blocks of a model, whose hashes are tensors, share one
+    compiled graph.
+    """
     return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
 
 
@@ -237,10 +284,12 @@ def drawn_mask(
     at: Tensor, seed: int, rows: bool, real: Tensor | None, key: Tensor | None, site: str,
     heads: Sequence[int], shape: Sequence[int], p: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Return `RandomStream.keep_mask` on a CPU for a tensor of `shape`; a custom op.
+    """Return the dropout mask (0 or 1/(1-p)) of a tensor of `shape` on a CPU; a custom op.
 
-    `at`, int64 [3], is (step, first row, rows) of the micro-batch; `rows` says whether axis 0 holds rows of the
-    batch; `key`, an int64 scalar on the host or None, is the hash of the path's beginning, `site` the rest of it.
+    `at`, int64 [3], is (step, first row, rows) of the micro-batch; `rows` is True if axis 0 holds
+    rows of the batch; `real` [B, S] marks tokens that are no padding, or is None; `key`, an int64
+    scalar on the host or None, is the hash of the path's beginning, `site` the rest of it; `heads`
+    are the global indices of the heads on axis 1, or empty.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     return _stream(at, seed, rows, real).keep_mask(whole, p, _whole(key, site), list(heads)).clone()
@@ -256,7 +305,12 @@ def drawn_uniform(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     shape: Sequence[int], dtype: torch.dtype, device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return `RandomStream.uniform` for a tensor of `shape` on `device`; a custom op with arguments as `drawn_mask`."""
+    """Return numbers in [0, 1) in `shape` on `device`, drawn from one seed per row; a custom op.
+
+    `at`, int64 [3], is (step, first row, rows) of the micro-batch; `rows` is True if axis 0 holds
+    rows of the batch; `key`, an int64 scalar or None, is the hash of the path's beginning, `site`
+    the rest of it.
+    """
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
     return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
 
@@ -271,7 +325,13 @@ def drawn_seeds(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     count: int, heads: Sequence[int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return `RandomStream.found` for `count` rows; a custom op with arguments as `drawn_mask`."""
+    """Return the dropout seeds [count * len(heads)] of a module path in the micro-batch; a custom
+    op.
+
+    `at`, int64 [3], is (step, first row, rows) of the micro-batch; `rows` is True if seeds depend
+    on rows of the batch; `key`, an int64 scalar or None, is the hash of the path's beginning,
+    `site` the rest of it; `heads` are global indices, or empty for one seed per row.
+    """
     return (
         _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()
     )
@@ -285,7 +345,12 @@ def _(at, seed, rows, key, site, count, heads, device):
 def dropout(
     x: Tensor, p: float, stream: RandomStream, site: Where, heads: Sequence[int] = ()
 ) -> Tensor:
-    """Return attention weights x times their dropout mask (0 or 1/(1-p)), drawn for the path `site`; x itself for p = 0."""
+    """Return attention weights x [B, H, s, T] times their dropout mask (0 or 1/(1-p)); x itself for
+    p = 0.
+
+    `stream` draws the mask for the path `site`; `heads` are the global indices of the H heads, ()
+    if all are here.
+    """
     return x * stream.keep_queries(x, p, site, heads) if p > 0.0 else x
 
 

@@ -74,7 +74,11 @@ class RngTracker:
 
 
 class GeneratorOfThreads(threading.local):
-    """Wrapper of torch's CPU generator for emulated ranks, which are threads and share it; each thread has its `mark`."""
+    """Wrapper of torch's CPU generator for emulated ranks, which are threads and share it.
+
+    Each thread has its own `mark`, a number that identifies the state that its rank's generator
+    would have.
+    """
 
     def __init__(self, own: torch.Generator):
         self.own, self.mark, self.states = own, 0, WeakIdKeyDictionary()

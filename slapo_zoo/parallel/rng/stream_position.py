@@ -84,7 +84,9 @@ class StreamPosition:
     _seen: dict[Any, Position] = field(default_factory=dict, repr=False)  # by mark
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a changed position is also stored as a tensor for `random_stream.drawn_mask`."""
+        """Set an attribute; a changed position is also stored as the tensor `now`, which compiled
+        code takes as an argument.
+        """
         super().__setattr__(name, value)
         if name in ("step", "first_row", "num_rows", "again"):
             self._moved()
@@ -134,9 +136,14 @@ class StreamPosition:
     def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
         """Context of a call of the model, or of one of its submodules; each call draws its own dropout masks.
 
-        If a call starts from a state of torch's generator from which an earlier call started (a recomputation, or
-        the same seed set again), it draws the same masks. A call that draws advances the generator.
-        With `trains`, a training forward of the whole model, it counts a step.
+        If a call starts from a state of torch's generator from which an earlier call started (a
+        recomputation, or the same seed set again), it draws the same masks. A call that draws
+        advances the generator.
+
+        Args:
+            trains: True for a training forward of the whole model, which counts a step.
+            first_row: index in the global batch of the first row of the micro-batch.
+            num_rows: number of rows of the micro-batch, 0 when unknown.
         """
         mark = None if torch.compiler.is_compiling() else mark_of_generator()
         if mark in self._seen:
