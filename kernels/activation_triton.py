@@ -38,7 +38,10 @@ def _act(h, KIND: tl.constexpr):
 
 @triton.jit
 def _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """Return a tile's dropout mask: loaded from `keep`, or hashed from `seeds`, one seed for every `cell` rows of x."""
+    """Return the dropout factors (0 or `scale`) of the tile [rows m, columns n] of x [M, N]. MASK
+    "keep" loads them from `keep` [M, N] where `ok`; "seeds" hashes them, with one of `seeds` for
+    every `cell` rows of x, and compares with `threshold`.
+    """
     if MASK == "keep":
         at = m[:, None].to(tl.int64) * N + n[None, :]
         found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)

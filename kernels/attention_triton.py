@@ -20,7 +20,9 @@ from slapo_zoo.kernels.dropout_triton import scaled_keep, threshold_and_scale
 
 @triton.jit
 def _load(base, rows, count, stride, HEAD: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load rows of a [count, HEAD] matrix as a tile; rows beyond `count` are zeros."""
+    """Load the rows with indices `rows` of the [count, HEAD] matrix at pointer `base` as a tile.
+    Rows are `stride` elements apart; beyond `count`, and from HEAD to BLOCK_D, the tile is 0.
+    """
     d = tl.arange(0, BLOCK_D)
     ok = (rows[:, None] < count) & (d[None, :] < HEAD)
     return tl.load(base + rows[:, None].to(tl.int64) * stride + d[None, :], mask=ok, other=0.0)
@@ -39,7 +41,10 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (tile of scores in fp32, -inf where a query does not see a key; index of each score's bias in `table`)."""
+    """Return (fp32 scores of queries i, keys j; column of `table` added to each); hidden keys:
+    -inf. `row` is the batch row, C the columns of `table`; KEYS is "keys" for `key_mask` [B, T],
+    "pairs" for [B, S, T], else "none". Other arguments: see `blocked_attention.attention`.
+    """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     ok = (i[:, None] < S) & (j[None, :] < T)
     kind = tl.zeros(s.shape, tl.int32)
@@ -62,7 +67,10 @@ def _scores(
 
 @triton.jit
 def _keep(i, j, cell, keep, seeds, S, T, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout mask of a tile of scores; the seed is number `cell`, which is batch row * H + head."""
+    """Return the dropout factors (0 or `scale`) of the scores of queries i and keys j, as a tile.
+    MASK "keep" loads them from `keep` [cells, S, T]; "seeds" hashes them from seeds[cell] and
+    compares with `threshold`. `cell` is batch row * H + head.
+    """
     at = i[:, None].to(tl.int64) * T + j[None, :]
     if MASK == "keep":
         ok = (i[:, None] < S) & (j[None, :] < T)
@@ -232,7 +240,9 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, scale, causal, window):
-    """Return the kernels' arguments after v (tensors and sizes), and the constants of each kernel by name."""
+    """Return (kernel arguments after v: tensors and sizes; kernel name --> {constant: value}). The
+    arguments are those of `blocked_attention.attention`, but q and k are [B, S, H, D].
+    """
     (_, S, H, D), T = q.shape, k.shape[1]
     mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
     tensors = [
@@ -259,7 +269,7 @@ def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> d
     Args:
         kernel: "forward", "query" or "key".
         head_size: head dim D.
-        table: whether scores get a bias by distance, whose gradient the query kernel sums.
+        table: whether a bias that depends on the distance is added to the scores.
         plain: whether attention has no bias table, key mask or dropout.
         mask: kind of dropout mask: "none", "keep" (a tensor) or "seeds" (hashed within the tile).
     """

@@ -41,7 +41,9 @@ def reference(
 
 
 def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for images [B, C, h, w]; in eval mode for B = 0."""
+    """Return random arguments for images [B, C, h, w], in eval mode for B = 0; `like`: dtype,
+    device.
+    """
     x, residual = (torch.randn(B, C, h, w, **like) for _ in range(2))
     last = torch.channels_last
     given = {"x": x.to(memory_format=last) * 2 + 1, "residual": residual.to(memory_format=last),
@@ -99,7 +101,7 @@ def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(bn: Any) -> bool:
-    """Return whether the kernel may replace `bn.forward`; False where a schedule made it average over ranks."""
+    """Return whether the kernel may replace `bn.forward`: False if a schedule set that forward."""
     was_changed = "forward" in bn.__dict__
     return not was_changed and bn.momentum is not None and bn.weight is not None
 
@@ -182,7 +184,9 @@ def _apply(
     var: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the Triton forward on rows [M, C]; return y, and the mean, 1 / std and variance that were used."""
+    """Run the Triton forward on rows [M, C]; return y, and the mean, 1 / std and variance it used:
+    the running statistics `mean` and `var`, or for None those of the rows.
+    """
     if not in_triton(x):
         raise NotImplementedError("torch's own BatchNorm runs here")
     from slapo_zoo.kernels import batch_norm_triton

@@ -113,7 +113,9 @@ def _blocks(C: int) -> dict[str, int]:
 
 
 def _strips(M: int, C: int, options: dict[str, int]) -> tuple[tuple[int, int], int]:
-    """Return ((strips of rows, tiles of columns) to launch, rows per strip) for [M, C]; no strip is empty."""
+    """Return ((strips, tiles of options["BLOCK_C"] columns), rows per strip) for [M, C]; none is
+    empty.
+    """
     rows = triton.cdiv(triton.cdiv(M, STRIPS), BLOCK_M) * BLOCK_M
     return (triton.cdiv(M, rows), triton.cdiv(C, options["BLOCK_C"])), rows
 
@@ -138,7 +140,9 @@ def forward(
     var: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernels on rows [M, C]; return y, and the mean, 1 / std and variance that were used."""
+    """Launch the forward kernels on rows [M, C]; return y, and the mean, 1 / std and variance used:
+    the running statistics `mean` and `var`, or for None those of the rows.
+    """
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, C = x.shape
     y = torch.empty_like(x)

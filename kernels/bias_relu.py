@@ -12,13 +12,13 @@ SHAPES = [(1, 64), (63, 100), (9, 1025), (0, 32)]
 
 
 def reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the kernel's result in torch operations, as in OPT's feed-forward (modeling_opt.py: OPTDecoderLayer)."""
+    """Compute relu(x + bias) in torch operations, as OPT's feed-forward (modeling_opt.py) does."""
     h = x if bias is None else x + bias
     return torch.where(h > 0, h, torch.zeros_like(h))
 
 
 def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [M, N]."""
+    """Return random arguments of the kernel for x [M, N]; `like`: dtype, device."""
     return {"x": torch.randn(M, N, **like), "bias": torch.randn(N, **like)}
 
 

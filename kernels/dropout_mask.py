@@ -20,7 +20,8 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
     Args:
         x: tensor to be dropped.
         keep: the mask itself, or None.
-        seeds: int64 [n], each for one n-th of x's elements in row-major order; used when `keep` is None.
+        seeds: int64 [n], one for each n-th of x's elements in row-major order; used when `keep` is
+            None.
         p: dropout probability.
     """
     if keep is not None or seeds is None or p == 0.0:
@@ -64,7 +65,7 @@ def new_seeds(cells: int, p: float, device: Any) -> dict[str, Any]:
 
 
 def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
-    """Return bool [B, size], True where a key is no padding, from an attention mask of `transformers`.
+    """Return [B, size] for `size` keys: False for padding in an attention mask of `transformers`.
 
     The mask is [B, 1, S or 1, T]. Its last query is read, which sees every real key even if causal. The result
     is None when the mask is None.

@@ -45,7 +45,9 @@ def reference(
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for B rows of S tokens; ids repeat, and some are padding."""
+    """Return random arguments for B rows of S tokens, hidden size N; ids repeat, some are padding.
+    `like` holds dtype and device.
+    """
     device = like.get("device")
     word, position, kind = (torch.randn(n, N, **like) for n in (17, S, 2))
     return {

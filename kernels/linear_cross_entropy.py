@@ -51,7 +51,9 @@ def _targets(N: int, V: int, device: Any) -> Tensor:
 
 
 def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [N, H] and weight [V, H]; a third of the rows is ignored."""
+    """Return random arguments for x [N, H], weight [V, H]; a third of the rows is ignored. `like`
+    holds dtype and device.
+    """
     target = _targets(N, V, like.get("device"))
     x, weight, bias = torch.randn(N, H, **like), torch.randn(V, H, **like), torch.randn(V, **like)
     return {"x": x, "weight": weight / 4, "target": target, "bias": bias, "label_smoothing": 0.1,
@@ -59,14 +61,17 @@ def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
 
 
 def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for logits [N, V], without a weight; a third of the rows is ignored."""
+    """Return random arguments for logits [N, V] without a weight; a third of the rows is ignored.
+    `like` holds dtype and device.
+    """
     target = _targets(N, V, like.get("device"))
     return {"x": torch.randn(N, V, **like), "weight": None, "target": target, "label_smoothing": 0.1,
             "reduction": "none"}  # fmt: skip
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:
-    """Run the forward of an LM head: in training it returns LogitsOnDemand, whose loss computes no logits."""
+    """Run an LM head on hidden states; in training its logits are computed only if they are read.
+    """
     if not may_defer(module, input):
         return type(module).forward(module, input)
     logits = lambda rows: type(module).forward(module, rows)  # noqa: E731
@@ -96,7 +101,7 @@ def _sites(model: Any) -> list[str]:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """Compute F.cross_entropy(x W^T + bias, target) in fp32; the arguments are those of `lm_loss`.
+    """Compute F.cross_entropy(x W^T + bias, target) in fp32; arguments as in `lm_loss.lm_loss`.
 
     A TorchFunctionMode can intercept this call, as it can F.cross_entropy; `loss_means.GlobalMeans` does so.
     """

@@ -104,7 +104,9 @@ def _torch_has_it(x: Tensor, label_smoothing: float, group: Any) -> bool:
 def _row_losses(
     logits: Tensor, target: Tensor, smoothing: float, vocab_size: int, group: Any
 ) -> Tensor:
-    """Return the loss of each row [N] of logits [N, C], 0 where the target is -1; all-gathers over `group`."""
+    """Return the loss [N] of each row of logits [N, C], 0 where the target is -1; `smoothing` is
+    the label smoothing. `group` are the ranks that shard the classes, over which it all-gathers.
+    """
     start, stop = own_columns(vocab_size, group)
     found = cross_entropy.statistics(logits[:, : stop - start], _local(target, start, stop))
     whole = _joined(found, group)
@@ -124,7 +126,7 @@ def _local(target: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _joined(statistics: Tensor, group: Any) -> Tensor:
-    """All-gather this rank's statistics [3, N] and return those of all columns.
+    """All-gather the statistics [3, N] of this rank's columns; return those of all columns.
 
     Every rank computes the same loss from them, so the gradient of its own columns is already complete.
     """
@@ -192,14 +194,14 @@ def _mean_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (sum of the losses / divisor, and its gradients with respect to x, weight and bias).
 
-    Rows with target -1 do not count. `rows` is the number of rows per chunk; without `graded` no gradients are
-    computed.
+    Rows with target -1 do not count. `rows` is the number of rows per chunk; with `graded` False
+    the gradients are empty tensors.
     """
     return _one_pass(x, weight, bias, target, divisor, smoothing, rows, graded, len(weight), None)
 
 
 class _OverRanks(torch.autograd.Function):
-    """Autograd function that computes `_mean_loss` for a vocabulary sharded over the ranks of a group."""
+    """Autograd function: loss and gradients for a vocabulary sharded over the ranks of a group."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -221,7 +223,9 @@ def _one_pass(
     vocab_size: int,
     group: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result of `_mean_loss`, computed by chunks; one all-gather per chunk if `group` shards the classes."""
+    """Return (sum of losses / divisor, gradients of x, weight, bias) by chunks of `rows` rows; with
+    `graded` False the gradients are empty. One all-gather per chunk if `group` shards the classes.
+    """
     wide = cross_entropy.wide_dtype(x)
     start, stop = own_columns(vocab_size, group)
     padding = len(weight) - (stop - start)  # rows after those of real classes
@@ -262,7 +266,9 @@ def _one_pass(
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """Return total + a b, summed over chunks in fp32; a single product keeps the dtype of a."""
+    """Return total + a b, the sum over chunks in dtype `wide`; for total None a b in the dtype of
+    a.
+    """
     if total is None:
         return products.mm(a, b)
     if wide == a.dtype:
@@ -273,7 +279,9 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype)
 def _loss_and_gradient_(
     logits: Tensor, target: Tensor, smoothing: float, scale: Tensor, vocab_size: int, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum of a chunk's losses, the logits overwritten by the gradient of `scale` times that sum)."""
+    """Return (sum of a chunk's losses, the logits overwritten by the gradient of `scale` times it).
+    `smoothing` is the label smoothing, `group` the ranks that shard the classes or None.
+    """
     counts = target >= 0
     if in_triton(logits) or group is not None:
         start, stop = own_columns(vocab_size, group)
@@ -292,7 +300,9 @@ def _loss_and_gradient_(
 def _rows_in_cache_(
     logits: Tensor, target: Tensor, counts: Tensor, smoothing: float, scale: Tensor
 ) -> Tensor:
-    """Compute `_loss_and_gradient_` for a few rows that fit the cache of a CPU; return the sum of their losses."""
+    """Overwrite logits by the gradient of `scale` times their losses; return the sum of the losses.
+    The rows are few and fit the cache of a CPU; `counts` is False for ignored ones.
+    """
     wide = logits.to(cross_entropy.wide_dtype(logits))
     at = target.clamp(min=0)[:, None]
     picked, total = wide.gather(1, at)[:, 0], wide.sum(1) if smoothing else wide[:, 0]

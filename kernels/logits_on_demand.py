@@ -52,8 +52,8 @@ class Head:
         group: ranks that shard the vocabulary, or None.
         summed: whether the module before the head all-reduces the gradient of the rows over the group.
         root: module whose weights `logits` reads; None takes `linear`.
-        within: function that makes contexts in which the root's weights are those of its forward (casts, gathered
-            shards).
+        within: returns a context in which the root's weights are cast and gathered as in its
+            forward.
     """
 
     linear: Any
@@ -72,12 +72,14 @@ class Head:
     def loss(
         self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
     ) -> Tensor:
-        """Return the summed loss of rows [N, H], divided by `items`, or for None by the number of targets not ignored."""
+        """Return the summed loss of rows [N, H] / `items` (None: number of targets not ignored)."""
         with self.reading():
             return self._loss(rows, target, ignore_index, smoothing, items)
 
     def reading(self) -> AbstractContextManager:
-        """Context in which the head's weights are those of its forward, so that logits or a loss can be computed later."""
+        """Context in which the head's weights are as in its forward: cast, and gathered from
+        shards.
+        """
         assert self.within is not None  # noqa: S101 - set above
         return self.within()
 
@@ -140,14 +142,18 @@ class LogitsOnDemand(torch.Tensor):
         rows: Tensor, head: Head, dtype: torch.dtype, make: Callable[[Tensor], Tensor],
         parent: "LogitsOnDemand | None",
     ) -> Tensor:  # fmt: skip
-        """Return a LogitsOnDemand whose values `make` will compute from `rows`, or from the logits of `parent`."""
+        """Return logits of `dtype` that `make` will compute: from `rows`, or from the logits
+        `parent`.
+        """
         source = rows if parent is None else parent
         with head.reading():
             weight = head.linear.weight
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return these logits for a head whose vocabulary is sharded over `group`; for None return this object."""
+        """Return these logits for a vocabulary sharded over the ranks of `group`; None changes
+        nothing.
+        """
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
@@ -290,7 +296,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def _whole(logits: Any, head: Head) -> Tensor:
-    """Return complete logits [..., V] as a plain tensor, from this rank's columns or from logits on demand."""
+    """Return the logits [..., V] of all classes, from this rank's columns or LogitsOnDemand."""
     if isinstance(logits, LogitsOnDemand):
         return logits.tensor()
     if not isinstance(logits, VocabLogits):
@@ -310,7 +316,9 @@ def _require_all(ranks: list[int]) -> None:
 
 
 def _plain(value: Any, below: bool = False) -> Any:
-    """Return nested tuples, lists and dicts with every LogitsOnDemand computed; with `below`, without an autograd graph."""
+    """Return nested tuples, lists and dicts with the logits of every LogitsOnDemand computed now;
+    `below` True gives logits without an autograd graph.
+    """
     if isinstance(value, LogitsOnDemand):
         return value.numbers() if below else value.tensor()
     if isinstance(value, tuple | list):
@@ -319,7 +327,8 @@ def _plain(value: Any, below: bool = False) -> Any:
 
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
-    """Return a cast, view or slice of `x` as a LogitsOnDemand; None if the function `func` is none of these."""
+    """Return the cast, view or slice func(x, *rest, **kwargs), not computed yet; None for others.
+    """
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)
@@ -352,7 +361,8 @@ def _is_slice(index: Any) -> bool:
 
 
 def _cast_to(func: Any, x: Tensor, rest: tuple, kwargs: dict) -> torch.dtype | None:
-    """Return the dtype of a cast's result; None for a call that is no plain cast."""
+    """Return the dtype of the cast func(x, *rest, **kwargs); None for a call that is no plain cast.
+    """
     if func is torch.Tensor.float:
         return torch.float32
     if func is torch.Tensor.contiguous:

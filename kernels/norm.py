@@ -58,7 +58,9 @@ def norm(
 
 
 def _has_sum(arguments: tuple) -> bool:
-    """Return whether z differs from x (a bias, residual or mask is given); `arguments` are those of `_forward`."""
+    """Return whether z differs from x: a bias, residual or mask is among the operator's
+    `arguments`.
+    """
     _, _, _, x_bias, residual, keep, seeds, p, _, _ = arguments
     dropped = keep is not None or (seeds is not None and p > 0)
     return x_bias is not None or residual is not None or dropped
@@ -170,7 +172,9 @@ def _backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of z, x (empty if equal to that of z), weight, bias and x_bias."""
+    """Return the gradients of z, x (empty if that of z), weight, bias and x_bias; `mean`, `rstd`
+    are the statistics of the forward (`rstd` is 1 / std). Other arguments: see `norm`.
+    """
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton
 

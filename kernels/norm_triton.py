@@ -15,7 +15,10 @@ PROGRAMS = 264  # of the backward: two per multiprocessor of an H100; each has p
 
 @triton.jit
 def _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout mask of a tile: loaded from `keep`, or hashed from `seeds`, one for each `cell` rows of x."""
+    """Return the dropout factors (0 or `scale`) of the tile [rows m, columns n] of x [M, N]. MASK
+    "keep" loads them from `keep` at offsets `at` where `ok`; "seeds" hashes them, with one of
+    `seeds` for every `cell` rows of x, and compares with `threshold`.
+    """
     if MASK == "keep":
         found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
     else:  # `else`, since code after a `return` is compiled too, without seeds

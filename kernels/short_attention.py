@@ -30,7 +30,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool 
 
 
 def inputs(B: int, H: int, S: int, D: int, causal: bool, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for q, k, v [B, H, S, D]."""
+    """Return random arguments of the kernel for q, k, v [B, H, S, D]; `like`: dtype, device."""
     q, k, v = (torch.randn(B, S, H, D, **like).transpose(1, 2) for _ in range(3))
     return {"q": q, "k": k, "v": v, "scale": D**-0.5, "causal": causal}
 
@@ -43,7 +43,9 @@ def _is_faster_here() -> bool:
 def _forward(
     core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> Any:
-    """Run `CoreAttention.forward` (attention between q, k and v) with this kernel."""
+    """Run the attention module `core` between q, k and v with this kernel; `options` are those of
+    the attention functions of `transformers`. Return (output, None).
+    """
     if not _serves(core, q, k, v, mask, options):
         return type(core).forward(core, q, k, v, mask, **options)
     causal, scale = options.get("is_causal"), options.get("scaling")

@@ -36,7 +36,9 @@ def reference(
 
 
 def inputs(B: int, S: int, H: int, V: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for B rows of S tokens, a third of them masked; weight [V, H]."""
+    """Return random arguments for B rows of S tokens, a third of them masked, and weight [V, H].
+    `like` holds dtype and device.
+    """
     labels = torch.randint(V, (B, S), device=like.get("device"))
     labels.flatten()[1::3] = -100
     labels.flatten()[2::3] = -100
@@ -61,7 +63,8 @@ HEADS = {"BertLMPredictionHead": _bert, "RobertaLMHead": _roberta, "AlbertMLMHea
 
 
 def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
-    """Run the forward of an MLM head; in training return LogitsOnDemand, whose loss computes logits of masked tokens only."""
+    """Run an MLM head on hidden states; in training its logits are computed only if they are read.
+    """
     transform = HEADS[served_class(head, HEADS).__name__](head)
     if not may_defer(head, hidden):
         return type(head).forward(head, hidden, **kwargs)

@@ -69,7 +69,9 @@ def reference(
 
 
 def inputs(B: int, H: int, S: int, T: int, D: int, causal: bool, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for q [B, H, S, D], with dropout; the first row has padding."""
+    """Return random arguments for q [B, H, S, D] with dropout; the first row has padding. `like`
+    holds dtype and device.
+    """
     q, k, v = (torch.randn(B, H, n, D, **like) for n in (S, T, T))
     real = torch.tensor([[T - T // 4]] + [[T]] * (B - 1))[:B].to(q.device)
     seeds = torch.randint(2**63 - 1, (B * H,), device=like.get("device"))
@@ -122,7 +124,9 @@ def _forward(
 
 
 def _bias_of(module: Any, table: Tensor, S: int, T: int) -> Tensor:
-    """Return the bias [1, H, S, T] that a table [buckets of distances, H] gives; queries are the last S positions."""
+    """Return the position bias [1, H, S, T] of T5Attention `module` with weight `table` [buckets,
+    H]; queries are the last S positions.
+    """
     i, j = (torch.arange(n, T, device=table.device) for n in (T - S, 0))
     far = module.relative_attention_max_distance
     bucket = relative_buckets(j - i[:, None], not module.is_decoder, len(table), far)
@@ -134,7 +138,9 @@ def _heads(module: Any, x: Tensor) -> Tensor:
 
 
 def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tuple[Tensor, Tensor]:
-    """Append keys and values to the cache, as T5Attention does; return all (keys, values) to attend to."""
+    """Append keys and values to the cache, as T5Attention does; return all (keys, values). `cross`
+    is True in cross-attention, which has a cache of its own.
+    """
     from transformers import EncoderDecoderCache
 
     if isinstance(cache, EncoderDecoderCache):
@@ -171,7 +177,8 @@ def t5_attention(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute T5's attention, [B, H, S, D], in O(S + T) memory (see MATERIALISED); gradients are deterministic.
+    """Compute T5's attention, [B, H, S, D], with O(S + T) memory if large; gradients are
+    deterministic.
 
     Args:
         q: queries [B, H, S, D].
@@ -202,7 +209,10 @@ def t5_attention(
 def _by_class(
     weight: Tensor, S: int, T: int, offset: int, bidirectional: bool, max_distance: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (biases [H, C] per head and class of distance, int32 [S + T - 1]: the class of each distance, ascending)."""
+    """Return (biases [H, C] per head and class of distance, int32 [S + T - 1]: class of each
+    distance). Query i has position i + offset; distances ascend. Other arguments: see
+    `t5_attention`.
+    """
     n = weight.shape[0]
     distance = torch.arange(S + T - 1, device=weight.device) - (S - 1 + offset)
     bucket = relative_buckets(distance, bidirectional, n, max_distance)

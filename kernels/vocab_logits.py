@@ -96,7 +96,7 @@ def _gather_all(value: Any) -> Any:
 
 
 def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Tensor] | None:
-    """Return a 1-tuple with the result of `func` on local columns; None if `func` needs the whole vocabulary."""
+    """Return (func(x, *rest, **kwargs) on x's local columns,); None if `func` needs all columns."""
     local = x.local()
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)
