@@ -157,12 +157,13 @@ Strategy = Callable[[Known, Sequence[int]], int | None]
 
 
 def exhaustive(grid: Grid, **options: Any) -> Strategy:
-    """Return the strategy that measures every configuration, in order."""
+    """Return the strategy that measures every configuration, in order; `options` are ignored."""
     return lambda known, left: left[0] if left else None
 
 
 def shuffled(grid: Grid, seed: int = 0, **options: Any) -> Strategy:
-    """Return the strategy that measures every configuration, in random order."""
+    """Return the strategy that measures every configuration in random order; `options` are ignored.
+    """
     order = list(range(len(grid.points)))
     random.Random(seed).shuffle(order)  # noqa: S311 - no secret
     return lambda known, left: next((i for i in order if i in set(left)), None)
@@ -188,7 +189,10 @@ class Model:
             self.priors = [np.log(np.maximum(np.asarray(prior, float), 1e-12))]
 
     def __call__(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return `start` first, then the configuration with the largest expected gain; None if the gain is too small."""
+        """Return the next configuration of `left`: first `start`, then that of the largest expected
+        gain, or None if the gain is too small. `known` holds the outcomes so far by configuration
+        number.
+        """
         if not left:
             return None
         if not known:
@@ -211,6 +215,9 @@ class Model:
         """Return the number of the configuration to measure next, while few are measured.
 
         It is a corner of memory use (`Grid.corners`) that may fit, else the one farthest from all measured ones.
+
+        `known` holds the outcomes so far by configuration number, `left` the numbers not measured
+        yet.
         """
         corners = self.grid.corners(self.grid.index[self.start])
         ran = [i for i, outcome in known.items() if outcome.is_measured]
@@ -258,19 +265,22 @@ class Model:
 
 
 def _in_a_row(known: Known) -> int:
-    """Return how many of the last measurements ran out of memory without a success between them."""
+    """Return how many of the last outcomes in `known` are out-of-memory, without a success after
+    them.
+    """
     last = [outcome.kind == OUT_OF_MEMORY for outcome in reversed(known.values())]
     return next((i for i, failed in enumerate(last) if not failed), len(last))
 
 
 def best_of(known: Known) -> int | None:
-    """Return the number of the fastest configuration that ran to its end, or None."""
+    """Return the number of the fastest configuration in `known` (number --> outcome), or None."""
     ran = [i for i, outcome in known.items() if outcome.kind == OK]
     return max(ran, key=lambda i: known[i].throughput, default=None)
 
 
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
-    """Return the number of an unmeasured configuration that needs less memory than all failed ones, or None.
+    """Return one of the unmeasured configurations `left` that needs less memory than all failed
+    ones in `known` (number --> outcome); None if `left` is empty.
 
     The configuration lies half-way between the failed ones and the one that needs least memory. After three failures
     it is the one that needs least.

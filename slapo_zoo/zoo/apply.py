@@ -88,7 +88,9 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """Raise ArchitectureError if the config has a value with which the table cannot shard the model (see `Table.needs`)."""
+    """Raise ArchitectureError for a config value with which the table (`Table.needs`) cannot shard
+    it; `tokens_divided` is True under sequence parallelism.
+    """
     config, mesh = sch.model.config, sch.mesh
     where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}
     hints = {"sp": "leave sequence_parallel out", "pp": "use pp=1"}
@@ -181,8 +183,8 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return [pattern] if a directive can be applied to every module that the pattern matches; else the paths of
-    those that have the parameter it names.
+    """Return [pattern] if the directive can be applied to every module that the pattern matches;
+    else the paths of those modules that have the parameter which the directive shards or sums.
     """
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]

@@ -235,7 +235,9 @@ OF_FAMILIES = HEADS[:3]  # what a bare family has; its published cards are for t
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
-    """Return `head` if given. Otherwise, if the config names no class, return the first of `heads` with a loss, or None."""
+    """Return `head` if given; else, if the config names no class, the first head of `heads` with a
+    loss as the name of its auto class ("AutoModelForCausalLM"). Return None if there is none.
+    """
     import transformers
 
     if head or config.architectures:

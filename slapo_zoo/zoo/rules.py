@@ -81,24 +81,32 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
     `num_heads` names the number of query heads. `attributes` are pairs (attribute of the module, unit). The unit is
     "" if the attribute counts heads. If the attribute counts columns, the unit is the name of the number of columns
     of a head ("head_dim").
+
+    `together` names the number of query heads per KV head; "" if heads are not grouped.
     """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
 
 def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) -> Rule:
-    """Return the rule that divides attributes of a module, such as its number of heads, by tp; arguments as in `attention`."""
+    """Return the rule that divides attributes of a module, such as its number of heads, by tp. `kv`
+    True: they count KV heads, at least 1 per rank. Other arguments: see `attention`.
+    """
     return tuple(
         ShardAttribute(name, _dim(unit), _dim(together), replicate=kv) for name, unit in attributes
     )
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
-    """Return the rule of a module's attribute that counts query heads per KV head, which changes only if tp > KV heads."""
+    """Return the rule of an attribute that counts query heads per KV head; it changes for tp > KV
+    heads. `kv_heads` is the name of the number of KV heads.
+    """
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
 
 def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
-    """Return the rule that slices a forward argument to this rank's heads; the argument holds all heads along `axis`."""
+    """Return the rule that slices a forward argument, with all heads along `axis`, to this rank's
+    heads; `num_heads` is the name of the number of heads.
+    """
     return (ShardArgument(argument, _dim(num_heads), axis),)
 
 
@@ -156,7 +164,9 @@ dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it s
 
 
 def dropout_on(axis: int, size: str) -> Rule:
-    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` names the axis's full length."""
+    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` is the name
+    of the config number that gives the axis's unsharded length, e.g. "num_heads".
+    """
     return (ForkRng(axis=axis, size=_dim(size)),)
 
 
@@ -164,5 +174,7 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # of what all batch rows share
 
 
 def dropout_after(child: str, size: str) -> Rule:
-    """Return the rule of a dropout that acts on unsharded tokens and also on the sharded output [.., size] of `child`."""
+    """Return the rule of a dropout on unsharded tokens and on the sharded output of module `child`;
+    `size` is the name of the config number that gives this output's unsharded width.
+    """
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

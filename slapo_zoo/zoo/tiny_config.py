@@ -203,7 +203,9 @@ def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
 
 
 def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
-    """Return {layer type: its shrunken fields} for a config with fields per layer (Gemma 4), and clear them there."""
+    """Return {layer type: shrunken fields} of a config with fields per layer (Gemma 4); take these
+    fields out of `config`. `rules` say how fields shrink.
+    """
     if not getattr(config, "is_heterogeneous", False):
         return {}
     given = config.to_dict()["per_layer_config"]

@@ -117,7 +117,9 @@ class Alive(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes in use at one point of a dry run; `peak` and `grown` are the maxima since the previous `Moment`."""
+    """Bytes in use at one point of a dry run. `peak` (without parameter gradients) and `grown`
+    (with them) are the maxima since the previous `Moment`.
+    """
 
     work: tuple[float, ...]
     gathered: int
@@ -235,7 +237,9 @@ class Footprint:
             self.live -= self.alive.pop(storage).size
 
     def _summed(self, storage: int) -> None:
-        """Count a parameter's gradient in `gradients` instead of `live`, since it exists until the optimizer step."""
+        """Move a parameter's gradient, in the storage with id `storage`, from `live` to
+        `gradients`: the gradient exists until the optimizer step.
+        """
         if storage in self.alive:
             self.live -= self.alive[storage].size
             self.gradients += self.alive[storage].size

@@ -143,14 +143,7 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return, for each stage of a rank, the number of its micro-batches in flight when the rank holds most.
-
-    Args:
-        order: name of the pipeline order.
-        pp: number of pipeline ranks.
-        virtual: stages per rank.
-        micro_batches: micro-batches of a step.
-        rank: pp coordinate of the rank.
+    """Return, for each stage of a rank, its micro-batches in flight when the rank has most in all.
     """
     if pp == 1:
         return (1,)
@@ -167,7 +160,9 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Simulate an order; return the micro-batches in flight per pp rank and stage, when the rank holds most."""
+    """Simulate an order; return, per pp rank, the micro-batches in flight of each of its stages at
+    the moment when the rank has most in all. `virtual` is the number of stages per rank.
+    """
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

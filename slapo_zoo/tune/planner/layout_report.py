@@ -126,7 +126,9 @@ def _cells(found: Found, f: Forecasted) -> list[str]:
 
 
 def call_of(f: Forecasted, without: Collection[str] = ()) -> str:
-    """Return a layout as arguments in a call of `from_pretrained`, leaving out the names in `without`."""
+    """Return the layout of forecast `f` as arguments of `from_pretrained`, leaving out those
+    `without`.
+    """
     knobs = f.layout.knobs().items()
     return ", ".join(f"{name}={value!r}" for name, value in knobs if name not in without)
 

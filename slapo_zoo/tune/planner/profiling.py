@@ -121,7 +121,8 @@ class Family:
         return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
-        """Repeat the profiled blocks up to the depth of the model."""
+        """Return the costs of the full model's units: blocks of `units` repeated up to its depth.
+        """
         named = {unit.name: unit for unit in units}
         if not self.is_small:
             return units
@@ -198,33 +199,42 @@ class _Masks(RandomStream):
         self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
-        """Return what RandomStream.draws_in_blocks would return on the device that is planned for."""
+        """Return whether the planned device draws masks by a generator, as a CPU does, not by
+        hashing.
+        """
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
-        """Return False for RandomStream.hashes: the simulated runtimes keep their masks in memory."""
+        """Return False: the planned runtimes keep dropout masks in memory instead of hashing them.
+        """
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """Return `count` dummy seeds, in place of those of RandomStream.cells."""
+        """Return one dummy seed for each of `count` rows and each of `heads`; the path `site` is
+        unused.
+        """
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
-        """Return a tensor of the shape that RandomStream.uniform returns, with no random numbers drawn."""
+        """Return a tensor of the shape of x, in place of random numbers; the path `site` is unused.
+        """
         return torch.empty_like(x)
 
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
-        """Return a mask of the shape that RandomStream.keep_mask returns, without drawing it."""
+        """Return an uninitialised dropout mask of the shape of x; `p`, `site`, `heads` are unused.
+        """
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
-        """Return a mask of the shape that RandomStream.keep_columns returns, without drawing it."""
+        """Return an uninitialised dropout mask for columns run[0]..run[1]-1 of `size` columns in
+        all.
+        """
         if self.in_bytes:
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
-        """Return a mask of the shape that RandomStream.keep_tokens returns, without drawing it."""
+        """Return an uninitialised dropout mask for x, which has one of n slices of the tokens."""
         if self.in_bytes:
             return self.keep_mask(x, p, site)
         if x.ndim > 2:
@@ -299,7 +309,9 @@ def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[t
 
 
 def _untie(model: Any, mode: Any) -> None:
-    """Give every module its own copy of tied parameters, since the planner counts shared parameters separately."""
+    """Give every module its own copy of tied parameters, to be counted separately; the copies are
+    made under the FakeTensorMode `mode`.
+    """
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module._parameters.items():

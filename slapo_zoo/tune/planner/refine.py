@@ -53,7 +53,9 @@ class Climb:
     orders: Sequence[str]
 
     def from_here(self, best: Any) -> Any:
-        """Return the fastest forecast that can be reached from `best`; `best` itself where nothing is faster."""
+        """Change the knobs of forecast `best` one at a time while the step gets faster; return the
+        last forecast, or `best` itself if no change helps.
+        """
         while True:
             before = best.step.seconds
             for layout in (*self._sharded(best.layout), *self._ordered(best.layout)):

@@ -79,7 +79,8 @@ class Precision:
 
     @property
     def update(self) -> int:
-        """Return the bytes per element in which the optimizer keeps its states."""
+        """Return the bytes of one element of one optimizer state, in which the update is computed.
+        """
         return 4 if self.optimizer >= 8 else 2
 
     @property

@@ -38,7 +38,9 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """Record, when a module is called, which linears' output columns are in its arguments."""
+        """Record which linears' output columns are in the arguments `args` of a module that is
+        called. `linear` is True if the module at `path` is a linear.
+        """
         held = self._columns(args)
         if linear:
             self.feeds.setdefault(path, set()).update(held)
@@ -53,8 +55,8 @@ class Chains:
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """Record a call of a function other than a linear; an element-wise one passes columns on from input to
-        output.
+        """Record a call of the torch function `name`: an element-wise one passes columns on from
+        input to output `out`.
 
         Any other function mixes columns. `draws` is True if the function draws random numbers.
         """

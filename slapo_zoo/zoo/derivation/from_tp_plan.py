@@ -97,7 +97,10 @@ def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
 
 
 def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
-    """Return {pattern: rule} for modules that hold all experts of a layer; the rule shards the experts over tp."""
+    """Return {pattern: rule} for modules that hold all experts of a layer; the rule shards experts
+    over tp. Patterns begin below `prefix`, the path of the base model; `seen` is the observed
+    forward.
+    """
     rows = [row for group in find_groups(Modules(model, seen)) for row in group.rows]
     return {pattern.removeprefix(prefix): rule for pattern, rule in rows
             if any(isinstance(d, ExpertParallel) for d in rule)}  # fmt: skip
@@ -121,7 +124,7 @@ def _own(module: nn.Module) -> bool:
 
 
 def _one(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
-    """Return the first of the modules that a pattern matches, or None."""
+    """Return the first of `modules` (path --> module) that a pattern matches, or None."""
     names = {path: type(module).__name__ for path, module in modules.items()}
     paths = select(pattern, names)
     return modules[paths[0]] if paths else None
@@ -167,7 +170,9 @@ def _plan_rows(
 
 
 def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule:
-    """Return the sharding rule of a linear or norm in the tp plan; `heads` is True if its parent is an attention."""
+    """Return the sharding rule for `style`, which the tp plan gives to the linear or norm
+    `pattern`. `name` is its last component; `heads` is True if its parent is an attention.
+    """
     unit, together = ("head_dim", "per_kv") if heads else ("", "")
     rules = {
         "rowwise": row(1, unit, together),

@@ -23,7 +23,9 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
 
 
 def _larger(model: nn.Module, seen: Observation | None, least: float) -> list[str]:
-    """Return the patterns of the lists of blocks that hold more than `least` parameters."""
+    """Return the patterns of the lists of blocks that hold more than `least` parameters; with
+    `seen`, the observed forward, without lists whose modules run several times.
+    """
     found: list[str] = []
     for path, module in model.named_modules():
         inside = any(star(path) == f[:-2] or star(path).startswith(f) for f in found)

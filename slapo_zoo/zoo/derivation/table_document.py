@@ -15,8 +15,8 @@ KEPT = ("model_type", "source", "blocks", "after_blocks", "order", "everywhere",
 
 
 def freeze(table: Table, model: Any) -> Table:
-    """Return a copy of a table that fits one model only: patterns become full paths and `Dim`s become numbers, so
-    that it contains no code.
+    """Return a copy of a table for one model only, without code: patterns become full paths, and
+    names of config numbers (`Dim`) become the numbers.
     """
     return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
 

@@ -236,10 +236,9 @@ def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
 
 
 def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
-    """Return the rule of a dropout that acts on sharded columns.
-
-    The dropout may act on other tensors too. Its calls on columns are those after a linear beside it (`after`),
-    or, if none of `makers` is beside it, those on an axis of `width` columns.
+    """Return the rule of the dropout at `path`, which drops sharded output columns of linears
+    `makers` and maybe other tensors too: those calls drop columns that follow the last of `makers`
+    in the same parent module or, if there is none, whose input has `width` columns.
     """
     beside = path.rpartition(".")[0]
     after = next((n for n in reversed(makers) if n.rpartition(".")[0] == beside), "")
