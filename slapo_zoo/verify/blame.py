@@ -138,7 +138,8 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have caused the wrong value at `order[index]`, an input or output."""
+        """Return the paths of modules that can have caused a wrong value in event number `index`.
+        """
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))
@@ -155,7 +156,7 @@ class Blame:
         return list(dict.fromkeys(inside))
 
     def _consumers(self, index: int) -> list[str]:
-        """Return the paths of modules that took the tensor recorded at `order[index]` as an argument.
+        """Return the paths of modules that took the tensor of event number `index` as an argument.
 
         If there are none, return the module that ran next under the same parent, and the parent.
         """

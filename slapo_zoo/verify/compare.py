@@ -242,7 +242,7 @@ def _distance(found: Any, want: Tensor) -> float:
 def compare(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
     """Compare each rank's outputs and loss, the gradients, and, if a step was made, the gradient norm and weights.
 
-    `found` has one result per rank; the outcome is recorded in `into`.
+    `found` has one result per rank; `near` is the tolerance; the outcome is recorded in `into`.
     """
     truth, cached = near.truth, all(result.coords[1] == 0 for result in found)
     for rank, result in enumerate(found):

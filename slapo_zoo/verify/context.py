@@ -172,7 +172,9 @@ def _compare_all(
     into: Comparison, near: Tolerance, check: str, found: Mapping[str, Tensor],
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
-    """Compare two dicts of tensors by name ("outputs" or "gradients"); a name that only one dict has is skipped."""
+    """Compare two dicts of tensors by name and record the outcome in `into`; `check` is "outputs"
+    or "gradients", `near` the tolerance. A name that only one dict has is skipped.
+    """
     largest = largest_of(want)
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]
     if check == "outputs" and found.keys() != want.keys():

@@ -125,7 +125,9 @@ class VerifyError(SlapoError, AssertionError):
 
 
 def figures(comparison: Comparison) -> dict[str, Any]:
-    """Return {check: number of comparisons and largest error divided by the allowed one, or "unmeasured"}."""
+    """Return {check: {"compared": number of comparisons, "worst": largest error / allowed error}};
+    the value is "unmeasured" for a check that could not be made.
+    """
     found: dict[str, Any] = dict.fromkeys(CHECKS, UNMEASURED)
     for check, count in comparison.counts.items():
         found[check] = {"compared": count, "worst": round(comparison.worst[check], 4)}

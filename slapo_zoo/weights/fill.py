@@ -200,6 +200,9 @@ def _refuse_foreign(
 
     A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
     surplus block, or part of a unit, is an error.
+
+    `prefix` is the base model's attribute name ("transformer"), `units` the paths of blocks and
+    heads.
     """
     strip = f"{prefix}."
     body = [unit for unit in units if unit.startswith(strip)] or list(units)
@@ -233,7 +236,9 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return `names` changed so that tensors of another shape in the file count as missing and are initialised."""
+    """Return `names` changed so that tensors of another shape in the file count as missing.
+    `key_of` maps keys, renamed to the model's names, to the keys in the files.
+    """
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
     source = {name: key for name, key in names.source.items() if name not in differ}
@@ -245,7 +250,8 @@ def _refuse_untied(
 ) -> None:
     """Raise WeightsError when a file holds two different values for a tensor that the config ties.
 
-    Rank 0 compares the values in the files; all ranks get its result.
+    `doubles` are groups of keys for one tied tensor. Rank 0 compares them; all ranks get its
+    result.
     """
 
     def check() -> None:

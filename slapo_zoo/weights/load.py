@@ -124,7 +124,9 @@ def _read_ahead(
     order: Sequence[str], targets: Mapping[str, Target], folder: CheckpointFolder,
     source: Mapping[str, str], mesh: Mesh,
 ) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
-    """Yield (name, slices in the mapped file) in file order, while the operating system prefetches the next ones."""
+    """Yield (name, slices in the mapped file) of the names in `order`, the order in the file, while
+    the operating system prefetches the next slices. `source` maps names to keys.
+    """
     waiting: deque[tuple[str, list[Tensor]]] = deque()
     asked = 0
     for name in order:

@@ -80,7 +80,9 @@ def match_names(
 
 
 def _spellings(key: str, prefix: str) -> Iterator[str]:
-    """Yield the tensor names that a checkpoint key may stand for, the most likely first."""
+    """Yield the tensor names that a checkpoint key may stand for, the most likely first; `prefix`
+    is the attribute of the base model ("transformer"), or "".
+    """
     modern = key
     for pattern, replacement in LEGACY:
         modern = re.sub(pattern, replacement, modern)

@@ -104,7 +104,9 @@ def _unread(folder: CheckpointFolder, spec: TensorSpec, done: OnBytes) -> Unread
 def _write_others(
     source: Path, dtype: torch.dtype | None, state: dict[str, Any], folder: Path
 ) -> None:
-    """Copy the files that are not weights into `folder`; in their JSON set the new id of the save, and `dtype`."""
+    """Copy the files that are not weights into `folder`; set `dtype` in config.json, and the new
+    save's id in `state`, which is written as training_state.json unless empty.
+    """
     for item in source.iterdir():
         if WEIGHT_FILE.fullmatch(item.name):
             continue

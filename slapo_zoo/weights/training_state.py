@@ -169,7 +169,9 @@ def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
 
 def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a field's values, one per dp rank of the saved mesh; a single value for an `extra` equal on all ranks."""
+    """Return the values of field `name`, one per dp rank of the saved mesh. A list of one value is
+    returned for the field "extra" if it was equal on all ranks.
+    """
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:
         return [decode(one) for one in kept[BY_DP]]

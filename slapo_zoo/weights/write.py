@@ -118,7 +118,8 @@ def _write(
     file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, held: Sequence[Share],
     own: Rows | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Write the slices of one CPU tensor whose first byte lies at `start` of the file.
+    """Write the slices `held` of one CPU tensor whose unsharded first byte lies at `start` of the
+    file; `own` are the rows that this rank has under ZeRO.
 
     Returns:
         The number of bytes, and their contribution to the tensor's CRC-32.
