@@ -36,8 +36,7 @@ def reference(
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [B, S, N], with dropout; `like`: dtype, device.
-    """
+    """Return random arguments of the kernel for x [B, S, N], with dropout; `like`: dtype, device."""
     x, residual = torch.randn(B, S, N, **like), torch.randn(B, S, N, **like)
     weight, bias, x_bias = (torch.randn(N, **like) for _ in range(3))
     seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))

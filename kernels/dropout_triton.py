@@ -17,8 +17,7 @@ BLOCK = 2048  # 16 elements per thread
 
 @triton.jit
 def scaled_keep(counter, key, threshold, scale):
-    """Return `scale` where the hash of (index `counter`, seed `key`) reaches `threshold`, else 0.
-    """
+    """Return `scale` where the hash of (index `counter`, seed `key`) reaches `threshold`, else 0."""
     bits = counter.to(tl.int64) * 0x2545F4914F6CDD1D + key
     bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * -0x40A7B892E31B1A47
     bits = (bits ^ ((bits >> 31) & 0x1FFFFFFFF)) * -0x6B2FB644ECCEEE15

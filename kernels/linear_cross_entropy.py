@@ -70,8 +70,7 @@ def inputs_of_logits(N: int, V: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, input: Tensor) -> Tensor:
-    """Run an LM head on hidden states; in training its logits are computed only if they are read.
-    """
+    """Run an LM head on hidden states; in training its logits are computed only if they are read."""
     if not may_defer(module, input):
         return type(module).forward(module, input)
     logits = lambda rows: type(module).forward(module, rows)  # noqa: E731

@@ -327,8 +327,7 @@ def _plain(value: Any, below: bool = False) -> Any:
 
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
-    """Return the cast, view or slice func(x, *rest, **kwargs), not computed yet; None for others.
-    """
+    """Return the cast, view or slice func(x, *rest, **kwargs), not computed yet; None for others."""
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)
@@ -361,8 +360,7 @@ def _is_slice(index: Any) -> bool:
 
 
 def _cast_to(func: Any, x: Tensor, rest: tuple, kwargs: dict) -> torch.dtype | None:
-    """Return the dtype of the cast func(x, *rest, **kwargs); None for a call that is no plain cast.
-    """
+    """Return the dtype of the cast func(x, *rest, **kwargs); None for a call that is no plain cast."""
     if func is torch.Tensor.float:
         return torch.float32
     if func is torch.Tensor.contiguous:

@@ -162,8 +162,7 @@ def exhaustive(grid: Grid, **options: Any) -> Strategy:
 
 
 def shuffled(grid: Grid, seed: int = 0, **options: Any) -> Strategy:
-    """Return the strategy that measures every configuration in random order; `options` are ignored.
-    """
+    """Return the strategy that measures every configuration in random order; `options` are ignored."""
     order = list(range(len(grid.points)))
     random.Random(seed).shuffle(order)  # noqa: S311 - no secret
     return lambda known, left: next((i for i in order if i in set(left)), None)

@@ -138,8 +138,7 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have caused a wrong value in event number `index`.
-        """
+        """Return the paths of modules that can have caused a wrong value in event number `index`."""
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))

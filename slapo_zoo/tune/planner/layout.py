@@ -143,8 +143,7 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return, for each stage of a rank, its micro-batches in flight when the rank has most in all.
-    """
+    """Return, for each stage of a rank, its micro-batches in flight when the rank has most in all."""
     if pp == 1:
         return (1,)
     if order in ("1f1b", "gpipe"):

@@ -121,8 +121,7 @@ class Family:
         return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
-        """Return the costs of the full model's units: blocks of `units` repeated up to its depth.
-        """
+        """Return the costs of the full model's units: blocks of `units` repeated up to its depth."""
         named = {unit.name: unit for unit in units}
         if not self.is_small:
             return units
@@ -205,8 +204,7 @@ class _Masks(RandomStream):
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
-        """Return False: the planned runtimes keep dropout masks in memory instead of hashing them.
-        """
+        """Return False: the planned runtimes keep dropout masks in memory instead of hashing them."""
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
@@ -216,13 +214,11 @@ class _Masks(RandomStream):
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
-        """Return a tensor of the shape of x, in place of random numbers; the path `site` is unused.
-        """
+        """Return a tensor of the shape of x, in place of random numbers; the path `site` is unused."""
         return torch.empty_like(x)
 
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
-        """Return an uninitialised dropout mask of the shape of x; `p`, `site`, `heads` are unused.
-        """
+        """Return an uninitialised dropout mask of the shape of x; `p`, `site`, `heads` are unused."""
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
