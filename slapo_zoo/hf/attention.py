@@ -183,7 +183,9 @@ class CoreAttention(nn.Module):
         return out.flatten(0, 1).index_select(0, at)[None]
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
-        """Compute attention with our dropout masks; torch's fused attention cannot be given a mask."""
+        """Compute attention with our dropout masks, which torch's fused attention cannot take.
+        `cap` bounds the scores: cap * tanh(scores / cap); None does not.
+        """
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = (x.repeat_interleave(groups, 1) for x in (k, v))

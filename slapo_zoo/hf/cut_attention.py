@@ -23,12 +23,12 @@ def of_all_tokens(
     """Return (keys, values, mask, options) of an attention of this rank's queries to all tokens.
 
     Args:
-        cut: how the tokens are cut.
+        cut: number of ranks (cp) that shard the tokens of each row, and this rank's index.
         attention: the attention module of `transformers`.
         q: queries [B, H, s, d] of this rank's tokens.
         k: keys [B, K, t, d] of this rank's tokens.
         v: values [B, K, t, d].
-        mask: broadcasts to [B, 1, s, n * t], as `over_all_tokens` makes it, or None.
+        mask: broadcasts to [B, 1, s, n * t], n is cp; or None.
         options: further arguments of the attention function.
     """
     if torch.compiler.is_compiling():
@@ -49,7 +49,7 @@ def of_all_tokens(
 
 
 def _causal(cut: TokenCut, q: Tensor, k: Tensor) -> Tensor:
-    """Return the causal mask [s, T] of this rank's queries."""
+    """Return the causal mask [s, T] of this rank's queries `q` and the keys `k` of all cp ranks."""
     rows = torch.arange(q.shape[2], device=q.device) + cut.r * q.shape[2]
     return rows[:, None] >= torch.arange(k.shape[2], device=q.device)
 
@@ -65,9 +65,10 @@ def _bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> T
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a mask function of `transformers` to make this rank's rows of the mask of a cut row.
+    """Wrap a mask function of `transformers` for cp > 1: make the part of the full mask for the
+    tokens (queries) of this rank. s, t: queries, keys of a rank; n: cp; r: this rank; S = n * s.
 
-    rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  rows r * s to (r + 1) * s of
+    rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  queries r * s to (r + 1) * s of
               make(q_length=S, kv_length=n * t, attention_mask=[B, n * t])
     """
 
@@ -86,7 +87,9 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[..., Any]:
-    """Wrap a function about packed sequences so that its argument `position_ids` [B, s] is that of the whole row."""
+    """Wrap a function about packed sequences for cp > 1: its argument number `argument`, the
+    position ids [B, s] of this rank's tokens, becomes that of all tokens [B, S].
+    """
 
     @wraps(function)
     def told(*args: Any) -> Any:
@@ -99,7 +102,9 @@ def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[
 
 
 def bias_by_place(attention: Any, stream: Any) -> None:
-    """Let an attention of T5 compute its relative bias [1, H, s, S] at this rank's places of the row."""
+    """Let an attention of T5 compute its relative bias [1, H, s, S] for the s of S tokens that this
+    cp rank holds; `stream`, the model's random stream, says which.
+    """
     own = attention.forward
 
     @wraps(own)
@@ -117,7 +122,9 @@ def bias_by_place(attention: Any, stream: Any) -> None:
 
 
 def positions_by_place(embedding: Any, stream: Any) -> None:
-    """Let a position embedding of BART count its tokens from this rank's place in the row."""
+    """Let a position embedding of BART count from the first token of this cp rank, not from 0;
+    `stream`, the model's random stream, says which tokens the rank holds.
+    """
     own = embedding.forward
 
     @wraps(own)

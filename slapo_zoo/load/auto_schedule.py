@@ -60,7 +60,9 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return on all ranks the proof of a table: rank 0 reads it from `file` (cache), or has a process make it."""
+    """Return on all ranks the proof of a table: rank 0 reads it from `file` (cache), or has a
+    process make it that gets `request` as JSON.
+    """
     cached = _read(file) if mesh.rank == 0 else None
     process = python_apart(CHILD, request) if mesh.rank == 0 and cached is None else None
     try:

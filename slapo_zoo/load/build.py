@@ -106,7 +106,10 @@ def consolidate_model(
 def _materialize(
     sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Any
 ) -> None:
-    """Draw a module's unsharded parameters on the CPU, from a generator seeded by its path."""
+    """Draw the unsharded parameters `names` of the module at `path` on the CPU, from a generator
+    seeded by the path. `init` initialises a module in place; None takes the model's own
+    initialiser.
+    """
     before = {name: module._parameters[name] for name in names}
     for name in names:
         row, meta = plan.of(f"{path}.{name}" if path else name), module._parameters[name]

@@ -40,11 +40,12 @@ _WITHIN = ExitStack()  # what holds in the process while it hosts ranks
 
 
 def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) -> "ExactModel":
-    """Load a model on the virtual mesh that `options.exact` names, and return this process's share of it.
+    """Load a model for training whose bits do not depend on the mesh (`options.exact`); return the
+    part of it that this process runs.
 
     Args:
         options: options of the loader; tp, pp and dp are the mesh of the processes.
-        load: loads the model of one virtual rank; called in the thread of each.
+        load: loads the model of one rank of the virtual mesh; called in the thread of each.
     """
     if options.cp > 1:
         problem = f"it and cp={options.cp} together are not built yet"
@@ -63,9 +64,8 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
 
 
 def _virtual_mesh(real: Mesh, asked: Any) -> Mesh:
-    """Return the virtual mesh, whose results the run reproduces.
-
-    Its sizes come from `asked`; dims not named there keep their real size, and `asked=True` keeps all real sizes.
+    """Return the virtual mesh: the largest mesh, whose results the run reproduces on any smaller
+    one. Its sizes come from `asked`; a dim not named there, or `asked=True`, keeps the real size.
     """
     if asked is not True and not isinstance(asked, Mapping):
         problem = f'found {asked!r}, expected True, or sizes as in {{"tp": 4, "dp": 2}}'
@@ -156,9 +156,10 @@ class NotBuiltError(SlapoError, AttributeError):
 
 
 class ExactModel(nn.Module):
-    """Share of one process of a model on a virtual mesh; its methods are collective calls of all processes.
+    """Model of `exact=` in one process, which runs several ranks of a virtual mesh as threads.
 
-    Its parameters are those of all hosted ranks, for an optimizer that works element by element.
+    Methods are collective calls of all processes. The parameters are those of all these (hosted)
+    ranks.
 
     Attributes:
         mesh: mesh of the processes.
@@ -215,9 +216,11 @@ class ExactModel(nn.Module):
         close()
 
     def on_each_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function(model, ...)` on every hosted rank, and return the result of the first.
+        """Call `function(model, ...)` once per rank that this process hosts; return the first
+        result.
 
-        An optimizer among the arguments is narrowed to the parameters of each rank.
+        An optimizer among the arguments becomes, for each rank, a copy with that rank's parameters
+        only.
         """
 
         def call(rank: int) -> Any:
@@ -233,9 +236,10 @@ class ExactModel(nn.Module):
         return self.host.run(call)[0]
 
     def _before_step(self) -> None:
-        """Refuse gradients that others have changed, and compare over ranks how they were scaled.
+        """Raise SlapoError if gradients were changed after `train_step` by anything but
+        `clip_grad_norm_`; compare over ranks how they were scaled.
 
-        A norm over the parameters of several ranks counts replicated parameters several times.
+        A norm over the parameters of several ranks would count replicated parameters several times.
         """
         if steps_now(self):  # of one rank, within a step of all, which was checked
             return

@@ -48,7 +48,9 @@ def _with_parameters(optimizer: Any, kept: set[Tensor]) -> Any:
 
 
 def give_back(optimizer: Any, copied: Any) -> None:
-    """Copy what a call changed in a narrowed optimizer (state, learning rate) to the optimizer that it was made from."""
+    """Copy what a call changed in `copied` (state, learning rate) to the optimizer that it was made
+    from.
+    """
     if optimizer is copied or not isinstance(optimizer, torch.optim.Optimizer):
         return
     optimizer.state.update(copied.state)
@@ -57,7 +59,7 @@ def give_back(optimizer: Any, copied: Any) -> None:
 
 
 def step_in_threads(model: Hosted) -> None:
-    """Let every torch optimizer step the parameters of each hosted rank of `model` in the thread of that rank.
+    """Make torch's optimizers step the parameters of each rank of `model` in that rank's thread.
 
     The threads use one CPU core each, so that bits do not depend on the number of cores. The caller's thread
     would step all ranks one after another.
@@ -67,7 +69,7 @@ def step_in_threads(model: Hosted) -> None:
 
 
 def steps_now(model: Hosted) -> bool:
-    """Return whether the optimizers of the ranks of `model` run, each within the caller's `step()`."""
+    """Return whether the ranks of `model` run their optimizers now, as part of the user's `step()`."""
     return model in _STEPPING
 
 
@@ -77,7 +79,8 @@ def _watch_steps() -> None:
 
 
 def _step_ranks(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Step each hosted rank in its thread; return the arguments with which the caller's step skips these parameters.
+    """Step the parameters of each rank of this process in its thread; return new (args, kwargs),
+    with which the caller's step skips them, or None to leave all to the caller.
 
     Optimizers that are not torch's own may keep state that a copy lacks, and a closure computes new gradients;
     there the caller's thread steps all parameters.

@@ -21,10 +21,11 @@ from slapo_zoo.parallel.ranks.hosted_ranks import HostedRanks
 def joined(
     outputs: Mapping[int, Any], host: HostedRanks, virtual: Mesh, after: Callable[[], None]
 ) -> Any:
-    """Return one output made of those of the hosted ranks: rows joined over dp, scalars averaged over dp.
+    """Return one output made of those of this process's virtual ranks: rows joined and scalars
+    averaged over dp.
 
     Args:
-        outputs: hosted virtual rank --> output of the model.
+        outputs: virtual rank of this process --> output of its model.
         host: the threads of these ranks.
         virtual: the virtual mesh.
         after: called when a backward through the output has ended.

@@ -75,7 +75,9 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note_results(self, taken: Sequence[Tensor]) -> None:
-        """Add a row for each collective whose result an operation reads for the first time."""
+        """Add a row for each collective whose result is among `taken`, the tensors that an
+        operation reads, for the first time.
+        """
         for x in taken:
             if known := self.sent.pop(x.untyped_storage().data_ptr(), None):
                 name, place, result = known
@@ -88,7 +90,9 @@ class Recorder(TorchDispatchMode):
         return "" if node is None else str(node.name())
 
     def _note_weights(self, kind: str, model: nn.Module) -> None:
-        """Add a row with the digest of each parameter, since an optimizer steps in another, unrecorded thread."""
+        """Add a row (`kind`, parameter name, digest) for each parameter, since an optimizer steps
+        in another, unrecorded thread.
+        """
         for name, p in model.named_parameters():
             self.rows.append((kind, name, _digest([p.detach()])))
 

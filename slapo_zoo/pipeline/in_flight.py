@@ -55,7 +55,9 @@ def _moves(action: Action) -> bool:
 
 
 def _whole(action: Action, step: int = 0) -> Action:
-    """Return the action of stage + `step` for the same micro-batch; a backward of inputs becomes a whole backward."""
+    """Return the action of stage + `step` for the same micro-batch; a backward of inputs alone
+    becomes the backward of inputs and weights together.
+    """
     kind = FORWARD if action.kind == FORWARD else BACKWARD
     return Action(action.stage + step, kind, action.micro_batch)
 
@@ -121,12 +123,16 @@ class InFlightStage(PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Allocate the receive buffers of a micro-batch's inputs; return the receives."""
+        """Allocate buffers for the inputs of micro-batch `fwd_chunk_id`; return torch's receive
+        operations.
+        """
         self._make(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Allocate the receive buffers of a micro-batch's output gradients; return the receives."""
+        """Allocate buffers for the output gradients of micro-batch `bwd_chunk_id`; return torch's
+        receive operations.
+        """
         if self.has_backward and not self.is_last:
             self._make(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
@@ -174,7 +180,9 @@ class InFlightStage(PipelineStage):
         return []
 
     def _give_up(self, chunks: Iterable[int]) -> None:
-        """Free the memory of the outputs of the micro-batches `chunks`, which another rank has received."""
+        """Free the memory of the outputs of the micro-batches numbered `chunks`, which another rank
+        received.
+        """
         following = self.stage_index_to_group_rank.get(self.stage_index + 1, self.group_rank)
         for chunk in chunks if following != self.group_rank else ():
             outputs, _ = self.fwd_cache.get(chunk, ((), None))

@@ -241,7 +241,9 @@ def _stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device,
     before_last: Callable[[Any], None] | None,
 ) -> Any:  # fmt: skip
-    """Return the torch.distributed.pipelining stage object for the stage of `plan`, with fixed shapes."""
+    """Return torch's stage object for the stage of `plan`, with fixed shapes. `others` are
+    arguments that are not split; `run` and `before_last` are those of `pipeline_step`.
+    """
     from slapo_zoo.pipeline.stage import Stage
 
     places, index = pipeline.places, plan.stage
@@ -277,7 +279,9 @@ def _sum(output: Any, target: Any) -> Tensor:
 
 
 def pipeline_forward(pipeline: Pipeline, run: Callable[..., Any], batch: Mapping[str, Any]) -> Any:
-    """Run one forward without gradients through all stages, and return the model's output on every rank."""
+    """Run one forward without gradients through all stages; return the model's output on every
+    rank. `run` maps a batch to the output by the model's own forward.
+    """
     mesh, places = pipeline.schedule.mesh, pipeline.places
     tensors, _ = split_batch(batch)
     if not tensors:
@@ -316,7 +320,10 @@ def _run_stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, batch: Mapping[str, Any],
     received: tuple[Tensor, ...], device: torch.device,
 ) -> tuple[Any, tuple[Tensor, ...]]:  # fmt: skip
-    """Run one stage; return (output, ()) on the last stage, else (None, tensors for the next stage)."""
+    """Run one stage with the `received` tensors of the stage before; return (output, ()) on the
+    last stage, else (None, tensors for the next). `run` maps a batch to the output by the own
+    forward.
+    """
     cursor = pipeline.cursor
     cursor.begin(plan, received, device)
     try:

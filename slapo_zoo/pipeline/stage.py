@@ -173,7 +173,9 @@ def _consumers(roots: set[Any]) -> dict[Any, list[Any]]:
 
 
 def _reaching(nodes: list[Any], above: dict[Any, list[Any]], ends: set[Any]) -> set[Any]:
-    """Return all autograd nodes from which a backward reaches `nodes`; the search stops at `ends`."""
+    """Return the autograd nodes from which a backward reaches `nodes`, without going beyond `ends`.
+    `above` maps a node to the nodes that consume its result.
+    """
     seen, todo = set(nodes), list(nodes)
     while todo:
         node = todo.pop()

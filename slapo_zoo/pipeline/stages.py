@@ -33,7 +33,8 @@ class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of
 def leaf_units(
     model: nn.Module, blocks: Sequence[str], late: Sequence[str] = (), order: Sequence[str] = ()
 ) -> list[str]:
-    """Return the paths of the units, i.e. modules with parameters that a stage holds whole, in the order they run.
+    """Return the paths of the units, i.e. modules with parameters that stages never split, in the
+    order they run.
 
     These are the blocks, and the siblings of blocks and of modules that contain blocks. Modules without
     parameters (dropouts, rotary tables) run on every stage.
@@ -103,7 +104,8 @@ def assign_stages(
 def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Return the stages that hold the parameter `name`; a parameter outside of all units is held by all stages.
 
-    It is not known which stage reads such a parameter (CLIP's `logit_scale`), so its gradient is summed like a tie's.
+    It is not known which stage reads such a parameter (CLIP's `logit_scale`), so its gradient is
+    summed over stages.
     """
     path = name
     while path:
@@ -194,11 +196,13 @@ class Cursor:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
-        """Return the received output of a call that another stage runs; None when this stage runs the call itself.
+        """Return the received output of the next call if another stage runs it; None if this stage
+        does.
 
         Args:
             unit: path of the called module.
-            held: True when this stage has the module's weights.
+            held: whether this stage has the module's weights; ScheduleError if it runs the call
+                without.
         """
         if self.plan is None:
             problem = (
@@ -305,7 +309,9 @@ class ForeignParameter(Tensor):
 
 
 def _readable(unit: str, name: str, found: Any) -> Any:
-    """Return what a forward may read of another stage's unit: a ForeignPart, ForeignParameter, or plain value."""
+    """Return `found`, attribute `name` of another stage's `unit`, in a form that a forward may
+    read: a module that cannot be called, a parameter without data, or a plain value.
+    """
     if isinstance(found, nn.Module):
         return ForeignPart(f"{unit}.{name}", found, Cursor())
     if isinstance(found, Tensor) and found.is_meta:

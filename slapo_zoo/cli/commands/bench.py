@@ -96,7 +96,9 @@ def bench(
 
 
 def _traced(spans: Any, folder: Path | None, title: str) -> str:
-    """Write trace.json and trace.png of a step's spans into a folder, and return a line that names them."""
+    """Write the timed actions `spans` of a pipeline step as trace.json and trace.png into a folder,
+    and return a line that names both; "" for no folder.
+    """
     if folder is None:
         return ""
     from slapo_zoo.pipeline.timeline import bubble

@@ -103,7 +103,7 @@ def _forecast(
 
 
 def _weights_data(found: Any) -> dict[str, Any]:
-    """Return the forecast of `plan_weights` as data for `--json`, sizes in bytes."""
+    """Return the forecast `found` of what ranks read as data for `--json`, sizes in bytes."""
     ranks = [{**vars(rank), "files": sorted(rank.files)} for rank in found.ranks]
     return {
         "ranks": ranks, "model_bytes": found.model_bytes, "assigned_bytes": found.assigned_bytes,
@@ -112,7 +112,9 @@ def _weights_data(found: Any) -> dict[str, Any]:
 
 
 def _step_data(found: Any) -> dict[str, Any]:
-    """Return the result of `_forecast` as data for `--json`, in bytes and seconds."""
+    """Return the simulated training step `found`, a result of `_forecast`, as data for `--json`, in
+    bytes and seconds.
+    """
     step, stages, best, hardware = found
     ranks = [{"rank": i, **vars(rank)} for i, rank in enumerate(step.ranks)]
     return {
@@ -123,7 +125,9 @@ def _step_data(found: Any) -> dict[str, Any]:
 
 
 def _forecast_text(found: Any, order: str) -> str:
-    """Return the result of `_forecast` as two tables, of stages and of bytes per rank."""
+    """Return the simulated training step `found`, a result of `_forecast`, as two tables: of
+    stages, and of bytes per rank. `order` is the pipeline order.
+    """
     from slapo_zoo.weights.ledger import as_table, filled, human
 
     step, parts, best, hardware = found
@@ -140,7 +144,7 @@ def _forecast_text(found: Any, order: str) -> str:
 
 
 def _weights_text(found: Any, what: str, step: int) -> str:
-    """Return the forecast of `plan_weights` as a table titled `what`.
+    """Return the forecast `found` of what ranks read as a table titled `what`.
 
     Each row stands for `step` consecutive ranks: all ranks of a stage, or one rank.
     """

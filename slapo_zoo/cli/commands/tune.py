@@ -77,7 +77,9 @@ def tune(
 
 
 def _nothing_ran(found: Any, refused: dict[int, str]) -> SlapoError:
-    """Return the error of a search in which no configuration finished, with the last reason."""
+    """Return the error of a search in which no configuration finished, with the last reason.
+    `refused` maps numbers of configurations that the planner excluded to the reason.
+    """
     why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(refused.values())  # fmt: skip
     problem = f"no configuration finished; last error: {why[-1] if why else 'nothing'}"
     return SlapoError("tune", "search", problem, "make the batch smaller, or give more --memory or --timeout")  # fmt: skip

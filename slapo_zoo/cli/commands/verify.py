@@ -64,7 +64,10 @@ def verify(
 def _same_bits(
     config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any], program: Any
 ) -> Any:
-    """Run some steps on the mesh, one process per rank, and in one process, for `--exact`; return the outcome."""
+    """Train some steps on the mesh, one process per rank, and in one process, for `--exact`; return
+    (data, text, 1 if any bit differs else 0). `knobs` are loader arguments; a card's `program` is
+    refused.
+    """
     if program:
         raise typer.BadParameter("--exact takes a schedule of the zoo", param_hint="--schedule")
     import transformers
@@ -79,7 +82,9 @@ def _same_bits(
 
 
 def _refuse_beside_card(given: dict[str, Any]) -> None:
-    """Raise SlapoError for a command-line flag that the schedule of the given card sets itself."""
+    """Raise SlapoError for a flag in `given` (name --> value) that the schedule of the card sets
+    itself.
+    """
     from slapo_zoo.errors import SlapoError
 
     for name, value in given.items():
@@ -90,7 +95,9 @@ def _refuse_beside_card(given: dict[str, Any]) -> None:
 
 
 def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any]) -> None:
-    """Raise an error if the model cannot be sharded on the mesh: then the flags are wrong, not the schedule."""
+    """Raise an error if the model cannot be sharded on the mesh (tp, pp, dp): then the flags are
+    wrong, not the schedule. `cls` is the head class, `knobs` are the other loader arguments.
+    """
     import torch
 
     from slapo_zoo.model.dp.dp_shard import check_dp_shard
