@@ -24,14 +24,15 @@ from slapo_zoo.zoo.table import Table, table_for
 def zoo_card(
     config: Any, auto_class: Any, mesh: Mesh, base_model: str, any_size: bool = False, **knobs: Any
 ) -> Card:
-    """Return a card with the schedule that the zoo has for a model; nothing is measured yet.
+    """Return a schedule card (schedule.json and README) of the zoo's table; nothing is measured
+    yet.
 
     Args:
         config: `transformers` config of the model.
         auto_class: auto class that selects the model's head, e.g. "AutoModelForCausalLM".
         mesh: mesh that the schedule is for.
         base_model: Hub id of the checkpoint; any other text is replaced by the model family.
-        any_size: as in `make_program`.
+        any_size: accept every model of the class with the same number of blocks.
         knobs: arguments of `zoo.outline.Outline`, e.g. sequence_parallel, checkpoint_ratio.
     """
     outline = Outline(config, auto_class, mesh, torch.float32, **knobs)

@@ -19,7 +19,7 @@ from slapo_zoo.parallel.ranks.agreement import together
 
 
 def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -> Card:
-    """Return a card with the schedule of a loaded model; nothing is measured yet.
+    """Return a schedule card (schedule.json and README) of a loaded model; nothing is measured yet.
 
     Args:
         model: model that AutoScheduledModel loaded, on any rank.
@@ -40,7 +40,8 @@ def card_of_module(sch: Schedule) -> Card:
 
 
 def publish(mesh: Mesh, make: Callable[[], Card], place: str | Path, **options: Any) -> str:
-    """Write a card from rank 0 to a folder or the Hub; return its folder or org/name@sha on every rank.
+    """Write a schedule card from rank 0 to a folder or the Hub; return folder or org/name@sha
+    everywhere.
 
     Args:
         mesh: mesh of the ranks, all of which call this function.

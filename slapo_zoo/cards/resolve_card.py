@@ -23,7 +23,9 @@ from slapo_zoo.parallel.rng.seeds import get_logger
 
 
 def load_card(name: str) -> Card:
-    """Return the card in a folder, on the Hub (org/name@revision), or in a .json file, which holds a schedule alone."""
+    """Return the schedule card in a folder, on the Hub (org/name@revision), or in a .json file,
+    which holds a schedule alone.
+    """
     if name.endswith(".json") and Path(name).is_file():
         path = Path(name).absolute()
         program = Program.parse(files.read(path.parent, path.name), path.name)

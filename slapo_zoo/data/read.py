@@ -258,7 +258,9 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
 
 
 def _one_by_one(data: Any, key: str) -> Any:
-    """Return a lock that lets one process per node tokenize the data, while the others wait and then read its cache."""
+    """Return a lock, named by the cache `key`, with which one process per node tokenizes the data
+    while the others wait and then read its cache.
+    """
     if not data.cache_files:
         return nullcontext()
     from filelock import FileLock

@@ -148,7 +148,10 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
 def measure(
     name: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any]:
-    """Measure a kernel at one shape; return p20/p50/p80 in ms, and each alternative's time divided by the kernel's."""
+    """Measure a kernel at one shape; return {"p20 ms", "p50 ms", "p80 ms": its milliseconds,
+    "<alternative> / ours": ratio of times or why it cannot run, ...}. `compile` times
+    torch.compile.
+    """
     given = arguments(name, shape, dtype, device)
     with force("triton"):
         found = alternatives(name, given, device, compile)
@@ -217,7 +220,9 @@ def _of_steps(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, An
 
 
 def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.dtype]]:
-    """Return the (kernel, shape, dtype) that a benchmark run measures, in order."""
+    """Return the (kernel, shape, dtype) that a benchmark run measures, in order; `quick` takes the
+    first shape of each kernel, `only` is comma-separated beginnings of kernel names.
+    """
     found: list[tuple[str, tuple, torch.dtype]] = []
     for name, shapes in SHAPES.items():
         if not name.startswith(tuple(only.split(","))) or (device == "cpu" and name in SAME_ON_CPU):
@@ -279,7 +284,7 @@ def quick_table(names: Sequence[str], device: str) -> Table:
 def _row(
     what: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any] | None:
-    """Measure one shape of a kernel as `measure` does; log and return None if memory or compilation fails."""
+    """Measure the kernel `what` at one shape (see `measure`); log and return None if it fails."""
     try:
         return measure(what, shape, dtype, device, compile)
     except Exception as error:

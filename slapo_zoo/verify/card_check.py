@@ -72,7 +72,7 @@ def _once(request: str) -> dict[str, Any]:
 
 
 def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]:
-    """Verify the card in a folder and write the outcome into that folder.
+    """Verify the schedule card in a folder and write the outcome into that folder.
 
     Args:
         folder: folder of the card.

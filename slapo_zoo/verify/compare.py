@@ -306,7 +306,7 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
-    """Compare the weights after an AdamW step, loosely where the true gradient is 0: AdamW amplifies noise there."""
+    """Compare `result`'s weights after AdamW with those in `near`; loosely where the gradient is 0."""
     truth = near.truth
     largest = largest_of(truth.grads)
     noise = {n for n, g in truth.grads.items() if float(g.abs().max()) < 1e-12 * largest}
