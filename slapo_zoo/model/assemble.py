@@ -60,7 +60,10 @@ class Assembly(Outline):
             require_backend(name, self.cls, found, device, dtype)
 
     def weights_of(self, checkpoint: CheckpointFolder, load: LoadOptions) -> Ledger:
-        """Read this rank's bytes of a checkpoint into the model; return a record of bytes, files and seconds."""
+        """Read this rank's bytes of a checkpoint into the model; return a record of bytes, files and seconds.
+
+        `load` holds the memory limit and the checks of the load.
+        """
         return fill_from_folder(
             self.model, lambda: self.skeleton, self.plan, checkpoint,
             torch.device(self.options.device), self.units, self.seed, self.keys, load, self.shards,
@@ -74,7 +77,10 @@ class Assembly(Outline):
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
-        """Raise MeshError if ranks hold different values of one weight, or other schedules; a collective call."""
+        """Raise MeshError if ranks hold different values of one weight, or other schedules; a collective call.
+
+        `what` names the load in the error.
+        """
         if self.pipeline is not None and ranks_are_threads():  # in a step others compute meanwhile
             self.pipeline.prepare()
         history = "\n".join(f"{path} {step}" for path, step in self.schedule.history)
@@ -86,8 +92,10 @@ class Assembly(Outline):
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
         """Attach the runtime state to the filled model, change its class to that of a scheduled model, and return it.
 
-        `ledger` is the record of the load, `micro_batches` the default number for `train_step`, `folder` the folder
-        of the checkpoint or None.
+        Args:
+            ledger: record of the load.
+            micro_batches: default number for `train_step`.
+            folder: folder of the checkpoint, or None.
         """
         model = self.model
         warn_of_missing_sums(self.schedule)

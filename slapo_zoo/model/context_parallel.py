@@ -26,7 +26,12 @@ GROWING = ("dynamic", "longrope")  # rotary frequencies depend on the longest po
 
 
 def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
-    """Return the options with which a model is built, without kernels for cp > 1.
+    """Return the options with which a model is built; with cp > 1, options without Triton kernels.
+
+    Args:
+        where: name of the load, for errors.
+        mesh: mesh of the model.
+        options: the user's options.
 
     Raises:
         MeshError: an option that does not compose with cp > 1.
@@ -45,7 +50,11 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
 
 
 def require_cut_table(table: Table, cls: Any, config: Any) -> None:
-    """Raise ArchitectureError unless a model class is known to train exactly when its tokens are cut over cp."""
+    """Raise ArchitectureError unless a model class is known to train exactly when its tokens are
+    sharded over cp.
+
+    `table` is the family's table, which lists such classes.
+    """
     name, what = cls.__name__, "cp > 1"
     if name not in table.cut_tokens:
         load_tables()
@@ -63,7 +72,8 @@ def require_cut_table(table: Table, cls: Any, config: Any) -> None:
 
 
 def follow_places(state: State, positions: str) -> None:
-    """Let the modules that count tokens themselves count from this rank's place in a row.
+    """Let the modules that count tokens themselves count from the index of this rank's first token
+    in a row.
 
     `positions` is the value in `Table.cut_tokens`: "relative" (T5's bias) or "placed" (BART's embedding).
     """

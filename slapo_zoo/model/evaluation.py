@@ -14,10 +14,11 @@ from slapo_zoo.parallel.losses.loss_means import count_targets
 
 
 def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str, float]:
-    """Return mean "loss" and "accuracy" over all labels of the held-out rows.
+    """Return {"loss": mean, "accuracy": share of right predictions} over all labels of the held-out
+    rows.
 
-    A collective call. The result is the same on every mesh, and random states of training do not change.
-    The model is in training mode afterwards.
+    A collective call. The result is the same on every mesh, and random states of training do not
+    change. The model is in training mode afterwards.
 
     Args:
         model: model that AutoScheduledModel loaded.

@@ -94,7 +94,7 @@ def add_adapter(
 
 
 def _inject(model: Any, inject: Callable[[], None]) -> None:
-    """Let `inject` insert peft's layers; SlapoError on all ranks if some stage has no module that peft targets."""
+    """Call `inject`, which inserts peft's layers; SlapoError on all ranks if a stage has no targeted module."""
     from peft.tuners.tuners_utils import NoMatchingPeftModuleError
 
     def attempt() -> tuple[int, str]:
@@ -114,7 +114,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 
 
 def _beside(model: Any, name: str) -> dict[str, Tensor]:
-    """Return {key in peft's files: tensor} of what an adapter trains if the run has one process; else {}."""
+    """Return {key in peft's files: tensor} that adapter `name` trains, if the run has one process; else {}."""
     from peft import get_peft_model_state_dict
 
     if model.mesh.world_size > 1:
@@ -124,7 +124,9 @@ def _beside(model: Any, name: str) -> dict[str, Tensor]:
 
 
 def saved_config(folder: Path, is_trainable: bool) -> Any:
-    """Return the peft config of a saved adapter; SlapoError if the folder has none."""
+    """Return the peft config of a saved adapter, for training if `is_trainable`; SlapoError if the folder has
+    none.
+    """
     from peft import PeftConfig
 
     if not (folder / CONFIG).exists():
@@ -143,7 +145,7 @@ def save_adapter(model: Any, folder: Path, name: str) -> None:
 
 
 def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
-    """Return {key in peft's files: unsharded matrix or gradient} of an adapter on rank 0, {} elsewhere."""
+    """Return {key in peft's files: unsharded matrix, or with `grads` its gradient} on rank 0, {} elsewhere."""
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
         hint = "name one of these, or call model.add_adapter(config) first"
@@ -289,7 +291,11 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """Return the directives that shard LoRA's matrices (for A, for B) to fit the sharded base weight at `path`."""
+    """Return the directives that shard LoRA's matrices (for A, for B) to fit the base weight at `path`.
+
+    `placed` says how that weight is sharded (None: not), `input_axis` which of its axes holds the inputs; `syncs` are
+    the collectives of the layer.
+    """
     if state.mesh.tp == 1:
         return (), ()
     if placed is None:
@@ -318,8 +324,9 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError for LoRA dropout on input columns sharded unevenly over tp: its mask can be sliced evenly
-    only.
+    """Raise SlapoError if LoRA's `dropout` drops `size` input columns that are sharded unevenly over tp.
+
+    Its mask can be sliced evenly only; `of_a` are the directives that shard matrix A.
     """
     placements = [one.placement for one in of_a if isinstance(one, Shard)]
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
@@ -330,10 +337,10 @@ def _check_dropout(
 
 
 def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]:
-    """Return {key: new unsharded matrix} as peft draws them.
+    """Return {key in peft's files: new unsharded matrix}, drawn as peft draws for its `config`.
 
-    Each matrix is drawn from its own generator, which makes it equal on every mesh. Values that peft computes
-    from the weights (PiSSA, on one process) are kept.
+    Each matrix is drawn from its own generator, which makes it equal on every mesh. Values that peft computes from the
+    weights (PiSSA, on one process) are kept.
     """
     values = {}
     if config.init_lora_weights not in INITS:
@@ -350,7 +357,7 @@ def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]
 
 
 def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
-    """Overwrite `values` with the tensors of a saved adapter; SlapoError for keys beyond `wanted`."""
+    """Fill `values` (key in files --> tensor) from a saved adapter; SlapoError if files have keys not in `wanted`."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.keys()) - wanted):
             problem = f"found {len(unknown)} tensors that the model does not have: {unknown[:3]}"

@@ -58,7 +58,11 @@ def refresh_specs(model: Any, step: str) -> None:
 def written_as(
     dtype: Any, local: dict[str, Tensor], specs: list[TensorSpec]
 ) -> tuple[dict[str, Tensor], list[TensorSpec]]:
-    """Return (this rank's tensors, specs of all tensors), floating tensors cast to `dtype`; None changes nothing."""
+    """Return (this rank's tensors, specs of all tensors), floating tensors cast to `dtype`; None changes nothing.
+
+    `local` maps names to this rank's tensors; `specs` have name, shape and dtype of each saved
+    tensor.
+    """
     if dtype is None:
         return local, specs
     dtype = to_dtype(dtype)
@@ -101,9 +105,14 @@ def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, T
 
 
 def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:
-    """Return a function that writes the other files of a save into a folder: configs, tokenizer, card.
+    """Return a function that writes the other files of a save into a folder: configs, tokenizer,
+    schedule card.
 
-    `target` is the folder that the save replaces; the schedule's card is written if the model is `published`.
+    Args:
+        model: a scheduled model.
+        target: folder that the save replaces.
+        published: write the card, a README and the schedule as JSON, too.
+        dtype: dtype of the saved weights, for config.json; None: that of the model.
     """
     write_configs = configs_of(model, target, dtype)
 
@@ -120,7 +129,8 @@ def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[
 def configs_of(model: Any, target: Any, dtype: Any = None) -> Callable[[Path], None]:
     """Return a function that writes the current config.json and generation_config.json into a folder.
 
-    The tokenizer files of the loaded folder are copied where the folder `target` has none.
+    The tokenizer files of the loaded folder are copied where the folder `target` has none. `dtype`
+    is that of the saved weights; None takes the model's.
     """
     config = model.config.__class__.from_dict(model.config.to_dict())
     config.architectures = [model.unscheduled_class.__name__]

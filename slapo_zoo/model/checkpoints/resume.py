@@ -125,7 +125,14 @@ class _Load:
 
 
 def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
-    """Raise WeightsError unless the saved and the given scheduler have the same fields of the same types."""
+    """Raise WeightsError unless the states of the saved and the given scheduler have the same
+    fields of the same types.
+
+    Args:
+        path: folder of the checkpoint, for the error.
+        saved: state dict in the checkpoint.
+        own: state dict of the given scheduler.
+    """
     for name in sorted(saved.keys() ^ own.keys(), key=str):
         who = (
             "the given scheduler lacks this attribute"

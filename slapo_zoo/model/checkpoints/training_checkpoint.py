@@ -141,7 +141,10 @@ def async_save_checkpoint(
 def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
-    """Check that the model can be saved, exchange what all ranks will write, and return this rank's `_Save`."""
+    """Check that the model can be saved, exchange what all ranks will write, and return this rank's `_Save`.
+
+    `mine` is {"step": ..., "data_position": ..., "extra": ...} as the user passed it on this rank.
+    """
     refuse_adapters(model, SAVE)
     background.join()
     refresh_specs(model, SAVE)
@@ -151,7 +154,9 @@ def _prepared(
 
 
 def refuse_adapters(model: Any, step: str) -> None:
-    """Raise WeightsError for a model with adapters, which training checkpoints do not support."""
+    """Raise WeightsError for a model with adapters, which training checkpoints do not support;
+    `step` names the call.
+    """
     if model._slapo.adapters:
         hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
         raise WeightsError(step, "model", "models with adapters are not supported", hint)
@@ -254,7 +259,10 @@ class _Save:
 
 
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
-    """Return ({name: load target} of this rank's parameters and buffers, {name: key in files})."""
+    """Return ({name: load target} of this rank's parameters and buffers, {name: key in files}).
+
+    `whole` holds the tensors to load into, gathered over dp.
+    """
     runtime = model._slapo
     tensors, names = _held(model, whole)
     own = {names[name]: marked_as(tensor.detach(), tensor) for name, tensor in tensors.items()}
@@ -269,7 +277,10 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: this rank's parameter or persistent buffer, gathered over dp}, {name: name in files})."""
+    """Return ({name: this rank's parameter or persistent buffer, gathered over dp}, {name: name in files}).
+
+    `whole` holds the gathered tensors.
+    """
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
     parameters = {name for name, _ in model.named_parameters()}
@@ -278,7 +289,10 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def names_of(model: Any, whole: Whole) -> dict[int, str]:
-    """Return {id of a parameter: name under which files hold its optimizer state}."""
+    """Return {id of a parameter: name under which files hold its optimizer state}.
+
+    `whole` holds the parameters, gathered over dp, over which the optimizer is.
+    """
     tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}
 

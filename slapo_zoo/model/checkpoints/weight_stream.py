@@ -43,7 +43,16 @@ class _Run:
 
 
 def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[int]) -> Named:
-    """Yield (key, unsharded tensor) as `Scheduled.stream_weights` does, which describes the arguments."""
+    """Yield (key in files, unsharded tensor) for all tensors of the model; a collective call of all
+    ranks.
+
+    Args:
+        model: a scheduled model.
+        dtype: dtype of the yielded floating tensors; None keeps theirs.
+        bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor comes
+            alone.
+        ranks: global ranks that get the tensors; the others yield nothing.
+    """
     mesh, most = model.mesh, parse_size(bucket, "bucket") or 0
     wrong = [rank for rank in ranks if not 0 <= rank < mesh.world_size]
     if wrong or not ranks:
@@ -73,7 +82,10 @@ class _Held:
         self._name, self._files = "", {}
 
     def get(self, key: str) -> Tensor | None:
-        """Return this rank's shard of a tensor, or None on other stages; a collective call over dp under ZeRO."""
+        """Return this rank's shard of the tensor with this key in files, or None on other stages.
+
+        Under ZeRO the shard is gathered over dp, in a collective call.
+        """
         name, runtime = self.source[key], self.model._slapo
         if name not in self.held or not runtime.data_parallel.gives(self.model.mesh):
             return None
@@ -90,7 +102,8 @@ def _buckets(
 ) -> Iterator[list[TensorSpec]]:
     """Yield lists of consecutive tensors that take at most `most` bytes together; a larger tensor has its own list.
 
-    The last tensor of a list counts in the next list too, because the caller still holds it.
+    `cast` is the dtype in which floating tensors are sent; None: their own. The last tensor of a
+    list counts in the next list too, because the caller still holds it.
     """
     run: list[TensorSpec] = []
     size = nbytes = 0
@@ -114,7 +127,16 @@ def _collect(
     specs: Sequence[TensorSpec], local: _Held, mesh: Mesh, cast: torch.dtype | None,
     ranks: Collection[int], device: torch.device,
 ) -> list[tuple[str, Tensor]]:  # fmt: skip
-    """Return [(key, unsharded tensor)] of the tensors in `specs` on the ranks of `ranks`, [] on other ranks."""
+    """Return [(key, unsharded tensor)] of the tensors in `specs` on the ranks of `ranks`, [] on other ranks.
+
+    Args:
+        specs: key, shape and sharding of the tensors.
+        local: lookup of this rank's shards by key.
+        mesh: mesh of the model.
+        cast: dtype in which floating tensors are sent; None: their own.
+        ranks: global ranks that get the tensors.
+        device: device of the results.
+    """
     found = []
     for spec in specs:
         dtype, full, mine = _sent_as(spec, cast), None, local.get(spec.name)
@@ -129,7 +151,9 @@ def _collect(
 
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
-    """Return the runs (rank, indices) that are sent of a tensor; of ranks with the same elements the first sends."""
+    """Return the index ranges of a tensor that are sent, each with its rank; of ranks with the same
+    elements the first sends.
+    """
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
@@ -144,7 +168,17 @@ def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
 def _send(
     run: _Run, mine: Tensor | None, full: Tensor | None, dtype: torch.dtype, rank: int, to: int
 ) -> None:
-    """Send one run of indices of a tensor from the rank that holds it to rank `to`, in messages of at most PIECE bytes."""
+    """Send one range of indices of a tensor from the rank that holds it to rank `to`, in messages
+    of at most PIECE bytes.
+
+    Args:
+        run: the range and its rank.
+        mine: this rank's shard, or None.
+        full: the unsharded tensor to fill on rank `to`, or None.
+        dtype: dtype of the messages.
+        rank: this rank.
+        to: receiving rank.
+    """
     source = None if mine is None or rank != run.rank else _cut(mine, run.axis, run.offset, run.length)  # fmt: skip
     target = None if full is None or rank != to else _cut(full, run.axis, run.start, run.length)
     shaped = source if target is None else target
@@ -176,7 +210,14 @@ def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]
 
 
 def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
-    """Fill the model from unsharded tensors as `Scheduled.load_stream` does, which describes the arguments."""
+    """Fill the model from (key in files, unsharded tensor) pairs that one rank reads; a collective
+    call of all ranks.
+
+    Args:
+        model: a scheduled model.
+        stream: the pairs, in any order; needed on `rank` alone.
+        rank: global rank that reads the pairs and broadcasts them.
+    """
     with rank_guard("load_stream"), torch.no_grad():
         refresh_specs(model, "load_stream")
         whole = model._slapo.data_parallel.whole(model)
@@ -220,7 +261,16 @@ def _spread(
     target: Target | None, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     model: Any, rank: int,
 ) -> None:  # fmt: skip
-    """Broadcast an unsharded tensor from `rank` in pieces of some rows; copy this rank's shard into `target`."""
+    """Broadcast an unsharded tensor from `rank` in pieces of some rows; copy this rank's shard into `target`.
+
+    Args:
+        target: where this rank's shard goes; None if it holds none of the tensor.
+        tensor: the tensor on `rank`, None elsewhere.
+        shape: unsharded shape.
+        dtype: dtype of the tensor.
+        model: the scheduled model.
+        rank: global rank that has the tensor.
+    """
     device = next(model.parameters()).device
     rows = torch.empty(shape or (1,), dtype=dtype, device="meta")
     source = None if tensor is None else tensor.detach().reshape(rows.shape)

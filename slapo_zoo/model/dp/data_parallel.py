@@ -26,7 +26,7 @@ class Whole:
 
     Args:
         tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp; or only this dp rank's
-            rows of it (a slice of axis 0, under ZeRO), marked by `RowsOfRank.note`.
+            rows of it (a slice of axis 0, under ZeRO), with a mark that says which rows.
         optimizer: torch optimizer over these parameters, or None.
     """
 
@@ -45,12 +45,15 @@ class DataParallel:
     reducer: GradientReducer
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run the model's own forward and return its output."""
+        """Run the model's own forward with the keyword arguments `batch`, and return its output."""
         return model._slapo.own_forward(model, **batch)
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Context in which the gradients of one training step are computed, apart from earlier ones, and reduced."""
+        """Context in which the gradients of one training step are computed, apart from earlier ones, and reduced.
+
+        `parameters` are those of this rank.
+        """
         at_once = any(is_taken(p) for p in parameters)
         with self.reducer.one_step(at_once), gradients.only_new(parameters):
             yield
@@ -60,7 +63,9 @@ class DataParallel:
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of one micro-batch."""
+        """Run the backward of one micro-batch from its loss, multiplied by the factor that undoes
+        the average over dp.
+        """
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
 
     def pipeline_step(
@@ -80,11 +85,19 @@ class DataParallel:
         return loss / self.loss_scale
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Average over dp the gradients that neither the backward nor an engine has averaged."""
+        """Average over dp the gradients that neither the backward nor an engine has averaged;
+        `parameters` are this rank's.
+        """
         self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Complete a backward in the user's own loop; do nothing by default, because hooks have averaged over dp."""
+        """Complete a backward in the user's own loop; do nothing by default, because hooks have averaged over dp.
+
+        Args:
+            parameters: trained parameters of this rank.
+            mesh: mesh of the model.
+            paused: True within `model.no_sync()`, where nothing is averaged.
+        """
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
@@ -111,7 +124,7 @@ class DataParallel:
         """Return a parameter, its gradient or optimizer state gathered over dp; a collective call under ZeRO.
 
         Args:
-            value: the tensor to gather.
+            value: the tensor to gather; a value that is no tensor of that size is returned.
             p: the parameter that `value` belongs to.
             shape: unsharded shape of the parameter.
         """
@@ -128,7 +141,9 @@ class DataParallel:
 
 @contextmanager
 def within_engine(model: Any) -> Iterator[None]:
-    """Context in which calls of the model run its own forward, because they come from the engine around the model."""
+    """Context in which calls of the model run its own forward: they come from the engine's wrapper
+    (e.g. DDP) around it.
+    """
     runtime = model._slapo
     runtime.within_engine = True
     try:
@@ -150,7 +165,9 @@ class Native(DataParallel):
         self.native, self.loss_scale = native, loss_scale
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run the model by calling the engine's object around it, and return its output."""
+        """Run the model by calling the engine's object around it with the keyword arguments
+        `batch`; return the output.
+        """
         with within_engine(model):
             return self.native(**batch)
 
@@ -176,7 +193,9 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 
 
 def use_hooks(runtime: Any) -> None:
-    """Set the default `DataParallel`, whose hooks reduce gradients, in a model's runtime."""
+    """Set the default `DataParallel`, whose hooks reduce gradients, in the runtime state of a
+    scheduled model.
+    """
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer
@@ -189,7 +208,9 @@ def sum_partial_gradients_in_backward(model: Any) -> None:
 
 
 def scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
-    """Return a function like `run` whose loss is multiplied by `scale`, which undoes an engine's average."""
+    """Return a function like `run`, (...) --> loss, whose loss is multiplied by `scale`, to undo an
+    engine's average.
+    """
     return run if scale == 1.0 else lambda *args: run(*args) * scale
 
 

@@ -75,7 +75,10 @@ class Sharded(DataParallel):
             self._sum_waiting()
 
     def pipeline_step(self, *args: Any) -> Tensor:
-        """Run all micro-batches through the pipeline; return this rank's share of the loss."""
+        """Run all micro-batches through the pipeline (arguments of `DataParallel.pipeline_step`);
+        return this rank's share of the loss. In ZeRO stage 1 the gradients are reduced over dp at
+        the end.
+        """
         loss = super().pipeline_step(*args)
         self._sum_waiting()
         return loss
@@ -85,7 +88,11 @@ class Sharded(DataParallel):
             group.sum_waiting()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Average unsharded gradients (of adapters) over dp, and release the gathered blocks."""
+        """Complete a backward in the user's own loop: release gathered blocks, average unsharded
+        gradients (of adapters) over dp.
+
+        `paused` is True within `model.no_sync()`, where nothing is averaged.
+        """
         self.blocks.forget()
         rest = [] if paused else [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(
@@ -110,7 +117,14 @@ class Sharded(DataParallel):
         return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """Return rows of a parameter, gradient or optimizer state gathered over dp; clone values that are not rows."""
+        """Return a parameter, gradient or optimizer state gathered over dp; return a clone of a
+        value that is not sharded.
+
+        Args:
+            value: this rank's rows of the tensor.
+            p: the parameter that `value` belongs to.
+            shape: its shape unsharded over dp.
+        """
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value
         (found,) = self.shards.gather([value.detach()], [shape], value.dtype)
@@ -132,7 +146,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
     Args:
         model: a scheduled model whose weights are filled.
         blocks: paths of the repeated blocks, each gathered in one collective.
-        shards: ranks over which rows are sharded.
+        shards: process groups of the ranks over which rows are sharded, and the ZeRO stage.
     """
     runtime = model._slapo
     computes = runtime.precision.dtype
@@ -178,7 +192,9 @@ def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Hook modules that read sharded parameters but do not gather them, so that calling one alone raises MeshError."""
+    """Hook the modules outside `blocks` (paths) that read sharded parameters: calling one of them
+    alone raises MeshError.
+    """
     gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
     for path, module in model.named_modules():
         if path not in gather:
@@ -215,7 +231,15 @@ def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, 
 
 
 def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int = 3) -> None:
-    """Raise MeshError for a `dp_shard=` that does not divide dp, or an engine that shards by itself."""
+    """Raise MeshError for a `dp_shard=` that does not divide dp, or an engine that shards by itself.
+
+    Args:
+        mesh: mesh of the model.
+        size: the value of `dp_shard=`.
+        target: the value of `target=`, the engine.
+        options: the value of `target_options=`.
+        stage: the value of `zero_stage=`.
+    """
     if size == 1:
         if stage != 3:  # the default
             problem = "nothing is sharded over dp at dp_shard=1"

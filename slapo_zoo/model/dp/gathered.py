@@ -40,7 +40,10 @@ class Shards(RowsOfRank):
 
     @staticmethod
     def of(mesh: Mesh, size: int, stage: int) -> "Shards":
-        """Create ZeRO's process groups: each `size` consecutive dp ranks share one replica; a collective call."""
+        """Create ZeRO's process groups: each `size` consecutive dp ranks share one replica; a collective call.
+
+        `stage` is the ZeRO stage, 1 to 3.
+        """
         here, of_all = mesh.coord("loss"), mesh.size("loss")
         if size == of_all:
             return Shards(size, here, True, mesh.group("loss"), None, stage)
@@ -68,7 +71,12 @@ class Shards(RowsOfRank):
         return self.finish(self.begin(parts, shapes, dtype), shapes)
 
     def begin(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> Any:
-        """Start an all-gather (see `gather`); return what `finish` needs: work, receive buffer, send buffer."""
+        """Start an all-gather of several tensors; return (work, receive buffer, send buffer), which
+        `finish` needs.
+
+        `parts` are this rank's rows of the tensors, `shapes` their unsharded shapes, `dtype` is
+        that of the result.
+        """
         pairs = zip(parts, shapes, strict=True)
         flat = torch.cat([_padded(x.detach().to(dtype), self.rows(s)) for x, s in pairs])
         out = flat.new_empty(self.size * flat.numel())
@@ -127,9 +135,10 @@ class Group:
     """Group of parameters that are gathered in one collective.
 
     Args:
-        shards: ranks over which their rows are sharded.
+        shards: process groups of the ranks over which the parameters' rows are sharded.
         parameters: (parameter, unsharded shape) pairs of one dtype, all trained or all frozen.
-        is_wide: whether they are read in their own dtype, whatever dtype the model computes in.
+        is_wide: True if modules read the parameters in their own dtype, whatever dtype the model
+            computes in.
     """
 
     def __init__(
@@ -175,8 +184,9 @@ class Group:
         self._begun = self._whole = None
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return gathered parameters that autograd knows: their backward reduce-scatters over dp. This object keeps
-        no reference to them.
+        """Return gathered parameters that autograd knows: their backward reduce-scatters over dp.
+
+        `dtype` is that of the result. This object keeps no reference to the gathered tensors.
         """
         found = _Gathered.apply(self, dtype, *self.parameters)
         self.drop()

@@ -22,7 +22,7 @@ class MeshSampler:
     incomplete last batch is dropped.
 
     Args:
-        dataset: anything with a length.
+        dataset: the dataset of the DataLoader, or anything with its length.
         mesh: mesh of the model.
         batch_size: rows of a step over all dp ranks.
         shuffle: permute the samples in every epoch.
@@ -103,7 +103,10 @@ def broadcast_batch(
 def _broadcast(
     batch: dict[str, Any] | None, mesh: Mesh, mesh_dim: str, device: torch.device | str | None
 ) -> dict[str, Any]:
-    """Broadcast a batch over one mesh dim from its first rank: first shapes, then tensors."""
+    """Broadcast a batch over one mesh dim from its first rank: first shapes, then tensors.
+
+    `batch` is None on other ranks; `device` is that of the results, None: the process group's.
+    """
     first, group = mesh.at(**{mesh_dim: 0}), mesh.group(mesh_dim)
     is_first = mesh.rank == first
     shapes: list[Any] = [None]

@@ -27,7 +27,13 @@ BLOCK = "_slapo_block"  # of a module: its Block
 
 @dataclass(eq=False)
 class Saved(Kept):
-    """Handle that autograd saves instead of a gathered parameter of a block, or instead of a view of it."""
+    """Handle that autograd saves instead of a gathered parameter of a block, or instead of a view of it.
+
+    Args:
+        block: the block.
+        place: (index of a group of the block's parameters, index in the group).
+        layout: (size, stride, storage offset) of the saved tensor.
+    """
 
     block: "Block"
     place: tuple[int, int]
@@ -41,7 +47,12 @@ class Saved(Kept):
 
 @dataclass(eq=False)
 class Passed(Kept):
-    """Handle for a tensor that another library (torch's checkpoint, `save_on_cpu`) saves for the backward."""
+    """Handle for a tensor that another library (torch's checkpoint, `save_on_cpu`) saves for the backward.
+
+    Args:
+        kept: what that library's pack function returned for the tensor.
+        unpack: function of that library that restores the tensor from it.
+    """
 
     kept: Any
     unpack: Callable[[Any], Tensor]
@@ -52,7 +63,7 @@ class Passed(Kept):
 
 
 class Block:
-    """One block whose parameters are gathered when it runs.
+    """One block of the model whose parameters, sharded by ZeRO-3, are gathered when it runs.
 
     Args:
         blocks: all blocks of the rank.
@@ -80,12 +91,16 @@ class Block:
             group.drop()
 
     def whole(self) -> list[list[Tensor]]:
-        """Return the gathered parameters by group for a backward, and start to gather the block before this one."""
+        """Return the gathered parameters, a list for each group, for a backward; start to gather
+        the block before this one.
+        """
         self.blocks.keep(self, self.position - 1)
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Put gathered parameters into the block before its forward, and let autograd save handles of them."""
+        """Put gathered parameters into the block before its forward, and let autograd save handles
+        of them; a forward pre-hook.
+        """
         self._require_own(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
@@ -117,7 +132,9 @@ class Block:
                 raise MeshError("forward", type(module).__name__, problem, hint)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put this rank's shards back in place of the gathered parameters after the block's forward."""
+        """Put this rank's shards back in place of the gathered parameters after the block's
+        forward; a forward hook.
+        """
         if self._running:  # else it failed before it began
             self._running.pop().__exit__(None, None, None)
             self.blocks.running.pop()
@@ -174,7 +191,15 @@ class Blocks:
         self._kept: list[Block] = []
 
     def add(self, module: nn.Module, groups: Sequence[Group], places: Any, position: int) -> None:
-        """Hook a block so that its parameters are gathered when it runs; the arguments are those of `Block`."""
+        """Hook a block so that its parameters are gathered when it runs.
+
+        Args:
+            module: the block.
+            groups: its parameters, one group per collective.
+            places: where modules read parameters: (module, attribute, (index of group, index in
+                group)).
+            position: index among the blocks of the whole model.
+        """
         block = self.at[position] = Block(self, groups, places, position)
         module.__dict__[BLOCK], module.__class__ = block, _gathering(type(module))
         module.register_forward_pre_hook(block.before)
@@ -197,7 +222,9 @@ class Blocks:
         self._kept = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a function that makes contexts in which the running block can be recomputed."""
+        """Return a function that makes contexts in which the block that runs now can be recomputed
+        later.
+        """
         return self.running[-1].recomputing if self.running else nullcontext
 
 

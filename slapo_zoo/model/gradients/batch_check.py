@@ -23,11 +23,17 @@ class InputWarning(UserWarning):
 def check_batch(
     mesh: Mesh, batch: Mapping[str, Tensor], step: int, interval: int, hooks: Callable[[], int] = int
 ) -> None:  # fmt: skip
-    """Compare a hash of the batch over all ranks, every `interval` steps; never for 0.
+    """Compare a hash of the batch over all ranks, by one all-gather of 16 bytes.
 
-    This takes one all-gather of 16 bytes. All ranks raise MeshError if ranks that differ only in tp or pp were
-    fed different batches, which would train on mixed rows; they warn if dp ranks were fed the same batch. `step`
-    counts from 1. `hooks` returns the number of this rank's hooks that communicate, which is compared too.
+    All ranks raise MeshError if ranks that differ only in tp or pp were fed different batches,
+    which would train on mixed rows; they warn if dp ranks were fed the same batch.
+
+    Args:
+        mesh: mesh of all ranks.
+        batch: name --> tensor of the batch.
+        step: number of this step, from 1.
+        interval: steps from one check to the next; 0 never checks.
+        hooks: returns the number of this rank's hooks that communicate, which is compared too.
     """
     if mesh.world_size == 1 or interval < 1 or (step - 1) % interval:
         return
@@ -42,10 +48,15 @@ def check_batch(
 def check_peers(
     mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
 ) -> None:
-    """Raise MeshError if the tp ranks got different batches, or would draw different dropout, in a loop without
-    `train_step`.
+    """Raise MeshError if tp ranks got different batches, or would draw different dropout, in a loop
+    without `train_step`.
 
-    `draws` counts the forwards so far and seeds dropout. `step` and `interval` are those of `check_batch`.
+    Args:
+        mesh: mesh of all ranks.
+        batch: name --> value of the batch.
+        step: number of this call, from 1.
+        interval: calls from one check to the next; 0 never checks.
+        draws: number of forwards so far, which seeds dropout.
     """
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:
@@ -57,7 +68,10 @@ def check_peers(
 
 
 def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
-    """Raise MeshError on all ranks if a trained parameter outside the model differs between ranks."""
+    """Raise MeshError on all ranks if a trained parameter outside the model differs between ranks.
+
+    `parameters` are those parameters, e.g. a soft prompt.
+    """
     if mesh.world_size == 1:
         return
     mine = digest({str(number): p for number, p in enumerate(parameters)})
@@ -104,7 +118,9 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
 
 
 def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
-    """Raise MeshError if ranks of a stage have different numbers of hooks (`found`), which would wait for ever."""
+    """Raise MeshError if ranks of a stage have different numbers of hooks (`found`, by rank): they
+    would wait for ever.
+    """
     for stage in range(mesh.pp):
         ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:

@@ -59,7 +59,7 @@ class Calls:
     def prepare(self, model: Any, own_loop: bool = False) -> None:
         """Hook the model's current parameters: at the load, and before each forward that is trained on.
 
-        `own_loop` says that the user's own loop will run the backward, not `train_step`.
+        `own_loop` is True if the user's own loop will run the backward, not `train_step`.
         """
         if torch._C._current_graph_task_id() < 0:  # a backward that failed has not come to its end
             self.abandon()
@@ -90,7 +90,8 @@ class Calls:
     def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
         """Prepare a call of a model, or of a part of it, in the user's own loop (without `train_step`).
 
-        `trains` says that the model is in training mode. Trained parameters outside the model, from which the
+        `batch` holds the arguments of the call; `trains` is True if the model is in training mode.
+        Trained parameters outside the model, from which the
         inputs are computed, are hooked too.
         """
         if not torch.is_grad_enabled():
@@ -132,7 +133,9 @@ class Calls:
         state.forward, state.random.again = forward, position
 
     def open(self) -> None:
-        """Begin a backward: group gradients into buckets for the all-reduces; autograd will call `_end` at its end."""
+        """Begin a backward: group gradients into buckets for the all-reduces, and let autograd call
+        `_end` when it ends.
+        """
         self.reducer.open()
         take_over(self.reducer, self.named)
         self.task = torch._C._current_graph_task_id()

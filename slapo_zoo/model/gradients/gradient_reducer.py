@@ -32,12 +32,13 @@ class GradientReducer:
     """Reducer of the gradients of one model over ranks, which also tracks the running backward.
 
     Attributes:
-        over_dp: whether gradients are averaged over dp here, not by an engine.
-        at_once: whether each gradient is summed over tp as it is computed; else `finish` does it after a step.
-        paused: whether `no_sync` is active.
-        tokens_sharded: whether the last call sharded its tokens over tp.
+        over_dp: True if gradients are averaged over dp here, not by an engine.
+        at_once: True if each gradient is summed over tp as it is computed; else `finish` does it
+            after a step.
+        paused: True while `no_sync` is active.
+        tokens_sharded: True if the last call sharded its tokens over tp.
         beyond: parameters outside the model from which inputs were computed (a soft prompt) --> number.
-        missed: whether, on a GPU, some parameter had no gradient on this rank in the last step.
+        missed: True if, on a GPU, some parameter had no gradient on this rank in the last step.
         asks_hosts: True if `missed` is True on some dp rank. In this step all dp ranks then exchange, over a CPU
             process group, which gradients are missing.
     """
@@ -69,12 +70,16 @@ class GradientReducer:
         self.stored: bool | None = None  # whether a gradient that has come is in `.grad`
 
     def attach(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Register gradient hooks on a model's parameters for good: a backward may come after another forward."""
+        """Register gradient hooks on a model's parameters (`named`) for good: a backward may come
+        after another forward.
+        """
         hooked = [self.hook(name, p) for name, p in named]
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Register the gradient hook on parameter `p`, unless `p` has it already; return `p`."""
+        """Register the gradient hook on parameter `p`, called `name` in the plan, unless `p` has it
+        already; return `p`.
+        """
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -110,7 +115,11 @@ class GradientReducer:
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
         """Return the gradient of parameter `p`, summed over ranks as the model's plan says; a gradient hook calls this.
 
-        `is_leaf` is False for a tensor that replaces the parameter (`functional_call`).
+        Args:
+            name: name of the parameter in the plan.
+            p: the parameter.
+            grad: its gradient on this rank.
+            is_leaf: False for a tensor that replaces the parameter (`functional_call`).
         """
         if not self.is_open:
             self.runtime.calls.open()
@@ -129,7 +138,9 @@ class GradientReducer:
         return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
 
     def _groups(self, name: str) -> list[Any]:
-        """Return the process groups, without that of dp, over which a gradient is summed in this backward."""
+        """Return the process groups, without that of dp, over which the gradient of parameter
+        `name` is summed in this backward.
+        """
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
@@ -141,7 +152,10 @@ class GradientReducer:
         return [group for group in taken if group is not None]
 
     def _over_dp(self, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return a gradient averaged over dp; unchanged if its bucket will average `.grad` over dp later."""
+        """Return a gradient averaged over dp; unchanged if its bucket will average `.grad` over dp later.
+
+        `is_leaf` is False for a tensor that replaces the parameter `p`.
+        """
         bucket = self.bucket_of.get(id(p))
         if is_leaf and not is_taken(p) and (bucket or p in self.beyond):
             if bucket and bucket.work is not None:  # what is under way must not be written to
@@ -215,10 +229,10 @@ class GradientReducer:
 
     @contextmanager
     def one_step(self, at_once: bool) -> Iterator[None]:
-        """Context of all micro-batches of a step; with `at_once` each gradient is summed over tp as soon as it is
-        computed.
+        """Context of all micro-batches of a step.
 
-        A user's hook that takes gradients before the step ends needs them summed at once.
+        With `at_once` each gradient is summed over tp as soon as it is computed, not after the
+        step: a user's hook that takes gradients before the step ends needs that.
         """
         before, self.at_once, self.in_step, self.averaged = self.at_once, at_once, True, False
         try:
@@ -245,5 +259,7 @@ class GradientReducer:
 
 
 def is_taken(p: Any) -> bool:
-    """Return whether the user registered a post-accumulate hook on a parameter, which may use up its gradient at once."""
+    """Return whether the user registered a post-accumulate hook on a parameter, which may use up
+    the gradient at once.
+    """
     return bool(p._post_accumulate_grad_hooks)

@@ -27,7 +27,7 @@ class InputGradients:
     Args:
         mesh: mesh of all ranks.
         tensors: the batch; entries that require a gradient are replaced.
-        known: dict: trained parameter outside the model that an earlier step has found --> its number.
+        known: trained parameter outside the model that an earlier step has found --> its number.
         loss_fn: argument of `train_step`; parameters of a module are trained.
         scale: factor by which the engine multiplies a loss before its backward.
     """
@@ -48,7 +48,11 @@ class InputGradients:
             self._meet([p for p in own if id(p) not in self.before])
 
     def see(self, loss: Tensor, output: Any) -> None:
-        """Register parameters outside the model from which the user's loss is computed; SlapoError if pp > 1."""
+        """Register parameters outside the model from which the user's `loss` of the model's
+        `output` is computed.
+
+        New ones raise SlapoError if pp > 1.
+        """
         if self.loss_fn is None or self.mesh.world_size == 1:
             return
         known = {id(p) for p in (*self.beyond, *self.in_loss)}
@@ -112,7 +116,10 @@ def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
 
 
 def require_alike(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
-    """Raise MeshError on all ranks if a parameter not yet in `known` has different values; add it to `known`."""
+    """Raise MeshError on all ranks if a parameter that is not yet in `known` differs between ranks.
+
+    `known` is {parameter: number, in order of first use}; the new parameters are added.
+    """
     if new := [p for p in parameters if p not in known]:
         check_trained_inputs(mesh, new)
         for p in new:
@@ -130,7 +137,7 @@ def _asking(value: Any) -> Iterator[Tensor]:
 
 
 def nodes_of(output: Any) -> list[Any]:
-    """Return the autograd nodes of a model's outputs, where its backward begins."""
+    """Return the autograd nodes of the tensors in a model's output, where its backward begins."""
     leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
     # logits on demand: of which they are made, too
     tensors = [each for x in leaves for each in (x, getattr(x, "rows", None))]
@@ -138,7 +145,9 @@ def nodes_of(output: Any) -> list[Any]:
 
 
 def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
-    """Return `nodes` and all autograd nodes below them, breadth first; `goes_on` says which nodes to enter."""
+    """Return `nodes` and all autograd nodes below them, breadth first, that the predicate `goes_on`
+    lets in.
+    """
     seen = dict.fromkeys(nodes)
     for node in (waiting := list(seen)):
         new = [e for e, _ in node.next_functions if e is not None and e not in seen and goes_on(e)]
@@ -148,7 +157,10 @@ def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list
 
 
 def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Parameter]:
-    """Return the parameters outside any scheduled model from which `tensors` are computed, not looking past `ends`."""
+    """Return the parameters outside any scheduled model from which `tensors` are computed.
+
+    The search does not look past the autograd nodes `ends`.
+    """
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)
     leaves = [getattr(node, "variable", None) for node in nodes]

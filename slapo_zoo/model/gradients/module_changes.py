@@ -61,10 +61,14 @@ def require_known_weights(model: Any, step: str) -> None:
 def _problem(
     module: nn.Module | None, name: str, leaf: str, wanted: tuple[int, ...], found: Any
 ) -> str:
-    """Describe how the tensor `found` differs from the parameter `leaf` whose place it takes; return "" if it is
-    right.
+    """Return how a parameter was replaced since the load, or "" if it is in its place.
 
-    `name` is the parameter's full name, `wanted` the shape of this rank's shard.
+    Args:
+        module: the module that held the parameter, None if the module is gone.
+        name: full name of the parameter.
+        leaf: its name in the module.
+        wanted: shape of this rank's shard.
+        found: all parameters of the model by name.
     """
     if module is None:  # its block is gone, or within something else
         within = [other for other in found if _is_within(name, other)]
@@ -135,7 +139,9 @@ class Structure:
             return model.get_input_embeddings()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict with this rank's local shapes; other shapes raise WeightsError before a tensor changes."""
+        """Load a state dict as `nn.Module` does, with this rank's local shapes; other shapes raise
+        WeightsError before a change.
+        """
         parent: Any = super()
         own = parent.state_dict() if self.mesh.world_size > 1 else {}
         found = {name: list(getattr(x, "shape", ())) for name, x in state_dict.items()}

@@ -13,7 +13,11 @@ _KNOWN: Any = WeakIdKeyDictionary()  # parameter --> (weak reference to its mode
 
 
 def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Register the parameters of a scheduled model, so that `runtime_of` and `place_of` find the model of each."""
+    """Register the parameters `named` of a scheduled model, so that its runtime state and plan can
+    be found from each.
+
+    `runtime` is the model's runtime state.
+    """
     mine = ref(runtime)
     for name, p in named:
         if p not in _KNOWN or _KNOWN[p][1] != name:  # an adapter has renamed it
@@ -21,7 +25,9 @@ def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def runtime_of(p: Any) -> Any:
-    """Return the runtime of the scheduled model of a parameter, or None."""
+    """Return the runtime state (schedule, plan, engine) of the scheduled model of a parameter, or
+    None.
+    """
     return _KNOWN[p][0]() if p in _KNOWN else None
 
 

@@ -25,14 +25,18 @@ class OnWhole:
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Return the hook's result for a gradient; in `train_step` return None, as `run_later` calls the hook then."""
+        """Return the hook's result for this rank's gradient; in `train_step` None: the hook runs
+        after the step there.
+        """
         reducer = self.reducer()
         if reducer is None:  # the model is gone, its parameter lives on
             return self.hook(grad)
         return self.on(grad) if reducer.at_once else None
 
     def on(self, grad: Tensor) -> Tensor:
-        """Return this rank's shard of the gradient after the user's hook has changed the unsharded gradient."""
+        """Gather the gradient `grad`, call the user's hook on it, and return this rank's shard of
+        the result.
+        """
         runtime, p = self.reducer().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
         mesh, plan, rows = runtime.schedule.mesh, runtime.plan, rows_of(p)
         full, placed = grad, plan.sharded(self.name)
@@ -71,7 +75,11 @@ def on_parts(model: Any) -> int:
 
 
 def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Wrap the user's gradient hooks that are new since the last call, so that they run after sums over ranks."""
+    """Wrap the user's gradient hooks that are new since the last call, so that these hooks run
+    after sums over ranks.
+
+    `reducer` sums the gradients; `named` are the parameters.
+    """
     for name, p in named:
         hooks: Any = p._backward_hooks
         if p.is_leaf and hooks and any(map(_is_foreign, hooks.values())):
@@ -84,8 +92,11 @@ def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 def run_later(reducer: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
     """Run the user's gradient hooks on the complete gradients of a step, unless they ran in the backward.
 
-    `scale` is the loss scale of fp16: gradients are divided by it for the hooks. An infinite result of a hook
-    counts as an overflow.
+    Args:
+        reducer: the `GradientReducer` of the model, which says whether hooks ran in the backward.
+        parameters: parameters of this rank.
+        scale: loss scale of fp16: gradients are divided by it for the hooks. An infinite result of
+            a hook counts as an overflow.
     """
     for p in parameters if not reducer.at_once else ():
         for hook in list((p._backward_hooks or {}).values()):
