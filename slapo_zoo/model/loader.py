@@ -40,7 +40,7 @@ class Source:
     Args:
         name: a folder, or a model id of the Hub.
         revision: branch, tag or commit of the Hub.
-        allow_pickle: whether to read `.bin` files, which are pickles.
+        allow_pickle: True reads `.bin` files too, which are pickles.
         changes: fields of the config to override.
         hub: arguments for the Hub and for names of files.
         load: memory limit and checks of the load.
@@ -59,7 +59,11 @@ class Source:
 
     @contextmanager
     def open(self, step: str, mesh: Mesh, folder: Path) -> Iterator[tuple[Any, CheckpointFolder]]:
-        """Context with (config, opened files) of the checkpoint, the same on all ranks; a collective call."""
+        """Context with (config, opened files) of the checkpoint in `folder`, the same on all ranks;
+        a collective call.
+
+        `step` names the load in errors.
+        """
 
         def read() -> tuple[Any, CheckpointFolder]:
             config = changed_config(folder, dict(self.changes), self.hub)
@@ -124,7 +128,15 @@ def load_checkpoint(
 def new_model(
     step: str, options: LoaderOptions, config: Any, prepare: Prepare | None = None
 ) -> Any:
-    """Make a scheduled model with new weights, the same for every (tp, pp, dp); arguments as in `load_checkpoint`."""
+    """Make a scheduled model with new weights, the same for every (tp, pp, dp).
+
+    Args:
+        step: name of the running step for error messages.
+        options: options of the model.
+        config: config of `transformers`.
+        prepare: (options, config, mesh, dtype) --> options whose schedule can be applied; None
+            leaves them.
+    """
     with checked(step, options) as (mesh, options):
         fill = Assembly.new_weights
         return _build(step, options, mesh, config, lambda: torch.float32, fill, None, prepare)
@@ -145,7 +157,8 @@ def _build(
         stored: returns the dtype of the parameters for dtype="auto" without a precision.
         fill: gives the parameters their values; returns a record of the load.
         folder: folder of the checkpoint, or None.
-        prepare: see `load_checkpoint`.
+        prepare: (options, config, mesh, dtype) --> options whose schedule can be applied; None
+            leaves them.
     """
     require_same_facts(step, mesh, facts_of(config, mesh, options))
     asked = stored() if options.dtype == "auto" else options.dtype

@@ -67,7 +67,11 @@ def warn_of_missing_sums(sch: Schedule) -> None:
 
 
 def _require_width(path: str, module: Any, args: Any) -> None:
-    """Raise ScheduleError when an input [..., features] does not fit the shard of the weight on this rank."""
+    """Raise ScheduleError when an input [..., features] does not fit the shard of the weight; a
+    forward pre-hook.
+
+    `path` is the path of the module.
+    """
     name, weight = type(module).__name__, module.weight
     if name not in INPUTS or not args or args[0].shape[-1] == weight.shape[INPUTS[name]]:
         return

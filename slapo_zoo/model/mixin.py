@@ -230,7 +230,7 @@ class Scheduled(Structure, Generates, Recomputes):
         Args:
             peft_model_id: the folder.
             adapter_name: None takes "default".
-            is_trainable: whether its matrices take gradients.
+            is_trainable: True trains the adapter's matrices.
         """
         folder, name = Path(peft_model_id), adapter_name or "default"
         with rank_guard("load_adapter"):
@@ -354,11 +354,11 @@ class Scheduled(Structure, Generates, Recomputes):
         any_size: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Publish the schedule as a card; return the value for `schedule=`. A collective call of all ranks.
+        """Publish the schedule as a card (JSON, README); return the value for `from_pretrained(schedule=)`; a collective call.
 
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or an existing one.
-            base_model: id of the checkpoint that it is for; None takes the config's own.
+            base_model: id of the checkpoint that the schedule is for; None takes the id in the config.
             any_size: let the card serve every model of the class with the same number of blocks.
             kwargs: token, private, tag, message, parent; a folder takes none.
         """

@@ -129,9 +129,10 @@ class NumericsWatch:
 
 
 def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
-    """Return {name of a parameter: (hash of its bytes, text that identifies this rank's shard, see `part_of`)}.
+    """Return {name of a parameter: (hash of its bytes, text that identifies this rank's shard)}.
 
-    With `grads` the bytes of its gradient are hashed.
+    With `grads` the bytes of the parameter's gradient are hashed. Ranks with equal texts hold the
+    same shard.
     """
     named = model.named_parameters(remove_duplicate=False)
     held = ((name, p.grad if grads else p) for name, p in named)
@@ -143,7 +144,8 @@ def unlike_replicas(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield (name, rank, first) where `rank` holds the same shard of a parameter as rank `first`, with other values.
 
-    `ranks` are the results of `digests` on all ranks, in order.
+    `ranks` has, for each rank: name of a parameter --> (hash of its bytes, text that identifies the
+    shard).
     """
     for name in sorted({name for held in ranks for name in held}):
         seen: dict[str, tuple[int, str]] = {}

@@ -59,7 +59,15 @@ class Memory:
 def memory(
     model: Any, optimizer: Any, batch: Mapping[str, Any] | None, micro_batches: int | None
 ) -> Memory:
-    """Return the memory of a scheduled model on this rank; `Scheduled.memory` describes the arguments."""
+    """Return the memory of a scheduled model on this rank, by kind.
+
+    Args:
+        model: a scheduled model.
+        optimizer: optimizer whose states are counted, or None.
+        batch: argument of `train_step`: the peak of one step with it is counted too; None: the
+            memory now.
+        micro_batches: number of micro-batches of that step.
+    """
     held = {id(p): p for p in model.parameters()}.values()
     computes, plan = model._slapo.precision.dtype, model._slapo.plan
     shapes = {

@@ -43,8 +43,8 @@ class StepGuard:
 
     Attributes:
         interval: steps between checks, after the first ALWAYS steps; 0 switches checks off.
-        divides: whether ranks hold different gradients, because of tp, pp or `dp_shard=`.
-        needed: whether to check; False where an engine clips and steps by itself.
+        divides: True if ranks hold different gradients, because of tp, pp or `dp_shard=`.
+        needed: True if checks are made; False where an engine clips and steps by itself.
         on_ranks: function that calls `before_step` on each rank, if one process runs several ranks as threads; None
             otherwise.
     """
@@ -65,10 +65,13 @@ class StepGuard:
         averaged: bool,
         trained: Tensor | None = None,
     ) -> None:
-        """Remember a sample of the gradients of `named` (name --> parameter), which are complete now.
+        """Remember a sample of the gradients, which are complete now, at the end of a backward.
 
-        `averaged` says that all dp ranks took part in this backward. `trained` is the number of (pp, dp) ranks
-        with trained parameters; None: all.
+        Args:
+            named: name --> trained parameter.
+            plan: plan of this rank, which says which parameters are replicated.
+            averaged: True if all dp ranks took part in this backward.
+            trained: number of (pp, dp) ranks with trained parameters; None: all.
         """
         if not self.needed:
             return
@@ -83,7 +86,9 @@ class StepGuard:
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _look_at_copies(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on all dp ranks if the first elements of some parameters differ between dp replicas."""
+        """Raise MeshError on all dp ranks if the first elements of the parameters `some` differ
+        between dp replicas.
+        """
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
             return
@@ -100,7 +105,8 @@ class StepGuard:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
 
     def _marks_of(self, named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, Tensor]:
-        """Return {name: [projection, norm] of the gradient} for parameters replicated over tp.
+        """Return {name: [projection, norm] of the gradient} for the parameters in `named` that are
+        replicated over tp.
 
         The projection is a weighted sum of the elements; a missing gradient counts as 0.
         """
@@ -118,7 +124,12 @@ class StepGuard:
         return dict(zip(whole, found, strict=True))
 
     def before_step(self) -> None:
-        """Raise MeshError on all ranks if they scaled their gradients by different factors since `complete`."""
+        """Raise MeshError on all ranks if the user's code scaled gradients by different factors on
+        different ranks.
+
+        Gradients are compared with the samples that `complete` took at the end of the last
+        backward.
+        """
         if not self.fresh:
             return
         self.fresh, self.steps = False, self.steps + 1
@@ -166,7 +177,10 @@ class StepGuard:
         raise agreed(MeshError("optimizer.step", what, problem, hint))
 
     def look_beside(self, parameters: list[nn.Parameter]) -> None:
-        """Raise MeshError on all ranks of a stage if gradients of parameters outside the model (a user's head) differ.
+        """Raise MeshError on all ranks of a stage if parameters outside the model (a user's head),
+        or their gradients, differ.
+
+        `parameters` are all those of the optimizer.
 
         This takes two all-gathers of a few numbers, in the first ALWAYS steps only.
         """
@@ -226,7 +240,12 @@ class StepGuard:
 
 
 def _one_of(row: list[float | None], alike: float) -> float | None:
-    """Return the factor that scaled all probes of a rank, or None if factors differ by more than `alike` relatively."""
+    """Return the factor that scaled the gradients of all probes of a rank, or None if it is not one
+    factor.
+
+    `row` has one factor per probe, None where unknown; `alike` is the relative difference that is
+    allowed.
+    """
     known = [factor for factor in row if factor is not None]
     return known[0] if known and max(known) - min(known) <= alike * max(known) else None
 

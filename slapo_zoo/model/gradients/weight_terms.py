@@ -34,10 +34,17 @@ def newest() -> int:
 
 
 def count_once(runtime: Any, loss: Tensor, began: int) -> None:
-    """Hook the terms of a `train_step` loss that depend on weights alone, so that sums over ranks count them once.
+    """Hook the terms of a `train_step` loss that depend on weights alone (L2-SP), so that sums over
+    ranks count them once.
 
-    These are autograd nodes after number `began`. Raises MeshError for a term that mixes elements of a
-    sharded weight, or with pp > 1.
+    The hook multiplies a term's gradient by a factor. Raises MeshError for a term that mixes
+    elements of a sharded weight, or with pp > 1.
+
+    Args:
+        runtime: runtime state of the model.
+        loss: the loss of one micro-batch.
+        began: torch's sequence number of the newest autograd node before `loss_fn` ran; only newer
+            nodes are searched.
     """
     mesh = runtime.schedule.mesh
     if mesh.world_size == 1:
@@ -64,7 +71,8 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 def _factor(runtime: Any, row: Any, p: Any) -> float:
     """Return the factor for a gradient that is equal on all ranks, so that later sums over ranks count it once.
 
-    `row` is the plan's entry for the parameter p, which lists the ranks over which its gradient is summed.
+    `row` is the entry of parameter `p` in the plan, which lists the ranks over which the gradient
+    is summed.
     """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0
@@ -78,7 +86,11 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
 
 
 def _numbers(loss: Tensor, began: int) -> set[Any]:
-    """Return the autograd nodes, newer than number `began`, of scalars that are computed from parameters alone."""
+    """Return the autograd nodes of scalars that are computed from parameters alone, in the graph of
+    `loss`.
+
+    Only nodes with a sequence number above `began` are searched.
+    """
     alone: set[Any] = set()
     made = reached(
         [loss.grad_fn], lambda e: not hasattr(e, "variable") and e._sequence_nr() > began
@@ -125,7 +137,10 @@ class Uses:
             self.found.setdefault(key, []).append(grads[index])
 
     def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (gradient from the model's own uses of a parameter, the rest or None); the rest is complete on all ranks."""
+        """Return (gradient from the model's own uses of a parameter, the rest or None); the rest is complete on all ranks.
+
+        `grad` is the whole gradient of the parameter in this backward.
+        """
         came = self.found.pop(id(parameter), [grad])
         own = came[0] if len(came) == 1 else sum(came[1:], came[0])
         return own, None if own.data_ptr() == grad.data_ptr() else grad - own

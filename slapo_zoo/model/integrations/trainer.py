@@ -90,7 +90,9 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return (batches of one optimizer step, number of targets in all of them)."""
+        """Return (batches of one optimizer step, number of targets in all of them, or None: counted
+        here).
+        """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
             return batches, items
@@ -100,7 +102,11 @@ class ScheduledTrainer(Trainer):
         return batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Run forward and backward of a batch; return the batch's share of the step's loss."""
+        """Run forward and backward of the batch `inputs`; return the batch's share of the step's
+        loss.
+
+        `model` and `num_items_in_batch` are used only with a loss of the user's own.
+        """
         if self._own_loss:
             return super().training_step(model, inputs, num_items_in_batch)
         self._scheduled.train()
@@ -133,7 +139,9 @@ class ScheduledTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model, or all training state if a checkpoint is due; rank 0 adds tokenizer and arguments."""
+        """Save the model in `output_dir`, or all training state if a checkpoint is due; rank 0 adds
+        tokenizer and arguments.
+        """
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -181,7 +189,11 @@ class ScheduledTrainer(Trainer):
 
 
 def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
-    """Return the name of the option that replaces the model's loss, or ""."""
+    """Return the name of the option that replaces the model's loss, e.g. "compute_loss_func"; "" if
+    none does.
+
+    `args` are TrainingArguments, `kwargs` the other arguments of the Trainer class `cls`.
+    """
     owner = next(c for c in cls.__mro__ if "compute_loss" in vars(c))
     if owner is not Trainer:
         return f"{owner.__name__}.compute_loss"
@@ -191,7 +203,8 @@ def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
 
 
 def prepare(accelerator: Any, model: Any, optimizer: Any, *loaders: Any) -> tuple[Any, ...]:
-    """Replace `accelerator.prepare` for a scheduled model in a loop of your own; return what that returns.
+    """Replace `accelerator.prepare` for a scheduled model in a loop of your own; return (model,
+    optimizer, *loaders).
 
     rewrite:  accelerator.backward(model(**batch).loss)  -->  loss = model.train_step(batch)
 
@@ -233,7 +246,10 @@ def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
 
 
 def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
-    """Shard the adapter of TRL's `peft_config` in `kwargs` by `model.add_adapter`; TRL would shard nothing."""
+    """Shard the adapter of TRL's `peft_config` by `model.add_adapter`; TRL would shard nothing.
+
+    `kwargs` are the arguments of the Trainer class `cls`; `peft_config` is removed from them.
+    """
     config = kwargs.pop("peft_config", None)
     if config is None:
         return
@@ -246,7 +262,11 @@ def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
 
 
 def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
-    """Return a `gather_for_metrics` that returns each row once, though several ranks (tp, pp) hold the same rows."""
+    """Return a function for `accelerator.gather_for_metrics`: (tensors) --> tensors with the rows
+    of all dp ranks.
+
+    Each row comes once, though several ranks (tp, pp) hold the same rows.
+    """
     from accelerate.utils import recursively_apply
 
     firsts = mesh.peers("batch")

@@ -53,7 +53,15 @@ def _forward_at(temperature: float) -> Any:
 
 
 def _scored(model: Any, output: Any, logits: Any, target: Any, items: Any) -> Any:
-    """Return TRL's output object: loss, log-probabilities and entropy per token, 0 where the label is -100."""
+    """Return TRL's output object: loss, log-probabilities and entropy per token, 0 where the label is -100.
+
+    Args:
+        model: the scheduled model.
+        output: output of its forward.
+        logits: [rows, tokens, vocabulary], divided by the temperature.
+        target: label of each position.
+        items: number of targets that the loss divides by; None: those in `target`.
+    """
     from trl.trainer.utils import FusedCausalLMOutput  # pyright: ignore[reportMissingImports]
 
     mask = target != -100

@@ -59,7 +59,9 @@ def cut_batch(
 
 
 def refuse_whole_output(options: Any, cut: TokenCut) -> None:
-    """Raise SlapoError for arguments of `train_step` that need the output of all tokens."""
+    """Raise SlapoError for arguments of `train_step` that need the output of all tokens; `cut` says
+    how many cp ranks there are.
+    """
     for name in ("loss_fn", "return_logits"):
         if getattr(options, name):
             problem = f"a rank of cp={cut.n} computes the output of its own tokens only"
@@ -68,7 +70,11 @@ def refuse_whole_output(options: Any, cut: TokenCut) -> None:
 
 
 def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
-    """Raise SlapoError for an entry of a batch of which it is not known where its tokens are."""
+    """Raise SlapoError for an entry of a batch for which it is not known which axis holds the
+    tokens.
+
+    `batch` are the tensors of the batch, `others` its other entries.
+    """
     unknown = sorted(batch.keys() - TOKENS)
     unknown += sorted(name for name, x in others.items() if name not in OPTIONS and x is not None)
     unknown += [] if "input_ids" in batch else ["a batch without input_ids"]
@@ -92,7 +98,11 @@ def _require_even(name: str, x: Tensor, axis: int, n: int) -> None:
 
 
 def require_seam(model: Any) -> None:
-    """Raise SlapoError if an attention does not run through `core_attn` any more: it would see this rank's keys only."""
+    """Raise SlapoError if an attention was replaced since the load: it would see only the keys of
+    this cp rank.
+
+    An attention is right if it still calls its child `core_attn`, which gathers the keys.
+    """
     modules = dict(model.named_modules())
     for path, core in model._slapo.schedule.state.modules.items():
         if not isinstance(core, CoreAttention):

@@ -37,7 +37,10 @@ _DOCUMENTS = (
 
 
 def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run the model's own forward on all ranks; every rank returns the output with unsharded logits."""
+    """Run the model's own forward on all ranks; every rank returns the output with unsharded logits.
+
+    `args` and `kwargs` are the arguments of the call.
+    """
     runtime: Runtime = model._slapo
     if runtime.within_engine:
         return runtime.own_forward(model, *args, **kwargs)
@@ -84,7 +87,9 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """Return `forward_of` excluded from torch.compile: ranks run different code, so one graph cannot fit all."""
+    """Return the forward (model, args, kwargs) --> output, excluded from torch.compile: one graph
+    cannot fit all ranks.
+    """
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 

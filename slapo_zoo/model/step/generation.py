@@ -26,12 +26,19 @@ class LateEncoder(nn.Module):
     """
 
     def forward(self, **kwargs: Any) -> SourceTokens:
-        """Return the encoder's inputs themselves, to be encoded with each decoder forward."""
+        """Return the encoder's inputs themselves as a dict, so that each decoder forward encodes
+        them.
+        """
         return SourceTokens({k: v for k, v in kwargs.items() if isinstance(v, Tensor)})
 
 
 def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with the encoder inputs that `LateEncoder` returned, in place of encoder outputs."""
+    """Return the batch for the real forward of an encoder-decoder model during `generate` with pp >
+    1.
+
+    `generate` calls no real encoder there, so `encoder_outputs` holds the encoder's inputs. They
+    become entries of the batch, without `encoder_outputs`, and the pipeline runs the encoder.
+    """
     source = batch.get("encoder_outputs")
     if not isinstance(source, SourceTokens):
         return dict(batch)
@@ -85,7 +92,10 @@ class Generates:
             runtime.generates = before
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the encoder; within `generate` with pp > 1, a `LateEncoder`."""
+        """Return the encoder; within `generate` with pp > 1, a module that returns its own inputs.
+
+        The pipeline then runs the encoder in each decoder forward.
+        """
         model: Any = self
         if model.mesh.pp > 1 and model._slapo.generates:
             return LateEncoder()

@@ -31,7 +31,7 @@ class MixedPrecision:
 
     Args:
         dtype: dtype in which the model computes; None takes that of its parameters.
-        scales: whether the loss is scaled.
+        scales: True if the loss is scaled (fp16).
     """
 
     def __init__(self, dtype: torch.dtype | None = None, scales: bool = False):
@@ -141,7 +141,9 @@ def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
 
 
 def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield (module, name, cast) of all parameters that are cast; tied ones share one cast."""
+    """Yield (module, name, cast to `dtype`) of all parameters that are cast; tied parameters share
+    one cast.
+    """
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
         if stays_wide(model, path, module, dtype):
@@ -154,7 +156,8 @@ def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Te
 
 
 def computing_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `forward` so that it runs in the model's compute dtype: parameters and floating inputs are cast first.
+    """Wrap the model's `forward` so that it runs in the model's compute dtype: parameters and
+    floating inputs are cast first.
 
     Labels keep their dtype.
     """

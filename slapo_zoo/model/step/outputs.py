@@ -20,7 +20,9 @@ def shows_layers(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError for hidden states or attentions that no rank has unsharded."""
+    """Raise SlapoError if a batch (or the config) asks for hidden states or attentions that no rank
+    has unsharded.
+    """
     mesh = model.mesh
     for name in LAYERS:
         if mesh.pp > 1 and asked(model, batch, name):
@@ -39,7 +41,7 @@ def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def as_dict(model: Any, batch: dict[str, Any]) -> bool:
-    """Set `return_dict=True` in the batch; return whether the caller asked for a tuple."""
+    """Set `return_dict=True` in the batch; return whether the caller had asked for a tuple."""
     given = batch.get("return_dict")
     wants_tuple = not (getattr(model.config, "return_dict", True) if given is None else given)
     if wants_tuple:

@@ -19,9 +19,10 @@ class OwnLoss:
     """Callable that runs the user's loss_fn(output, batch) and scales it to a micro-batch's share of the step's loss.
 
     Args:
-        loss_fn: returns a mean over the rows that it is given; with `targets` a sum.
+        loss_fn: (output, batch) --> loss; returns a mean over the rows that it is given; with
+            `targets` a sum.
         divisor: number of micro-batches of all dp ranks; with `targets` the total number of targets.
-        runtime: runtime of the model.
+        runtime: runtime state of the model.
     """
 
     def __init__(
@@ -30,7 +31,11 @@ class OwnLoss:
         self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
-        """Return loss_fn's value divided by `divisor`; SlapoError if the value is no scalar or has no gradient."""
+        """Return the value of the user's loss_fn, divided by `divisor`.
+
+        `output` is the model's output, `part` the micro-batch. SlapoError if the value is no scalar
+        or has no gradient.
+        """
         given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
         output, began = whole_output(output), newest()
         loss = self.loss_fn(output, given)
@@ -57,13 +62,17 @@ def whole_output(output: Any) -> Any:
 
 
 def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with a prefix on the names that only loss_fn takes, to hide them from the model's forward."""
+    """Return the batch with the prefix FOR_LOSS on the names that `forward` does not take: entries
+    for loss_fn alone.
+    """
     known = inspect.signature(forward).parameters.keys() | OPTIONS
     return {name if name in known else FOR_LOSS + name: value for name, value in batch.items()}
 
 
 def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch for the model's forward, without those that `for_loss_alone` has renamed."""
+    """Return the entries of a batch for the model's forward, without those whose names have the
+    prefix FOR_LOSS.
+    """
     return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
 
 

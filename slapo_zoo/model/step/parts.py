@@ -25,7 +25,12 @@ class Part:
     """Mixin of modules that contain blocks (an encoder, a base model), so that users may call them outside the model."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module as torch does; if the model is not running, set up what a call of the model sets up."""
+        """Call the module as torch does.
+
+        Outside of a call of the model, the call first does what a call of the model would: cast
+        weights and inputs to the compute dtype, gather ZeRO's shards, choose the dropout masks,
+        hook gradients.
+        """
         own: Any = super()
         return called(self.__dict__[WHOLE](), own.__call__, args, kwargs)
 
@@ -33,7 +38,8 @@ class Part:
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run a submodule of a model by `run(*args, **kwargs)` and return its output.
 
-    If no call of the model is running, set up what a call of the model sets up: dropout, precision, gradient hooks.
+    If no call of the model is running, first do what such a call does: cast to the compute dtype,
+    gather ZeRO's shards, choose the dropout masks, hook gradients.
     """
     calls, state = model._slapo.calls, model.schedule.state
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):

@@ -25,7 +25,8 @@ class Recomputes:
         gradient_checkpointing_func: Callable[..., Any] | None = None,
         every_n_layers: int = 1,
     ) -> None:
-        """Switch recomputation of every n-th layer on, or off; `transformers` calls this method.
+        """Switch recomputation of every n-th layer on (`enable`), or of all layers off;
+        `transformers` calls this method.
 
         Layers that the schedule recomputes continue to do so.
         """

@@ -45,8 +45,8 @@ class Runtime:
         micro_batches: number of micro-batches where `train_step` is not given one.
         data_parallel: object that runs the model and reduces gradients over dp; an engine replaces it.
         calls: state of the running calls and backwards, with the gradient hooks.
-        within_engine: whether the running call comes from the engine around the model.
-        generates: whether `generate` is running.
+        within_engine: True while a call comes from the engine around the model.
+        generates: True while `generate` is running.
         evaluated: number of calls in eval mode so far.
         recomputed: layers that `gradient_checkpointing_enable` recomputes.
         precision: compute dtype and loss scale.
@@ -134,7 +134,7 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
 def calling(model: Any, batch: Mapping[str, Any], divided: bool) -> AbstractContextManager[None]:
     """Context of a forward, from which modules read which tokens are padding and whether tokens are sharded.
 
-    `divided` says that the tokens are sharded over tp (sequence parallelism).
+    `divided` is True if the tokens of `batch` are sharded over tp (sequence parallelism).
     """
     real = None if known().real is None else batch["attention_mask"].bool()
     return model._slapo.schedule.state.within(ForwardContext(divided, real, is_call=True))

@@ -32,7 +32,9 @@ def no_rows(batch: Mapping[str, Any], mesh: Mesh) -> SlapoError:
 
 
 def require_head(cls: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError for labels that the model's forward would ignore among its **kwargs."""
+    """Raise SlapoError for labels in `batch` if the forward of the model class takes none and would
+    ignore them.
+    """
     if "labels" in batch and "labels" not in inspect.signature(cls.forward).parameters:
         problem = f"{cls.__name__} has no head: its forward takes no labels, so there is no loss"
         hint = 'name a class that has one when loading, e.g. auto_class="AutoModelForCausalLM"'
@@ -54,7 +56,10 @@ def no_loss(problem: str) -> SlapoError:
 
 
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
-    """Return the number of micro-batches, `asked` or the default; MeshError if `rows` is no multiple of it."""
+    """Return the number of micro-batches, `asked` or the default; MeshError if `rows` is no multiple of it.
+
+    `runtime` has the default, `asked` is None where the user gave no number.
+    """
     count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.table.batch_statistics and mesh.pp > 1:
         warnings.warn(
@@ -72,7 +77,11 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """Return 1 without a pipeline; else the smallest number of at least 2 * pp that the order allows."""
+    """Return 1 without a pipeline; else the smallest number of at least 2 * pp that the pipeline's
+    order allows.
+
+    The number divides `rows`.
+    """
     if pipeline is None:
         return 1
     places = pipeline.places
@@ -83,7 +92,12 @@ def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
 
 
 def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
-    """Raise SlapoError for a tensor whose axis 0 is not `rows` long; several images per row are allowed."""
+    """Raise SlapoError for a tensor whose axis 0 is no multiple of `rows`, if the batch is split
+    into `count` micro-batches.
+
+    `tensors` are split by rows, `whole` are the other entries of the batch. Several images per row
+    are allowed.
+    """
     other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
     other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
@@ -102,7 +116,10 @@ def require_trained(trains: bool) -> None:
 
 
 def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count: int) -> None:
-    """Raise SlapoError for a user's post-accumulate hook if a step has several micro-batches: gradients are incomplete."""
+    """Raise SlapoError for a user's post-accumulate hook if a step has several micro-batches: gradients are incomplete.
+
+    `parameters` maps names to parameters, `count` is the number of micro-batches.
+    """
     if mesh.pp * count > 1 and any(is_taken(p) for p in parameters.values()):
         found = f"pp={mesh.pp}, {count} micro-batches"
         problem = f"{found}: the hook would run before the gradient is complete"

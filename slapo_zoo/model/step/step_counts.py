@@ -36,11 +36,11 @@ class StepCounts:
     Args:
         totals: targets of each loss term, on all dp ranks together.
         first: index of this rank's first row among those of all dp ranks.
-        padded: whether a mask hides a token; None without a mask.
+        padded: True if a mask hides a token; None without a mask.
         targets: number of labels other than -100 in each row of this rank; None where labels are not tokens.
         real: number of tokens other than padding in each row of this rank; None if padding must be computed.
-        packed: whether a row holds more than one sequence, by its position ids.
-        missed: whether a dp rank missed a gradient in the last step.
+        packed: True if a row holds more than one sequence, by its position ids.
+        missed: True if a dp rank missed a gradient in the last step.
     """
 
     totals: list[float]
@@ -123,7 +123,12 @@ def _number(n: float | Tensor, device: torch.device) -> Tensor:
 def _of_rows(
     model: Any, tensors: Mapping[str, Tensor], masks: Sequence[Tensor], whole: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return {kind of count ("targets", "hidden", ...): this rank's counts}, each a tensor [rows], or a single count."""
+    """Return {kind of count: this rank's counts}, each a tensor [rows], or a single count.
+
+    Kinds are "targets", "real" (tokens that are no padding), "hidden", "packed" and "ignored".
+    `tensors` are split by rows, `masks` are those of padding, `whole` are the other entries of the
+    batch.
+    """
     found, positions = {}, tensors.get("position_ids")
     if positions is not None and positions.ndim == 2:
         found["packed"] = (positions.diff(dim=1) != 1).any()[None]

@@ -59,7 +59,8 @@ class Step:
         parameters: name --> trained parameter.
         number: number of the step, from which its dropout is seeded.
         asked: counts of the batch on all dp ranks.
-        means: scales the model's loss of a micro-batch to its share of the step's loss; None: it needs no scaling.
+        means: scales the model's loss of a micro-batch to its share of the step's loss; None: no
+            scaling is needed.
         own: the user's own loss, or None for the model's.
         beside: tensors outside the model that get gradients (a soft prompt).
         scaler: a GradScaler, or None.
@@ -111,7 +112,11 @@ class Step:
 
 
 def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
-    """Run forward and backward of one batch and return the loss, as `Scheduled.train_step` describes."""
+    """Run forward and backward of one batch on all ranks; return the loss, or with `return_logits`
+    the output object.
+
+    `options` are the other arguments of `Scheduled.train_step`.
+    """
     step = split(model, options, *check(model, batch, options))
     parameters, stream = list(step.parameters.values()), step.runtime.schedule.state.random
     cut = cutting(stream, TokenCut.of(model.mesh))
@@ -124,7 +129,10 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
 def check(
     model: Any, batch: Mapping[str, Any], options: StepOptions
 ) -> tuple[dict[str, Tensor], dict[str, Any], int, int]:
-    """Return (entries split by rows, shared entries, number of rows and of micro-batches); SlapoError on bad input."""
+    """Return (entries split by rows, shared entries, number of rows and of micro-batches); SlapoError on bad input.
+
+    `options` are the other arguments of `Scheduled.train_step`.
+    """
     runtime, mesh = model._slapo, model.mesh
     own_loss.require_gradients()
     if options.loss_fn is not None:
@@ -149,7 +157,16 @@ def check(
 def split(
     model: Any, options: StepOptions, tensors: dict[str, Tensor], whole: dict[str, Any], rows: int, count: int
 ) -> Step:  # fmt: skip
-    """Return the `Step` of a batch: its counts over all dp ranks, row indices, losses and options."""
+    """Return the state of a step: its counts over all dp ranks, row indices, losses and options.
+
+    Args:
+        model: a scheduled model.
+        options: arguments of `Scheduled.train_step` beside the batch.
+        tensors: entries of the batch that are split by rows.
+        whole: entries that all rows share.
+        rows: number of this dp rank's rows.
+        count: number of micro-batches.
+    """
     runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.size("loss")
     state, reducer = runtime.schedule.state, runtime.calls.reducer
     given, cut = tensors, TokenCut.of(mesh)
@@ -181,7 +198,8 @@ def _targets(
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
     """Return (the `targets` that the caller gave or None, this rank's counts of targets to be summed over dp).
 
-    `parts` is the number of micro-batches.
+    `tensors` are split by rows, `whole` are the other entries; `parts` is the number of
+    micro-batches of all dp ranks.
     """
     said = options.targets
     if options.loss_fn is None:
@@ -221,7 +239,10 @@ def reduce(step: Step) -> None:
 
 
 def share(step: Step, loss: Tensor) -> Any:
-    """Return on every rank the loss of the whole batch, or the output object with loss and logits."""
+    """Return on every rank the loss of the whole batch, or the output object with loss and logits.
+
+    `loss` is this rank's share of the loss.
+    """
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])
     for mesh_dim in ("pp", "loss"):  # terms of all micro-batches were divided by global counts
@@ -236,7 +257,10 @@ def share(step: Step, loss: Tensor) -> Any:
 
 
 def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Parameter]:
-    """Return {name: parameter} that this step trains, after hooking and checking them."""
+    """Return {name: parameter} that this step trains, after hooking and checking them.
+
+    `count` is the number of micro-batches, `device` that of the batch.
+    """
     runtime: Runtime = model._slapo
     if type(runtime.data_parallel) in (DataParallel, Sharded):
         step_checks.agree_on_frozen_ties(runtime, device)
@@ -257,7 +281,15 @@ def _loss(output: Any, _part: Any) -> Tensor:
 def _accumulate(
     engine: DataParallel, run: Callable, tensors: dict[str, Tensor], others: dict, count: int
 ) -> Tensor:
-    """Run the micro-batches one after the other, without a pipeline; return the sum of their losses."""
+    """Run the micro-batches one after the other, without a pipeline; return the sum of their losses.
+
+    Args:
+        engine: runs each backward and reduces the gradients over dp.
+        run: (batch, row indices) of a micro-batch --> its loss.
+        tensors: entries of the batch that are split by rows.
+        others: entries that all micro-batches share.
+        count: number of micro-batches.
+    """
     total: Any = 0.0
     for i in range(count):
         part = {k: v.tensor_split(count)[i] for k, v in tensors.items()}
@@ -280,14 +312,18 @@ class LogitsKept:
         self.parts: dict[int, dict[str, Tensor]] = {}
 
     def add(self, first_row: int, output: Any) -> None:
-        """Store the logits of the rows from `first_row`, gathered over tp."""
+        """Store the logits of the rows from `first_row`, gathered over tp; `output` is that of the
+        micro-batch's forward.
+        """
         self.cls = type(output)
         found = {k: v for k, v in output.items() if k.endswith("logits") and v is not None}
         whole = {k: v.gathered() if isinstance(v, VocabLogits) else v for k, v in found.items()}
         self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
 
     def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
-        """Return on every stage the model's own output object with the loss and the logits of all rows."""
+        """Return on every stage (`pipeline` is None without stages) the model's output object:
+        `loss`, logits of all rows.
+        """
         parts = [self.parts[row] for row in sorted(self.parts)]
         names = parts[0] if parts else ()
         whole = {name: torch.cat([part[name] for part in parts]) for name in names}

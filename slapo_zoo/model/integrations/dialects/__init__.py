@@ -20,7 +20,7 @@ DIALECTS: dict[str, dict[str, Any]] = {"runtime_engine": {}, "log_parser": {}}
 def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
     """Return a decorator that registers a class or function for the engine `target`.
 
-    `cls_type` is its job: "runtime_engine" or "log_parser".
+    `cls_type` is the job of that class or function: "runtime_engine" or "log_parser".
     """
 
     def register(cls: Any) -> Any:
@@ -68,7 +68,12 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
 def check_target(where: str, target: str | None, options: Any) -> None:
     """Raise ScheduleError for an engine that is unknown or not installed, or for an unknown or missing option of it.
 
-    Loaders call this function before they read anything; `where` names the loader in the error.
+    Loaders call this function before they read anything.
+
+    Args:
+        where: name of the loader for the error.
+        target: name of the engine; None means "torch".
+        options: value of `target_options=`, a dict or None.
     """
     name = target or "torch"
     what, found = f"target={name!r}", DIALECTS["runtime_engine"]
@@ -87,7 +92,10 @@ def check_target(where: str, target: str | None, options: Any) -> None:
 
 
 def _check_options(where: str, name: str, options: dict[str, Any], takes: list[Any]) -> None:
-    """Raise ScheduleError if `options` lack a required argument of the engine `name`, or hold an unknown one."""
+    """Raise ScheduleError if `options` lack a required argument of the engine `name`, or hold an unknown one.
+
+    `takes` are the parameters (of `inspect`) that the engine accepts; `where` names the loader.
+    """
     named = [p for p in takes if p.kind is not p.VAR_KEYWORD]
     needed = [p.name for p in named if p.default is p.empty and p.name not in options]
     if needed:
@@ -101,7 +109,10 @@ def _check_options(where: str, name: str, options: dict[str, Any], takes: list[A
 
 
 def in_target(model: Any, target: str | None, options: Mapping[str, Any] | None) -> Any:
-    """Return the engine `target` around a model, or the model itself under torch without options."""
+    """Return the engine `target` around a model, or the model itself under torch without options.
+
+    `options` are the value of `target_options=`.
+    """
     if target in (None, "torch") and not options:
         return model
     return init_target_engine(model, target, **dict(options or {}))[0]

@@ -22,7 +22,15 @@ from slapo_zoo.pipeline.stages import StageDone
 def pipeline_engine(
     deepspeed: Any, model: Any, settings: dict[str, Any], optimizer: Any, options: dict[str, Any]
 ) -> tuple[Any, Any]:
-    """Return (engine, optimizer) for a model that DeepSpeed runs in pipeline stages; arguments as in `deepspeed_engine`."""
+    """Return (engine, optimizer) for a model that DeepSpeed runs in pipeline stages.
+
+    Args:
+        deepspeed: the module deepspeed.
+        model: a scheduled model with pp > 1.
+        settings: DeepSpeed's config.
+        optimizer: torch optimizer, or a function parameters --> optimizer; None takes the config's.
+        options: further options of deepspeed.initialize.
+    """
     pipeline: Pipeline = model._slapo.pipeline
     if pipeline.places.num_stages != model.mesh.pp:
         problem = f"found {pipeline.places.num_stages} stages on pp={model.mesh.pp} ranks"
@@ -62,7 +70,15 @@ class PipelineTarget(TargetEngine):
 
 
 class Step:
-    """State of the running training step, shared by the layers of DeepSpeed's pipeline."""
+    """State of the running training step, shared by the layers of DeepSpeed's pipeline.
+
+    Attributes:
+        run: (batch, row indices) of a micro-batch --> its loss.
+        parts: entries of the batch that are split by rows, for each micro-batch.
+        others: entries that all micro-batches share.
+        plan: tensors that cross the stage's borders.
+        loss_scale: factor of the loss.
+    """
 
     run: Callable[..., Any]
     parts: list[dict[str, Tensor]]
@@ -72,7 +88,10 @@ class Step:
 
 
 def _module(deepspeed: Any, model: Any, step: Step) -> Any:
-    """Return DeepSpeed's PipelineModule, which lists for every stage its tied weights and then the stage itself."""
+    """Return DeepSpeed's PipelineModule, which lists for every stage its tied weights and then the stage itself.
+
+    `step` is the state of the running step, which the stages read.
+    """
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
@@ -168,7 +187,12 @@ class _ZeroPipeline(Zero):
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run forward, backward and optimizer step; return this rank's share of the loss."""
+        """Run forward, backward and optimizer step of all micro-batches; return this rank's share
+        of the loss.
+
+        `run` maps (batch, row indices) of a micro-batch to its loss. `tensors` are the entries of
+        the batch that are split by rows, `others` the entries that all `count` micro-batches share.
+        """
         mesh, step = pipeline.schedule.mesh, self.step
         first = {k: v.tensor_split(count)[0] for k, v in tensors.items() if k != ROWS}
         (step.plan,) = pipeline.plans({**first, **others}).values()

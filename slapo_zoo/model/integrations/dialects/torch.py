@@ -84,7 +84,11 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
 
 
 def _check_stages(model: Any, what: str) -> None:
-    """Raise MeshError for several stages per rank: DDP and FSDP2 (`what`) would miss a parameter's last backward."""
+    """Raise MeshError for several stages per rank, where DDP and FSDP2 would miss a parameter's
+    last backward.
+
+    `what` is the option that asked for one of them.
+    """
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp or places.custom is not None:
         problem = (
@@ -104,7 +108,8 @@ def _ddp(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
 
 
 def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
-    """Apply `fully_shard` to each block, then to the model, and return the model.
+    """Apply `fully_shard`, with its `options`, to each block, then to the model, and return the
+    model.
 
     A block is gathered while it runs; parameters outside the blocks stay gathered from forward to backward.
     """
@@ -145,7 +150,11 @@ class _DdpStages(DataParallel):
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run all micro-batches through the pipeline; return this rank's share of the loss."""
+        """Run all micro-batches through the pipeline; return this rank's share of the loss.
+
+        `run` maps (batch, row indices) of a micro-batch to its loss. `tensors` are the entries of
+        the batch that are split by rows, `others` the entries that all `count` micro-batches share.
+        """
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         times = scaled(run, self.loss_scale)
         loss = pipeline_step(pipeline, times, tensors, others, count, self._expect_gradients)
@@ -193,7 +202,11 @@ class _Fsdp2Stages(_Fsdp2):
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run all micro-batches through the pipeline; return this rank's share of the loss."""
+        """Run all micro-batches through the pipeline; return this rank's share of the loss.
+
+        `run` maps (batch, row indices) of a micro-batch to its loss. `tensors` are the entries of
+        the batch that are split by rows, `others` the entries that all `count` micro-batches share.
+        """
         try:
             loss = pipeline_step(pipeline, scaled(run, self.loss_scale), tensors, others, count)
         finally:

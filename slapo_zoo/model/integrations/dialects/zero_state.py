@@ -101,7 +101,9 @@ class WholeZero(Whole):
         self._put_state_back(base)
 
     def _put_state_back(self, base: Any) -> None:
-        """Allocate the flat optimizer state as the first optimizer step would, then fill it with the loaded values."""
+        """Allocate the flat state of ZeRO's base optimizer as its first step would, then fill it
+        with the loaded values.
+        """
         first = next(iter(self.optimizer.state.values()), None)
         if first is None:
             base.state.clear()
@@ -129,7 +131,9 @@ def _is_divided(value: Any) -> bool:
 
 
 def _flat_parts(zero: Any) -> list[Tensor]:
-    """Return this rank's partitions of the flattened parameters, which the base optimizer steps."""
+    """Return this rank's partitions of the flattened parameters, which the base optimizer of
+    DeepSpeed's `zero` steps.
+    """
     found = getattr(zero, "fp32_partitioned_groups_flat", None)
     return zero.single_partition_of_fp32_groups if found is None else found
 
