@@ -54,13 +54,16 @@ def _act(kind: str, x: Tensor) -> Tensor:
 
 
 def _plain(kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None) -> Tensor:
-    """Compute act(x + bias) * up by torch's operators, so that autograd makes the backward."""
+    """Compute act(x + bias) * up by torch's operators with autograd; `kind` names act ("gelu",
+    ...).
+    """
     y = _act(kind, x if bias is None else x + bias)
     return y if up is None else y * up
 
 
 def _through_act(kind: str, dy: Tensor, h: Tensor, ours: bool) -> Tensor:
-    """Return the gradient of h, given the gradient `dy` of act(h), in torch operations.
+    """Return the gradient of h, given the gradient `dy` of act(h), in torch operations; `kind`
+    names act.
 
     `ours` is True if no other code reads `dy`, whose memory then holds the result.
     """

@@ -79,7 +79,9 @@ def _backward_kernel(
     KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of x and up for a strip of `rows` rows and BLOCK_N columns, and the strip's part of dbias."""
+    """Compute the gradients of x and up for a strip of `rows` rows and BLOCK_N columns, and the
+    strip's part of dbias, from `dy`; dropout arguments as in `_mask`, KIND names the activation.
+    """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * rows
     total = tl.zeros((BLOCK_N,), tl.float32)
@@ -126,7 +128,9 @@ def forward(
     p: float,
     kind: str,
 ) -> Tensor:
-    """Launch the forward kernel: mask * act(x + bias) * up for x, up, keep [M, N]; arguments as for `activation`."""
+    """Launch the forward kernel: mask * act(x + bias) * up for x, up, keep [M, N]. `kind` names
+    act; `seeds` [n]: one for every M / n rows, if `keep` is None.
+    """
     x, bias, up, keep = _contiguous(x, bias, up, keep)
     y = torch.empty_like(x)
     if y.numel():
@@ -146,7 +150,9 @@ def backward(
     p: float,
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward kernel; return the gradients of x, bias and up, empty for one that is None."""
+    """Launch the backward kernel for `dy`, the gradient of the result of `forward`; return the
+    gradients of x, bias and up (empty if None). Other arguments: see `forward`.
+    """
     dy, x, bias, up, keep = _contiguous(dy, x, bias, up, keep)
     dx = torch.empty_like(x)
     dup = x.new_empty(0, x.shape[-1]) if up is None else torch.empty_like(up)

@@ -148,7 +148,10 @@ def _query_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient dq of a block of queries, and the block's contribution to the gradient of the bias table."""
+    """Compute the gradient dq of a block of queries, and its part of the gradient of the bias
+    `table`. Arguments: tensors and sizes of `backward`; see `_scores` and `_keep` for masks and
+    dropout.
+    """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
@@ -200,7 +203,9 @@ def _key_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients dk and dv of a block of keys and values."""
+    """Compute the gradients dk and dv of a block of keys and values. Arguments: tensors and sizes
+    of `backward`; see `_scores` and `_keep` for masks and dropout.
+    """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
     stride = H * HEAD
@@ -335,7 +340,9 @@ def backward(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernels; return the gradients of q, k, v and of the bias table (empty without a table)."""
+    """Launch the backward kernels for `d_out`, the gradient of `out`; return the gradients of q, k,
+    v and of the bias table (empty without one). `out` and `log_sum` are the results of `forward`.
+    """
     d_out, q, k, v = (t.contiguous() for t in (d_out, q, k, v))
     (B, S, H, _), T = q.shape, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)

@@ -27,7 +27,9 @@ def reference(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute relu(BatchNorm(x) + residual) in plain torch operations (arXiv:1502.03167, arXiv:1603.05027)."""
+    """Compute relu(BatchNorm(x) + residual) in torch operations (arXiv:1502.03167,
+    arXiv:1603.05027). The arguments are those of `batch_norm_relu_add`.
+    """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training or running_mean is None or running_var is None:
         mean = wide.mean((0, 2, 3))

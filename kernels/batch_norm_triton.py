@@ -168,7 +168,9 @@ def backward(
     training: bool,
     has_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernels; return the gradients of x, weight, bias and residual (empty if there is none)."""
+    """Launch the backward kernels for `dy`, the gradient of `y`; return the gradients of x, weight,
+    bias and residual (empty if none). `mean`, `rstd` (1 / std) and `y` are results of `forward`.
+    """
     dy, x, y, weight = (t.contiguous() for t in (dy, x, y, weight))
     M, C = x.shape
     dx, d_residual = torch.empty_like(x), x.new_empty((M if has_residual else 0, C))

@@ -28,7 +28,9 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y, z), z = mask * (x + x_bias) + residual and y = LayerNorm(z), in plain torch operations (BertOutput)."""
+    """Compute (y, z), z = mask * (x + x_bias) + residual and y = LayerNorm(z), in torch operations
+    (BertOutput); `seeds` [B] give the dropout mask of each batch row.
+    """
     x = x if x_bias is None else x + x_bias
     mask = mask_like(x, None, seeds, p)
     z = (x if mask is None else x * mask) + residual

@@ -161,7 +161,7 @@ def _forward(
     drawn: int,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Compute the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S]; q, k, v are [B, S, H, D]."""
+    """Return (output [B, S, H, D], log-sum-exp of the scores [B, H, S]) for q, k, v [B, S, H, D]."""
     tensors = (table, classes, bias, key_mask, keep, seeds, places)
     given = Given(*tensors, p, scale, causal, window, drawn, wide)
     if given.runs_in_tiles(q):

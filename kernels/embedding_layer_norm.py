@@ -32,7 +32,9 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute BERT's embeddings, layer norm and dropout in plain torch operations (modeling_bert.py: BertEmbeddings)."""
+    """Compute BERT's embeddings, layer norm and dropout in torch operations (BertEmbeddings). The
+    arguments are those of `embedding_layer_norm`.
+    """
     rows = word[ids]
     if padding_idx >= 0:  # that row has no gradient
         rows = torch.where((ids == padding_idx)[..., None], rows.detach(), rows)

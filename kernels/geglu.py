@@ -15,7 +15,9 @@ TANH = ("NewGELUActivation", "PytorchGELUTanh", "GELUTanh")
 
 
 def reference(gate: Tensor, up: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
-    """Compute gelu_tanh(gate) * up and dropout in torch operations (arXiv:2002.05202; T5DenseGatedActDense)."""
+    """Compute gelu_tanh(gate) * up, then dropout with one of `seeds` per batch row, in torch
+    operations (arXiv:2002.05202; T5DenseGatedActDense).
+    """
     y = gelu_reference(gate, approximate="tanh") * up
     mask = mask_like(gate, None, seeds, p)
     return y if mask is None else y * mask

@@ -31,7 +31,9 @@ def reference(
     chunk_bytes: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute the language-model loss of x W^T + bias by torch (loss_utils.py: ForCausalLMLoss, ForMaskedLMLoss)."""
+    """Compute the language-model loss of x W^T + bias by torch (loss_utils.py: ForCausalLMLoss).
+    The arguments are those of `lm_loss.lm_loss`.
+    """
     logits = x if weight is None else x @ weight.T if bias is None else x @ weight.T + bias
     logits = logits.to(cross_entropy.wide_dtype(x))
     log_softmax = logits - torch.logsumexp(logits, -1, keepdim=True)

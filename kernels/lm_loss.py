@@ -114,7 +114,9 @@ def _row_losses(
 
 
 def own_columns(vocab_size: int, group: Any) -> tuple[int, int]:
-    """Return (first, end): this rank computes the logits of classes first..end-1."""
+    """Return (first, end): this rank of `group` computes logits first..end-1 of `vocab_size`
+    classes.
+    """
     n, r = collectives.group_size(group), collectives.group_rank(group)
     runs = Placement(0, pad=True).runs(vocab_size, n, r)
     return runs[0] if runs else (0, 0)

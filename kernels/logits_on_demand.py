@@ -72,7 +72,9 @@ class Head:
     def loss(
         self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
     ) -> Tensor:
-        """Return the summed loss of rows [N, H] / `items` (None: number of targets not ignored)."""
+        """Return the summed loss of rows [N, H] / `items` (None: number of targets not
+        `ignore_index`).
+        """
         with self.reading():
             return self._loss(rows, target, ignore_index, smoothing, items)
 

@@ -71,7 +71,9 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
     RMS: tl.constexpr, DZ: tl.constexpr, X_BIAS: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every k-th tile of rows; Triton program i writes its sums to row i of dw, db and dx_bias."""
+    """Compute the gradients of every k-th tile of rows; Triton program i writes its sums to row i
+    of dw, db and dx_bias. Arguments: tensors and sizes of `backward`; dropout as in `_mask`.
+    """
     n = tl.arange(0, BLOCK_N)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     sum_w = tl.zeros((BLOCK_N,), tl.float32)
@@ -143,7 +145,9 @@ def forward(
     eps: float,
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernel on rows [M, N]; return y, z (empty if equal to x), mean and 1 / std."""
+    """Launch the forward kernel on rows [M, N]; return y, z (empty if equal to x), mean and 1 /
+    std. The arguments are those of `norm.norm`.
+    """
     M, N = x.shape
     x, weight, bias, x_bias, residual, keep = _contiguous(x, weight, bias, x_bias, residual, keep)
     mask, sizes = _mask_options(M, keep, seeds, p)
@@ -174,7 +178,10 @@ def backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernel; return the gradients of z, x (empty if it is that of z), weight, bias, x_bias."""
+    """Launch the backward kernel for `dy` and `dz`, the gradients of y and z; return the gradients
+    of z, x (empty if it is that of z), weight, bias, x_bias. `mean` and `rstd` are those of
+    `forward`.
+    """
     M, N = z.shape
     dy, dz, z, weight, keep = _contiguous(dy, dz, z, weight, keep)
     mask, sizes = _mask_options(M, keep, seeds, p)

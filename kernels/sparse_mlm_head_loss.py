@@ -26,7 +26,9 @@ def reference(
     bias: Tensor | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute the masked-language-model loss by torch, with logits of all tokens (modeling_bert.py: BertForMaskedLM)."""
+    """Compute the masked-language-model loss by torch, with logits of all tokens (BertForMaskedLM).
+    The arguments are those of `sparse_mlm_head_loss`.
+    """
     h = transform(hidden)
     logits = h @ weight.T if bias is None else h @ weight.T + bias
     wide = logits.flatten(0, -2).to(torch.promote_types(logits.dtype, torch.float32))

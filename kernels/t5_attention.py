@@ -24,7 +24,9 @@ MATERIALISED = 1 << 25  # bytes of attention weights that a CPU keeps; beyond, m
 def relative_buckets(
     distance: Tensor, bidirectional: bool, num_buckets: int = 32, max_distance: int = 128
 ) -> Tensor:
-    """Return T5's bucket of each distance j - i: exact while small, then logarithmic (modeling_t5.py)."""
+    """Return T5's bucket of each distance j - i: exact while small, then logarithmic up to
+    `max_distance` (modeling_t5.py). `bidirectional`: later and earlier keys have different buckets.
+    """
     half = num_buckets // 2 if bidirectional else num_buckets
     exact = half // 2
     far = distance.abs() if bidirectional else -distance.clamp(max=0)
@@ -47,7 +49,9 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute T5's attention with its position bias in plain torch operations (modeling_t5.py: T5Attention)."""
+    """Compute T5's attention with its position bias in torch operations (modeling_t5.py:
+    T5Attention). The arguments are those of `t5_attention`.
+    """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(wide)
     S, T = scores.shape[-2:]

@@ -19,7 +19,9 @@ SERVES = ("BertEncoder", "RobertaEncoder", "AlbertTransformer")
 
 
 def reference(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute the result of the kernel plainly: run the layers on all tokens, and set padding to 0."""
+    """Compute the result of the kernel plainly: run the layers on all tokens; set padding to 0,
+    where `real` [B, S] is False.
+    """
     return layers(x) * real[..., None]
 
 

@@ -87,7 +87,9 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
 
 
 def _check_sizes(pinned: Reference, names: list[str]) -> None:
-    """Raise CardError if a file in `names` is too large for a card, before anything is downloaded."""
+    """Raise CardError if a file in `names` of the commit `pinned` is too large for a card, before
+    anything is downloaded.
+    """
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():  # what is in the cache is there already

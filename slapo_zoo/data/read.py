@@ -238,7 +238,9 @@ def has_all(row: Columns, names: Sequence[str]) -> bool:
 
 
 def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
-    """Return the tokenized rows of a data set; `datasets` caches them on disk and maps them into memory."""
+    """Return the tokenized rows of a data set, cached on disk and mapped into memory by `datasets`.
+    `columns` maps the role of an input, e.g. "text", to its column.
+    """
     whole, names, count = data, sorted(set(columns.values())), len(data)
     if any(data.data.column(name).null_count for name in names):
         data = data.filter(has_all, fn_kwargs={"names": names})
@@ -324,7 +326,9 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
 
 
 def _names_of_numbers(found: set[int], column: str) -> tuple[str, ...]:
-    """Return the names "0", "1", ... of numbered classes; raise DataError for numbers that are too large."""
+    """Return the names "0", "1", ... of the classes numbered `found`; raise DataError about
+    `column` for numbers that are too large.
+    """
     most = max(found, default=0)
     if most >= MOST_CLASSES:
         problem = f"found the label {most}, expected class numbers below {MOST_CLASSES}"

@@ -381,7 +381,9 @@ def _padded(lists: Sequence[Sequence[int]], value: int, width: int) -> Tensor:
 
 
 def _width(lists: Sequence[Sequence[int]], most: int) -> int:
-    """Return the longest length, rounded up to a multiple of 8 to get few shapes; at most `most`."""
+    """Return the longest length of `lists`, rounded up to a multiple of 8 to get few shapes; at
+    most `most`.
+    """
     return min(most, -(-max(map(len, lists)) // 8) * 8)
 
 

@@ -29,7 +29,9 @@ def embed(
     ids: Tensor, position_ids: Tensor, kinds: Tensor, word: Tensor, position: Tensor, kind: Tensor,
     weight: Tensor, bias: Tensor, eps: float = 1e-12, padding_idx: int = -1, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute BERT's embeddings by torch's own operations: sum of three tables, layer norm, dropout."""
+    """Compute BERT's embeddings by torch's own operations: sum of three tables, layer norm,
+    dropout. The arguments are those of the kernel `embedding_layer_norm`.
+    """
     z = functional.embedding(ids, word, padding_idx) + functional.embedding(kinds, kind)
     z = z + functional.embedding(position_ids, position)
     return functional.dropout(functional.layer_norm(z, z.shape[-1:], weight, bias, eps), p)

@@ -124,7 +124,8 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 
 
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
-    """Return {alternative: function that runs one step of this alternative, or a text why it cannot run}.
+    """Return {alternative: function that runs a step with the arguments `given`, or why it cannot
+    run}.
 
     Alternatives are the kernel itself, its reference, an expert's version, torch.compile and Liger.
     """

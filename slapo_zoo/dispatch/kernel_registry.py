@@ -201,7 +201,9 @@ def served_class(module: nn.Module, serves: Collection[str]) -> Any:
 
 
 def _unlike(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """Return why no kernel class of `serves` fits a module (another class, a patched method), or "" if one fits."""
+    """Return why kernel `name`, with the forwards `serves` (class name --> forward), does not fit a
+    module (another class; it or a child in `passes` was patched), or "".
+    """
     found, own = served_class(module, serves), type(module)
     if found is None:
         kinds = ", ".join(sorted(serves)) or "a function only"

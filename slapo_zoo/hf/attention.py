@@ -138,7 +138,9 @@ class CoreAttention(nn.Module):
     def _within_rows(
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
-        """Compute attention of real tokens that are packed into one row; a token sees those of its batch row only."""
+        """Compute attention of real tokens packed into one row [1, H, S, d]; a token sees those of
+        its own batch row only. `p` is the dropout probability.
+        """
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
         scale = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -164,8 +166,8 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """Compute attention of packed tokens, by unpacking them to [B, H, S, d] with padding, so that the host need
-        not know row lengths.
+        """Compute attention of packed tokens [1, H, S, d] by unpacking them to rows with padding,
+        so that the host need not know row lengths. `p` is the dropout probability.
         """
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at

@@ -46,7 +46,9 @@ def _gpt_neo_attention(
 def _deberta_positions(
     module: Any, hidden: Tensor, queries: Tensor | None = None, given: Tensor | None = None
 ) -> Tensor | None:
-    """Replace DebertaV2Encoder.get_rel_pos: return the distances [1, S, T], long ones in logarithmic buckets."""
+    """Replace DebertaV2Encoder.get_rel_pos: return `given` distances, or those of S queries and T
+    keys [1, S, T], long ones in logarithmic buckets; None without relative attention.
+    """
     if given is not None or not module.relative_attention:
         return given
     S, T = (hidden if queries is None else queries).shape[-2], hidden.shape[-2]

@@ -76,7 +76,9 @@ def with_options(
 def _bound(
     where: str, signature: inspect.Signature, args: Sequence[Any], given: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Bind a call to a signature; SlapoError for an unknown argument, with the nearest known name."""
+    """Bind a call's `args` and `given` keywords to a signature; SlapoError in the name of `where`
+    for an unknown argument, with the nearest known name.
+    """
     try:
         return signature.bind(*args, **given)
     except TypeError as error:

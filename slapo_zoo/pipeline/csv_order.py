@@ -93,7 +93,9 @@ def _read(path: str, pp: int) -> tuple[tuple[str, ...], ...]:
 
 
 def _parse(places: _Places, row: int, column: int, cell: str) -> Iterator[Action]:
-    """Yield the actions in the text of one CSV cell: none, one, or two that overlap; MeshError for other text."""
+    """Yield the actions in the text `cell` at a row and column of the CSV file: none, one, or two
+    that overlap; MeshError for other text. `places` says where actions stand, for errors.
+    """
     two = _TWO.fullmatch(cell)
     parts = [part.strip() for part in two[1].split(";")] if two else [cell] if cell else []
     for part in parts:
@@ -163,7 +165,9 @@ def _check_runs(places: _Places, ranks: list[list[Action]], num_stages: int) -> 
 
 
 def _blamed(positions: dict[int, int], ranks: list[list[Action]], num_stages: int) -> int:
-    """Return the rank to name in a deadlock: the first that waits for its own later action, else the first."""
+    """Return the rank to name in a deadlock: the first that waits for its own later action, else
+    the first. `positions` maps each waiting rank to the index of its next action.
+    """
     for rank, at in positions.items():
         later = set(ranks[rank][at:])
         if any(set(either) & later for either in needs(ranks[rank][at], num_stages)):

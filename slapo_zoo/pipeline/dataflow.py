@@ -65,7 +65,9 @@ class Call:
     guessed: bool = False
 
     def keep(self, leaf: int, tensor: Tensor) -> Tensor:
-        """Return a tensor of the output to send on; a clone if later code of this stage writes into the tensor."""
+        """Return `tensor`, item `leaf` of the output, to send on; a clone if later code of this
+        stage writes into it.
+        """
         return tensor.clone() if self.leaves[leaf].written else tensor
 
     def check(self, output: Any) -> None:

@@ -74,7 +74,9 @@ class Sends:
         self._given_up: dict[Action, Callable[[], None]] = {}
 
     def post(self, action: Action, operations: list[Any], give_up: Callable[[], None]) -> None:
-        """Start the sends of an action's results; `give_up` is called when they have arrived, to free their memory."""
+        """Start the send `operations` of an action's results; `give_up` is called when they have
+        arrived, to free their memory.
+        """
         from torch.distributed.pipelining.schedules import _batch_p2p
 
         self._works[action], self._given_up[action] = _batch_p2p(operations), give_up
@@ -138,18 +140,24 @@ class InFlightStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
-        """Take output gradients from the next stage on the same rank; a missing one becomes a buffer of zeros."""
+        """Take the output gradients of micro-batch `mb_index` from the next stage, which is on this
+        rank; a missing one becomes a buffer of zeros.
+        """
         infos = self.grad_recv_info[mb_index]
         self._make(info for info, x in zip(infos, next_stage_bwd_outputs, strict=True) if x is None)
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Start the sends of a micro-batch's outputs; return [], so that torch's runtime starts none."""
+        """Start the sends of the outputs of micro-batch `fwd_chunk_id`; return [], so that torch
+        starts none.
+        """
         action = Action(self.stage_index, FORWARD, fwd_chunk_id)
         return self._post(action, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Start the sends of a micro-batch's input gradients; return [], so that torch's runtime starts none."""
+        """Start the sends of the input gradients of micro-batch `bwd_chunk_id`; return [], so that
+        torch starts none.
+        """
         action = Action(self.stage_index, BACKWARD, bwd_chunk_id)
         return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
 

@@ -84,7 +84,9 @@ class Pipeline:
         return plans
 
     def sends(self, micro_batches: int) -> Any:
-        """Return a tracker of this rank's sends in one step."""
+        """Return the `Sends` of this rank in a step of `micro_batches`: they free tensors that have
+        arrived.
+        """
         from slapo_zoo.pipeline.in_flight import Sends, arrivals
 
         if micro_batches not in self._arrivals:
@@ -259,7 +261,8 @@ def _stage(
 
 
 def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
-    """Return the units (blocks, embeddings, heads) in which some or all activations are recomputed.
+    """Return the units (blocks, embeddings, heads) that are, contain or lie in a `checkpointed`
+    module.
 
     A stage with such a unit runs its backward in one part: two parts would each recompute the activations.
     """

@@ -72,7 +72,8 @@ class Stage(InFlightStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """Run a backward in two parts (inputs, weights) if torch 2.13 computes it right, else whole in the first part.
+        """Run the part `backward_type` ("input", "weight" or "full") of a backward; run all of it
+        in the first part, "input", where torch 2.13 computes two parts wrong.
 
         Torch groups weights whose gradients meet. A weight that is used in several places of a stage (ALBERT's
         block, T5's position bias) is put into two groups, or into none if only an output of the stage depends on it.

@@ -107,8 +107,8 @@ def fits(
 
 
 def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarray:
-    """Return the probability [points] that each configuration fits: the mean over all memory laws that agree with the
-    outcomes.
+    """Return the probability [points] that each configuration fits, averaged over all memory laws
+    that agree with the numbers of configurations that fit (`ran`) and that did not (`failed`).
 
     A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept`
     takes the values of KEPT.
@@ -232,8 +232,8 @@ class Model:
         return int(free[distance.argmax()])
 
     def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
-        """Return an unmeasured configuration with a new value of one memory symbol, if that symbol has run with a
-        single value only; else None.
+        """Return a configuration of `left` (not measured) with a new value of one memory symbol, if
+        `ran`, those that fit, have a single value of it; else None.
 
         All other memory symbols take their value of least memory.
         """

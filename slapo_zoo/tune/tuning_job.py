@@ -92,7 +92,9 @@ def default_symbols(model: str) -> dict[str, list[Any]]:
 
 
 def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
-    """Return (rows per second of every configuration as the planner expects them, {number of a configuration: why it cannot run})."""
+    """Return ([rows per second of every configuration of the grid, as the planner expects], {number
+    of a configuration: why it cannot run}).
+    """
     hardware = HARDWARE["cpu" if job.device == "cpu" else "a100"]
     hardware = replace(hardware, memory=job.memory or hardware.memory)
     config, head = job.config()

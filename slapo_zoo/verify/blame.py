@@ -116,7 +116,8 @@ class Blame:
     ) -> Iterator[tuple[list[int], list[Tensor | None], tuple[int, int]]]:
         """Yield (ranks, tensors, (first row, number of rows)) of an event for each micro-batch of each stage.
 
-        `tensors` has one tensor per tp rank, or None if that rank did not record the event.
+        `tensors` has one tensor per tp rank (with `gradient` its gradient), or None if that rank
+        did not record the event.
         """
         places: dict[tuple[int, int, int], dict[int, Seen]] = {}
         for result in self.found:
@@ -185,7 +186,7 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
-    """Return the rows of a micro-batch, given as (first row, count), from a tensor of the whole batch.
+    """Return `rows` (first row, count) of a micro-batch from `want`, a tensor of the whole batch.
 
     A tensor without a batch axis is returned unchanged. `all_rows` is the number of rows of the whole batch.
     """
@@ -197,8 +198,8 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _odd_one(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """Return the coordinate of the tp rank to blame: the first whose tensor is missing, else the first whose tensor
-    is far from `want`, else 0.
+    """Return the coordinate of the tp rank to blame: the first whose tensor in `parts` is missing,
+    else the first whose tensor is far from `want`, else 0.
     """
     for i, part in enumerate(parts):
         if part is None:

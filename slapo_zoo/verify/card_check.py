@@ -58,7 +58,9 @@ def request_for(
     program: Program, config: Any, sizes: tuple[int, int, int], knobs: Mapping[str, Any],
     quick: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Build the JSON request with which `verify_apart` verifies a card's schedule on a mesh of `sizes` (tp, pp, dp)."""
+    """Build the JSON request to verify a card's schedule on a mesh of `sizes` (tp, pp, dp) in
+    another process; `quick` takes a small model, `knobs` are pipeline_order and stages_per_rank.
+    """
     return {
         "config": config.to_dict(), "cls": program.model_class, "mesh": sizes, "quick": quick,
         "program": program.to_bytes().decode(), "knobs": dict(knobs),
@@ -90,6 +92,8 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
 
 
 def with_verdict(card: Card, document: Mapping[str, Any]) -> Card:
-    """Return a copy of the card with the outcome of a verification and the hash of the verified schedule."""
+    """Return a copy of the card with `document`, the outcome of a verification as JSON data, and
+    the hash of the verified schedule.
+    """
     kept = {name: value for name, value in document.items() if name != "text"}
     return replace(card, verify={**kept, "program": card.program.hash})

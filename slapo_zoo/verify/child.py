@@ -73,6 +73,8 @@ def _of_program(
     """Verify the schedule of a card: with `quick` on a small model if one fits it, else on the given config.
 
     Return None if `quick` is set, no small model fits and the given one has over MANY_PARAMETERS parameters.
+
+    `arguments` are those of `verify` besides the schedule; "mesh" is one of them.
     """
     mesh, sizes, steps = arguments["mesh"], _sizes(program, arguments["mesh"]), None
     if quick:

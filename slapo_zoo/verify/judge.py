@@ -80,7 +80,9 @@ def judge(
 
 
 def _with_dropout(into: Comparison, trial: Trial) -> None:
-    """Compare replicas after a step with dropout; if the model draws random numbers, compare the mesh with one rank too."""
+    """Compare replicas after a step with dropout; if the model draws random numbers, compare the
+    mesh with one rank too. The outcome is recorded in `into`.
+    """
     case = trial.case
     if not case.draws and trial.sizes[0] == 1:
         return  # nothing that ranks hold alike can come apart
@@ -216,7 +218,9 @@ def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankR
 
 
 def recorded(trial: Trial, dtype: torch.dtype, with_dropout: bool = False) -> RankResult:
-    """Record the tensors at every module in a training step of this rank (only a forward, if the model has no loss)."""
+    """Record the tensors at every module in a training step of this rank, or in a forward if the
+    model has no loss; without dropout unless `with_dropout`.
+    """
     model = load(trial, trial.case.changes(with_dropout), dtype)
     if not with_dropout:
         silence(model)
@@ -288,7 +292,9 @@ def on_mesh(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> li
 
 
 def one_rank_run(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> RankResult:
-    """Call `run` for a trial on a mesh of one rank; draws that no directive seeds come from the test case's seed."""
+    """Call `run(trial, *arguments)` for a trial on a mesh of one rank; draws that no directive
+    seeds come from the test case's seed.
+    """
     with _without_warnings(), drawn_from(trial.case.seed):
         return run(trial, *arguments)
 

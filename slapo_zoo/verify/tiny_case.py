@@ -63,7 +63,8 @@ def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
     """Make the test case of a small config: write its weights to `folder`, and run the model without and with
     dropout.
 
-    The forward with the dropout of `given` is observed. The run without dropout is what sharded runs are compared with.
+    With `padded` text rows have different lengths. The forward with the dropout of `given` is
+    observed. The run without dropout is what sharded runs are compared with.
     """
     small = copy.deepcopy(given)
     zeroed = (name for name in without_dropout(small) if hasattr(small, name))

@@ -177,7 +177,9 @@ def _draw(
     plan: RankPlan,
     seed: int,
 ) -> None:
-    """Initialise missing weights, one block, embedding or head at a time; copy this rank's shards into `missing`."""
+    """Initialise missing weights, one block, embedding or head at a time; copy this rank's shards
+    into `missing`. `skeleton` returns the unsharded model on meta.
+    """
     wanted: dict[str, list[str]] = {}
     for name in missing:
         wanted.setdefault(plan.saved_as(name), []).append(name)
@@ -236,8 +238,8 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return `names` changed so that tensors of another shape in the file count as missing.
-    `key_of` maps keys, renamed to the model's names, to the keys in the files.
+    """Return `names` changed so that tensors whose shape in the file is not that of `expected`
+    count as missing. `key_of` maps keys, renamed to the model's names, to the keys in the files.
     """
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}

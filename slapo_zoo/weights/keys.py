@@ -206,5 +206,7 @@ def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piec
 
 
 def _holds(found: Collection[str], name: str) -> bool:
-    """Return whether a checkpoint stores the tensor unsplit, with or without the base model's prefix."""
+    """Return whether `found`, the names in a checkpoint, have the tensor unsplit, with or without
+    the base model's prefix.
+    """
     return name in found or name.partition(".")[2] in found

@@ -43,7 +43,8 @@ class LoadOptions:
 
 
 def parse_size(size: int | str | None, what: str) -> int | None:
-    """Return the number of bytes that a text such as "8GB" means; numbers and None are returned unchanged.
+    """Return the number of bytes that a text such as "8GB" means; numbers and None are returned
+    unchanged. Errors name the argument `what`.
 
     >>> parse_size("1.5GB", "max_load_memory"), parse_size(7, "max_load_memory")
     (1500000000, 7)
@@ -203,7 +204,9 @@ def _copy_words(tensor: Tensor, part: Tensor) -> None:
 def check_targets(
     targets: Mapping[str, Target], folder: CheckpointFolder, source: Mapping[str, str], mesh: Mesh
 ) -> None:
-    """Raise one WeightsError that lists every target which the checkpoint cannot fill; change nothing."""
+    """Raise one WeightsError that lists every target which the checkpoint cannot fill; change
+    nothing. `source` maps the targets' names to checkpoint keys.
+    """
     problems = []
     for name, target in targets.items():
         if name not in source:

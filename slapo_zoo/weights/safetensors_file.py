@@ -184,7 +184,7 @@ class SafetensorsFile:
 
 
 def _is_cached(fileno: int, place: int) -> bool:
-    """Return whether the byte at offset `place` is in the page cache."""
+    """Return whether the byte at offset `place` of an open file is in the page cache."""
     try:
         return os.preadv(fileno, [bytearray(1)], place, os.RWF_NOWAIT) == 1
     except (AttributeError, OSError):  # not on Linux, not in memory, or the file system cannot tell

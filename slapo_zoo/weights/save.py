@@ -154,7 +154,9 @@ class _Save:
     def finish(
         self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
     ) -> None:
-        """Complete the save on rank 0: write index, extras and checksums, check all files, and publish the folder."""
+        """Complete the save on rank 0: write index, extras and checksums, check all files, publish
+        the folder. `written` has each rank's result of `write`; `stamp` identifies the extras.
+        """
         if self.mesh.rank != 0:
             return
         found, expected = sum(one.bytes for one in written), sum(map(tensor_bytes, self.specs))
@@ -175,7 +177,10 @@ class _Save:
             self.staging.publish()
 
     def _stamp(self, written: Sequence[Written], stamp: str) -> Checksums:
-        """Write the id of the save into the header of every file; return the checksums of headers and tensors."""
+        """Write the id of the save, a digest of all checksums and of the text `stamp`, into every
+        header; return the checksums of headers and tensors. `written` has each rank's result of
+        `write`.
+        """
         sums = {
             spec.name: crc.combined(
                 [one.sums.get(spec.name, 0) for one in written], tensor_bytes(spec)

@@ -206,7 +206,7 @@ def measure_here(sch: Schedule, device: str) -> None:
 def apply_kernels(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> None:
-    """Choose kernels as `choose` does and apply the accepted ones to the schedule; `sch.kernels` lists all decisions."""
+    """Apply the kernels that `choose` (same arguments) accepts; `sch.kernels` lists all decisions."""
     if asked == "reference":
         return
     if asked == "measure":

@@ -257,7 +257,9 @@ def _with_rotary(own: dict[str, Any], rotary: int, rest: int) -> int:
 
 
 def _window(now: dict[str, int], stages: int) -> int:
-    """Return a window size, at least 2, that fits the last stage's grid of patches; each stage halves the grid."""
+    """Return a window size, at least 2, that fits the last stage's grid of patches; each stage
+    halves the grid. `now` are the shrunken config's fields.
+    """
     grid = now.get("image_size", 0) // max(now.get("patch_size", 1), 1)
     return max(2, min(now.get("window_size", 0), grid >> (stages - 1)))
 

@@ -49,7 +49,7 @@ def show(
 
 
 def as_data(found: Any) -> dict[str, Any]:
-    """Return a survey (`zoo.survey.survey` of a schedule on a mesh) as data for `--json`."""
+    """Return `found`, shapes, bytes and collectives of a schedule on a mesh, as data for `--json`."""
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],
@@ -92,7 +92,8 @@ def _text(found: Any, title: str) -> str:
 
 
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:
-    """Return (name, (shape, shapes per rank, stages)) of each tensor; equal ones of many blocks are one row.
+    """Return (name, (shape, shapes per rank, stages)) of each tensor in `found`, the survey of a
+    schedule; equal ones of many blocks are one row.
 
     Block numbers in names become `*`.
     """

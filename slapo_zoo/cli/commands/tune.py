@@ -77,8 +77,8 @@ def tune(
 
 
 def _nothing_ran(found: Any, refused: dict[int, str]) -> SlapoError:
-    """Return the error of a search in which no configuration finished, with the last reason.
-    `refused` maps numbers of configurations that the planner excluded to the reason.
+    """Return the error of a search `found` in which no configuration finished, with the last
+    reason. `refused` maps numbers of configurations that the planner excluded to the reason.
     """
     why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(refused.values())  # fmt: skip
     problem = f"no configuration finished; last error: {why[-1] if why else 'nothing'}"
@@ -105,7 +105,9 @@ def _of_model(
 
 
 def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
-    """Parse texts NAME=V,V into name --> values; numbers, true, false and none get their Python types."""
+    """Parse texts NAME=V,V into name --> values; numbers, true, false and none get their Python
+    types. Errors name the flag `what`.
+    """
     found: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")

@@ -116,7 +116,9 @@ def check_places(options: TrainOptions) -> None:
 
 
 def check_parent(path: Path, option: str) -> None:
-    """Raise WeightsError unless the path, or the closest parent of it that exists, is writable."""
+    """Raise WeightsError unless the path, or the closest parent of it that exists, is writable; the
+    error names the flag `option`.
+    """
     found = next(one for one in [path, *path.absolute().parents] if one.exists())
     if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
         hint = "check its rights, or name another place"
@@ -171,7 +173,9 @@ def check_pairs(options: TrainOptions) -> None:
 
 
 def check_load(given: Mapping[str, Any], config: Any) -> None:
-    """Raise an error for an entry of `load` that from_pretrained does not take, or another option sets."""
+    """Raise an error for an entry of the option `load` (`given`) that from_pretrained does not
+    take, or another option sets.
+    """
     from slapo_zoo.load.auto import AutoScheduledModel
 
     known = inspect.signature(AutoScheduledModel.from_pretrained).parameters.keys()
@@ -241,7 +245,9 @@ def task_of(config: Any, asked: str | None = None) -> str:
 
 
 def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int:
-    """Return the number of tokens per row: `asked`, or for None at most 128; DataError if beyond the model."""
+    """Return the tokens per row: `asked`, or for None at most 128; DataError, which names the flag
+    `option`, if they are more than the model takes.
+    """
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and config.model_type in BEHIND_PADDING:
         longest -= config.pad_token_id + 1

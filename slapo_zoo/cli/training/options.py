@@ -231,7 +231,9 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _warn(where: str, older: Sequence[str]) -> None:
-    """Print a warning about old option names, once for all processes of a launcher."""
+    """Print a warning about the old option names `older` in the file or flag `where`, once for all
+    processes of a launcher.
+    """
     sys.stderr.write(f"warning: {where}: {', '.join(older)}\n" if older and is_first() else "")
 
 
@@ -267,7 +269,9 @@ def changes(options: TrainOptions) -> str:
 
 
 def _value(key: str, value: Any, where: str) -> Any:
-    """Return `value` converted to the type of option `key`; raise ConfigError if the value is illegal."""
+    """Return `value` converted to the type of option `key`; raise ConfigError, which names the file
+    or flag `where`, if the value is illegal.
+    """
     known = KINDS | PASSED
     if key not in known:
         for names, why in REFUSED.items():

@@ -143,7 +143,15 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return, for each stage of a rank, its micro-batches in flight when the rank has most in all."""
+    """Return, for each stage of a rank, its micro-batches in flight when the rank has most in all.
+
+    Args:
+        order: name of the pipeline order.
+        pp: number of pipeline ranks.
+        virtual: stages per rank.
+        micro_batches: micro-batches of a step.
+        rank: pp coordinate of the rank.
+    """
     if pp == 1:
         return (1,)
     if order in ("1f1b", "gpipe"):

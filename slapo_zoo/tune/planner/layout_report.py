@@ -54,7 +54,7 @@ class Worth:
 
 
 def worth(planner: Planner, found: Forecasted) -> Worth:
-    """Return throughput, MFU and bottleneck of a step that the planner has forecast."""
+    """Return throughput, MFU and bottleneck of a step that the planner has forecast, `found`."""
     at, step, hardware = found.layout, found.step, planner.hardware
     gpus = at.tp * at.pp * at.dp
     tokens = at.dp * at.micro_batches * at.rows * planner.seq_len
@@ -77,7 +77,9 @@ def worth(planner: Planner, found: Forecasted) -> Worth:
 
 
 def as_json(planner: Planner, found: Found, most: int) -> dict[str, Any]:
-    """Return the result of a layout search as JSON data with at most `most` layouts; units are bytes and seconds."""
+    """Return a layout search `found` as JSON data with at most `most` layouts, in bytes and
+    seconds.
+    """
     return {
         "hardware": asdict(found.hardware), "parameters": found.parameters, "batch": found.rows,
         "seq_len": found.seq_len, "looked_at": found.looked_at, "fit": len(found.feasible),
@@ -96,7 +98,9 @@ def _entry(found: Found, f: Forecasted) -> dict[str, Any]:
 
 
 def as_text(planner: Planner, found: Found, most: int, explain: bool) -> str:
-    """Return the text report of the `most` fastest layouts; with `explain` also why the others were refused."""
+    """Return the text report of a layout search `found`: its `most` fastest layouts, and with
+    `explain` why others were refused.
+    """
     fit = f"{len(found.feasible)} of {found.looked_at} configurations fit"
     title = f"{found.parameters / 1e9:.3g}B parameters on {found.hardware.name}: {fit}"
     size = found.hardware.memory / GIB
@@ -134,7 +138,8 @@ def call_of(f: Forecasted, without: Collection[str] = ()) -> str:
 
 
 def write_schedule(planner: Planner, found: Found, path: Path) -> Forecasted:
-    """Write the schedule of the fastest layout as JSON for `from_pretrained(schedule=path)`; return its forecast.
+    """Write the schedule of the fastest layout in `found`, a layout search, as JSON for
+    `from_pretrained(schedule=path)`; return its forecast.
 
     Raises:
         MeshError: no layout fits.

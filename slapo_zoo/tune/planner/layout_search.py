@@ -310,12 +310,9 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return the key under which memory and time of a stage are cached, so that stages of equal cost are computed
-        once.
-
-        Returns:
-            (recompute policies, an integer per unit that is the same for units of equal cost, cache from the
-            integers of a stage's units to its memory and time). `what` is the key of this result in a cache.
+        """Return (recompute policies, an integer per unit that is the same for units of equal cost,
+        cache from the integers of a stage's units to its memory and time). `what` is the cache key
+        of this result: stages of equal cost are computed once.
         """
         if what in self._stages:
             return self._stages[what]

@@ -32,7 +32,9 @@ class How:
     tp: int = 1
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of a unit's forward or backward: the slower of device and host, plus its collectives."""
+        """Return the seconds of a unit's forward or backward, whose operations and bytes are
+        `work`: the slower of device and host, plus its collectives.
+        """
         hardware, dtype = self.hardware, self.precision.dtype
         moved, launches = work.moved, work.ops
         if self.runtime.fused:
@@ -43,7 +45,9 @@ class How:
         return max(device, launches * hardware.operation_s) + shared
 
     def again(self, use: Use, policy: str) -> float:
-        """Return the extra seconds per call of a unit that an activation policy costs: recomputation or host copies."""
+        """Return the extra seconds per call of a unit with cost `use` that the activation policy
+        `policy` takes: recomputation or host copies.
+        """
         if policy == "offload":
             copied = use.kept / self.hardware.host
             waits = (max(copied - self.seconds(w), 0.0) for w in (use.forward, use.backward))

@@ -163,7 +163,9 @@ def derive_table(
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
-    """Yield the patterns of a block's children that hold matrices; under sequence parallelism these get all tokens."""
+    """Yield the patterns of children of blocks that hold matrices; under sequence parallelism these
+    get all tokens. `stacks` are the patterns of the blocks, e.g. "model.layers.*".
+    """
     found = {}
     for path, module in model.named_modules():
         block, _, child = star(path).rpartition(".")
@@ -178,7 +180,9 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return the fields of a `Table` that do not depend on which modules are sharded, as {field: value}."""
+    """Return the `Table` fields {name: value} that do not depend on which modules are sharded, from
+    the observed forward `seen`.
+    """
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return {
