@@ -22,7 +22,8 @@ def plan_of(state: State) -> RankPlan:
     row per tensor: shards, dtype, gradient all-reduces.
 
     Args:
-        state: state of the schedule; its model must be complete on this rank unless `state.plan` is set.
+        state: state of the schedule; unless `state.plan` is set, its model must have all pipeline
+            stages.
     """
     if state.plan is not None:
         return state.plan

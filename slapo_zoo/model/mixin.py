@@ -262,7 +262,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
     ) -> dict[str, Tensor]:
-        """Return {key in files: unsharded matrix or gradient} of an adapter on rank 0, {} elsewhere."""
+        """Return {key in files: unsharded matrix or gradient} of an adapter (None: the active one) on rank 0."""
         with rank_guard("get_adapter_state_dict"):
             return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
 

@@ -106,7 +106,10 @@ def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list
 
 
 def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """Return a copy of the shard of an unsharded tensor that rank r of n holds, with zeros for padding."""
+    """Return a copy of the shard of an unsharded tensor that rank r of n holds, with zeros for padding.
+
+    `placement` says along which axis and how the tensor is sharded.
+    """
     axis = placement.axis
     if tensor.is_meta:  # only its shape is of interest
         return tensor.new_empty(placement.local_shape(tuple(tensor.shape), n, r))
@@ -128,7 +131,10 @@ def part_of(full: Tensor, spec: TensorSpec | None, mesh: Mesh) -> Tensor:
 
 
 def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """Copy the shard `part` of rank r of n, without its padding, into the unsharded tensor `full`; return `full`."""
+    """Copy the shard `part` of rank r of n, without its padding, into the unsharded tensor `full`; return `full`.
+
+    `placement` says along which axis and how the tensor is sharded.
+    """
     axis, offset = placement.axis, 0
     for start, stop in placement.runs(full.shape[axis], n, r):
         full.narrow(axis, start, stop - start).copy_(part.narrow(axis, offset, stop - start))

@@ -141,7 +141,9 @@ class Mesh:
         return found
 
     def place(self, mesh_dim: str) -> tuple[int, int]:
-        """Return (size n of a mesh dim, this rank's coordinate r on it), as `Placement` takes them."""
+        """Return (size n of a mesh dim, this rank's coordinate r on it), as (n, r) of a sharded
+        axis.
+        """
         return self.size(mesh_dim), self.coord(mesh_dim)
 
     def at(self, **coords: int) -> int:

@@ -39,7 +39,7 @@ def select(pattern: str, class_names: Mapping[str, str]) -> list[str]:
 
 
 def select_paths(glob: str, paths: Collection[str]) -> list[str]:
-    """Return the paths that a pattern without `:Name` matches, in the order of `paths`."""
+    """Return the paths that `glob`, a pattern without `:Name`, matches, in the order of `paths`."""
     if "*" not in glob:
         return [glob] if glob in paths else []
     matches = compile_pattern(glob).fullmatch

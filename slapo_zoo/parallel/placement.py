@@ -91,7 +91,9 @@ class Placement:
         return ""
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:
-        """Return the ranges of unsharded indices that rank `r` holds, in the order of its local axis, without padding."""
+        """Return the ranges of unsharded indices that rank `r` of `n` holds, in the order of its
+        local axis, without padding.
+        """
         runs, start = [], 0
         for group, units in zip(self._groups(size), self.units(size), strict=True):
             beside = start > 0 and self.together > 1
@@ -103,7 +105,8 @@ class Placement:
         return [run for run in runs if run.stop > run.start]
 
     def owned(self, size: int, n: int, r: int) -> list[tuple[Run, int]]:
-        """Return (range of unsharded indices, its offset in the local axis) that rank `r` writes to files and sends to peers.
+        """Return (range of unsharded indices, its offset in the local axis) that rank `r` of `n`
+        writes and sends.
 
         If several ranks hold the same range (KV heads), only the first of them has it here.
         """
@@ -129,18 +132,20 @@ class Placement:
         return _balanced(units, n, r)
 
     def local_size(self, size: int, n: int, r: int) -> int:
-        """Return the length of the sharded axis on rank `r`, padding included."""
+        """Return the length of the sharded axis on rank `r` of `n`, padding included."""
         if self.pad:
             return -(-self.units(size)[0] // n) * self.unit
         return sum(run.stop - run.start for run in self.runs(size, n, r))
 
     def replicas(self, size: int, n: int, r: int) -> int:
-        """Return the number of ranks that hold the same elements as rank `r`; 1 unless KV heads are replicated."""
+        """Return the number of the `n` ranks that hold the same elements as rank `r`; 1 unless KV
+        heads are replicated.
+        """
         mine = self.runs(size, n, r)
         return sum(self.runs(size, n, other) == mine for other in range(n))
 
     def local_shape(self, shape: tuple[int, ...], n: int, r: int) -> tuple[int, ...]:
-        """Return the shape on rank `r` of a tensor of unsharded `shape`."""
+        """Return the shape on rank `r` of `n` of a tensor of unsharded `shape`."""
         local = list(shape)
         local[self.axis] = self.local_size(shape[self.axis], n, r)
         return tuple(local)

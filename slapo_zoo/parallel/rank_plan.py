@@ -49,14 +49,15 @@ class Sum:
 class TensorPlan(TensorSpec):
     """Plan of one tensor of the model: its shards, gradient sums, owner and name in files.
 
-    The first of `stages` owns the tensor: it counts the tensor in norms and writes it. `stage` is that one.
+    The first of `stages` owns the tensor: that stage counts the tensor in norms and writes it to
+    files. `stage` is its number.
 
     Args:
         stages: pp coordinates that hold the tensor.
         row_shards: number of dp ranks over which ZeRO shards the local tensor along axis 0; 1 without ZeRO.
         sum_over: sums over ranks that its gradient takes, in this order; empty for a buffer.
         tied_to: name of the tensor under whose name this one is saved, or "".
-        is_parameter: whether it may take a gradient.
+        is_parameter: True if the tensor may take a gradient.
         adapter: name of the peft adapter whose files hold it, or "" for the model's own files.
     """
 

@@ -157,7 +157,11 @@ def _remove(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
 
 
 def check_hooks(nodes: Iterable[fx.Node], owner: nn.Module, path: str) -> None:
-    """Raise ScheduleError when a module that is about to be replaced has hooks, which would be lost silently."""
+    """Raise ScheduleError when a module that one of `nodes` calls has hooks, which a replacement
+    would drop silently.
+
+    `owner` is the traced module that has these nodes, `path` its path.
+    """
     for node in nodes:
         module = called(owner, node)
         if module is not None and (module._forward_hooks or module._forward_pre_hooks):

@@ -35,7 +35,7 @@ class ValueTracer(fx.Tracer):
     Args:
         where: path of the module, for errors.
         inputs: name of each placeholder --> its example value.
-        is_leaf: whether a (module, path below the root) stays a `call_module` node.
+        is_leaf: (module, path below the root) --> True if the module stays a `call_module` node.
     """
 
     proxy_buffer_attributes = True
@@ -150,7 +150,9 @@ class ValueTracer(fx.Tracer):
         self.create_node("call_function", guards.expect, args, {})
 
     def check_length(self, proxy: ValueProxy) -> None:
-        """Add a check of a value's length, such as the rank of a tensor, to the graph, at most once."""
+        """Add a check of the length of a proxy's value (e.g. a shape, so a tensor's rank) to the
+        graph, at most once.
+        """
         if proxy.node not in self.ranks:
             self.ranks.add(proxy.node)
             length: Any = self.create_proxy("call_function", len, (proxy,), {})
@@ -184,7 +186,11 @@ class ValueTracer(fx.Tracer):
         return self.create_node("get_attr", path, (), {})
 
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
-        """Create the placeholders by `concrete_args` (`Call.record`): names and defaults of the example call."""
+        """Create the placeholders of the graph, with names and defaults of the example call.
+
+        This overrides a method of fx.Tracer; `concrete_args` is the function that does the work
+        (`Call.record`).
+        """
         return concrete_args(self)  # pyright: ignore[reportOptionalCall]
 
     # -- modules ----------------------------------------------------------------------------------

@@ -30,7 +30,10 @@ def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
 
 
 def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
-    """Raise ScheduleError, before anything is sent, unless the axis of `x` is a multiple of the mesh dim's size."""
+    """Raise ScheduleError, before anything is sent, unless the axis of `x` is a multiple of the mesh dim's size.
+
+    `sync` is the directive, which has the mesh dim and makes the error.
+    """
     n = site.mesh.size(sync.mesh_dim)
     if not -x.ndim <= axis < x.ndim:
         problem = f"found axis {axis} for a tensor of shape {tuple(x.shape)}"

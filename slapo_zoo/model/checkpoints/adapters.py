@@ -367,7 +367,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Put an unsharded LoRA matrix into its module, apply the directives that shard it, add it to the model's plan."""
+    """Put `value`, an unsharded LoRA matrix, into its module, apply the directives that shard it, add it to the model's plan."""
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)

@@ -33,7 +33,8 @@ from slapo_zoo.weights.training_state import FILE, OF_COPY, of_copies
 def load_checkpoint(
     model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None
 ) -> Resumed:
-    """Load a checkpoint of `save_checkpoint` to continue its training, on the same or any other (tp, pp, dp).
+    """Load a checkpoint that `save_checkpoint` wrote, to continue that training on the same or any
+    other (tp, pp, dp).
 
     Weights, optimizer, scheduler and random generators are overwritten, after all files were parsed
     and compared with their checksums on all ranks. A collective call; returns step and data position.

@@ -127,9 +127,19 @@ def async_save_checkpoint(
     Until it is written, each rank holds a copy of its tensors in host memory. The next save or
     load, and the end of the process group, wait for it.
 
+    Args:
+        model: a scheduled model.
+        folder: folder on a file system that all ranks share.
+        optimizer: torch optimizer over this rank's parameters.
+        scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank.
+        step: number of finished optimizer steps.
+        data_position: position of this dp rank's data loader: numbers, texts, lists, dictionaries.
+        extra: further data of the user, of the same types.
+        max_shard_size: largest file, "5GB" or bytes.
+
     Returns:
-        a Future like that of `torch.distributed.checkpoint.async_save`; `result()` waits, and raises
-        the error of any rank. An error that was not read is raised by the next save.
+        a Future like that of `torch.distributed.checkpoint.async_save`; `result()` waits, and
+        raises the error of any rank. An error that was not read is raised by the next save.
     """
     mine = {"step": step, "data_position": data_position, "extra": extra}
     with rank_guard(SAVE):

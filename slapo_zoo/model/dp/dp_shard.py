@@ -75,9 +75,11 @@ class Sharded(DataParallel):
             self._sum_waiting()
 
     def pipeline_step(self, *args: Any) -> Tensor:
-        """Run all micro-batches through the pipeline (arguments of `DataParallel.pipeline_step`);
-        return this rank's share of the loss. In ZeRO stage 1 the gradients are reduced over dp at
-        the end.
+        """Run all micro-batches through the pipeline; return this rank's share of the loss.
+
+        In ZeRO stage 1 the gradients are reduced over dp at the end. `args` are the pipeline, the
+        function that runs a micro-batch, the entries of the batch that are split by rows, the
+        others, and the number of micro-batches.
         """
         loss = super().pipeline_step(*args)
         self._sum_waiting()

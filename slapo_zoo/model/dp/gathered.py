@@ -83,7 +83,9 @@ class Shards(RowsOfRank):
         return collective(all_gather_single, out, flat, group=self.group, async_op=True), out, flat
 
     def finish(self, begun: Any, shapes: Sequence[Any]) -> list[Tensor]:
-        """Wait for an all-gather that `begin` has started; return the unsharded tensors of the given `shapes`."""
+        """Wait for an all-gather, `begun` as `begin` returned it; return the unsharded tensors of
+        the given `shapes`.
+        """
         work, out, _ = begun
         explained(work.wait)
         sizes = [self.rows(s) * _inner(s) for s in shapes]

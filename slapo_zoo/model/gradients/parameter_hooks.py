@@ -93,7 +93,7 @@ def run_later(reducer: Any, parameters: Iterable[nn.Parameter], scale: float) ->
     """Run the user's gradient hooks on the complete gradients of a step, unless they ran in the backward.
 
     Args:
-        reducer: the `GradientReducer` of the model, which says whether hooks ran in the backward.
+        reducer: reducer of the model's gradients, which knows if hooks ran in the backward.
         parameters: parameters of this rank.
         scale: loss scale of fp16: gradients are divided by it for the hooks. An infinite result of
             a hook counts as an overflow.

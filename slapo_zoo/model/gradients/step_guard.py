@@ -202,9 +202,11 @@ class StepGuard:
     def _factors(self) -> Tensor:
         """Return a tensor [PROBES + 1, 4] of the numbers that ranks compare before an optimizer step.
 
-        A probe is a parameter whose gradient was sampled. Its row is: the factor by which the gradient was scaled
-        since then, whether one factor fits all elements, and sums of the results of `_marks_of`. The last row is the
-        rounding error that is allowed.
+        A probe is a parameter whose gradient was sampled. A probe's row is: the factor by which the
+        gradient was scaled
+        since then; 1 if one factor fits all elements, else 0; sums of projections and of norms of
+        gradients of replicated
+        parameters. The last row is the rounding error that is allowed.
         """
         found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):

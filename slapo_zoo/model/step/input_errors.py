@@ -13,7 +13,9 @@ SPARE = 2  # rows that OPT's table of positions has beyond those of the config
 
 
 class InputError(SlapoError, IndexError):
-    """Error of tokens beyond the vocabulary, or rows longer than the positions, of a model."""
+    """Error of tokens beyond the vocabulary, or of rows longer than a model's position embeddings
+    allow.
+    """
 
 
 @contextmanager

@@ -80,7 +80,8 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
     """Return the number by which loss_fn's value on a micro-batch is divided to get its share of the step's loss.
 
     Args:
-        targets: argument of `train_step`.
+        targets: number of targets on this rank, [n], that the caller gave; None: loss_fn returns a
+            mean.
         totals: the targets, summed over all dp ranks.
         parts: number of micro-batches of all dp ranks.
     """

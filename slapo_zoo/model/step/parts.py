@@ -76,7 +76,9 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:
-    """Return {name: wrapper} for methods of `cls` like `get_image_features`, so that users may call them alone."""
+    """Return {name: wrapper} for methods of `cls` like `get_image_features`, so that users may call
+    these methods outside of a call of the model.
+    """
 
     def alone(method: Callable[..., Any]) -> Callable[..., Any]:
         return functools.wraps(method)(

@@ -51,7 +51,9 @@ def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> N
 
 
 def no_loss(problem: str) -> SlapoError:
-    """Return the error for a batch from which the model computes no loss."""
+    """Return the error for a batch from which the model computes no loss, for the reason
+    `problem`.
+    """
     return SlapoError("train_step", "batch", f"no loss: {problem}", "put labels into the batch")
 
 
@@ -108,7 +110,9 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
 
 
 def require_trained(trains: bool) -> None:
-    """Raise SlapoError if no parameter is trained on any rank; `trains` says whether this rank trains one."""
+    """Raise SlapoError if no parameter is trained on any rank; `trains` is True if this rank trains
+    one.
+    """
     if not trains:
         problem = "no parameter and no input requires a gradient"
         hint = "unfreeze a parameter; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"

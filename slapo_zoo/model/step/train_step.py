@@ -38,7 +38,15 @@ from slapo_zoo.pipeline.pipeline_runtime import ROWS, Pipeline, share_output, sp
 
 @dataclass(frozen=True)
 class StepOptions:
-    """Arguments of `Scheduled.train_step`, without the batch."""
+    """Arguments of `Scheduled.train_step`, without the batch.
+
+    Args:
+        micro_batches: number of equal parts of the rows; None takes the default.
+        return_logits: True returns the model's output object with all logits.
+        targets: number of targets of each loss term, given by the caller.
+        loss_fn: the user's own loss: (output, batch) --> scalar.
+        scaler: a GradScaler, or None.
+    """
 
     micro_batches: int | None = None
     return_logits: bool = False
@@ -115,7 +123,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     """Run forward and backward of one batch on all ranks; return the loss, or with `return_logits`
     the output object.
 
-    `options` are the other arguments of `Scheduled.train_step`.
+    `options` are the step's other arguments, such as the number of micro-batches.
     """
     step = split(model, options, *check(model, batch, options))
     parameters, stream = list(step.parameters.values()), step.runtime.schedule.state.random
@@ -131,7 +139,7 @@ def check(
 ) -> tuple[dict[str, Tensor], dict[str, Any], int, int]:
     """Return (entries split by rows, shared entries, number of rows and of micro-batches); SlapoError on bad input.
 
-    `options` are the other arguments of `Scheduled.train_step`.
+    `options` are the step's other arguments, such as the number of micro-batches.
     """
     runtime, mesh = model._slapo, model.mesh
     own_loss.require_gradients()

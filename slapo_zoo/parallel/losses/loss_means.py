@@ -34,7 +34,8 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
     """Return the number of targets of each loss term of a head, as tensors on the device of its labels.
 
     Args:
-        class_name: name of the model class, which says whether labels are shifted.
+        class_name: name of the model class; a class that predicts the next token ignores the first
+            label.
         batch: keyword arguments of its forward.
     """
     mask = batch.get("attention_mask") if head_of(class_name).over_real_tokens else None
@@ -43,7 +44,11 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 
 
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return {argument that takes labels: the labels that a loss term compares with}, in the order of the loss terms."""
+    """Return {argument that takes labels: the labels that a loss term compares with}, in the order of the loss terms.
+
+    `class_name` is that of the model; it tells if the loss compares with the labels of the next
+    position.
+    """
     found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
     cut = batch.get("shift_labels")  # shifted before the tokens were cut over cp
     by_token = (
@@ -55,7 +60,10 @@ def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def shifted(class_name: str, labels: Tensor) -> Tensor:
-    """Return the labels that a head's loss compares with; without the first label of each row if the head shifts."""
+    """Return the labels that the loss of a model class compares with.
+
+    The first label of each row is left out if the class predicts the next token.
+    """
     return labels[..., 1:] if head_of(class_name).shifts else labels
 
 
@@ -93,8 +101,8 @@ class GlobalMeans(TorchFunctionMode):
 
     @contextmanager
     def over(self, model: Any, part: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context of the forward of one micro-batch, in which its mean losses divide by the target counts of the
-        whole batch.
+        """Context of the forward of one micro-batch, in which mean losses divide by the target
+        counts of the whole batch.
 
         `part` maps names to the labels of the micro-batch. Raises MeshError if the forward computed no mean loss.
         """

@@ -36,7 +36,7 @@ class HostedRanks:
 
     Args:
         store: store of all processes of the world.
-        ranks: the ranks that this process hosts.
+        ranks: the ranks that run in this process.
         size: number of ranks of the world.
         timeout_s: seconds after which a waiting collective raises.
         stays: True keeps the ranks alive until the caller ends them; peers that then lose a rank raise an error and
@@ -129,8 +129,8 @@ class HostedRanks:
     ) -> tuple[Any, BaseException | None]:
         """Call `function(rank, *args)`; return (result, None), or (None, its error).
 
-        After an error that only this rank has, it leaves the world, and later calls return the same
-        error.
+        After an error that only this rank has, the rank leaves the world, and later calls return
+        the same error.
         """
         if rank in self._failed:
             return None, self._failed[rank]

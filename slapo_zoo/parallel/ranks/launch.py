@@ -133,7 +133,9 @@ def _start_all(
 
 
 def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun would set for a local rank; the launcher holds the store."""
+    """Return the environment variables that torchrun would set for `rank` of `nprocs`; the launcher
+    holds the store at `port`.
+    """
     local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nprocs, "RANK": rank, "WORLD_SIZE": nprocs}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     values = local | address | {"TORCHELASTIC_USE_AGENT_STORE": True}

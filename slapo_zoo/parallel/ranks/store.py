@@ -53,7 +53,8 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every process of the job has started, for at most `timeout_s` seconds.
+    """Wait until every process of the job has written its rank to `store`, for at most `timeout_s`
+    seconds.
 
     Raises:
         torch.distributed.DistError: some processes did not start in time; the error names their ranks.

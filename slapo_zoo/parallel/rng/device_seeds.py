@@ -34,7 +34,11 @@ def mix(*words: int) -> int:
 
 
 def mix_tensors(state: Tensor, *words: Tensor) -> Tensor:
-    """Return the seeds that `mix` gives if it continues from an int64 hash state with `words`, elementwise."""
+    """Mix `words` one after the other into an int64 hash state, elementwise, and return the 63-bit
+    seeds.
+
+    The result equals that of `mix` for the same integers.
+    """
     for word in words:
         state = (state ^ word) * signed(FIRST)
         state = (state ^ _shifted(state, 27)) * signed(SECOND)
@@ -54,7 +58,11 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return seeds whose mask is the mask of `seeds` without its first `elements` elements."""
+    """Return seeds of the mask that is left when the first `elements` elements of each block of a
+    mask are skipped.
+
+    `seeds` has one seed for each block.
+    """
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
@@ -98,11 +106,12 @@ def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
 
 
 def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
-    """Return a dropout mask like `hashed_cells`, drawn on the CPU by a generator that is seeded for each block of
-    elements.
+    """Return a dropout mask of 0 and 1 in the shape and dtype of x, drawn on the CPU; an element is
+    0 with probability `p`.
 
-    This is eight times as fast as `bernoulli_` and three times as fast as a hash of each element on a CPU; the
-    probability is rounded to a multiple of 2**-16.
+    x is cut into as many equal blocks as there are seeds, and a generator is seeded for each block.
+    This is eight times as fast as `bernoulli_` and three times as fast as a hash of each element on
+    a CPU; the probability is rounded to a multiple of 2**-16.
     """
     import numpy as np  # not at the top: exported kernels import torch alone
 
