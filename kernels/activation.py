@@ -54,16 +54,13 @@ def _act(kind: str, x: Tensor) -> Tensor:
 
 
 def _plain(kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None) -> Tensor:
-    """Compute act(x + bias) * up by torch's operators with autograd; `kind` names act ("gelu",
-    ...).
-    """
+    """Compute act(x + bias) * up by torch's operators with autograd; `kind` names act."""
     y = _act(kind, x if bias is None else x + bias)
     return y if up is None else y * up
 
 
 def _through_act(kind: str, dy: Tensor, h: Tensor, ours: bool) -> Tensor:
-    """Return the gradient of h, given the gradient `dy` of act(h), in torch operations; `kind`
-    names act.
+    """Return the gradient of h from `dy`, that of act(h), in torch operations; `kind` names act.
 
     `ours` is True if no other code reads `dy`, whose memory then holds the result.
     """

@@ -149,8 +149,7 @@ def _query_kernel(
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient dq of a block of queries, and its part of the gradient of the bias
-    `table`. Arguments: tensors and sizes of `backward`; see `_scores` and `_keep` for masks and
-    dropout.
+    `table`. Arguments: tensors and sizes of `backward`; masks and dropout as in `_scores`, `_keep`.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -204,7 +203,7 @@ def _key_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients dk and dv of a block of keys and values. Arguments: tensors and sizes
-    of `backward`; see `_scores` and `_keep` for masks and dropout.
+    of `backward`; masks and dropout as in `_scores`, `_keep`.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -269,7 +268,8 @@ def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, sca
 
 
 def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> dict[str, Any]:
-    """Return tile sizes with which a kernel spills no registers on a supported GPU (`ci/bench.py launches` found them).
+    """Return {"BM", "BN": tile sizes, ...: launch options} with which a kernel spills no registers
+    (found by `ci/bench.py launches`).
 
     Args:
         kernel: "forward", "query" or "key".

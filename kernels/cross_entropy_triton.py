@@ -66,7 +66,9 @@ def _gradient_kernel(out, logits, target, log_sum, d_statistics, N, C, stride, B
 
 
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """Launch the statistics kernel; arguments and result are those of `cross_entropy.statistics`."""
+    """Launch the statistics kernel for logits [N, C] and target [N] (-1: on another rank); return
+    [3, N]: log-sum-exp of each row, its target's logit, and the sum of its logits.
+    """
     N, C = logits.shape
     out = logits.new_empty((3, N), dtype=torch.float32)
     if not C:

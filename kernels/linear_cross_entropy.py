@@ -53,8 +53,9 @@ def _targets(N: int, V: int, device: Any) -> Tensor:
 
 
 def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for x [N, H], weight [V, H]; a third of the rows is ignored. `like`
-    holds dtype and device.
+    """Return random arguments for x [N, H], weight [V, H]; a third of the rows is ignored.
+
+    `like` holds dtype and device.
     """
     target = _targets(N, V, like.get("device"))
     x, weight, bias = torch.randn(N, H, **like), torch.randn(V, H, **like), torch.randn(V, **like)

@@ -114,9 +114,7 @@ def _row_losses(
 
 
 def own_columns(vocab_size: int, group: Any) -> tuple[int, int]:
-    """Return (first, end): this rank of `group` computes logits first..end-1 of `vocab_size`
-    classes.
-    """
+    """Return (first, end): this rank computes classes first..end-1 of `vocab_size`, over `group`."""
     n, r = collectives.group_size(group), collectives.group_rank(group)
     runs = Placement(0, pad=True).runs(vocab_size, n, r)
     return runs[0] if runs else (0, 0)
@@ -268,9 +266,7 @@ def _one_pass(
 
 
 def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype) -> Tensor:
-    """Return total + a b, the sum over chunks in dtype `wide`; for total None a b in the dtype of
-    a.
-    """
+    """Return total + a b, summed in dtype `wide`; if total is None, a b in the dtype of a."""
     if total is None:
         return products.mm(a, b)
     if wide == a.dtype:

@@ -72,16 +72,12 @@ class Head:
     def loss(
         self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
     ) -> Tensor:
-        """Return the summed loss of rows [N, H] / `items` (None: number of targets not
-        `ignore_index`).
-        """
+        """Return the summed loss of rows [N, H] / `items` (None: targets that are not ignored)."""
         with self.reading():
             return self._loss(rows, target, ignore_index, smoothing, items)
 
     def reading(self) -> AbstractContextManager:
-        """Context in which the head's weights are as in its forward: cast, and gathered from
-        shards.
-        """
+        """Context in which the head's weights are as in its forward: cast, gathered from shards."""
         assert self.within is not None  # noqa: S101 - set above
         return self.within()
 
@@ -144,18 +140,14 @@ class LogitsOnDemand(torch.Tensor):
         rows: Tensor, head: Head, dtype: torch.dtype, make: Callable[[Tensor], Tensor],
         parent: "LogitsOnDemand | None",
     ) -> Tensor:  # fmt: skip
-        """Return logits of `dtype` that `make` will compute: from `rows`, or from the logits
-        `parent`.
-        """
+        """Return logits of `dtype` that `make` will compute from `rows`, or from logits `parent`."""
         source = rows if parent is None else parent
         with head.reading():
             weight = head.linear.weight
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return these logits for a vocabulary sharded over the ranks of `group`; None changes
-        nothing.
-        """
+        """Return these logits for a vocabulary sharded over `group`; unchanged if that is None."""
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)

@@ -58,9 +58,7 @@ def norm(
 
 
 def _has_sum(arguments: tuple) -> bool:
-    """Return whether z differs from x: a bias, residual or mask is among the operator's
-    `arguments`.
-    """
+    """Return whether z differs from x: `arguments` of the operator hold a bias, residual or mask."""
     _, _, _, x_bias, residual, keep, seeds, p, _, _ = arguments
     dropped = keep is not None or (seeds is not None and p > 0)
     return x_bias is not None or residual is not None or dropped

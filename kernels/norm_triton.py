@@ -116,7 +116,9 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
 
 
 def tile(N: int) -> dict[str, int]:
-    """Return the launch options for rows of N columns: about 16 elements per thread."""
+    """Return the launch options {"ROWS", "BLOCK_N", ...} for rows of N columns: ~16 elements a
+    thread.
+    """
     block = triton.next_power_of_2(max(N, 16))
     rows = max(1, 2048 // block)
     return {
@@ -178,9 +180,8 @@ def backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernel for `dy` and `dz`, the gradients of y and z; return the gradients
-    of z, x (empty if it is that of z), weight, bias, x_bias. `mean` and `rstd` are those of
-    `forward`.
+    """Launch the backward kernel for `dy` and `dz`, gradients of y and z; return those of z, x
+    (empty if that of z), weight, bias, x_bias. `mean` and `rstd` (1 / std) come from `forward`.
     """
     M, N = z.shape
     dy, dz, z, weight, keep = _contiguous(dy, dz, z, weight, keep)

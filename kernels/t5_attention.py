@@ -73,8 +73,9 @@ def reference(
 
 
 def inputs(B: int, H: int, S: int, T: int, D: int, causal: bool, **like: Any) -> dict[str, Any]:
-    """Return random arguments for q [B, H, S, D] with dropout; the first row has padding. `like`
-    holds dtype and device.
+    """Return random arguments for q [B, H, S, D] with dropout; the first row has padding.
+
+    `like` holds dtype and device.
     """
     q, k, v = (torch.randn(B, H, n, D, **like) for n in (S, T, T))
     real = torch.tensor([[T - T // 4]] + [[T]] * (B - 1))[:B].to(q.device)
@@ -155,7 +156,9 @@ def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tup
 
 
 def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Return the kernel's dropout arguments: the mask or seeds that the model's schedule draws, else new seeds."""
+    """Return the kernel's dropout arguments: {"keep": mask} or {"seeds": seeds, "p": p}, as the
+    model's schedule draws them, else new seeds; {} without dropout.
+    """
     (B, H, S, _), core = q.shape, module._modules.get("core_attn")
     if core is None or not module.dropout:
         return new_seeds(B * H, module.dropout, q.device)
@@ -181,7 +184,7 @@ def t5_attention(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute T5's attention, [B, H, S, D], with O(S + T) memory if large; gradients are
+    """Compute T5's attention, [B, H, S, D], in O(S + T) memory if large; gradients are
     deterministic.
 
     Args:
@@ -214,8 +217,7 @@ def _by_class(
     weight: Tensor, S: int, T: int, offset: int, bidirectional: bool, max_distance: int
 ) -> tuple[Tensor, Tensor]:
     """Return (biases [H, C] per head and class of distance, int32 [S + T - 1]: class of each
-    distance). Query i has position i + offset; distances ascend. Other arguments: see
-    `t5_attention`.
+    distance). Query i has position i + offset; distances ascend. Others: see `t5_attention`.
     """
     n = weight.shape[0]
     distance = torch.arange(S + T - 1, device=weight.device) - (S - 1 + offset)

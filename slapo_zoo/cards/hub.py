@@ -87,9 +87,7 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
 
 
 def _check_sizes(pinned: Reference, names: list[str]) -> None:
-    """Raise CardError if a file in `names` of the commit `pinned` is too large for a card, before
-    anything is downloaded.
-    """
+    """Raise CardError, before a download, if a file in `names` of commit `pinned` is too large."""
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():  # what is in the cache is there already

@@ -24,8 +24,7 @@ from slapo_zoo.zoo.table import Table, table_for
 def zoo_card(
     config: Any, auto_class: Any, mesh: Mesh, base_model: str, any_size: bool = False, **knobs: Any
 ) -> Card:
-    """Return a schedule card (schedule.json and README) of the zoo's table; nothing is measured
-    yet.
+    """Return a schedule card (schedule.json, README) of the zoo's table, with nothing measured.
 
     Args:
         config: `transformers` config of the model.

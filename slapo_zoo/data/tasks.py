@@ -64,7 +64,8 @@ class Language(Task):
         return self.seq_len
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return rows of tokens, [row_tokens] each, and the lengths of the documents (or parts) in each row.
+        """Return {"input_ids": rows of tokens, [row_tokens] each, "lengths": those of the
+        documents, or parts, in each row} for the texts in columns["text"].
 
         An end-of-text token, if the tokenizer has one, follows each document. Tokens after the last full
         row are dropped.
@@ -381,9 +382,7 @@ def _padded(lists: Sequence[Sequence[int]], value: int, width: int) -> Tensor:
 
 
 def _width(lists: Sequence[Sequence[int]], most: int) -> int:
-    """Return the longest length of `lists`, rounded up to a multiple of 8 to get few shapes; at
-    most `most`.
-    """
+    """Return the longest length of `lists`, rounded up to a multiple of 8; at most `most`."""
     return min(most, -(-max(map(len, lists)) // 8) * 8)
 
 

@@ -124,8 +124,7 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 
 
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
-    """Return {alternative: function that runs a step with the arguments `given`, or why it cannot
-    run}.
+    """Return {alternative: function that runs a step with arguments `given`, or why it cannot}.
 
     Alternatives are the kernel itself, its reference, an expert's version, torch.compile and Liger.
     """
@@ -149,9 +148,8 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
 def measure(
     name: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any]:
-    """Measure a kernel at one shape; return {"p20 ms", "p50 ms", "p80 ms": its milliseconds,
-    "<alternative> / ours": ratio of times or why it cannot run, ...}. `compile` times
-    torch.compile.
+    """Measure a kernel at one shape; return {"p20 ms", "p50 ms", "p80 ms": its milliseconds, and
+    "<alternative> / ours": ratio of times or why it cannot run}. `compile`: try torch.compile.
     """
     given = arguments(name, shape, dtype, device)
     with force("triton"):
@@ -236,7 +234,8 @@ def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.d
 def run(
     quick: bool, only: str = "", folder: Path | None = None, again: bool = True
 ) -> dict[str, list[dict[str, Any]]]:
-    """Benchmark all kernels in fp32 and bf16, on the GPU if there is one; return the rows by title.
+    """Benchmark all kernels in fp32 and bf16, on a GPU if possible; return {title: [`measure`,
+    ...]}.
 
     A row that fails is logged and left out. Each row is written to the table as soon as it is measured.
 

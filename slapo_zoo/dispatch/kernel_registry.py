@@ -324,7 +324,7 @@ def runs_triton(name: str, x: Tensor) -> bool:
 def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
     """Return whether a kernel's Triton path runs for a dtype, size and device; False if never measured on it.
 
-    `tables` is the count of table changes, which invalidates cached results.
+    `tables` is the number of table changes so far, which invalidates cached results.
     """
     known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
     return known and decide(name, dtype, size, device).runs

@@ -49,9 +49,7 @@ def of_all_tokens(
 
 
 def _causal(cut: TokenCut, q: Tensor, k: Tensor) -> Tensor:
-    """Return the causal mask [s, T] of this cp rank's queries and all keys; `cut` has number and
-    index of the ranks.
-    """
+    """Return the causal mask [s, T] of this cp rank's queries and all keys; `cut` says which rank."""
     rows = torch.arange(q.shape[2], device=q.device) + cut.r * q.shape[2]
     return rows[:, None] >= torch.arange(k.shape[2], device=q.device)
 

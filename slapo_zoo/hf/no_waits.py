@@ -69,7 +69,9 @@ def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
 
 
 def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, ...]:
-    """Replace FalconAttention._split_heads: slices replace the index [-1], which is copied to the device."""
+    """Replace FalconAttention._split_heads, which returns (q, k, v) of a fused product: slices
+    replace the index [-1], which would be copied to the device.
+    """
     width = module.num_heads // module.num_kv_heads + 2
     grouped = fused.view(*fused.shape[:2], -1, width, module.head_dim)
     q, k, v = grouped[..., :-2, :], grouped[..., -2:-1, :], grouped[..., -1:, :]

@@ -107,8 +107,7 @@ def _materialize(
     sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Any
 ) -> None:
     """Draw the unsharded parameters `names` of the module at `path` on the CPU, from a generator
-    seeded by the path. `init` initialises a module in place; None takes the model's own
-    initialiser.
+    seeded by the path. `init` initialises a module in place; None takes the model's own method.
     """
     before = {name: module._parameters[name] for name in names}
     for name in names:
@@ -169,7 +168,7 @@ def publish_card(sch: Schedule, place: str | Path, **options: Any) -> str:
 def apply_card(
     module: nn.Module, card: str | Path, mesh: Mesh | None = None, seed: int = 0
 ) -> Schedule:
-    """Schedule a module by a card of `publish_card`; a collective call of all ranks.
+    """Schedule a module by a schedule card (see `publish_card`); a collective call of all ranks.
 
     No code of the card is executed. Its class and digest are compared with the module, and its
     directives are tried on a copy on meta, before the module is changed.

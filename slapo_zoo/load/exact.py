@@ -158,8 +158,7 @@ class NotBuiltError(SlapoError, AttributeError):
 class ExactModel(nn.Module):
     """Model of `exact=` in one process, which runs several ranks of a virtual mesh as threads.
 
-    Methods are collective calls of all processes. The parameters are those of all these (hosted)
-    ranks.
+    Methods are collective calls of all processes; parameters are those of all its (hosted) ranks.
 
     Attributes:
         mesh: mesh of the processes.
@@ -216,11 +215,9 @@ class ExactModel(nn.Module):
         close()
 
     def on_each_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function(model, ...)` once per rank that this process hosts; return the first
-        result.
+        """Call `function(model, ...)` for each rank of this process; return the first result.
 
-        An optimizer among the arguments becomes, for each rank, a copy with that rank's parameters
-        only.
+        An optimizer among the arguments becomes a copy with the parameters of the rank only.
         """
 
         def call(rank: int) -> Any:

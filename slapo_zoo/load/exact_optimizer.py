@@ -48,9 +48,7 @@ def _with_parameters(optimizer: Any, kept: set[Tensor]) -> Any:
 
 
 def give_back(optimizer: Any, copied: Any) -> None:
-    """Copy what a call changed in `copied` (state, learning rate) to the optimizer that it was made
-    from.
-    """
+    """Copy what a call changed in `copied` (state, learning rate) to its original, `optimizer`."""
     if optimizer is copied or not isinstance(optimizer, torch.optim.Optimizer):
         return
     optimizer.state.update(copied.state)

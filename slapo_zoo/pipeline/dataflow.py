@@ -65,8 +65,8 @@ class Call:
     guessed: bool = False
 
     def keep(self, leaf: int, tensor: Tensor) -> Tensor:
-        """Return `tensor`, item `leaf` of the output, to send on; a clone if later code of this
-        stage writes into it.
+        """Return `tensor`, item `leaf` of the output, to send; a clone if this stage changes it
+        later.
         """
         return tensor.clone() if self.leaves[leaf].written else tensor
 

@@ -125,15 +125,13 @@ class InFlightStage(PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Allocate buffers for the inputs of micro-batch `fwd_chunk_id`; return torch's receive
-        operations.
-        """
+        """Allocate buffers for the inputs of micro-batch `fwd_chunk_id`; return torch's receives."""
         self._make(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Allocate buffers for the output gradients of micro-batch `bwd_chunk_id`; return torch's
-        receive operations.
+        """Allocate buffers for output gradients of micro-batch `bwd_chunk_id`; return torch's
+        receives.
         """
         if self.has_backward and not self.is_last:
             self._make(self.grad_recv_info[bwd_chunk_id])
@@ -148,15 +146,15 @@ class InFlightStage(PipelineStage):
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Start the sends of the outputs of micro-batch `fwd_chunk_id`; return [], so that torch
-        starts none.
+        """Start the sends of the outputs of micro-batch `fwd_chunk_id`; return [], so torch starts
+        none.
         """
         action = Action(self.stage_index, FORWARD, fwd_chunk_id)
         return self._post(action, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Start the sends of the input gradients of micro-batch `bwd_chunk_id`; return [], so that
-        torch starts none.
+        """Start to send input gradients of micro-batch `bwd_chunk_id`; return [], so torch starts
+        none.
         """
         action = Action(self.stage_index, BACKWARD, bwd_chunk_id)
         return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
@@ -188,9 +186,7 @@ class InFlightStage(PipelineStage):
         return []
 
     def _give_up(self, chunks: Iterable[int]) -> None:
-        """Free the memory of the outputs of the micro-batches numbered `chunks`, which another rank
-        received.
-        """
+        """Free the memory of outputs, which another rank has received, of micro-batches `chunks`."""
         following = self.stage_index_to_group_rank.get(self.stage_index + 1, self.group_rank)
         for chunk in chunks if following != self.group_rank else ():
             outputs, _ = self.fwd_cache.get(chunk, ((), None))

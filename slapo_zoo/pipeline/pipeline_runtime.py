@@ -57,7 +57,7 @@ class Pipeline:
         return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
-        """Return the plan of each stage on this rank for a batch of these shapes; new shapes need a dry run."""
+        """Return {stage of this rank: its plan} for the batch's shapes; new ones need a dry run."""
         divided = self.schedule.state.forward.tokens_divided
         key = (divided, self._dtype(), *sorted((k, _signature(v)) for k, v in batch.items()))
         if self.depends_on_data or key not in self._plans:
@@ -84,9 +84,7 @@ class Pipeline:
         return plans
 
     def sends(self, micro_batches: int) -> Any:
-        """Return the `Sends` of this rank in a step of `micro_batches`: they free tensors that have
-        arrived.
-        """
+        """Return the tracker (`Sends`) of the tensors that this rank sends in one step."""
         from slapo_zoo.pipeline.in_flight import Sends, arrivals
 
         if micro_batches not in self._arrivals:
@@ -261,8 +259,7 @@ def _stage(
 
 
 def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
-    """Return the units (blocks, embeddings, heads) that are, contain or lie in a `checkpointed`
-    module.
+    """Return the units (blocks, ...) that are, contain or lie in a module of `checkpointed`.
 
     A stage with such a unit runs its backward in one part: two parts would each recompute the activations.
     """
@@ -324,8 +321,7 @@ def _run_stage(
     received: tuple[Tensor, ...], device: torch.device,
 ) -> tuple[Any, tuple[Tensor, ...]]:  # fmt: skip
     """Run one stage with the `received` tensors of the stage before; return (output, ()) on the
-    last stage, else (None, tensors for the next). `run` maps a batch to the output by the own
-    forward.
+    last stage, else (None, tensors for the next). `run` maps a batch to the model's output.
     """
     cursor = pipeline.cursor
     cursor.begin(plan, received, device)

@@ -33,8 +33,7 @@ class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of
 def leaf_units(
     model: nn.Module, blocks: Sequence[str], late: Sequence[str] = (), order: Sequence[str] = ()
 ) -> list[str]:
-    """Return the paths of the units, i.e. modules with parameters that stages never split, in the
-    order they run.
+    """Return the paths of the units (modules with parameters that stages never split) as they run.
 
     These are the blocks, and the siblings of blocks and of modules that contain blocks. Modules without
     parameters (dropouts, rotary tables) run on every stage.
@@ -104,8 +103,7 @@ def assign_stages(
 def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
     """Return the stages that hold the parameter `name`; a parameter outside of all units is held by all stages.
 
-    It is not known which stage reads such a parameter (CLIP's `logit_scale`), so its gradient is
-    summed over stages.
+    Any stage may read such a parameter (CLIP's `logit_scale`): its gradient is summed over stages.
     """
     path = name
     while path:
@@ -196,8 +194,7 @@ class Cursor:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
-        """Return the received output of the next call if another stage runs it; None if this stage
-        does.
+        """Return the received output of the next call if another stage runs that call, else None.
 
         Args:
             unit: path of the called module.

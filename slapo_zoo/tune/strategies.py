@@ -188,9 +188,8 @@ class Model:
             self.priors = [np.log(np.maximum(np.asarray(prior, float), 1e-12))]
 
     def __call__(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the next configuration of `left`: first `start`, then that of the largest expected
-        gain, or None if the gain is too small. `known` holds the outcomes so far by configuration
-        number.
+        """Return the next configuration of `left`: `start`, later that of the largest expected
+        gain; None if the gain is too small. `known` has the outcomes by configuration number.
         """
         if not left:
             return None
@@ -215,8 +214,7 @@ class Model:
 
         It is a corner of memory use (`Grid.corners`) that may fit, else the one farthest from all measured ones.
 
-        `known` holds the outcomes so far by configuration number, `left` the numbers not measured
-        yet.
+        `known` has the outcomes by configuration number, `left` the numbers not measured yet.
         """
         corners = self.grid.corners(self.grid.index[self.start])
         ran = [i for i, outcome in known.items() if outcome.is_measured]
@@ -248,7 +246,8 @@ class Model:
         return None
 
     def _gain(self, known: Known, ran: list[int]) -> np.ndarray:
-        """Return the expected gain [points] in log throughput times the probability to fit, averaged over the priors.
+        """Return the expected gain [points] in log throughput times the probability to fit,
+        averaged over the prior guesses of throughput.
 
         `ran` are the numbers of configurations that ran.
         """
@@ -264,9 +263,7 @@ class Model:
 
 
 def _in_a_row(known: Known) -> int:
-    """Return how many of the last outcomes in `known` are out-of-memory, without a success after
-    them.
-    """
+    """Return how many outcomes at the end of `known` are out-of-memory, one after the other."""
     last = [outcome.kind == OUT_OF_MEMORY for outcome in reversed(known.values())]
     return next((i for i, failed in enumerate(last) if not failed), len(last))
 

@@ -41,6 +41,8 @@ def run_trial(
 
 
 def measure_in_worker(job: Mapping[str, Any], timeout_s: float) -> Outcome:
-    """Measure a job (the fields of `trial.Job`) in a fresh Python process."""
+    """Measure a job, given as the JSON form of `trial.Job` (model, point, steps, ...), in a fresh
+    Python process that is killed after `timeout_s` seconds.
+    """
     command = [sys.executable, "-m", "slapo_zoo.tune.trial", json.dumps(job)]
     return run_trial(command, timeout_s, {"OMP_NUM_THREADS": str(job["point"].get("threads") or 1)})

@@ -14,7 +14,8 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
     """Verify in a fresh process on the CPU, and return the JSON document that this process wrote.
 
     Args:
-        request: JSON data in the format that `slapo_zoo.verify.child` reads.
+        request: JSON data: "config", "cls", "mesh", "program" (schedule of a card), "knobs",
+            "quick", ...; see `child.answer`.
 
     Raises:
         SlapoError: the child process raised one (it is raised again here), or ended without a report.

@@ -28,7 +28,10 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Verify a schedule or derive a table, as a JSON request says; return the outcome as JSON data."""
+    """Verify a schedule, or derive a table if the request has "sizes"; return the outcome as JSON
+    data. Other keys: "config", "cls", "mesh"; maybe "program", "knobs", "quick", "layers",
+    "folder".
+    """
     import transformers
 
     hf.register_models()

@@ -203,8 +203,7 @@ def _refuse_foreign(
     A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
     surplus block, or part of a unit, is an error.
 
-    `prefix` is the base model's attribute name ("transformer"), `units` the paths of blocks and
-    heads.
+    `prefix` is the base model's attribute ("transformer"), `units` the paths of blocks and heads.
     """
     strip = f"{prefix}."
     body = [unit for unit in units if unit.startswith(strip)] or list(units)
@@ -252,8 +251,7 @@ def _refuse_untied(
 ) -> None:
     """Raise WeightsError when a file holds two different values for a tensor that the config ties.
 
-    `doubles` are groups of keys for one tied tensor. Rank 0 compares them; all ranks get its
-    result.
+    `doubles` are groups of keys for one tied tensor. Rank 0 compares; all get its result.
     """
 
     def check() -> None:

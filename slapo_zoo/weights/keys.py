@@ -206,7 +206,5 @@ def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piec
 
 
 def _holds(found: Collection[str], name: str) -> bool:
-    """Return whether `found`, the names in a checkpoint, have the tensor unsplit, with or without
-    the base model's prefix.
-    """
+    """Return whether names `found` in files have the tensor unsplit, maybe without the prefix."""
     return name in found or name.partition(".")[2] in found

@@ -177,9 +177,9 @@ class _Save:
             self.staging.publish()
 
     def _stamp(self, written: Sequence[Written], stamp: str) -> Checksums:
-        """Write the id of the save, a digest of all checksums and of the text `stamp`, into every
-        header; return the checksums of headers and tensors. `written` has each rank's result of
-        `write`.
+        """Write the id of the save, a digest of all checksums and of the text `stamp`, into all
+        headers; return the checksums of headers and tensors. `written` has one result of `write`
+        per rank.
         """
         sums = {
             spec.name: crc.combined(

@@ -68,7 +68,9 @@ def _problem(check: Callable[[Any], str], value: Any) -> str:
 
 
 def _check_together(place: str, state: Mapping[str, Any]) -> None:
-    """Raise WeightsError when fields of a training state contradict each other, e.g. states for too few ranks."""
+    """Raise WeightsError, which names `place`, if fields of a training state contradict each other,
+    e.g. states for too few ranks.
+    """
     mesh = Mesh(**state["mesh"])
     if problem := check_states(state["torch_random"], mesh.world_size):
         raise WeightsError(place, "torch_random", problem, AGAIN)

@@ -147,9 +147,10 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     """Return the (pattern, rule) pairs that sequence parallelism adds to a table's `rows` (arXiv:2205.05198).
 
-    Under it, tokens are sharded from the output of a `row` rule to the next module with an `enter` rule. The
-    first block of each stack shards the tokens, and the last one gathers them; blocks that run several times
-    do both at each call. Parameters that are replicated inside the stack get their gradient summed.
+    Tokens are sharded from the output of a row-parallel linear (rule `row`) to the next
+    column-parallel ones, whose module has the rule `enter`. The first block of each stack shards
+    the tokens, and the last one gathers them; blocks that run several times do both at each call.
+    Parameters that are replicated inside the stack get their gradient summed.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
@@ -218,7 +219,8 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
     """Return the estimated cost in a training step of each unit: a block, an embedding or a head.
 
-    If the forward fails on fake tensors, the cost of a unit is its number of weights.
+    If the forward fails on fake tensors, or runs fewer than `num_stages` - 1 blocks, the cost of a
+    unit is its number of weights.
     """
     try:
         found = unit_costs(model, units)

@@ -64,9 +64,8 @@ def verify(
 def _same_bits(
     config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any], program: Any
 ) -> Any:
-    """Train some steps on the mesh, one process per rank, and in one process, for `--exact`; return
-    (data, text, 1 if any bit differs else 0). `knobs` are loader arguments; a card's `program` is
-    refused.
+    """Train some steps on the mesh (tp, pp, dp) and in one process, for `--exact`; return (data,
+    text, 1 if any bit differs else 0). `knobs` are loader arguments; a card's `program` is refused.
     """
     if program:
         raise typer.BadParameter("--exact takes a schedule of the zoo", param_hint="--schedule")
@@ -82,9 +81,7 @@ def _same_bits(
 
 
 def _refuse_beside_card(given: dict[str, Any]) -> None:
-    """Raise SlapoError for a flag in `given` (name --> value) that the schedule of the card sets
-    itself.
-    """
+    """Raise SlapoError for a flag in `given` (name --> value) that the card's schedule sets itself."""
     from slapo_zoo.errors import SlapoError
 
     for name, value in given.items():

@@ -231,9 +231,7 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _warn(where: str, older: Sequence[str]) -> None:
-    """Print a warning about the old option names `older` in the file or flag `where`, once for all
-    processes of a launcher.
-    """
+    """Print a warning about option names `older` in the file or flag `where`, once per launcher."""
     sys.stderr.write(f"warning: {where}: {', '.join(older)}\n" if older and is_first() else "")
 
 

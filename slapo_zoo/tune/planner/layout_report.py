@@ -77,9 +77,7 @@ def worth(planner: Planner, found: Forecasted) -> Worth:
 
 
 def as_json(planner: Planner, found: Found, most: int) -> dict[str, Any]:
-    """Return a layout search `found` as JSON data with at most `most` layouts, in bytes and
-    seconds.
-    """
+    """Return a layout search `found` as JSON data: at most `most` layouts, bytes and seconds."""
     return {
         "hardware": asdict(found.hardware), "parameters": found.parameters, "batch": found.rows,
         "seq_len": found.seq_len, "looked_at": found.looked_at, "fit": len(found.feasible),
@@ -130,9 +128,7 @@ def _cells(found: Found, f: Forecasted) -> list[str]:
 
 
 def call_of(f: Forecasted, without: Collection[str] = ()) -> str:
-    """Return the layout of forecast `f` as arguments of `from_pretrained`, leaving out those
-    `without`.
-    """
+    """Return the layout of forecast `f` as arguments of `from_pretrained`, but for `without`."""
     knobs = f.layout.knobs().items()
     return ", ".join(f"{name}={value!r}" for name, value in knobs if name not in without)
 

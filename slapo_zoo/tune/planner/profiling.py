@@ -161,7 +161,7 @@ def shorter(config: Any, counts: set[int]) -> Any:
 
     Args:
         config: config of the whole model.
-        counts: layer counts to replace.
+        counts: values of config fields that are numbers of layers.
     """
     small = copy.deepcopy(config)
     if hasattr(config, "attention_types"):
@@ -198,9 +198,7 @@ class _Masks(RandomStream):
         self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
-        """Return whether the planned device draws masks by a generator, as a CPU does, not by
-        hashing.
-        """
+        """Return whether the planned device draws masks by a generator, as a CPU does."""
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
@@ -208,9 +206,7 @@ class _Masks(RandomStream):
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """Return one dummy seed for each of `count` rows and each of `heads`; the path `site` is
-        unused.
-        """
+        """Return a dummy seed for each of `count` rows and each of `heads`; `site` is unused."""
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
@@ -222,9 +218,7 @@ class _Masks(RandomStream):
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
-        """Return an uninitialised dropout mask for columns run[0]..run[1]-1 of `size` columns in
-        all.
-        """
+        """Return an uninitialised dropout mask for columns run[0]..run[1]-1 of `size` columns."""
         if self.in_bytes:
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]

@@ -238,8 +238,7 @@ def _gradients(
     Only time that does not overlap with compute counts. Collectives of a micro-batch overlap with its compute.
     The all-reduce overlaps with the last backward, except for the last group of gradients that it sends.
 
-    `parameters` is their number on the rank, `micro_batch_s` its seconds per micro-batch, `mine`
-    its stages.
+    The rank has `parameters` parameters, stages `mine`, and takes `micro_batch_s` per micro-batch.
     """
     precision, stage, shards = how.precision, layout.zero_stage, layout.dp_shard
     weights, gradients = parameters * precision.weights, parameters * precision.gradients

@@ -55,10 +55,11 @@ class Chains:
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """Record a call of the torch function `name`: an element-wise one passes columns on from
-        input to output `out`.
+        """Record a call of a torch function: if `name` is element-wise, `out` has the input's
+        columns.
 
-        Any other function mixes columns. `draws` is True if the function draws random numbers.
+        After any other function the columns count as mixed: they cannot be sharded. `draws` is True
+        if the function draws random numbers.
         """
         held = self._columns((args, kwargs))
         if not held or name in LOOKS:

@@ -97,9 +97,8 @@ def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
 
 
 def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
-    """Return {pattern: rule} for modules that hold all experts of a layer; the rule shards experts
-    over tp. Patterns begin below `prefix`, the path of the base model; `seen` is the observed
-    forward.
+    """Return {pattern below `prefix`, the base model: rule} for modules that hold all experts of a
+    layer; the rule shards the experts over tp. `seen` is the observed forward.
     """
     rows = [row for group in find_groups(Modules(model, seen)) for row in group.rows]
     return {pattern.removeprefix(prefix): rule for pattern, rule in rows
