@@ -5,7 +5,7 @@ is exact. Masks are made where they are used, from padding and positions of the 
 never a mask [S, T]. B batch size, s tokens of this rank, S = n * s tokens of a row, T keys.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -136,3 +136,18 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
         return own(input_ids, past_key_values_length + first, position_ids)
 
     embedding.forward = forward
+
+
+def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> None:
+    """Let the modules that count tokens themselves count from the index of this rank's first token in a row.
+
+    Args:
+        modules: path --> module of a model.
+        stream: random stream of the model, which holds the cut of the running step.
+        positions: value in `Table.cut_tokens`: "relative" (T5's bias), "placed" (BART's embedding), or another.
+    """
+    for path, module in modules.items():
+        if positions == "relative" and hasattr(module, "compute_bias"):
+            bias_by_place(module, stream)
+        elif positions == "placed" and path.endswith(".embed_positions"):
+            positions_by_place(module, stream)

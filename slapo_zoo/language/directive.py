@@ -68,6 +68,7 @@ class State:
     offloads: Offloads = field(default_factory=Offloads)
     keeps: list[Pack] = field(default_factory=list)  # pack functions of the running contexts
     plan: RankPlan | None = None  # set by the zoo's loader: see `plan_of`
+    positions: str = ""  # with cp > 1: value in `Table.cut_tokens`
     # called in a forward; returns a function that makes the contexts of its recomputation
     recomputing: Callable[[], Callable[[], AbstractContextManager]] = lambda: nullcontext
 

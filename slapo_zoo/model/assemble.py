@@ -7,7 +7,8 @@ import torch
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.attention_backends import require_backend
-from slapo_zoo.model.context_parallel import follow_places, require_cut_table
+from slapo_zoo.hf.cut_attention import follow_places
+from slapo_zoo.model.context_parallel import require_cut_table
 from slapo_zoo.model.dp.data_parallel import use_hooks
 from slapo_zoo.model.dp.dp_shard import Shards, shard_over_dp
 from slapo_zoo.model.missing_sums import warn_of_missing_sums
@@ -40,7 +41,8 @@ class Assembly(Outline):
         super().__init__(config, auto_class, mesh, dtype, options)
         if mesh.size("cp") > 1:
             require_cut_table(self.table, self.cls, self.model.config)
-            follow_places(self.state, self.table.cut_tokens[self.cls.__name__])
+            self.state.positions = self.table.cut_tokens[self.cls.__name__]
+            follow_places(self.state.modules, self.state.random, self.state.positions)
         self.pipeline = None
         if self.mesh.pp > 1:
             mine = self.places.stages_of(self.mesh.coord("pp"))

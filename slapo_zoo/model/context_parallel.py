@@ -3,18 +3,12 @@
 from typing import Any
 
 from slapo_zoo.errors import ArchitectureError, MeshError
-from slapo_zoo.hf.cut_attention import bias_by_place, positions_by_place
-from slapo_zoo.language.directive import State
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.options import LoaderOptions
 from slapo_zoo.zoo.table import ZOO, Table, load_tables
 
 # argument --> (values that run with cp > 1, what to do with another)
 BESIDE: dict[str, tuple[tuple[Any, ...], str]] = {
-    "pp": ((1,), "use pp=1; tp and dp compose with cp"),
-    "sequence_parallel": ((False,), "leave it out: cp cuts the tokens already"),
-    "dp_shard": ((1,), "use dp_shard=1"),
-    "precision": ((None, "fp32"), "leave it out"),
     "attention": ((None, "sdpa", "eager"), "use sdpa or eager"),
     "kernels": (("auto", "reference"), 'leave it out: cp runs with "reference"'),
     "schedule": (("zoo",), 'use schedule="zoo"'),
@@ -69,16 +63,3 @@ def require_cut_table(table: Table, cls: Any, config: Any) -> None:
     if found := sorted({kind for kind in kinds if kind in GROWING}):
         problem = f"{found[0]} rotary embeddings depend on the length of a rank's own tokens"
         raise ArchitectureError("zoo", what, problem, "use cp=1, or another rope_type")
-
-
-def follow_places(state: State, positions: str) -> None:
-    """Let the modules that count tokens themselves count from the index of this rank's first token
-    in a row.
-
-    `positions` is the value in `Table.cut_tokens`: "relative" (T5's bias) or "placed" (BART's embedding).
-    """
-    for path, module in state.modules.items():
-        if positions == "relative" and hasattr(module, "compute_bias"):
-            bias_by_place(module, state.random)
-        elif positions == "placed" and path.endswith(".embed_positions"):
-            positions_by_place(module, state.random)

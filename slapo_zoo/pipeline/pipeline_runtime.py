@@ -12,8 +12,10 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
+from slapo_zoo.hf.cut_attention import follow_places
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.token_cut import TokenCut, cut_now, cutting
 from slapo_zoo.pipeline.busy import Busy
 from slapo_zoo.pipeline.dry_run import dry_run
 from slapo_zoo.pipeline.orders import StageMap
@@ -58,13 +60,16 @@ class Pipeline:
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
         """Return {stage of this rank: its plan} for the batch's shapes; new ones need a dry run."""
-        divided = self.schedule.state.forward.tokens_divided
-        key = (divided, self._dtype(), *sorted((k, _signature(v)) for k, v in batch.items()))
+        divided, is_cut = self.schedule.state.forward.tokens_divided, cut_now() is not None
+        shapes = sorted((k, _signature(v)) for k, v in batch.items())
+        key = divided, is_cut, self._dtype(), *shapes
         if self.depends_on_data or key not in self._plans:
             with torch.inference_mode(False):  # training reuses plans of an evaluation
                 mode, fake = self.prepare()
                 fake.state.forward = ForwardContext(divided)
-                calls, used_data = dry_run(fake.model, self.units, mode, batch)
+                cut = TokenCut.of(fake.mesh) if is_cut else None
+                with cutting(fake.state.random, cut):
+                    calls, used_data = dry_run(fake.model, self.units, mode, batch)
             self.depends_on_data = self.depends_on_data or used_data
             cuts = self.schedule.state.cuts
             self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
@@ -134,7 +139,9 @@ def fake_schedule(
     with mode:
         found = Schedule(fake, in_dry_run)
         found.state.random = stream or found.state.random
-        return mode, found.replay(steps)
+        found.replay(steps)
+        follow_places(found.state.modules, found.state.random, schedule.state.positions)
+        return mode, found
 
 
 def _signature(value: Any) -> Any:

@@ -103,9 +103,9 @@ def require_seam(model: Any) -> None:
 
     An attention is right if it still calls its child `core_attn`, which gathers the keys.
     """
-    modules = dict(model.named_modules())
+    modules, pipeline = dict(model.named_modules()), model._slapo.pipeline
     for path, core in model._slapo.schedule.state.modules.items():
-        if not isinstance(core, CoreAttention):
+        if not isinstance(core, CoreAttention) or (pipeline and not pipeline.holds(path)):
             continue
         config = getattr(modules.get(path.rpartition(".")[0]), "config", None)
         ours = str(getattr(config, "_attn_implementation", "")).startswith(NAME)

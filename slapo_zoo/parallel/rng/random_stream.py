@@ -98,6 +98,9 @@ class RandomStream(StreamPosition):
         """
         if self.cut is not None and of == "mask":
             of, part = ("queries", part) if part else ("tokens", (self.cut.n, self.cut.r))
+        elif self.cut is not None and of == "tokens":  # tp shards a cp rank's tokens once more
+            n, r = part
+            part = self.cut.n * n, self.cut.r * n + r
         if self.hashes(x.device):
             find = self.seeds if of == "mask" else getattr(self, f"seeds_of_{of}")
             return {"seeds": find(x, site, *part), "p": p}
