@@ -22,7 +22,7 @@ def beside(
     report: Annotated[Path, typer.Argument(help="Folder of side.json, side.md and side.png.")],
     tp: Annotated[int, typer.Option(min=1, help="Ranks that divide the model.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 8,
-    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per row; none: 128, or what the model takes.")] = None,
+    seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per row; default: 128, or what the model takes.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip

@@ -240,7 +240,7 @@ class LogitsOnDemand(torch.Tensor):
                 return func(*args, **kwargs)
             if func in _OF_GRADIENT and x.passed_by:  # pyright: ignore[reportOptionalMemberAccess]
                 hint = 'load with kernels="reference"'
-                problem = "the loss was computed without these logits: no gradient"
+                problem = "the loss was computed without these logits, so they have no gradient"
                 raise SlapoError("output", f"logits.{func.__name__}()", problem, hint)
             if isinstance(x, LogitsOnDemand) and torch.is_grad_enabled() and x.untouched():
                 if (found := _on_rows(func, x, args[1:], kwargs)) is not None:

@@ -21,8 +21,9 @@ def names_of(folder: Path) -> list[str]:
     known = {PROGRAM, README, *REPORTS}
     strange = [n for n in found if n not in known and not n.endswith(".png") and n != PYTHON]
     if strange:
-        hint = f"a card holds {', '.join(sorted(known))} and pictures (.png), nothing else"
-        raise CardError("card", str(folder), f"found {', '.join(strange[:5])!r:.200}", hint)
+        hint = f"remove them; a card has {', '.join(sorted(known))} and pictures (.png) only"
+        problem = f"found files that no card has: {', '.join(strange[:5]):.200}"
+        raise CardError("card", str(folder), problem, hint)
     return found
 
 

@@ -33,7 +33,8 @@ class Reference:
         found = _REFERENCE.match(text)
         if not found or ".." in text:
             hint = 'pass a folder, "org/name@<sha>" or "org/name@<tag>"'
-            raise CardError("card", f"{text!r:.120}", "no folder and no name of a repository", hint)
+            problem = "this is neither a folder nor the name of a Hub repository"
+            raise CardError("card", f"{text!r:.120}", problem, hint)
         return Reference(found[1], found[2] or "main")
 
     @property

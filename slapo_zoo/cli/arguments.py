@@ -13,24 +13,26 @@ from slapo_zoo.cli.readable_errors import stdout_for_json
 from slapo_zoo.errors import MeshError
 
 Model = Annotated[str, typer.Argument(help="A family (its default config), a folder, or a Hub id.")]
-Head = Annotated[str | None, typer.Option("--auto-class", help="Which head, e.g. AutoModelForCausalLM.")]  # fmt: skip
+Head = Annotated[str | None, typer.Option("--auto-class", help="Head class, e.g. AutoModelForCausalLM.")]  # fmt: skip
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
-Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline ranks.")]
-Dp = Annotated[int, typer.Option("--dp", min=1, help="Copies of the model.")]
-SequenceParallel = Annotated[bool, typer.Option(help="Divide the tokens too.")]
-CheckpointRatio = Annotated[float, typer.Option(help="Share of recomputed blocks.")]
-Order = Annotated[str, typer.Option(help="Of the pipeline: a name, or a .csv file.")]
+Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel ranks.")]
+Dp = Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas.")]
+SequenceParallel = Annotated[bool, typer.Option(help="Shard the tokens over tp too.")]
+CheckpointRatio = Annotated[
+    float, typer.Option(help="Share of the blocks that are recomputed, 0 to 1.")
+]
+Order = Annotated[str, typer.Option(help="Pipeline order: a name, or a .csv file.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")]
-AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 POLICY = "What a recomputed block keeps: nothing, or save_matmuls, offload, sharded."
 # flag of a layout --> its type and default, both those of the loader's option
 LAYOUT: dict[str, tuple[Any, Any]] = {
     "tp": (Tp, 1), "pp": (Pp, 1), "dp": (Dp, 1),
     "sequence_parallel": (SequenceParallel, False), "checkpoint_ratio": (CheckpointRatio, 0.0),
-    "dp_shard": (Annotated[int, typer.Option(min=1, help="Copies that divide weights and states among them.")], 1),
-    "zero_stage": (Annotated[int, typer.Option(min=1, max=3, help="What they divide: ZeRO-1, 2 or 3.")], 3),
+    "dp_shard": (Annotated[int, typer.Option(min=1, help="Data-parallel replicas that shard weights and states (ZeRO).")], 1),
+    "zero_stage": (Annotated[int, typer.Option(min=1, max=3, help="ZeRO stage: 1, 2 or 3.")], 3),
     "pipeline_order": (Order, "1f1b"),
-    "stages_per_rank": (Annotated[int | None, typer.Option(min=1, help="Of an interleaved order.")], None),
+    "stages_per_rank": (Annotated[int | None, typer.Option(min=1, help="Stages per rank of an interleaved order.")], None),
     "checkpoint_policy": (Annotated[str, typer.Option(help=POLICY)], ""),
 }  # fmt: skip
 

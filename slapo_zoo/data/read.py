@@ -113,8 +113,9 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
 def check_split(name: str, split: str, own: Iterable[str]) -> None:
     """Raise DataError if the data set does not have the split; `own` names its splits."""
     if split not in own:
-        hint = "text, a single file and a saved data set have a single split: name other data as eval_data"
-        raise DataError(name, f"split {split!r}", f"expected {' or '.join(own)}", hint)
+        hint = "text, single files and saved data sets have one split only: name separate data as eval_data"
+        problem = f"found no such split, expected {' or '.join(own)}"
+        raise DataError(name, f"split {split!r}", problem, hint)
 
 
 def ask_the_hub(name: str) -> None:
@@ -157,7 +158,7 @@ def explained(name: str, split: str) -> Iterator[None]:
         problem = (str(cause).strip() or type(cause).__name__).splitlines()[0]
         hint = "check that the format is what the file's ending says, and that data_split names a split"
         if any(word in problem for word in OF_NOTHING):
-            problem, hint = "found no row in it", "check that it is the file that you meant"
+            problem, hint = "found no row in this split", "name other data"
         raise DataError(name, f"split {split!r}", problem, hint) from error
 
 
@@ -321,7 +322,7 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
         return tuple(sorted(found))
     examples = {type(one).__name__: repr(one) for one in sorted(found, key=repr, reverse=True)}
     kinds = "; ".join(f"{kind}, e.g. {one}" for kind, one in sorted(examples.items()))
-    problem = f"found labels of {kinds}, expected classes"
+    problem = f"found labels of {kinds}, expected names or numbers of classes"
     raise DataError("--data", column, problem, "write texts, or integers from 0")
 
 

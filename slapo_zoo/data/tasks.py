@@ -71,8 +71,8 @@ class Language(Task):
         row are dropped.
         """
         if self.row_tokens < 1:
-            problem = f"found {self.seq_len}, but special tokens alone fill such a row"
-            raise DataError("train", "--seq-len", problem, "choose a larger one")
+            problem = f"found {self.seq_len}, but special tokens alone fill a row of that length"
+            raise DataError("train", "--seq-len", problem, "choose a larger --seq-len")
         end = [t for t in (self.tokenizer.eos_token_id,) if t is not None]
         # verbose: a document is longer than the model may take, but a row is not
         found = self.tokenizer(list(columns["text"]), add_special_tokens=False, verbose=False)
@@ -126,7 +126,9 @@ class Masked(Language):
     def __post_init__(self) -> None:
         if self.tokenizer.mask_token_id is None:
             name = getattr(self.tokenizer, "name_or_path", "")
-            raise DataError(name, "tokenizer", "found no [MASK] token", "or choose another task")
+            problem = "found no [MASK] token"
+            hint = "pass a tokenizer that has one, or choose another task"
+            raise DataError(name, "tokenizer", problem, hint)
 
     @property
     def frame(self) -> tuple[list[int], list[int]]:
@@ -360,11 +362,8 @@ def pad_id(tokenizer: Any) -> int:
     found = tokenizer.pad_token_id
     found = tokenizer.eos_token_id if found is None else found
     if found is None:
-        raise DataError(
-            "tokenizer",
-            "pad_token",
-            "found no padding and no end-of-text token: set tokenizer.pad_token",
-        )
+        problem = "found no padding token and no end-of-text token"
+        raise DataError("tokenizer", "pad_token", problem, "set tokenizer.pad_token")
     return found
 
 

@@ -258,9 +258,8 @@ class Schedule(Selection):
         pattern, directive = self.history[-1]
         if type(directive).undo is Directive.undo:
             hint = "start from a fresh model: Schedule(model, mesh).replay(sch.history[:-1])"
-            raise ScheduleError(
-                pattern, directive, "the directive changed the model in place", hint
-            )
+            problem = "the directive changed the model in place and cannot be undone"
+            raise ScheduleError(pattern, directive, problem, hint)
         for path in self.landed[-1]:
             directive.undo(Site(path, self.state.modules[path], self.state))
         self.history.pop()

@@ -75,7 +75,7 @@ def _virtual_mesh(real: Mesh, asked: Any) -> Mesh:
     given = {} if asked is True else dict(asked)
     if unknown := sorted(given.keys() - real.sizes.keys()):
         problem = f"no such mesh dim: {unknown[0]}"
-        raise SlapoError(WHERE, "exact", problem, f"name some of {', '.join(real.sizes)}")
+        raise SlapoError(WHERE, "exact", problem, f"choose among {', '.join(real.sizes)}")
     sizes = real.sizes | given
     for name, size in real.sizes.items():
         _check_size(name, size, sizes[name])
@@ -115,7 +115,7 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
     if _HOSTS:
         ((_, other),) = _HOSTS
         problem = f"this process hosts ranks of the virtual mesh {other.sizes} already"
-        raise MeshError(WHERE, "exact", problem, "take one virtual mesh in a process")
+        raise MeshError(WHERE, "exact", problem, "use one virtual mesh for all models of a process")
     steps = {name: virtual.sizes[name] // size for name, size in real.sizes.items()}
     first = {name: real.coord(name) * step for name, step in steps.items()}
     ranks = sorted(
@@ -182,7 +182,7 @@ class ExactModel(nn.Module):
     @property
     def _slapo(self) -> Any:
         """Raise SlapoError: the calling function supports models of one rank only, and this process hosts several."""
-        problem = "this call is not built for exact models"
+        problem = "exact models (from_pretrained(..., exact=...)) do not support this call"
         raise SlapoError("ExactModel", "exact", problem, BUILT)
 
     def __getattr__(self, name: str) -> Any:
@@ -191,7 +191,7 @@ class ExactModel(nn.Module):
         if name not in ("on_each_rank", "hosted", "host") and any(
             hasattr(type(m), name) for m in models
         ):
-            problem = "the models of the virtual ranks have it, and it is not built for all of them"
+            problem = "a model of one rank has this attribute, exact models do not support it"
             raise NotBuiltError("ExactModel", name, problem, BUILT)
         return super().__getattr__(name)
 

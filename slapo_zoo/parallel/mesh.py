@@ -121,8 +121,8 @@ class Mesh:
         if mesh_dim not in places:
             names = self.named(mesh_dim).split("+")
             if not set(names) <= places.keys():
-                problem = f"expected one of {(*self.sizes, *ROLES)}"
-                raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", problem, "check its spelling")
+                problem = f"found no such mesh dim, expected one of {(*self.sizes, *ROLES)}"
+                raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", problem, "correct the name")
             places[mesh_dim] = [place for name in names for place in places[name]]
         return places[mesh_dim]
 

@@ -83,7 +83,7 @@ class Pipeline:
         """
         plans = self.plans(parts[0])
         if self.depends_on_data and any(self.plans(part) != plans for part in parts[1:]):
-            problem = "what crosses a cut depends on the data, and differs between micro-batches"
+            problem = "the tensors sent between stages depend on the data, and differ between micro-batches"
             hint = "use pp=1, or one micro-batch"
             raise ScheduleError("pipeline", "micro_batches", problem, hint)
         return plans

@@ -211,7 +211,7 @@ class Cursor:
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:
             problem = f"call number {self.index} was not in the dry run of the forward"
-            hint = "if blocks were moved since the load: change the plain model, save it, and load that; "
+            hint = "if you moved blocks since the load: change the plain model, save it, and load that; "
             hint += "if the forward depends on data: end the stage at another block, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         if self.plan.stage_of_call[self.index] == self.plan.stage:

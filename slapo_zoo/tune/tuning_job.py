@@ -38,7 +38,7 @@ def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
     for name, values in symbols.items():
         if name not in KNOBS and name not in OWN:
             hint = f"choose one of {', '.join((*KNOBS, *OWN))}"
-            raise SlapoError("tune", f"--symbol {name}", "no such knob", hint)
+            raise SlapoError("tune", f"--symbol {name}", "no such symbol", hint)
         _check_values(name, values)
         space.create_symbol(name, values)
     if ranks > 1:

@@ -73,8 +73,8 @@ def known_schedule(config: Any, schedule: Any) -> Any:
         return schedule
     if config.model_type in families():
         return "zoo"
-    problem = f"the rules of {config.model_type} are proven when they are derived, not here"
-    hint = "slapo-zoo derive MODEL --tp N --pp N proves and prints it; with --write the zoo has it"
+    problem = f"the zoo has no table of {config.model_type}, and derived rules are proven when they are derived"
+    hint = "slapo-zoo derive MODEL --tp N --pp N derives and proves a table; --write adds it to the zoo"
     raise ArchitectureError("verify", 'schedule="auto"', problem, hint)
 
 

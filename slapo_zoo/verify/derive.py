@@ -83,9 +83,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
             case = tiny_case(config, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
         except Exception as error:
             said = (str(error).strip() or "no words").splitlines()[0]
-            problem = (
-                f"plain transformers does not train it made tiny: {type(error).__name__}: {said}"
-            )
+            problem = f"plain transformers cannot train a tiny model of this family:  {type(error).__name__}: {said}"
             hint = "write a table for it (docs/adding_an_architecture.md), or use tp=1, pp=1"
             raise refusal(config, problem, hint) from error
         search = Search(config, case, sizes, knobs)

@@ -47,7 +47,7 @@ def save_adapter_files(
             staging.publish()
         except OSError as error:
             problem = f"cannot be written: {error.strerror or error}"
-            hint = "the folder is as it was before"
+            hint = "the folder is unchanged: make room, or save to another one"
             raise WeightsError(str(folder), error.filename or "", problem, hint) from error
         finally:
             staging.discard()

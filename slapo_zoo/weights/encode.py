@@ -81,7 +81,7 @@ def _tensor(data: Any, name: str) -> Tensor:
 
 
 def _no_value(value: Any) -> WeightsError:
-    problem = f"found {value!r:.80}, which no save writes"
+    problem = f"found {value!r:.80}, which save_checkpoint never writes"
     return WeightsError(
         "load_checkpoint", "", problem, "pass the folder that save_checkpoint wrote"
     )

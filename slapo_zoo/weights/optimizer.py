@@ -77,7 +77,8 @@ def merge(records: Sequence[Record]) -> Record:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]
         if kinds[0] != kinds[1]:
             problem = f"stages have different optimizers: {kinds[0]!r:.200} and {kinds[1]!r:.200}"
-            raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
+            hint = "make the optimizer in the same way on every rank"
+            raise WeightsError(SAVE, "optimizer", problem, hint)
     groups = [
         {
             "names": list(dict.fromkeys(name for r in records for name in r["groups"][i]["names"])),
@@ -176,7 +177,8 @@ class Restored:
                 name = _name_of(p, names, LOAD)
                 if name not in allowed:
                     problem = "the saved optimizer has it in another group, or not at all"
-                    raise WeightsError(LOAD, name, problem, "make the same groups as when saving")
+                    hint = "make the optimizer with the parameter groups that it had when saving"
+                    raise WeightsError(LOAD, name, problem, hint)
                 if name in record["state"]:
                     self._state[p] = self._prepare(name, p, specs[name])
 

@@ -204,7 +204,7 @@ class _Save:
             yield
         except OSError as error:
             problem = f"cannot be written: {error.strerror or error}"
-            hint = "the folder is as it was before"
+            hint = "the folder is unchanged: make room, or save to another one"
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 problem += f"; expected {sum(self.layout.sizes.values())} bytes of free space"
                 hint += "; free space, or save to another disk"
@@ -229,7 +229,7 @@ def _check_spec(
     if placement is not None:
         n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
         if problem := placement.problem(shape[placement.axis], n):
-            raise WeightsError(STEP, spec.name, problem)
+            raise WeightsError(STEP, spec.name, problem, "correct the placement in its spec")
         shape = spec.local_shape(n, r)
     shape = shape if rows is None else (rows.count, *shape[1:])
     tensor = local[spec.name]

@@ -48,6 +48,19 @@ FEATURES: dict[str, Callable[[Table], bool]] = {
     "sync_batch_norm": _any(SyncBatchNorm),
 }
 
+MEANINGS = {
+    "tp": "tensor parallelism",
+    "pp": "pipeline parallelism",
+    "sequence_parallel": "tokens sharded over tp between the sharded layers",
+    "vocab_parallel": "embedding and logits sharded over the vocabulary",
+    "uneven": "sizes that tp does not divide",
+    "shared_kv_heads": "more tp ranks than KV heads",
+    "experts": "experts sharded over tp",
+    "attention_seam": "dropout of attention weights equal on every mesh; attention=",
+    "shared_block": "one block with shared weights, run several times",
+    "sync_batch_norm": "batch statistics over all ranks",
+}
+
 
 def features() -> dict[str, dict[str, bool]]:
     """Return {model_type: {feature: whether its table of sharding rules has it}} for all families."""

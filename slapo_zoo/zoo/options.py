@@ -65,7 +65,7 @@ def check_precision(name: str | None, dtype: Any, device: torch.device | str, ta
         raise SlapoError(where, what, problem, "leave dtype= out")
     if target in TARGETS and name != "fp32":
         problem = f"{target} keeps fp32 master weights of its own"
-        raise SlapoError(where, what, problem, f"leave it out and pass {TARGETS[target]}")
+        raise SlapoError(where, what, problem, f"leave precision= out and pass {TARGETS[target]}")
     is_cuda = torch.device(device).type == "cuda"
     if is_cuda and name.startswith("bf16") and not torch.cuda.is_bf16_supported(False):
         problem = f"{torch.cuda.get_device_name()} does not support bfloat16"

@@ -32,7 +32,7 @@ def extend(function: Callable[[Any], Any]) -> Extended:
     """
     if not callable(function):
         hint = "pass a function of one argument, the schedule"
-        raise SlapoError("extend", "function", f"found {function!r}", hint)
+        raise SlapoError("extend", "function", f"found {function!r}, expected a function", hint)
     return Extended(function)
 
 
@@ -55,7 +55,8 @@ def kind_of(schedule: Any) -> Kind:
     if callable(schedule):
         return "function"
     hint = 'pass "zoo", "auto", a card, a Schedule, its steps, a function of the schedule, or extend(function)'
-    raise SlapoError("from_pretrained", "schedule", f"found {schedule!r}", hint)
+    problem = f"found {schedule!r}, which is no schedule"
+    raise SlapoError("from_pretrained", "schedule", problem, hint)
 
 
 def find_table(config: Any, schedule: Any = "zoo") -> Table:
@@ -71,7 +72,8 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
     if isinstance(schedule, Table):
         return schedule
     if schedule == "auto" and config.model_type not in families():
-        raise refusal(config, "it is derived when a model is loaded, and none was", "load it first")
+        problem = "load a model first"
+        raise refusal(config, "its table is derived when a model is loaded, and none was", problem)
     hint = '; or pass schedule="auto", which derives a table and proves it'
     return table_for(config.model_type, hint)
 

@@ -50,7 +50,7 @@ LABELLED = {
     "number.jsonl": ("classify", "expected a text"), "tags.jsonl": ("tag", "found 1 tags of 2 words"),
     "one.jsonl": ("classify", "found one class, 7, expected at least two"),
     "ids.jsonl": ("classify", "found the label 1000000000, expected class numbers below"),
-    "half.jsonl": ("classify", "found labels of float, e.g. 0.5; int, e.g. 1, expected classes"),
+    "half.jsonl": ("classify", "found labels of float, e.g. 0.5; int, e.g. 1, expected names or numbers of classes"),
     "words.jsonl": ("tag", "expected a list of texts"), "null.parquet": ("classify", "none of which"),
 }  # fmt: skip
 
@@ -126,7 +126,7 @@ def test_jsonl_ndjson_and_uppercase_file_endings_train_alike(name, place, capsys
 
 
 EVALUATED = {
-    "eval_data=notes.txt": "eval_data: task=classify: text has no columns",
+    "eval_data=notes.txt": "eval_data: task=classify: found plain text, but this task reads named columns",
     "eval_data=name.jsonl": "eval_data: text: found no column",
     "eval_data=one.jsonl": "eval_data: label: found 7, expected 0 to 2",
 }
@@ -142,7 +142,10 @@ def test_bad_evaluation_data_raises_and_is_named(key, place, capsys, monkeypatch
 
 @pytest.mark.parametrize(
     ("key", "said"),
-    [("columns.text=body", "no column 'body' among text"), ("data_split=test", "a single split")],
+    [
+        ("columns.text=body", "no column 'body' among text"),
+        ("data_split=test", "have one split only"),
+    ],
 )
 def test_plain_text_data_refuses_other_columns_and_splits(key, said, place, capsys):
     (place / "plain.txt").write_text("to be or not " * 50)

@@ -133,8 +133,9 @@ def test_bench_kernels_prints_json(capfd, monkeypatch):
 
 HEADS = {
     "kernel",
-    "runs",
-    "because",
+    "modules",
+    "used",
+    "reason",
 }  # headings of a table that may be empty and is then not printed as a list
 SCREENS = [
     "plan MODEL --gpus 1 --batch 4 --explain", "plan MODEL --pp 2", "list", "show MODEL --tp 2 --pp 2",

@@ -52,7 +52,7 @@ WRONG = {
     "columns: text": "found 'text', expected a mapping",
     "model: [a]": "expected a text",
     "- a": "found list, expected keys and values",
-    "a: [": "found no YAML",
+    "a: [": "this is not valid YAML",
     "lerning_rate: 1": "did you mean 'learning_rate'",
     "max_steps: 2\nmax_steps: 3": "'max_steps' stands in it 2 times",
     "load: {seed: 2, seed: 3}": "'seed' stands in it 2 times",
@@ -262,7 +262,8 @@ def test_unknown_loader_argument_error_names_the_nearest_argument():
         check_load({"sequence_paralel": True}, config)
     for name, key in (("tp", "tp"), ("auto_class", "task")):
         with pytest.raises(
-            ConfigError, match=f"this argument has a key of its own\n.*write `{key}:` outside"
+            ConfigError,
+            match=f"this argument is an option of its own, not an entry of `load`\n.*write `{key}:` outside",
         ):
             check_load({name: 2}, config)
     with pytest.raises(SlapoError, match=r"nearest: load\.resid_pdrop"):
@@ -354,12 +355,14 @@ def test_train_prints_its_configuration_before_reading_data(tmp_path, capsys):
     assert "data" not in said  # only what differs from the defaults
     assert "data: found none" in captured.err
     assert "found no such file" in failure(capsys, "train", "--config", tmp_path / "gone.yaml")
-    assert "model: found none" in failure(capsys, "train", "--set", "max_steps=3")
+    assert "model: no model was given" in failure(capsys, "train", "--set", "max_steps=3")
     assert "learning_rate: found inf, expected a finite" in failure(
         capsys, "train", "m", "--learning-rate", "inf"
     )
     assert "write key=value" in failure(capsys, "train", "m", "--set", "steps")
-    assert "max_steps=[1: found no YAML" in failure(capsys, "train", "m", "--set", "max_steps=[1")
+    assert "max_steps=[1: this is not valid YAML" in failure(
+        capsys, "train", "m", "--set", "max_steps=[1"
+    )
 
 
 def test_last_of_repeated_set_options_wins():

@@ -75,7 +75,7 @@ def test_saved_dataset_streams_and_keeps_its_splits(several, tmp_path):
     source = read.Source(path, "train", None, Causal(Letters(), 4), {"text": "text"})
     stream = Stream(source, source.task, batch_size=2, seed=0, block=4)
     assert stream.part(0)["input_ids"].shape == (2, 4)
-    with pytest.raises(DataError, match=r"split 'dev': expected train( or test)?\n"):
+    with pytest.raises(DataError, match=r"split 'dev': found no such split, expected train( or test)?\n"):
         read.open_table(path, "dev")
     assert len(read.open_table(path, "test" if several else "train")) == (1 if several else 20)
 
@@ -116,7 +116,7 @@ def test_too_little_text_raises_and_names_the_number_of_rows():
     with pytest.raises(DataError, match="found 2 rows of up to 4 tokens; expected at least 3"):
         require_rows(rows, 3, TrainOptions("m", seq_len=4))
     with pytest.raises(
-        DataError, match="--seq-len: found 2, but special tokens alone fill such a row"
+        DataError, match="--seq-len: found 2, but special tokens alone fill a row of that length"
     ):
         packed(Masked(Letters(cls=1, sep=2), 2), "abcde")
 
@@ -237,10 +237,10 @@ def test_wrong_data_columns_raise_and_are_named(name, tmp_path):
 def test_evaluating_on_another_split_of_a_single_file_raises(kind, tmp_path):
     """Without the error the model would be evaluated on its training rows."""
     (tmp_path / f"a.{kind}").write_text('{"text": "to be"}\n' * 8)
-    with pytest.raises(DataError, match="have a single split"):
+    with pytest.raises(DataError, match="have one split only"):
         read.open_table(str(tmp_path / f"a.{kind}"), "test")
     options = TrainOptions("m", data=str(tmp_path / f"a.{kind}"), eval_split="test", seq_len=4)
-    with pytest.raises(DataError, match="have a single split"):
+    with pytest.raises(DataError, match="have one split only"):
         other_rows(Causal(tokenizer(eos_token=END), 4), options)
 
 

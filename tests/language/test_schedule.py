@@ -177,7 +177,7 @@ ERRORS = {
     "nearest": ("layer.*.attention", "checkpoint", (), {}, "layer.*.attention", "matches no module", "nearest paths: ['layers.1.attention', 'layers.0.attention'"),
     "class": ("**:Linnear", "checkpoint", (), {}, "**:Linnear", "matches no module", "nearest paths"),
     "tensor": ("head", "shard", ("wieght", 0), {}, "head", "no parameter or buffer 'wieght'", "choose one of: weight, bias"),
-    "axis": ("head", "shard", ("weight", 2), {}, "head", "found axis 2, expected 0..1", "the shape is (11, 8)"),
+    "axis": ("head", "shard", ("weight", 2), {}, "head", "found axis 2, expected 0..1", "choose an axis of the shape (11, 8)"),
     "negative": ("head", "shard", ("weight", -1), {}, "head", "found axis -1, expected 0..1", "the shape"),
     "uneven": ("head", "shard", ("weight", 0), {}, "head", "size 11 is not a multiple of mesh_dim tp=2", "uneven=True or pad=True"),
     "groups": ("layers.0.attention.query", "shard", ("weight", 0), {"groups": (4, 5)}, "layers.0.attention.query", "the groups (4, 5) add up to 9", "legal sizes of tp: [1]"),

@@ -373,7 +373,7 @@ def test_each_pipeline_stage_holds_the_adapters_of_its_layers(root, targets):
      ("LlamaForCausalLM", ["embed_tokens", "q_proj"], {}, "found a Embedding"),
      ("LlamaForCausalLM", ["nothing"], {}, "not found in the base model"),
      ("GPT2LMHeadModel", ["lm_head"], {}, r"stages \[0\] of pp=2 hold none"),
-     ("GPT2LMHeadModel", ["lm_head", "c_fc"], {}, "weight that stages share")],
+     ("GPT2LMHeadModel", ["lm_head", "c_fc"], {}, "weight that several pipeline stages share")],
 )  # fmt: skip
 def test_adapter_without_target_modules_on_a_stage_is_refused(
     root, name, targets, options, problem

@@ -99,6 +99,6 @@ def test_input_whose_first_axis_is_not_the_batch_is_refused_with_micro_batches(n
     model = AutoScheduledModel.from_config(config, auto_class=case.cls).train()
     batch = change(model, batch_of(case))
     own = {"loss_fn": lambda output, batch: output.loss} if name == "of_classes" else {}
-    with pytest.raises(SlapoError, match=f"4 rows go into 2 micro-batches, but not {name}"):
+    with pytest.raises(SlapoError, match=f"4 rows are split into 2 micro-batches, but {name}"):
         model.train_step(batch, micro_batches=2, **own)
     assert model.train_step(batch, micro_batches=1, **own) > 0

@@ -73,7 +73,7 @@ def test_block_output_of_another_shape_than_assumed_raises():
 def test_micro_batches_with_different_pipeline_plans_are_refused():
     looking = SimpleNamespace(depends_on_data=True, plans=lambda part: part["n"])
     assert Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 1}]) == 1
-    with pytest.raises(ScheduleError, match="differs between micro-batches"):
+    with pytest.raises(ScheduleError, match="differ between micro-batches"):
         Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 2}])
 
 

@@ -110,5 +110,5 @@ def test_tune_command_measures_configurations_in_worker_processes(tmp_path, caps
     out = capsys.readouterr().out
     assert out.count(" ok ") >= 4
     assert cli("tune", "gpt2", *changes, "--symbol", "colour=1") == 2
-    assert "no such knob" in capsys.readouterr().err
+    assert "no such symbol" in capsys.readouterr().err
     assert WRONG not in out

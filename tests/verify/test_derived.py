@@ -350,9 +350,7 @@ def test_tiny_config_search_takes_the_first_size_that_trains(name, tmp_path):
     ends = {"Lilt": "ForSequenceClassification"}
     cls = getattr(transformers, name + ends.get(name, "ForCausalLM"))
     if name == "ProphetNet":
-        with pytest.raises(
-            ArchitectureError, match=r"does not train it made tiny.*its loss is nan"
-        ):
+        with pytest.raises(ArchitectureError, match=r"cannot train a tiny model.*its loss is nan"):
             derive(cls.config_class(), cls, (2, 1, 1))
         return
     config = cls.config_class() if name != "Gemma4" else transformers.Gemma4TextConfig()

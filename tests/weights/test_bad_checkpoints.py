@@ -97,7 +97,7 @@ def test_checkpoint_with_wrong_shapes_is_refused_and_names_the_keys(
     text = refused(WeightsError, sources[name], ranks, 2, tp=2, **changes)
     assert shape in text
     assert "tensors do not fit the model" in text
-    assert "another architecture, size or vocabulary?" in text
+    assert "of this architecture, size and vocabulary" in text
 
 
 def test_checkpoint_of_another_family_is_refused(sources, folders):

@@ -32,7 +32,9 @@ def make(
     dp: Dp = 1,
     sequence_parallel: SequenceParallel = False,
     checkpoint_ratio: CheckpointRatio = 0.0,
-    any_size: Annotated[bool, typer.Option(help="For every size with as many blocks.")] = False,
+    any_size: Annotated[
+        bool, typer.Option(help="Accept models of every size with the same number of blocks.")
+    ] = False,
     auto_class: Head = None,
 ) -> Any:
     """Write the schedule that the zoo has for a model as a card; its figures are marked unmeasured."""
@@ -69,8 +71,8 @@ def lint(card: Name) -> Any:
 @command
 def verify(
     folder: Folder,
-    model: Annotated[str | None, typer.Option(help="A folder or Hub id; none: its base model.")] = None,
-    full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
+    model: Annotated[str | None, typer.Option(help="Checkpoint folder or Hub id; default: the card's base model.")] = None,
+    full: Annotated[bool, typer.Option(help="Verify the full model, not a small one.")] = False,
 ) -> Any:  # fmt: skip
     """Compare a card's schedule with the plain model, and write the verdict into the card."""
     from slapo_zoo.cards.card import read_card
@@ -113,10 +115,12 @@ def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]
 @command
 def push(
     folder: Folder,
-    repo_id: Annotated[str, typer.Argument(help="org/name; made when it is not there.")],
-    tag: Annotated[str | None, typer.Option(help="A name for the commit.")] = None,
-    private: Annotated[bool, typer.Option(help="Of a new repository.")] = False,
-    parent: Annotated[str | None, typer.Option(help="The sha it must still be at.")] = None,
+    repo_id: Annotated[str, typer.Argument(help="org/name; created if it does not exist.")],
+    tag: Annotated[str | None, typer.Option(help="Tag for the commit.")] = None,
+    private: Annotated[bool, typer.Option(help="Make a new repository private.")] = False,
+    parent: Annotated[
+        str | None, typer.Option(help="Commit sha that must be the newest of the repository.")
+    ] = None,
 ) -> Any:
     """Publish a card on the Hub as one commit, and print its reference org/name@sha."""
     from slapo_zoo.cards.hub import push
@@ -129,7 +133,7 @@ def push(
 @command
 def pull(
     card: Annotated[str, typer.Argument(help="org/name@revision.")],
-    folder: Annotated[Path | None, typer.Argument(help="Where to copy it; none: the cache.")] = None,
+    folder: Annotated[Path | None, typer.Argument(help="Folder to copy the card to; default: the cache only.")] = None,
 ) -> Any:  # fmt: skip
     """Download a card from the Hub, check it, and print its commit and folder."""
     from slapo_zoo.cards.card import read_card

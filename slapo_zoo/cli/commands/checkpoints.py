@@ -10,12 +10,16 @@ from slapo_zoo.cli.readable_errors import report
 from slapo_zoo.cli.waiting import waiting
 
 Size = Annotated[str, typer.Option(help='Largest file, e.g. "5GB".')]
-Dtype = Annotated[str | None, typer.Option(help="Of the model: float32, bfloat16, float16.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Dtype of the weights: float32, bfloat16 or float16.")
+]
 
 
 @command
 def check(
-    folder: Annotated[Path, typer.Argument(help="What save_pretrained or save_checkpoint wrote.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Folder that save_pretrained or save_checkpoint wrote.")
+    ],
 ) -> Any:
     """Compare every tensor and file of a checkpoint with its checksums; exit code 2 if one is damaged."""
     from slapo_zoo.weights.integrity import damages_of
@@ -31,7 +35,7 @@ def check(
 @command
 def reshard(
     source: Annotated[Path, typer.Argument(help="A checkpoint folder.")],
-    target: Annotated[Path, typer.Argument(help="A new folder, or the same one.")],
+    target: Annotated[Path, typer.Argument(help="New folder, or the same folder.")],
     max_shard_size: Size = "5GB",
     dtype: Dtype = None,
     allow_pickle: Annotated[bool, typer.Option(help="Read a .bin checkpoint.")] = False,

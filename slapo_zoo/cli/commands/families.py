@@ -17,13 +17,14 @@ PACKAGES = ("slapo-zoo", "torch", "transformers", "safetensors", "triton", "deep
 def list_families() -> Any:
     """Print the model families that the zoo has a schedule for, and the features of each."""
     from slapo_zoo.weights.ledger import filled
-    from slapo_zoo.zoo.features import features
+    from slapo_zoo.zoo.features import MEANINGS, features
 
     found = features()
     width = max(map(len, found))
     offered = (" ".join(what for what, yes in has.items() if yes) for has in found.values())
-    lines = (f"{name:<{width}}  {text}" for name, text in zip(found, offered, strict=True))
-    return found, filled("\n".join(lines))
+    lines = [f"{name:<{width}}  {text}" for name, text in zip(found, offered, strict=True)]
+    legend = (f"{feature}: {meaning}" for feature, meaning in MEANINGS.items())
+    return found, filled("\n".join([*lines, "", *legend]))
 
 
 @command

@@ -9,16 +9,16 @@ from slapo_zoo.cli.arguments import command
 from slapo_zoo.cli.training.options import ONE_OF, ConfigError, checked, described
 
 ASKED = {
-    "model": "Which model? A checkpoint folder, or an id of the Hub",
-    "data": "On which data? A file, a folder, or a data set of the Hub",
-    "task": f"What is learned? {', '.join(ONE_OF['task'])}; auto: as the model was pre-trained",
-    "ranks": "On how many GPUs",
+    "model": "Model: a checkpoint folder, or an id of the Hub",
+    "data": "Data: a file, a folder, or a data set of the Hub",
+    "task": f"Task: {', '.join(ONE_OF['task'])}; auto: as the model was pre-trained",
+    "ranks": "Number of GPUs (data-parallel replicas)",
 }
 
 
 @command
 def init(
-    file: Annotated[Path, typer.Argument(help="Where it goes.")] = Path("run.yaml"),
+    file: Annotated[Path, typer.Argument(help="File to write.")] = Path("run.yaml"),
     model: Annotated[str | None, typer.Option(help=ASKED["model"])] = None,
     data: Annotated[str | None, typer.Option(help=ASKED["data"])] = None,
     task: Annotated[str | None, typer.Option(help=ASKED["task"])] = None,
@@ -28,9 +28,8 @@ def init(
     import yaml
 
     if file.exists():
-        raise ConfigError(
-            str(file), "", "this file exists already", "name another file, or remove it"
-        )
+        problem = "this file exists already"
+        raise ConfigError(str(file), "", problem, "name another file, or remove this one")
     model = model or typer.prompt(ASKED["model"])
     data = data or typer.prompt(ASKED["data"])
     task = task or typer.prompt(ASKED["task"], default="auto")

@@ -8,9 +8,10 @@ import typer
 from slapo_zoo.cli.arguments import command
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder, a Hub id, or with --gpus a family.")]  # fmt: skip
-Weights = Annotated[bool | None, typer.Option("--weights/--no-weights", help="What is read of the files, alone.")]  # fmt: skip
+Weights = Annotated[bool | None, typer.Option("--weights/--no-weights", help="Show only what is read from the files.")]  # fmt: skip
 Training = Annotated[
-    bool | None, typer.Option("--training/--no-training", help="Cost and memory of a step, alone.")
+    bool | None,
+    typer.Option("--training/--no-training", help="Show only time and memory of a training step."),
 ]
 SEARCH = "With --gpus"
 
@@ -21,19 +22,19 @@ def plan(
     layout: Any,
     weights: Weights = None,
     training: Training = None,
-    every_rank: Annotated[bool, typer.Option(help="A line per rank, not per stage.")] = False,
-    micro_batches: Annotated[int | None, typer.Option(min=1, help="Per step; 2 * pp.")] = None,
+    every_rank: Annotated[bool, typer.Option(help="Print a line per rank, not per stage.")] = False,
+    micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches per step; default: 2 * pp.")] = None,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
     seq_len: Annotated[int | None, typer.Option("--seq-len", "--seq", min=1, help="Tokens per row.")] = None,
-    gpus: Annotated[int | None, typer.Option(min=1, help="Search: which layout of so many?")] = None,
-    memory: Annotated[str | None, typer.Option(help="Of a device, e.g. 80GiB.", rich_help_panel=SEARCH)] = None,
-    batch: Annotated[int, typer.Option(min=1, help="Rows of a step, all copies.", rich_help_panel=SEARCH)] = 1024,
-    hardware: Annotated[str, typer.Option(help="h200, h100, a100, a100-40g, v100, cpu, or a file of calibrate.")] = "a100",
-    precision: Annotated[str, typer.Option(help="bf16, fp16 (sums in fp32), bf16-pure, fp16-pure or fp32.")] = "bf16",
-    runtime: Annotated[str, typer.Option(help="eager, kernels, compiled or megatron: how it is run.")] = "eager",
-    explain: Annotated[bool, typer.Option(help="Why others do not fit.", rich_help_panel=SEARCH)] = False,
-    write: Annotated[Path | None, typer.Option(help="The winner's schedule.json.", rich_help_panel=SEARCH)] = None,
-    most: Annotated[int, typer.Option("--top", min=1, help="Layouts shown.", rich_help_panel=SEARCH)] = 10,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Search the fastest layout of this many GPUs.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory of a device, e.g. 80GiB.", rich_help_panel=SEARCH)] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Rows of a step, over all replicas.", rich_help_panel=SEARCH)] = 1024,
+    hardware: Annotated[str, typer.Option(help="h200, h100, a100, a100-40g, v100, cpu, or a file of `calibrate`.")] = "a100",
+    precision: Annotated[str, typer.Option(help="bf16, fp16 (fp32 masters), bf16-pure, fp16-pure or fp32.")] = "bf16",
+    runtime: Annotated[str, typer.Option(help="How the model is run: eager, kernels, compiled or megatron.")] = "eager",
+    explain: Annotated[bool, typer.Option(help="Print why other layouts do not fit.", rich_help_panel=SEARCH)] = False,
+    write: Annotated[Path | None, typer.Option(help="File for the fastest layout's schedule (JSON).", rich_help_panel=SEARCH)] = None,
+    most: Annotated[int, typer.Option("--top", min=1, help="Number of layouts to show.", rich_help_panel=SEARCH)] = 10,
 ) -> Any:  # fmt: skip
     """Print what each rank would read, compute and hold; no weight is read.
 
@@ -131,7 +132,7 @@ def _forecast_text(found: Any, order: str) -> str:
     step, parts, best, hardware = found
     whole = sum(stage.seconds for stage in parts)
     title = f"a step of {step.layout.micro_batches} micro-batches, order {order}, on {hardware} (--hardware)"
-    names = ("stage", "rank", "units", "seconds of a micro-batch", "of the model", "activations of a micro-batch")  # fmt: skip
+    names = ("stage", "rank", "units", "seconds of a micro-batch", "share", "activations of a micro-batch")  # fmt: skip
     stages = [(i, stage.rank, stage.extent, f"{stage.seconds:.3g}", f"{stage.seconds / whole:.1%}",
                human(round(stage.activations))) for i, stage in enumerate(parts)]  # fmt: skip
     kinds = ("weights", "gradients", "optimizer", "activations", "working", "buffers", "total")
@@ -158,7 +159,7 @@ def _weights_text(found: Any, what: str, step: int) -> str:
     names = ("stage", "tp", "tensors", "bytes per rank", "files")
     table = as_table(f"{what}, {found.mesh.world_size} ranks", names, rows)
     missing = (
-        f"{len(found.missing)} tensors are in no file, {len(found.unexpected)} keys have no place"
+        f"{len(found.missing)} tensors are in no file, {len(found.unexpected)} keys fill no tensor"
     )
-    sizes = f"model: {human(found.model_bytes)}, of it assigned: {human(found.assigned_bytes)}"
+    sizes = f"model: {human(found.model_bytes)}, read by at least one rank: {human(found.assigned_bytes)}"
     return "\n".join((table, filled(f"{sizes}; {missing}")))

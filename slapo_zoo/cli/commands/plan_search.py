@@ -68,7 +68,9 @@ def search(
 def calibrate(
     output: Annotated[Path, typer.Argument(help="JSON file to write.")],
     device: Device = "auto",
-    ranks: Annotated[int, typer.Option(min=1, help="Local ranks that talk to each other.")] = 2,
+    ranks: Annotated[
+        int, typer.Option(min=1, help="Local processes that measure the link between them.")
+    ] = 2,
 ) -> Any:
     """Measure the speed of matrix products, memory, launches and links on this machine, for `plan`."""
     from slapo_zoo.tune.planner.calibrate import measure

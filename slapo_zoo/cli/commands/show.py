@@ -7,9 +7,9 @@ import typer
 from slapo_zoo.cli.arguments import Device, Head, Model, command, device_named
 
 Rows = Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")]
-Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens of a row; none: 128, or what the model takes.")]  # fmt: skip
+Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens per row; default: 128, or what the model takes.")]  # fmt: skip
 Kernels = Annotated[list[str] | None, typer.Option(help="auto, reference, or the names of kernels.")]  # fmt: skip
-OneRank = Annotated[int | None, typer.Option(min=0, help="Print the plan of this rank alone: its tensors, sums and draws.")]  # fmt: skip
+OneRank = Annotated[int | None, typer.Option(min=0, help="Print only the plan of this rank: tensors, gradient all-reduces, random draws.")]  # fmt: skip
 
 
 @command
@@ -79,10 +79,10 @@ def _text(found: Any, title: str) -> str:
     knobs = [(name, " ".join(str(value) or "none" for value in values))
              for name, values in found.outline.table.tunable.items()]  # fmt: skip
     tables = (
-        (("tensor", "whole", "per tp rank", "stages"), shapes),
-        (("stage", "tp", "parameters", "of the model", "bytes"), ranks),
-        (("in a micro-batch", "mesh dim", "when", "count", "bytes"), traffic),
-        (("kernel", "at", "runs", "because"), kernels), (("knob", "values to try"), knobs),
+        (("tensor", "unsharded", "per tp rank", "stages"), shapes),
+        (("stage", "tp", "parameters", "share", "bytes"), ranks),
+        (("collective", "mesh dim", "in a micro-batch", "count", "bytes"), traffic),
+        (("kernel", "modules", "used", "reason"), kernels), (("option", "values for tune"), knobs),
     )  # fmt: skip
     lines = [
         filled(f"{title}\n{found.outline.schedule}\n"),

@@ -14,7 +14,7 @@ from slapo_zoo.parallel.ranks.slurm import is_first
 
 Model = Annotated[str | None, typer.Argument(help="A checkpoint folder, or the id of a model on the Hub.")]  # fmt: skip
 Config = Annotated[Path | None, typer.Option(help="A YAML file of the keys of docs/training.md.")]
-Sets = Annotated[list[str] | None, typer.Option("--set", help="A key of it, e.g. warmup_steps=100.")]  # fmt: skip
+Sets = Annotated[list[str] | None, typer.Option("--set", help="One key of that file, e.g. warmup_steps=100.")]  # fmt: skip
 ABOUT = config_keys.described()
 # flag --> its annotation and default: every key that is no mapping and no list, which are given by --set
 KEYS = {

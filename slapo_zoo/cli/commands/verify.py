@@ -8,7 +8,7 @@ import typer
 from slapo_zoo.cli.arguments import LAYOUT, Head, Model, command
 from slapo_zoo.cli.waiting import waiting
 
-WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own.")]  # fmt: skip
+WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own schedule.")]  # fmt: skip
 ORDER = ("pipeline_order", "stages_per_rank")  # knobs that the program of a card leaves open
 
 
@@ -18,10 +18,12 @@ def verify(
     layout: Any,
     schedule: WithCard = None,
     auto_class: Head = None,
-    full: Annotated[bool, typer.Option(help="The model as it is, not a small one.")] = False,
-    layers: Annotated[bool, typer.Option(help="The true widths, a few layers at a time.")] = False,
+    full: Annotated[bool, typer.Option(help="Verify the full model, not a small one.")] = False,
+    layers: Annotated[
+        bool, typer.Option(help="Verify the full widths, a few layers at a time.")
+    ] = False,
     exact: Annotated[
-        bool, typer.Option(help="Compare bits with those of one process instead.")
+        bool, typer.Option(help="Compare training bit by bit with one process instead.")
     ] = False,
 ) -> Any:
     """Compare the scheduled with the plain model: outputs, gradients, a step, dropout, saved files.

@@ -105,7 +105,7 @@ def check_places(options: TrainOptions) -> None:
     for name, other in itertools.permutations(places, 2):
         if name in WRITTEN and places[name].is_relative_to(places[other]):
             problem = f"found {named[name]}, which is the path of {other} or lies in it"
-            hint = "name a place outside of it, e.g. runs/best, runs/log"
+            hint = f"name a path outside of {other}, e.g. runs/best or runs/log"
             raise ConfigError("train", name, problem, hint)
     for name in {"output", "best"} & places.keys():
         check_target(places[name], option=f"--{name}")
@@ -121,7 +121,7 @@ def check_parent(path: Path, option: str) -> None:
     """
     found = next(one for one in [path, *path.absolute().parents] if one.exists())
     if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
-        hint = "check its rights, or name another place"
+        hint = "check the permissions of this path, or name another one"
         raise WeightsError(str(path), option, f"{found} cannot be written to", hint)
 
 
@@ -182,7 +182,8 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
     for name in given:
         if name in OWN_KEYS:
             hint = f"write `{OWN_KEYS[name]}:` outside of load"
-            raise ConfigError("train", f"load.{name}", "this argument has a key of its own", hint)
+            problem = "this argument is an option of its own, not an entry of `load`"
+            raise ConfigError("train", f"load.{name}", problem, hint)
         if name == "cp":
             hint = "load the model in Python: AutoScheduledModel.from_pretrained(..., cp=2)"
             raise ConfigError("train", "load.cp", "slapo-zoo train does not cut tokens yet", hint)
@@ -231,8 +232,9 @@ def task_of(config: Any, asked: str | None = None) -> str:
     if asked is not None:
         if asked in known:
             return asked
-        problem = f"transformers has no model of the family {family!r} for it"
-        raise ArchitectureError("train", f"task={asked}", problem, f"tasks: {', '.join(known)}")
+        problem = f"transformers has no model of the family {family!r} for this task"
+        hint = f"choose another task: {', '.join(known)}"
+        raise ArchitectureError("train", f"task={asked}", problem, hint)
     if "masked" in known and not config.is_decoder and not config.is_encoder_decoder:
         return "masked"
     if "causal" in known:

@@ -105,11 +105,14 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
 def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: Any) -> Stream:
     """Return the batches of a data set that is read during training; raise DataError for a wrong name or column."""
     if options.eval_share:
-        problem = "a stream has no known end to hold rows out of"
+        problem = "no share of a stream can be held out, since its length is unknown"
         raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
     if issubclass(cls, Labelled):
-        hint = "leave stream out: labels are counted before training"
-        raise DataError("train", "stream", f"task {options.task} has labels", hint)
+        hint = "leave stream out, so that all rows are read first"
+        problem = (
+            f"task {options.task} counts its labels before training, but a stream is read during it"
+        )
+        raise DataError("train", "stream", problem, hint)
     name, split = str(options.data), options.data_split
     require_columns(name, cls, options)
     task = make_task(cls, tokenizer, None, options, config)
@@ -137,7 +140,8 @@ def require_columns(name: str, cls: type[Task], options: TrainOptions) -> None:
     """Raise DataError if the data are plain text but the task reads named columns."""
     if read.kind_of(name) == "text" and not cls.packs:
         hint = "give jsonl, csv, parquet or a data set of the Hub"
-        raise DataError(name, f"task={options.task}", "text has no columns", hint)
+        problem = "found plain text, but this task reads named columns"
+        raise DataError(name, f"task={options.task}", problem, hint)
 
 
 def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:

@@ -182,7 +182,7 @@ def read_config(path: Path) -> dict[str, Any]:
         hint = "slapo-zoo init writes one"
         raise ConfigError(str(path), "--config", "found no such file", hint) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = f"found no YAML: {str(error).splitlines()[0]}"
+        problem = f"this is not valid YAML: {str(error).splitlines()[0]}"
         raise ConfigError(str(path), "--config", problem, hint) from None
     if not isinstance(found, dict):
         problem = f"found {type(found).__name__}, expected keys and values"
@@ -202,7 +202,7 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
             value = yaml.safe_load(text)
         except yaml.YAMLError as error:
             hint = "write the value as in YAML, in quotes where it has brackets"
-            problem = f"found no YAML: {str(error).splitlines()[0]}"
+            problem = f"this is not valid YAML: {str(error).splitlines()[0]}"
             raise ConfigError("--set", word, problem, hint) from None
         entries = held if isinstance(held := found.get(key), dict) else {}
         found[key] = {**entries, entry: value} if entry else value
@@ -244,7 +244,7 @@ def make_options(*sources: Mapping[str, Any]) -> TrainOptions:
             given[key] = {**given[key], **value} if is_part else value
     if not given.get("model"):
         hint = "name a folder or a Hub id: slapo-zoo train MODEL, or `model:` in the file"
-        raise ConfigError("train", "model", "found none", hint)
+        raise ConfigError("train", "model", "no model was given", hint)
     if given.get("engine") == "deepspeed" and "zero_stage" in (given.get("load") or {}):
         _warn("train", ["zero_stage of engine: deepspeed is called deepspeed: {zero_optimization: {stage: N}} now"])  # fmt: skip
         stage = {"stage": given["load"]["zero_stage"]}

@@ -160,5 +160,5 @@ def check_trackers(options: TrainOptions) -> None:
         for make in get_reporting_integration_callbacks([*options.report_to]):
             make()
     except (ValueError, RuntimeError) as error:
-        hint = "install its package, or name another"
+        hint = "install the package of this tracker, or name another tracker"
         raise ConfigError("train", "report_to", str(error), hint) from error

@@ -29,9 +29,8 @@ def arguments_of(options: TrainOptions) -> TrainingArguments:
         )  # fmt: skip
     except (ValueError, TypeError) as error:
         problem = f"TrainingArguments: {str(error).partition(chr(10))[0]}"
-        raise ConfigError(
-            "train", f"trainer={dict(options.trainer)}", problem, "correct this entry"
-        ) from error
+        hint = "correct this entry of `trainer`"
+        raise ConfigError("train", f"trainer={dict(options.trainer)}", problem, hint) from error
 
 
 def place_of_logs(options: TrainOptions) -> str:

@@ -66,7 +66,7 @@ class Call:
         try:
             bound = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            hint = f"its forward is {type(module).__name__}.forward{signature}"
+            hint = f"pass the arguments of {type(module).__name__}.forward{signature}"
             raise ScheduleError(
                 where or "(the model)", "example inputs", str(error), hint
             ) from None

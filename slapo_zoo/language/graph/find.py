@@ -32,7 +32,7 @@ def find(module: nn.Module, path: str, what: Any) -> list[Found] | Matches:
         what = what()
     if not callable(what):
         hint = "pass a regex, a predicate `lambda node: ...`, a function, or a Pattern"
-        raise ScheduleError(path or "(the model)", "find", f"found {what!r}", hint)
+        raise ScheduleError(path or "(the model)", "find", f"cannot search for {what!r}", hint)
     pattern = trace_pattern(what)
     found = Matches()
     for at, graph in _graphs(module, path):

@@ -41,15 +41,18 @@ class ModulePattern(nn.Module):
     def forward(self, *args: Any) -> Any:
         """Raise ScheduleError: this call is only traced and matched, never run."""
         problem = "a pattern is matched in a graph, and cannot be called"
-        raise ScheduleError("pattern", f"ModulePattern({self.name!r})", problem)
+        hint = "pass the pattern to sch[path].find()"
+        raise ScheduleError("pattern", f"ModulePattern({self.name!r})", problem, hint)
 
 
 def call_module(regex: str, *args: Any) -> Any:
     """Match, in a pattern function, the call of a module whose path, or its last segments, match `regex`."""
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
-        problem = "call_module belongs into a pattern, and needs an argument of the pattern"
-        hint = 'lambda x: call_module("fc.*", x)'
+        problem = (
+            "call_module was called outside of a pattern, or without an argument of the pattern"
+        )
+        hint = 'write a pattern such as lambda x: call_module("fc.*", x)'
         raise ScheduleError("pattern", f"call_module({regex!r})", problem, hint)
     return proxies[0].tracer.create_proxy("call_function", call_module, (regex, *args), {})
 

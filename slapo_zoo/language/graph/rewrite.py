@@ -43,7 +43,8 @@ def replace_node(
     """
     if node.op not in ("call_function", "call_method", "call_module"):
         problem = f"{node.name} is a {node.op}, which computes nothing"
-        raise ScheduleError(path or "(the model)", "replace", problem, "name a call node")
+        hint = "name a node that calls a function or a module"
+        raise ScheduleError(path or "(the model)", "replace", problem, hint)
     check_hooks([node], owner, path)
     with owner.graph.inserting_after(node):
         kwargs = {**node.kwargs, **(constants or {})}

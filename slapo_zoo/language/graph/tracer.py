@@ -133,7 +133,7 @@ class ValueTracer(fx.Tracer):
         node = proxy.node
         value = node.meta["value"]
         if value is UNKNOWN:
-            problem = f"Python decides on {node.name}, which has no example value"
+            problem = f"an `if` of the forward reads {node.name}, which has no example value"
             raise self.fail(problem, EXAMPLE_HINT)
         if isinstance(value, Tensor) or node.meta["of_data"]:
             problem = f"an `if` or int() reads the elements of a tensor ({node.name})"

@@ -43,7 +43,7 @@ class ExpertParallel(Directive):
         local = Placement(0).local_size(found, n, r)
         wrong = [name for name, p in site.module.named_parameters() if p.shape[0] != local]
         if wrong:
-            problem = f"{wrong[0]} does not hold {local} of {found} experts on axis 0"
+            problem = f"{wrong[0]} is not sharded to {local} of {found} experts on axis 0"
             raise self.fail(site, problem, f"shard({wrong[0]!r}, 0, uneven=True) first")
 
     def apply(self, site: Site) -> None:

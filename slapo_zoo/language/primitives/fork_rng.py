@@ -57,19 +57,17 @@ class ForkRng(Directive):
 
     def check(self, site: Site) -> None:
         if self.after and (self.axis != -1 or self._after_path(site) not in site.state.modules):
-            problem = f"after={self.after!r}, axis={self.axis}: found no child of that name, or another axis"
-            hint = (
-                "name a child of this module, or of the module that holds the Dropout, and axis=-1"
+            problem = (
+                f"after={self.after!r}, axis={self.axis}: `after` must name a child, axis be -1"
             )
+            hint = "name a child of this module, or a sibling of the Dropout, and axis=-1"
             raise self.fail(site, problem, hint)
         if self.axis and self.size < site.mesh.size("tp") and (self.size or not self.after):
             problem = f"an axis of size {self.size} cannot be sharded over tp={site.mesh.tp}"
             raise self.fail(site, problem, "give the global size of the sharded axis")
         if not self.rows and (not isinstance(site.module, nn.Dropout) or self.axis or self.tokens):
-            problem = (
-                "rows=False: found another module than nn.Dropout, or axis or tokens beside it"
-            )
-            hint = "name a Dropout whose input is the same on all ranks, and rows alone"
+            problem = "rows=False fits only an nn.Dropout, without axis= and tokens="
+            hint = "select a Dropout with equal inputs on all ranks, and pass rows=False alone"
             raise self.fail(site, problem, hint)
 
     def apply(self, site: Site) -> None:

@@ -54,7 +54,7 @@ class Fuse(Directive):
     def check(self, site: Site) -> None:
         if self.compiler not in COMPILERS:
             problem = f"found compiler {self.compiler!r}, expected one of {COMPILERS}"
-            raise self.fail(site, problem, 'the default is "inductor"')
+            raise self.fail(site, problem, 'choose one of these; the default is "inductor"')
         for subgraph in self._subgraphs(site):
             insertion_point(subgraph)
             if self.compiler == "kernel":

@@ -41,7 +41,8 @@ class Overlap(Directive):
     def check(self, site: Site) -> None:
         if not self._found(site):
             hint = 'call sync("bwd_post", "all_reduce") before overlap()'
-            raise self.fail(site, "neither this module nor one below it sums a gradient", hint)
+            problem = "no sync directive at or below this module all-reduces a gradient"
+            raise self.fail(site, problem, hint)
 
     def apply(self, site: Site) -> None:
         site.state.overlap.update(dict.fromkeys(self._found(site), self.enable))

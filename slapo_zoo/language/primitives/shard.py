@@ -132,11 +132,13 @@ class Shard(Directive):
             raise self.fail(site, f"the tensor is sharded already, by {earlier.directive}", hint)
         if not 0 <= self.axis < tensor.ndim:
             problem = f"found axis {self.axis}, expected 0..{tensor.ndim - 1}"
-            raise self.fail(site, problem, f"the shape is {tuple(tensor.shape)}")
+            raise self.fail(site, problem, f"choose an axis of the shape {tuple(tensor.shape)}")
         self._check_size(site, tensor.shape[self.axis])
         if self.shared and (self.axis != 0 or not isinstance(site.module, nn.Linear)):
-            problem = f"shared={self.shared} on axis {self.axis} of a {type(site.module).__name__}"
-            hint = "leave shared= out, or shard axis 0 of a Linear: it counts outputs at the end"
+            problem = (
+                f"found shared={self.shared} on axis {self.axis} of a {type(site.module).__name__}"
+            )
+            hint = "leave shared= out, or shard axis 0 of a Linear, whose last outputs it counts"
             raise self.fail(site, problem, hint)
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:

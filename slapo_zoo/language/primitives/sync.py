@@ -37,7 +37,7 @@ def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
     n = site.mesh.size(sync.mesh_dim)
     if not -x.ndim <= axis < x.ndim:
         problem = f"found axis {axis} for a tensor of shape {tuple(x.shape)}"
-        raise sync.fail(site, problem, f"expected {-x.ndim}..{x.ndim - 1}")
+        raise sync.fail(site, problem, f"choose an axis from {-x.ndim} to {x.ndim - 1}")
     if x.shape[axis] % n:
         problem = f"axis {axis} of {tuple(x.shape)} is not a multiple of {sync.mesh_dim}={n}"
         raise sync.fail(site, problem, "pad the axis to a multiple, or change the mesh")
@@ -165,10 +165,10 @@ class Sync(Directive):
             raise self.fail(site, problem, 'shard("weight", ...) along its inputs first')
         if kind == "partial" and op not in SUMS:
             hint = f"use one of {SUMS}; another op may follow"
-            raise self.fail(site, "each rank holds a part of a sum", hint)
+            raise self.fail(site, "each rank holds a partial sum of the output", hint)
         if kind == "divided" and (op in SUMS or op.startswith("RR->")):
-            hint = "use all_gather, or a reshard form that begins with RS"
-            raise self.fail(site, "each rank holds other columns of the output", hint)
+            hint = 'use all_gather, or a reshard of sharded columns (RS), e.g. "RS->RR"'
+            raise self.fail(site, "each rank holds different columns of the output", hint)
         whole_bias = site.tensor("bias") is not None and site.placed("bias") is None
         if kind == "partial" and op == "reduce_scatter" and self.axis == -1 and whole_bias:
             hint = 'shard("bias", 0) first, or scatter along another axis'

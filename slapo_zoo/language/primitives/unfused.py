@@ -26,7 +26,8 @@ class Unfused(Directive):
     def check(self, site: Site) -> None:
         if getattr(site.module, "p", 0.0):
             hint = "select the module that chooses a fused kernel by its own flag"
-            raise self.fail(site, "found a dropout", hint)
+            problem = "the module applies a dropout itself, which training=False would switch off"
+            raise self.fail(site, problem, hint)
 
     def apply(self, site: Site) -> None:
         if site.mesh.size(self.mesh_dim) == 1:

@@ -261,7 +261,8 @@ def _matrices(model: Any, name: str) -> list[Matrix]:
         placed, axis = state.placed.get(f"{path}.weight"), INPUT_AXIS[kind]
         row = state.plan.of(f"{path}.weight") if state.plan else None
         if row is not None and row.sums(True, TIED):
-            raise _refusal(path, "an adapter beside a weight that stages share is not supported")
+            problem = "an adapter of a weight that several pipeline stages share is not supported"
+            raise _refusal(path, problem)
         shape = placed.shape if placed else tuple(base.weight.shape)
         of_a, of_b = _rule(path, state, placed, axis, _syncs(model, path))
         _check_dropout(path, layer.lora_dropout[name], of_a, shape[axis], model.mesh)
@@ -304,7 +305,7 @@ def _rule(
         sums = tuple(SumGradient("weight", sequence=tokens) for tokens in kinds)
         return sums, sums
     if placed.placement.pad or any(s.sync_op_or_fn != "all_reduce" for s in syncs):
-        problem = "an adapter beside a sharded vocabulary, or such a sum, is not supported"
+        problem = "an adapter of a layer over the sharded vocabulary, or with another sync than all_reduce, is not supported"
         raise _refusal(path, problem)
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - only shard places tensors
@@ -317,7 +318,8 @@ def _rule(
         # Where the input of W itself is no copy whose gradients are summed, that of B is one.
         return tokens if here else (SumGradient("weight"),), (part, *here)
     if not here:
-        raise _refusal(path, "the schedule sums its product elsewhere, which is not supported")
+        problem = "the schedule all-reduces its output at another module, which is not supported"
+        raise _refusal(path, problem)
     return (replace(how, axis=1), *here), tokens
 
 

@@ -230,7 +230,8 @@ class _Save:
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):
             problem = f"the optimizer of ranks {differ} differs from that of the first rank of their stage"
-            raise WeightsError(SAVE, "optimizer", problem, "make it in the same way on every rank")
+            hint = "make the optimizer in the same way on every rank"
+            raise WeightsError(SAVE, "optimizer", problem, hint)
         records = [record for _, record, *_ in found if record is not None]
         if records and len(records) != mesh.pp:
             problem = f"found an optimizer on {len(records)} of {mesh.pp} stages"

@@ -209,7 +209,7 @@ def _require_whole(module: nn.Module, _args: Any) -> None:
         if is_divided(p):
             if name in m.__dict__:
                 return
-            problem = f"{type(module).__name__} is called outside the model's forward, and this rank holds only some rows"
+            problem = f"{type(module).__name__} is called outside the model's forward, and this rank holds only some rows of its weights"
             hint = (
                 "call the model or a whole block, which gather them, or load it without dp_shard="
             )

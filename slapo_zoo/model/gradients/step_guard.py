@@ -97,7 +97,7 @@ class StepGuard:
         if ((found - found[0]).abs() > COPIES * found.abs().amax(0)).any():
             problem = "dp ranks have different weights: their steps or gradients were different"
             hint = (
-                "step on all ranks or on none, and average over dp what torch.autograd.grad returns"
+                "step on all ranks or on none, and average gradients of torch.autograd.grad over dp"
             )
             raise agreed(MeshError("backward", "copies of the model", problem, hint))
 
@@ -171,7 +171,7 @@ class StepGuard:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         problem = "the parameter is replicated over tp, but its gradient differs between tp ranks"
         hint = (
-            "sum over tp what each rank has a part of: sum_gradient; slapo-zoo verify tells where"
+            "add a sum_gradient directive for this parameter; `slapo-zoo verify` names its module"
         )
         what = f"{names[0]}{more}" if names else "parameters of another stage"
         raise agreed(MeshError("optimizer.step", what, problem, hint))
@@ -280,7 +280,7 @@ def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
     shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
     problem = f"{mesh_dim} ranks have different values or gradients of parameters outside the model: {shapes}"
     hint = (
-        "make it alike on all ranks and apply it in the loss_fn of train_step, or wrap it: "
+        "initialise them equally and use them in the loss_fn of train_step, or wrap their module: "
         "DistributedDataParallel(head, process_group=model.mesh.group('dp'))"
     )
     return MeshError("optimizer.step", "parameters beside the model", problem, hint)

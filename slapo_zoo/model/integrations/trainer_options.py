@@ -39,7 +39,7 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
         hint = 'pass save_strategy="no"; trainer.save_model(folder) writes the adapter at the end'
         raise _refusal(f"save_strategy={saves!r}", problem, hint)
     if getattr(args, "neftune_noise_alpha", None) and model.schedule.state.sequence_parallel:
-        problem = "each tp rank would add noise to its own tokens, of another size"
+        problem = "each tp rank would scale the noise by the number of its own tokens only"
         raise _refusal("neftune_noise_alpha", problem, "load the model without sequence_parallel")
     _share_generations(mesh, args)
     optimizer = str(getattr(getattr(args, "optim", None), "value", ""))
@@ -58,7 +58,9 @@ def _share_generations(mesh: Any, args: Any) -> None:
         return
     rows = args.per_device_train_batch_size
     if rows % groups:
-        problem = f"found {groups} answers to a prompt and {rows} rows of a dp rank"
+        problem = (
+            f"found num_generations={groups}, which does not divide the {rows} rows of a dp rank"
+        )
         hint = f"choose per_device_train_batch_size={(rows // groups + 1) * groups}: the answers to a prompt stay on one rank"
         raise _refusal("num_generations", problem, hint)
     args.generation_batch_size = rows * mesh.size("batch") * args.steps_per_generation

@@ -43,7 +43,7 @@ def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) 
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= size:
         problem = f"found ids {low}..{high}, expected 0..{size - 1}"
-        hint = "do the tokenizer and the model have the same vocabulary?"
+        hint = "use the tokenizer of this model: their vocabularies differ"
         raise InputError("forward", name, problem, hint) from error
     usable = _positions(model, longest) if longest else None
     if usable is not None and ids.shape[1] > usable:

@@ -89,7 +89,8 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
         return float(parts)
     if len(targets) != 1:
         problem = f"found {len(targets)} numbers, expected one, as loss_fn is one loss term"
-        raise SlapoError("train_step", "targets", problem, "pass [targets that loss_fn sums over]")
+        hint = "pass targets=[n], the number of targets over which loss_fn sums"
+        raise SlapoError("train_step", "targets", problem, hint)
     return totals[0]
 
 
@@ -97,9 +98,5 @@ def require_gradients() -> None:
     """Raise SlapoError where gradients are switched off, in `torch.no_grad` or `inference_mode`."""
     if not torch.is_grad_enabled():
         problem = "gradients are switched off (torch.no_grad or inference_mode)"
-        raise SlapoError(
-            "train_step",
-            "its backward",
-            problem,
-            "train outside of it; to evaluate, call model(**batch)",
-        )
+        hint = "call train_step outside of them; to evaluate, call model(**batch)"
+        raise SlapoError("train_step", "its backward", problem, hint)

@@ -104,8 +104,10 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
     other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
     if count > 1 and other:
-        problem = f"{rows} rows go into {count} micro-batches, but not {', '.join(other)}"
-        hint = "give each of them a row per row of the batch, or pass micro_batches=1"
+        problem = (
+            f"{rows} rows are split into {count} micro-batches, but {', '.join(other)} cannot be"
+        )
+        hint = "give these entries one row per row of the batch, or pass micro_batches=1"
         raise SlapoError("train_step", "batch", problem, hint)
 
 

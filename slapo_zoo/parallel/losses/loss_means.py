@@ -116,7 +116,9 @@ class GlobalMeans(TorchFunctionMode):
             if own is not None:
                 model._loss_function = own
         if not self.found:
-            raise _refusal("it is no mean over targets that can be sharded", MEANS)
+            raise _refusal(
+                "the loss is not computed by one of the means that can be split over rows", MEANS
+            )
 
     def _run_own(self, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.in_own = True
@@ -125,7 +127,7 @@ class GlobalMeans(TorchFunctionMode):
         finally:
             self.in_own = False
         if not getattr(loss, _SHARE, False):
-            raise _refusal("loss_function returns something else than a sum of means", OF_OWN)
+            raise _refusal("loss_function returns something other than a sum of means", OF_OWN)
         return loss
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,11 +159,14 @@ class GlobalMeans(TorchFunctionMode):
         """
         k = min(self.found, len(self.counts) - 1) if self.in_own else self.found
         if k >= len(self.counts):
-            raise _refusal(f"found more means than labels ({len(self.counts)})")
+            problem = (
+                f"the forward computes more mean losses than it has labels ({len(self.counts)})"
+            )
+            raise _refusal(problem)
         weight = None if func in BCE else options.get("weight")
         by_class = func in BY_CLASS and not y.is_floating_point()
         if weight is not None and (self.targets is None or not by_class):
-            raise _refusal("it divides by weights, which numbers of targets do not tell")
+            raise _refusal("the loss divides by weights, not by a number of targets")
         if self.targets is None or not (self.in_own or weight is not None):
             return self.counts[k]
         if by_class:
@@ -169,7 +174,7 @@ class GlobalMeans(TorchFunctionMode):
         if options.get("pos_weight") is not None:
             self._total(options["pos_weight"], torch.zeros((), device=y.device))
         if (self.part[k] == IGNORED).any():
-            raise _refusal(f"{func.__name__} knows no ignored labels, and found some")
+            raise _refusal(f"{func.__name__} cannot ignore labels, and some labels are -100")
         shape = (
             y[:, 0].shape if func is fn.cross_entropy else torch.broadcast_shapes(x.shape, y.shape)
         )
@@ -192,7 +197,8 @@ class GlobalMeans(TorchFunctionMode):
 
         here, expected = float(weighed(y)), float(weighed(self.part[k]))
         if abs(here - expected) > 1e-6 * expected:
-            raise _refusal(f"its targets weigh {here:g}, those of the labels {expected:g}")
+            problem = f"the class weights of its targets sum to {here:g}, those of the labels to {expected:g}"
+            raise _refusal(problem)
         assert self.targets is not None  # noqa: S101 - asked for before
         return self._total(weight, weighed(self.targets[k]))
 
@@ -210,7 +216,7 @@ class GlobalMeans(TorchFunctionMode):
             self.totals[self.found] = weights if alike else None, sum(row[0] for row in rows)
         before, total = self.totals[self.found]
         if weights is not None and (before is None or not torch.equal(before, weights)):
-            raise _refusal("parts of the batch have other weights of classes")
+            raise _refusal("micro-batches or dp ranks have different class weights")
         return total
 
 

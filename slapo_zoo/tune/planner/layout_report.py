@@ -103,7 +103,8 @@ def as_text(planner: Planner, found: Found, most: int, explain: bool) -> str:
     title = f"{found.parameters / 1e9:.3g}B parameters on {found.hardware.name}: {fit}"
     size = found.hardware.memory / GIB
     lines = [as_table(title, COLUMNS, [_cells(found, f) for f in found.feasible[:most]]),
-             f"GiB: of the fullest rank, of {size:.3g}; GB sent: by a rank in a step; bubble: share of the step\n"
+             "sp: sequence parallelism; step s: seconds per step; bubble: idle share of the step;\n"
+             f"GiB: memory of the fullest rank, of {size:.3g}; GB sent: by one rank in a step\n"
              f"predicted from: {found.hardware.source}"]  # fmt: skip
     if found.feasible:
         best = found.feasible[0]

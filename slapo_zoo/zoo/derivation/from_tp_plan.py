@@ -114,7 +114,7 @@ def _refuse_dropout(config: Any, seam: bool) -> None:
         if not isinstance(value, float) or not value or (seam and name == "attention_dropout"):
             continue
         if "dropout" in name or name.endswith("pdrop"):
-            problem = f"found {name}={value}, and a plan does not say where it drops"
+            problem = f"found {name}={value}, and the tp plan does not say which modules drop"
             raise refusal(config, problem, f"pass {name}=0.0, or write a table")
 
 
@@ -131,7 +131,7 @@ def _one(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
 
 def _dims(config: Any) -> dict[str, Any]:
     if not isinstance(getattr(config, "num_attention_heads", None), int):
-        raise refusal(config, "its config has no num_attention_heads", "use its text config")
+        raise refusal(config, "its config has no num_attention_heads", "pass its text config")
 
     kv = "num_key_value_heads"
     kv = kv if isinstance(getattr(config, kv, None), int) else "num_attention_heads"
@@ -183,13 +183,13 @@ def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule
         if name in KEYS:
             return column(0, "head_dim", kv=True)
         if name not in QUERY:
-            problem = f"the plan divides {pattern}, which is none of q, k and v"
+            problem = f"the tp plan shards {pattern}, which is none of q, k and v"
             raise refusal(config, problem, "write a table (docs/adding_an_architecture.md)")
         return column(0, unit, together=together)
     if style == "colwise":
         return column(0)
     if style not in rules:
-        problem = f"the plan has the style {style!r} for {pattern}"
+        problem = f"the tp plan has the style {style!r} for {pattern}"
         hint = f"known styles: {', '.join(['colwise', *rules])}; write a table for the others"
         raise refusal(config, problem, hint)
     return rules[style]
@@ -208,4 +208,4 @@ def _blocks(config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Modul
     for pattern in plan:
         if found := re.match(r"(.*?)\.\*", pattern):
             return f"{found[1]}.*"
-    raise refusal(config, "the plan names no repeated blocks", "write a table")
+    raise refusal(config, "the tp plan names no repeated blocks", "write a table")

@@ -221,5 +221,5 @@ def test_invalid_graph_patterns_are_refused():
     ):
         with pytest.raises(ScheduleError, match=text):
             search(lambda m, x: x.exp(), pattern)
-    with pytest.raises(ScheduleError, match="belongs into a pattern"):
+    with pytest.raises(ScheduleError, match="was called outside of a pattern"):
         call_module("a")

@@ -27,7 +27,7 @@ def test_expert_parallel_sets_the_local_number_of_experts(rank, local):
 
 
 def test_expert_parallel_on_unsharded_parameters_is_refused():
-    with pytest.raises(ScheduleError, match="up does not hold 3 of 5 experts on axis 0"):
+    with pytest.raises(ScheduleError, match="up is not sharded to 3 of 5 experts on axis 0"):
         schedule()["0"].expert_parallel()
 
 

@@ -192,7 +192,9 @@ def graph_breaks():
 
 def test_overlap_is_refused_without_all_reduce_and_survives_json():
     net = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(ScheduleError, match="neither this module nor one below it sums a gradient"):
+    with pytest.raises(
+        ScheduleError, match="no sync directive at or below this module all-reduces a gradient"
+    ):
         Schedule(net, Mesh(tp=2)).overlap()
     sch = scheduled(False, True, Mesh(tp=2))
     again = Schedule(nn.Sequential(nn.Linear(4, 4), Mlp(False)), Mesh(tp=2, rank=1))

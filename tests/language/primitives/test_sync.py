@@ -153,13 +153,13 @@ def divided(axis):
 
 @pytest.mark.parametrize("op", ["all_gather", "scatter", "RR->RS", "RS->RR"])
 def test_reshard_of_partial_sums_is_refused(op):
-    with pytest.raises(ScheduleError, match="each rank holds a part of a sum"):
+    with pytest.raises(ScheduleError, match="each rank holds a partial sum of the output"):
         divided(1).sync("fwd_post", op)
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "RR->RS"])
 def test_all_reduce_of_column_shards_is_refused(op):
-    with pytest.raises(ScheduleError, match="each rank holds other columns of the output"):
+    with pytest.raises(ScheduleError, match="each rank holds different columns of the output"):
         divided(0).sync("fwd_post", op)
 
 
