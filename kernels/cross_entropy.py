@@ -83,7 +83,7 @@ def join(parts: Tensor) -> Tensor:
 
 
 def row_losses(whole: Tensor, counts: Tensor, smoothing: float, vocab_size: int) -> Tensor:
-    """Return the cross-entropy of each row [N] from the statistics `whole` [3, N] of all classes.
+    """Return the cross-entropy [N] of each row, from the `statistics` [3, N] of all classes, given as `whole`.
 
     `counts` [N] is False for ignored rows, whose loss is 0; `smoothing` is the label smoothing.
     """

@@ -117,7 +117,7 @@ class Call:
         return Offloaded(self, found[key], tensor)
 
     def bring_back(self) -> None:
-        """Start to copy back the activations of this call, and then those of the call before it."""
+        """Start to copy the activations of this call back to the device, and then those of the call before it."""
         self._begin()
         if self.before is not None:
             self.before._begin()

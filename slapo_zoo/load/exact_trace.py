@@ -144,7 +144,7 @@ class ExactTrace:
 
 
 def _first(rows: Sequence[Row], others: Sequence[Row]) -> int | None:
-    """Return the index of the first row that differs; None if all are equal."""
+    """Return the index of the first row in which `rows` and `others` differ; None if all are equal."""
     for number, (row, other) in enumerate(zip(rows, others, strict=False)):
         if row != other:
             return number

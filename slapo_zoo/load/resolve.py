@@ -70,7 +70,7 @@ def _card_steps(
     """Return the directives of a schedule card, or the function of a trusted `schedule.py`; nothing is applied yet.
 
     Raises:
-        CardError: the card does not fit, or its model differs from the plain one.
+        CardError: the card does not fit, or the model that it schedules differs from the plain one.
     """
     name = str(options.schedule)
     if trust.remote_code:

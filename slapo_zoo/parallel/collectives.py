@@ -189,7 +189,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def reduce_forward(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of x over the ranks; the gradient of x is that of the result (Megatron-LM's function g)."""
+    """Return the sum of x over the ranks; the gradient passes to x unchanged (Megatron-LM's function g)."""
     return x if group is None else _ReduceForward.apply(x, group)
 
 

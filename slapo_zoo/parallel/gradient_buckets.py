@@ -135,6 +135,6 @@ class Bucket:
 
 
 def _strides(parameter: nn.Parameter) -> tuple[int, ...]:
-    """Return the strides of a parameter if it is dense, else those of a contiguous tensor of its shape."""
+    """Return the strides of a parameter, or contiguous strides of its shape if the parameter is not dense."""
     here = held_here(parameter)
     return torch.empty_like(here, device="meta").stride()

@@ -161,7 +161,7 @@ def _first_float(tree: Any) -> Tensor | None:
 
 
 def _as_fake(found: Any) -> Any:
-    """Return a fake tensor of the same shape and dtype as a real one; return other values unchanged."""
+    """Return a fake tensor of the shape and dtype of the tensor `found`; return other values unchanged."""
     if not isinstance(found, Tensor):
         return found
     return torch.empty(tuple(found.shape), dtype=found.dtype)

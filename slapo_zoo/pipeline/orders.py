@@ -175,7 +175,7 @@ class StageMap:
 
 
 def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: `ahead` forwards, then backward and forward in turn, then the last backwards."""
+    """Return the actions of a stage: `ahead` forwards, then one backward and one forward in turn, then backwards."""
     found = [Action(stage, FORWARD, i) for i in range(ahead)]
     for i in range(micro_batches):
         found.append(Action(stage, BACKWARD, i))

@@ -113,7 +113,7 @@ def makespan(spans: Sequence[Span]) -> float:
 
 
 def busy(spans: Sequence[Span]) -> dict[int, float]:
-    """Return the seconds that each rank computes."""
+    """Return {rank: seconds in which it computes}."""
     total: dict[int, float] = {}
     for span in spans:
         total[span.rank] = total.get(span.rank, 0.0) + span.end - span.begin

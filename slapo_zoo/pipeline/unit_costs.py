@@ -200,7 +200,7 @@ def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for modules that compute alike: classes, shapes, and plain attributes."""
+    """Return a key that is equal for modules with the same computation: classes, shapes, and plain attributes."""
     rows = []
     for path, part in module.named_modules():
         shapes = tuple((n, tuple(p.shape)) for n, p in part._parameters.items() if p is not None)

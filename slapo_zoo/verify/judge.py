@@ -358,7 +358,7 @@ def files(
 ) -> None:
     """Check that plain `transformers` loads what was saved in `folder`, every tensor bit for bit, and runs it.
 
-    `result` holds the weights that were saved; `batch` is the input of the run.
+    `result` holds the weights that were saved, `batch` is the input of the run; the outcome is recorded in `into`.
     """
     try:
         plain = cls.from_pretrained(folder, dtype=torch.float32)

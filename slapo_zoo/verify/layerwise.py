@@ -128,7 +128,7 @@ class _Numbers:
         self._shared = bool(outline.table.calls)
 
     def moved(self, steps: Sequence[Step], start: int) -> list[Step]:
-        """Return the directives for a model of the few layers from number `start` on, without those of other layers."""
+        """Return the directives of the few layers from number `start` on, renumbered for a model of these alone."""
         if self._shared:
             return list(steps)
         found = []

@@ -107,7 +107,7 @@ def _files(folder: Path) -> dict[str, Tensor]:
 
 
 def _not_finite(truth: Result) -> str:
-    """Name the first value of a run that is not finite (some classes give NaN for padding); return "" if all are."""
+    """Name the first value of the run `truth` that is not finite (some classes give NaN for padding); "" if all are."""
     if not math.isfinite(truth.loss):
         return f"its loss is {truth.loss}"
     wrong = [name for name, grad in truth.grads.items() if not grad.isfinite().all()]

@@ -75,8 +75,7 @@ def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
 def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tensor]]:
     """Allocate a meta module (with `whole` its submodules too) on the CPU, filled with NaN.
 
-    Return (dict of a module's parameters or buffers, name, meta tensor) of each, with which the caller restores the
-    meta tensors.
+    Return, for each tensor, (dict of its module's parameters or buffers, its name, the meta tensor), to undo this.
     """
     before, made = [], {}
     for sub in module.modules() if whole else (module,):

@@ -140,7 +140,7 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
 
 
 def bring_back(target: Path) -> None:
-    """Undo a save that was killed between its two renames, on systems that cannot swap folders."""
+    """Move the old folder back to `target` if a save was killed between its two renames."""
     if os.path.lexists(target) or not _moved_away(target):
         return
     time.sleep(BLINK_S)  # a running save is between its renames only briefly

@@ -29,7 +29,7 @@ class Source:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of the unsharded tensor."""
+        """Return the bytes of the unsharded tensor in the dtype of the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

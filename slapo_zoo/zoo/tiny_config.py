@@ -269,7 +269,7 @@ def _head_size(now: dict[str, int]) -> int:
 
 
 class _Rules:
-    """Rules by which the fields of a config shrink to those of a tiny model."""
+    """Rules by which the fields of a config are reduced to make a tiny model."""
 
     def __init__(self, own: dict[str, Any], sizes: Sizes):
         self.sizes = sizes

@@ -75,7 +75,9 @@ def test_saved_dataset_streams_and_keeps_its_splits(several, tmp_path):
     source = read.Source(path, "train", None, Causal(Letters(), 4), {"text": "text"})
     stream = Stream(source, source.task, batch_size=2, seed=0, block=4)
     assert stream.part(0)["input_ids"].shape == (2, 4)
-    with pytest.raises(DataError, match=r"split 'dev': found no such split, expected train( or test)?\n"):
+    with pytest.raises(
+        DataError, match=r"split 'dev': found no such split, expected train( or test)?\n"
+    ):
         read.open_table(path, "dev")
     assert len(read.open_table(path, "test" if several else "train")) == (1 if several else 20)
 

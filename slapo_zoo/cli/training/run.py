@@ -131,7 +131,7 @@ class Run(ScheduledTrainer):
         return self.done >= self.options.max_steps or tired
 
     def get_train_dataloader(self) -> Any:
-        """Return an iterator over this dp rank's batches, beginning with that of the next step."""
+        """Return an iterator over this dp rank's batches from the next step on."""
         mesh = self._mesh
 
         def rest() -> Iterator[dict[str, Tensor]]:
@@ -232,7 +232,7 @@ class Ending(TrainerCallback):
         self.run, self.stop = run, stop
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Save the model if this evaluation is the best so far; all ranks have equal figures and decide alike."""
+        """Save the model if this evaluation is the best so far; all ranks have equal figures, so all decide equally."""
         run, options = self.run, self.run.options
         found = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         if run.best.judge(run.done, found) and options.best is not None:
@@ -275,7 +275,7 @@ def fit(
 
 
 def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> None:
-    """Raise an error, on all ranks, if loss or gradient norm is not finite, before such a model is saved."""
+    """Raise an error on all ranks if the loss or gradient norm of `step` is not finite, before the model is saved."""
     tells = options.engine == "torch"  # other engines may say nan for: unknown
     if math.isfinite(loss) and not math.isinf(norm) and not (tells and math.isnan(norm)):
         return

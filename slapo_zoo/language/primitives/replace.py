@@ -92,7 +92,9 @@ class Replace(Directive):
             arguments(self._function(), found[0].inputs, found[0].path, constants)
 
     def _one_node(self, found: list[Subgraph]) -> bool:
-        """Return whether `subgraph` names a single node, by (path, node) or a regex; `new` gets the node's arguments."""
+        """Return whether `found` is one node, named by (path, node) or a regex; `new` then gets that node's
+        arguments.
+        """
         named = is_node(self.subgraph) or isinstance(self.subgraph, str)
         return named and len(found) == 1
 

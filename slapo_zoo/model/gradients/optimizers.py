@@ -39,7 +39,7 @@ MATRIX_WISE = {"Adafactor": True, "Muon": False}  # whether the step reads the w
 
 
 class OptimizerWarning(UserWarning):
-    """Warning that an optimizer may need whole matrices, and sees shards of them."""
+    """Warning that an optimizer may need unsharded matrices, but gets shards."""
 
 
 _ASKED: "WeakSet[Any]" = WeakSet()

@@ -103,7 +103,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether an autograd node gives other results on shards than on the whole weight, as a mean does."""
+    """Return whether an autograd node, such as a mean, gives another result on shards than on the unsharded weight."""
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean

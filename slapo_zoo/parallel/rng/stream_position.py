@@ -16,7 +16,7 @@ from slapo_zoo.parallel.rng.seeds import advance_generator, mark_of_generator
 
 
 class SiteName:
-    """Path of a dropout module, with a hash of it as a tensor: blocks that differ only in it share a compiled graph.
+    """Path of a dropout module, with its hash as a tensor, so that equal blocks at different paths share a graph.
 
     Args:
         base: a path, or the SiteName with which this name begins.
@@ -114,7 +114,7 @@ class StreamPosition:
             self.real_tokens = self.real_at = None
 
     def position(self) -> Position:
-        """Return (step, first row, rows) of the masks drawn now; in a backward those of its forward."""
+        """Return (step, first row, rows) for masks drawn now; in a backward it is the position of its forward."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
@@ -176,7 +176,10 @@ class StreamPosition:
         self._seen[mark] = position or self.position()
 
     def place(self, site: Where, rows: int) -> Position:
-        """Return (step, first row, rows) for a random draw of `rows` rows; outside a call each draw is its own step."""
+        """Return the stream position (step, first row, rows) at which the module `site` draws for `rows` rows.
+
+        Outside a call of the model each draw is a step of its own.
+        """
         found = self._place(site, rows)
         return found if self.has_rows else (found[0], 0, 0)
 

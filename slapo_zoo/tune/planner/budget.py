@@ -58,7 +58,7 @@ def policies_within(
 
 
 def hardware_of(device: torch.device | str) -> Hardware:
-    """Return the planner's hardware profile for the CPU or this machine's GPU; that of an H100 for an unknown GPU."""
+    """Return the planner's hardware profile of the CPU or of this machine's GPU; for an unknown GPU, that of an H100."""
     kind = torch.device(device)
     if kind.type != "cuda":
         return HARDWARE["cpu"]

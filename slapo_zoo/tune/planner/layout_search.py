@@ -281,7 +281,7 @@ class Planner:
         return How(self.hardware, self.runtime, self.precision, layout.tp)
 
     def why(self, found: Forecasted) -> str:
-        """Return one line that says why a layout does not fit: its bytes of each kind, and the bytes of the device."""
+        """Return one line that says why the layout of `found` does not fit: its bytes of each kind, and the device's."""
         total = (found.memory + self.hardware.reserved) / GIB
         rank = found.ranks[found.fullest]
         sizes = {name: getattr(rank, name) for name in PARTS} | {
@@ -380,7 +380,7 @@ def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshErr
 
 
 def require_feasible(found: Found, what: str) -> Forecasted:
-    """Return the fastest layout of a search.
+    """Return the fastest layout that a search (`found`) has found to fit.
 
     Raises:
         MeshError: none fits; it names `what` (the option) and the layout that comes nearest.

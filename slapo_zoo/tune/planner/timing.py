@@ -219,7 +219,7 @@ def _cost(stage: StageTime, kind: str) -> float:
 
 
 def _transfer(received: float, layout: Layout, how: How) -> float:
-    """Return the seconds to receive `received` bytes from the stage before."""
+    """Return the seconds that a stage needs to receive `received` bytes from the stage before."""
     if not received:
         return 0.0
     hardware = how.hardware

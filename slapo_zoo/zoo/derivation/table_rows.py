@@ -264,7 +264,7 @@ def _groups(modules: Modules) -> Iterator[Group]:
 
 
 def _rule(modules: Modules, pattern: str) -> Rule:
-    """Return the rule that shards a pattern's modules by themselves; `whole` (replicated) if they cannot be sharded."""
+    """Return the rule that shards each module of a pattern on its own; `whole` (replicated) if it cannot be sharded."""
     first, own = modules.patterns[pattern][0], modules.own_only(pattern)
     if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
         return whole

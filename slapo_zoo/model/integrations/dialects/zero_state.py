@@ -32,7 +32,7 @@ def whole_gradient(p: Any) -> Tensor:
 
 
 def _whole_parameter(p: Any) -> Tensor:
-    """Return a parameter gathered over dp; the value of a trained parameter is that of the optimizer's fp32 copy."""
+    """Return a parameter gathered over dp; a trained parameter has the value of the optimizer's fp32 copy."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if hasattr(p, "ds_id") and p.requires_grad:
