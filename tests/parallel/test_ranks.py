@@ -1,5 +1,6 @@
 """The rank pool that the other tests use."""
 
+import ctypes
 import os
 import signal
 import time
@@ -50,6 +51,10 @@ def raise_schedule_error():
 
 def kill_self():
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def read_nothing():
+    ctypes.string_at(0)
 
 
 def hang():
@@ -123,6 +128,15 @@ def test_rank_pool_names_a_killed_rank(ranks):
         ranks.run(fail_on, 3, 2, kill_self)
     assert {state(pid) for pid in pids[:3]} <= {"X"}
     assert_works(ranks, 3)
+
+
+def test_rank_pool_shows_the_stack_of_a_rank_ended_by_a_segmentation_fault(ranks):
+    with pytest.raises(RankError, match=r"rank 1: fail_on: killed by SIGSEGV") as caught:
+        ranks.run(fail_on, 2, 1, read_nothing)
+    said = "".join(caught.value.__notes__)
+    assert "Segmentation fault" in said
+    assert "in read_nothing" in said
+    assert_works(ranks)
 
 
 def test_rank_pool_stops_a_hanging_job_and_shows_its_stack(ranks):

@@ -142,19 +142,21 @@ class RankPool:
                 worker.pipe.send_bytes(data)
 
     def _stacks_of(self, workers):
-        """Return the stack of each rank that still lives."""
+        """Return the stack of each rank that still lives, or that a signal such as SIGSEGV ended."""
         living = [worker for worker in workers if worker.process.is_alive()]
         for worker in living:
             os.kill(worker.process.pid, signal.SIGUSR1)
         time.sleep(0.2 if living else 0)
-        files = {w.rank: Path(self._stacks.name, str(w.process.pid)) for w in living}
-        return "\n".join(f"rank {rank}:\n{file.read_text()}" for rank, file in files.items())
+        files = {w.rank: Path(self._stacks.name, str(w.process.pid)) for w in workers}
+        said = {rank: file.read_text() for rank, file in files.items() if file.exists()}
+        return "\n".join(f"rank {rank}:\n{text}" for rank, text in said.items() if text)
 
 
 def _work(pipe, port, stacks):
     prepare_rank(threads=1)
     file = Path(stacks, str(os.getpid())).open("w")  # noqa: SIM115 - open as long as we live
     faulthandler.register(signal.SIGUSR1, file=file)
+    faulthandler.enable(file)  # also of a rank that a signal ends
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     while True:
         job, data = pipe.recv(), pipe.recv_bytes()
