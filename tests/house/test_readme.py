@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,17 +53,43 @@ PAGES = ["README.md", "docs/tutorial.md", "docs/index.md", "docs/guide.md", "doc
          "docs/your_own_loop.md", "docs/how_a_linear_is_sharded.md"]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_python_blocks_of_a_page_run(name, tmp_path, pages_server):
-    """All blocks of a page run in one process, in order: a later block may use names of an earlier one."""
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory, pages_server):
+    """Return a function that runs the Python blocks of a page in an empty folder, once: (exit status, output, folder)."""
+
+    @cache
+    def run(name):
+        folder = tmp_path_factory.mktemp("page")
+        return *pages_server(script_of_a_page(name, folder)), folder
+
+    return run
+
+
+def script_of_a_page(name, folder):
+    """Write all blocks of a page into one script, in order: a later block may use names of an earlier one."""
     text = page(name)
     lines = [""] * text.count("\n")  # so that a traceback shows the line of the page
     for start, block in blocks("python", text):
         lines[start : start + block.count("\n")] = block.splitlines()
     assert any(lines), f"{name} has no Python block"
-    script = (tmp_path / Path(name).name).with_suffix(".py")
+    script = (folder / Path(name).name).with_suffix(".py")
     script.write_text("\n".join(lines), encoding="utf-8")
-    code, said = pages_server(script)
+    return script
+
+
+def command(words, folder, server):
+    """Run a command line of slapo-zoo in a folder; return its output. It has to succeed."""
+    script = folder / "command.py"
+    start = "import os\nos.environ['COLUMNS'] = '200'\nfrom slapo_zoo.cli.main import main\n"
+    script.write_text(f"{start}if __name__ == '__main__':\n    main({words!r})\n")
+    code, said = server(script)
+    assert code == 0, f"{words}: {said}"
+    return said
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_python_blocks_of_a_page_run(name, ran):
+    code, said, _ = ran(name)
     assert code == 0, said
 
 
@@ -79,20 +106,18 @@ SLAPO_ZOO_LINES = [words[1:] for words in commands(README) if words[0] == "slapo
 
 
 @pytest.mark.parametrize("words", SLAPO_ZOO_LINES, ids=" ".join)
-def test_command_lines_of_the_readme_have_help_and_options(words, tmp_path):
+def test_command_lines_of_the_readme_have_help_and_options(words, tmp_path, pages_server):
     """The subcommand has a help page, and it lists every option that the README uses."""
-    main = "import os; os.environ['COLUMNS'] = '200'; from slapo_zoo.cli.main import main; main()"
-    result = execute(["-c", main, words[0], "--help"], tmp_path)
-    assert result.returncode == 0, result.stderr
+    said = command([words[0], "--help"], tmp_path, pages_server)
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
-        assert option in result.stdout, f"slapo-zoo {words[0]} has no {option}"
+        assert option in said, f"slapo-zoo {words[0]} has no {option}"
 
 
 SLOW_PAGES = [pytest.param(name, marks=pytest.mark.slow) for name in ("index.md", "tuning.md")]
 
 
 @pytest.mark.parametrize("name", ["cards.md", *SLOW_PAGES])
-def test_commands_of_a_page_run(name, tmp_path):
+def test_commands_of_a_page_run(name, tmp_path, pages_server):
     text = page(f"docs/{name}")
     if name == "index.md":  # its first block makes the checkpoint
         _, first = next(blocks("python", text))
@@ -101,8 +126,7 @@ def test_commands_of_a_page_run(name, tmp_path):
     assert lines
     for program, *words in lines:
         assert program == "slapo-zoo"
-        result = execute(["-m", "slapo_zoo.cli.main", *words], tmp_path)
-        assert result.returncode == 0, f"{words}: {result.stderr}"
+        command(words, tmp_path, pages_server)
 
 
 @pytest.mark.slow
@@ -127,13 +151,12 @@ def test_training_page_commands_run(tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, pytest.param(99, marks=pytest.mark.slow)])
-def test_readme_blocks_and_commands_run_in_an_empty_folder(most, tmp_path):
-    """Run the README's Python blocks, then its commands, in order; other tests run the commands of a checkout."""
-    script = "\n".join(block for _, block in blocks("python", README))
-    assert execute(["-c", script], tmp_path).returncode == 0
+def test_readme_blocks_and_commands_run_in_an_empty_folder(most, ran, pages_server):
+    """Run the README's commands, in order, where its Python blocks ran; other tests run the commands of a checkout."""
+    code, said, folder = ran("README.md")
+    assert code == 0, said
     for words in SLAPO_ZOO_LINES[:most]:
-        result = execute(["-m", "slapo_zoo.cli.main", *words], tmp_path)
-        assert result.returncode == 0, f"{words}: {result.stderr}"
+        command(words, folder, pages_server)
 
 
 def test_readme_is_short():
