@@ -19,10 +19,11 @@ from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.case import Case, Trial
-from slapo_zoo.verify.derive import Search, problem_of
+from slapo_zoo.verify.derive import Search, derive, problem_of
+from slapo_zoo.verify.leak_probe import cut_table
 from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.outline import Outline
-from slapo_zoo.zoo.table import families
+from slapo_zoo.zoo.table import families, table_for
 from slapo_zoo.zoo.tiny_config import Sizes
 
 HEADS = {
@@ -37,6 +38,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "pp2": ((1, 2, 1), {}),
     "tp2 pp2": ((2, 2, 1), {}),
     "tp2 sp": ((2, 1, 1), {"sequence_parallel": True}),
+    "cp2": ((1, 1, 1), {"cp": 2}),
 }
 SLOW_IMPORTS = (
     "torch._dynamo", "torch.distributed.pipelining", "torch._subclasses.fake_tensor",
@@ -104,17 +106,19 @@ def outcome_of(model_type: str, names: list[str], layouts: list[str]) -> Outcome
             except Exception as error:
                 found.problem = f"{type(error).__name__}: {str(error).strip().splitlines()[:1]}"
             if not found.problem:
-                _try_layouts(found, case, layouts)
+                _try_layouts(found, case, config, layouts)
                 break
     return found
 
 
-def _try_layouts(found: Outcome, case: Case, layouts: list[str]) -> None:
+def _try_layouts(found: Outcome, case: Case, given: Any, layouts: list[str]) -> None:
     config = case.config
     for layout in layouts:
         sizes, knobs = LAYOUTS[layout]
         try:
-            if config.model_type in families():
+            if "cp" in knobs:
+                problem = _probe(given, case.cls, sizes)
+            elif config.model_type in families():
                 problem = problem_of(Trial(case, sizes, "zoo", knobs))
                 found.share = found.share or _share_of_zoo(case)
             else:
@@ -123,6 +127,15 @@ def _try_layouts(found: Outcome, case: Case, layouts: list[str]) -> None:
         except Exception as error:
             problem = str(error).strip().splitlines()[0]
         found.layouts[layout] = f"{REFUSED}: {problem}" if problem else EQUAL
+
+
+def _probe(config: Any, cls: Any, sizes: tuple[int, int, int]) -> str:
+    """Probe a class for leaks over cp; raise the error of one whose tokens cannot be cut, else return ""."""
+    if config.model_type in families():
+        cut_table(config, cls, table_for(config.model_type))
+    else:
+        derive(config, cls, sizes, cp=2)
+    return ""
 
 
 def _share_of_zoo(case: Case) -> float:
@@ -201,12 +214,36 @@ def _apart(name: str, classes: list[str], timeout_s: int, layouts: list[str]) ->
     return Outcome(**json.loads(text)) if text else Outcome(name, classes[0], "", stopped)
 
 
+def cut_page(outcomes: list[Outcome]) -> str:
+    """docs/coverage_cp.md: types whose tokens can be cut over cp, and why the others cannot."""
+    tried = sorted((o for o in outcomes if not o.problem and "cp2" in o.layouts), key=lambda o: o.model_type)  # fmt: skip
+    equal = [o for o in tried if o.layouts["cp2"] == EQUAL]
+    reasons = [f"- `{o.model_type}` ({o.cls}): {_short(o.layouts['cp2'])}" for o in tried if o not in equal]  # fmt: skip
+    untried = sorted(model_types().keys() - {o.model_type for o in outcomes})
+    share = f"{len(equal) / max(len(tried), 1):.1%}"
+    lines = [
+        "# Coverage of cp", "",
+        "Which model types have tokens that can be cut over two ranks of cp, by the leak probe: a tiny model of the type, outputs, the positions "
+        "that each changed token reaches, loss, every gradient and dropout compared with the plain model. Made by "
+        "`ci/run.py coverage --layout cp2 --page docs/coverage_cp.md`.", "",
+        "| tried | equal | refused | wrong |", "|--:|--:|--:|--:|",
+        f"| {len(tried)} | {len(equal)} ({share}) | {len(tried) - len(equal)} | 0 |", "",
+        "A type that is not equal is refused at the load with its reason, so none is wrong. ", "",
+        "## Equal", "", ", ".join(f"`{o.model_type}` ({o.cls})" for o in equal), "",
+        "## What is refused, and why", "", *reasons,
+    ]  # fmt: skip
+    if untried:
+        lines += ["", "## Not tried", "", ", ".join(f"`{name}`" for name in untried)]
+    return "\n".join(lines).replace(". \n", ".\n") + "\n"
+
+
 def page(outcomes: list[Outcome]) -> str:
     """docs/coverage.md."""
     import transformers
 
     trained = [o for o in outcomes if not o.problem]
-    tried = {layout: [o for o in trained if layout in o.layouts] for layout in LAYOUTS}
+    shown = [layout for layout in LAYOUTS if layout != "cp2"]  # that has a page of its own
+    tried = {layout: [o for o in trained if layout in o.layouts] for layout in shown}
     counts = {
         layout: _counted(sum(o.layouts[layout] == EQUAL for o in some), len(some), len(trained))
         for layout, some in tried.items()
@@ -228,7 +265,7 @@ def page(outcomes: list[Outcome]) -> str:
         "| type | class | divided | tp2 | pp2 | tp2 pp2 | tp2 sp |", "|:--|:--|--:|:--|:--|:--|:--|",
     ]  # fmt: skip
     for o in sorted(trained, key=lambda o: o.model_type):
-        marks = [MARKS.get(o.layouts.get(layout, ""), "no") for layout in LAYOUTS]
+        marks = [MARKS.get(o.layouts.get(layout, ""), "no") for layout in shown]
         lines.append(
             f"| {o.model_type} | {o.cls} | {f'{o.share:.0%}' if o.share else 'unnoted'} | {' | '.join(marks)} |"
         )
@@ -266,7 +303,7 @@ def coverage(
     names: Annotated[list[str] | None, typer.Argument(help="Model types; none: all that are not in the file yet.")] = None,
     file: Annotated[Path, typer.Option(help="Outcomes so far, as JSON lines.")] = Path("coverage.jsonl"),
     write: Annotated[Path | None, typer.Option("--page", help="Write docs/coverage.md there.")] = None,
-    layout: Annotated[list[str] | None, typer.Option(help="tp2, pp2, 'tp2 pp2', 'tp2 sp'; none: all of them.")] = None,
+    layout: Annotated[list[str] | None, typer.Option(help="tp2, pp2, 'tp2 pp2', 'tp2 sp', cp2; none: all but cp2.")] = None,
     timeout: Annotated[int, typer.Option(help="Seconds per type.")] = 240,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
@@ -276,9 +313,10 @@ def coverage(
         typer.echo(f"{outcome.model_type}: {outcome.problem or outcome.layouts}")
 
     with stdout_for_json(as_json):
-        found = list(cover(names or [], file, timeout, layout or list(LAYOUTS), tell))
+        found = list(cover(names or [], file, timeout, layout or list(LAYOUTS)[:-1], tell))
     if write is not None:
-        write.write_text(page(found), encoding="utf-8")
+        made = cut_page if layout == ["cp2"] else page
+        write.write_text(made(found), encoding="utf-8")
     if as_json:
         typer.echo(json.dumps([asdict(outcome) for outcome in found], indent=1))
 

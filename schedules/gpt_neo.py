@@ -38,5 +38,6 @@ GPT_NEO = register(
         blocks=("h.*",),
         tunable=tunable(attention=("eager",)),
         seam=False,
+        cut_tokens={"GPTNeoForCausalLM": "counted"},
     )
 )

@@ -5,14 +5,17 @@ is exact. Masks are made where they are used, from padding and positions of the 
 never a mask [S, T]. B batch size, s tokens of this rank, S = n * s tokens of a row, T keys.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.attention_backends import implementation
 from slapo_zoo.hf.padding import SKIPS
 from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 
@@ -122,24 +125,57 @@ def bias_by_place(attention: Any, stream: Any) -> None:
 
 
 def positions_by_place(embedding: Any, stream: Any) -> None:
-    """Let a position embedding of BART count from the first token of this cp rank, not from 0;
+    """Let a position embedding of BART or Pegasus count from the first token of this cp rank, not from 0;
     `stream`, the model's random stream, says which tokens the rank holds.
     """
     own = embedding.forward
 
     @wraps(own)
     def forward(
-        input_ids: Tensor, past_key_values_length: int = 0, position_ids: Tensor | None = None
+        tokens: Any, past_key_values_length: int = 0, position_ids: Tensor | None = None
     ) -> Tensor:
-        first = 0 if stream.cut is None else stream.cut.r * input_ids.shape[1]
+        count = tokens.shape[1] if isinstance(tokens, Tensor) else tokens[1]
+        first = 0 if stream.cut is None else stream.cut.r * count
         position_ids = None if position_ids is None else position_ids + first
-        return own(input_ids, past_key_values_length + first, position_ids)
+        return own(tokens, past_key_values_length + first, position_ids)
 
     embedding.forward = forward
 
 
+def scores_by_place(attention: Any, stream: Any) -> None:
+    """Let an attention that computes its own scores (GPT-Neo, GPT-J) see the keys of all cp ranks.
+
+    Its method `_attn` gets keys and values [B, H, S, d] and, in a causal buffer [1, 1, P, P], this rank's rows.
+    """
+    own = attention._attn
+
+    @wraps(own)
+    def scored(query: Tensor, key: Tensor, value: Tensor, *mask: Any, **more: Any) -> Any:
+        if (cut := stream.cut) is None:
+            return own(query, key, value, *mask, **more)
+        key, value = cut.whole(key, 2), cut.whole(value, 2)
+        with _rows_of(attention, cut, query.shape[2], key.shape[2]):
+            return own(query, key, value, *mask, **more)
+
+    attention._attn = scored
+
+
+@contextmanager
+def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[None]:
+    """Context in which rows total - rows to total of the buffer `bias` are those of this rank's tokens."""
+    whole = getattr(attention, "bias", None)
+    if whole is not None:
+        first = whole[:, :, : total - rows, :total]
+        attention.bias = torch.cat([first, cut.part(whole[:, :, :total, :total], 2)], 2)
+    try:
+        yield
+    finally:
+        if whole is not None:
+            attention.bias = whole
+
+
 def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> None:
-    """Let the modules that count tokens themselves count from the index of this rank's first token in a row.
+    """Let the modules that count tokens or compute scores themselves do so from the index of this rank's first token in a row.
 
     Args:
         modules: path --> module of a model.
@@ -149,5 +185,14 @@ def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> No
     for path, module in modules.items():
         if positions == "relative" and hasattr(module, "compute_bias"):
             bias_by_place(module, stream)
-        elif positions == "placed" and path.endswith(".embed_positions"):
+        elif positions == "placed" and counts_by_place(path, module):
             positions_by_place(module, stream)
+        elif hasattr(module, "_attn"):
+            module.config._attn_implementation = implementation("eager")  # for its masks
+            scores_by_place(module, stream)
+
+
+def counts_by_place(path: str, module: Any) -> bool:
+    """Return whether a module is a position embedding that counts the tokens that it gets (BART, Pegasus)."""
+    takes = signature(module.forward).parameters if path.endswith("embed_positions") else ()
+    return "past_key_values_length" in takes and not {"attention_mask", "inputs_embeds"} & {*takes}

@@ -20,10 +20,11 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.apart import ProcessApart, python_apart
 from slapo_zoo.verify.apart import CHILD
+from slapo_zoo.verify.cut_classes import require_token_labels, with_positions
 from slapo_zoo.zoo.derivation.table_document import from_document
 from slapo_zoo.zoo.derivation.table_rows import undivided_table
 from slapo_zoo.zoo.options import BuildOptions
-from slapo_zoo.zoo.schedule_source import structure
+from slapo_zoo.zoo.schedule_source import find_table, structure
 from slapo_zoo.zoo.table import Table
 
 TIMEOUT_S, EVERY_S = 900.0, 0.5
@@ -42,21 +43,49 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
         ArchitectureError: no table is right; the module that prevents it is named.
     """
     sizes = (mesh.tp, mesh.pp, min(mesh.dp, 2))
-    file = cache_file(config, cls, sizes, options)
+    cut = min(mesh.size("cp"), 2)
+    file = cache_file(config, cls, (*sizes, cut), options)
     if file not in PROVEN:
+        knobs = {knob: getattr(options, knob) for knob in KNOBS}
         request = {
-            "config": json.loads(json.dumps(config.to_dict(), default=str)), "cls": cls.__name__,
-            "sizes": sizes, "knobs": {knob: getattr(options, knob) for knob in KNOBS},
+            "config": _plain(config), "cls": cls.__name__,
+            "sizes": sizes, "knobs": knobs | ({"cp": cut} if cut > 1 else {}),
         }  # fmt: skip
         found = _document(request, file, mesh)
         if "error_of" not in found:
             PROVEN[file] = from_document(found["table"])
-        elif mesh.tp * mesh.pp > 1:
+        elif mesh.tp * mesh.pp * cut > 1:
             raise SlapoError(*found["error_of"])
         else:
             empty = hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, False)
             PROVEN[file] = undivided_table(config, empty)
     return PROVEN[file]
+
+
+def cut_zoo_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Table:
+    """Return the zoo's table of a family, which says how the tokens of `cls` are cut over cp; a collective call.
+
+    For a class that the table does not name, a tiny model is probed for leaks (`slapo_zoo.verify.leak_probe`) in a
+    process of its own, and the answer is cached on disk.
+
+    Raises:
+        ArchitectureError: the model mixes tokens in a way that cannot be cut; the module is named.
+    """
+    table, tp = find_table(config), min(mesh.tp, 2)
+    if cls.__name__ in table.cut_tokens:
+        return table
+    require_token_labels(cls)
+    file = cache_file(config, cls, ("cut", tp), options)
+    if file not in PROVEN:
+        found = _document({"config": _plain(config), "cls": cls.__name__, "cut": tp}, file, mesh)
+        if "error_of" in found:
+            raise SlapoError(*found["error_of"])
+        PROVEN[file] = with_positions(table, cls, found["positions"])
+    return PROVEN[file]
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(config.to_dict(), default=str))
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
@@ -88,11 +117,11 @@ def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
     return {"error_of": ["schedule='auto'", "derivation", ended.last_words(), "write a table"]}
 
 
-def cache_file(config: Any, cls: Any, sizes: tuple[int, ...], options: BuildOptions) -> Path:
+def cache_file(config: Any, cls: Any, sizes: tuple[Any, ...], options: BuildOptions) -> Path:
     """Return the path of the cache file that records the proof of this model's sharding rules.
 
     The name of the file has a digest of code, config, sizes and versions. `cls` is the head class, `sizes` are
-    those of tp, pp and dp.
+    those of the mesh dims.
     """
     from huggingface_hub import constants
 

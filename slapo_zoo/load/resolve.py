@@ -10,7 +10,7 @@ from slapo_zoo.cards.resolve_card import (
 )
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.load.auto_schedule import proven_table
+from slapo_zoo.load.auto_schedule import cut_zoo_table, proven_table
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify.card_check import require_correct
@@ -44,7 +44,7 @@ def resolve_schedule(
         table = proven_table(config, hf.resolve_class(config, auto_class), mesh, options)
         return options.but(schedule=table)
     if kind in ("zoo", "auto"):
-        find_table(config)
+        return _of_zoo(options, config, auto_class, mesh)
     if kind != "card":
         return options
     if (steps := plain_steps(str(options.schedule), mesh)) is not None:
@@ -62,6 +62,16 @@ def resolve_schedule(
         sch.replay(steps[late:])
 
     return options.but(schedule=program)
+
+
+def _of_zoo(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> BuildOptions:
+    """Return the options for a family of the zoo; with cp > 1 its table says how tokens of the class are cut."""
+    table = find_table(config)
+    if mesh.size("cp") == 1:
+        return options
+    cls = hf.resolve_class(config, auto_class)
+    cut = cut_zoo_table(config, cls, mesh, options)
+    return options if cut is table else options.but(schedule=cut)
 
 
 def _card_steps(

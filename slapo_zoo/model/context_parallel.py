@@ -5,15 +5,16 @@ from typing import Any
 from slapo_zoo.errors import ArchitectureError, MeshError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.options import LoaderOptions
+from slapo_zoo.zoo.schedule_source import kind_of
 from slapo_zoo.zoo.table import ZOO, Table, load_tables
 
 # argument --> (values that run with cp > 1, what to do with another)
 BESIDE: dict[str, tuple[tuple[Any, ...], str]] = {
     "attention": ((None, "sdpa", "eager"), "use sdpa or eager"),
     "kernels": (("auto", "reference"), 'leave it out: cp runs with "reference"'),
-    "schedule": (("zoo",), 'use schedule="zoo"'),
     "checkpoint_policy": (("",), "leave it out: a recomputed block keeps nothing"),
     "activation_memory": ((None,), "use checkpoint_ratio="),
+    "schedule": (("zoo", "auto", "table"), 'use schedule="zoo" or "auto"'),
     "target": (("torch", None), 'use target="torch"'),
 }
 GROWING = ("dynamic", "longrope")  # rotary frequencies depend on the longest position of the call
@@ -34,7 +35,8 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
         return options
     for name, (runs, hint) in BESIDE.items():
         value = getattr(options, name)
-        if not any(value == each for each in runs):
+        kind = kind_of(value) if name == "schedule" else value
+        if not any(kind == each for each in runs):
             what, problem = (
                 f"{name}={value!r:.60}",
                 f"it and cp={mesh.cp} together are not built yet",

@@ -13,6 +13,7 @@ from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.example_inputs import padded_batch, random_batch
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.zoo.options import MESH
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.survey import survey
 from slapo_zoo.zoo.table import Table
@@ -93,7 +94,7 @@ class Trial:
         case: the plain model and its batch.
         sizes: sizes of tp, pp and dp.
         schedule: "zoo", a Table, a list of (pattern, directive), or a function that gets the Schedule.
-        knobs: values of sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels.
+        knobs: values of sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels, cp.
         whole: True runs all rows of a dp rank as one micro-batch.
     """
 
@@ -106,14 +107,15 @@ class Trial:
     @property
     def mesh(self) -> Mesh:
         """Return the mesh of the trial, with the coordinates of rank 0."""
-        return Mesh(*self.sizes)
+        return Mesh(*self.sizes, cp=self.knobs.get("cp", 1))
 
     def outline(self) -> Outline:
         """Build the model on the meta device and apply every directive of the schedule to it, as on rank 0."""
         config = copy.deepcopy(self.case.config)
+        knobs = {name: value for name, value in self.knobs.items() if name not in MESH}
         return Outline(
             config, self.case.cls, self.mesh, torch.float32, seed=self.case.seed,
-            schedule=self.schedule, **self.knobs,
+            schedule=self.schedule, **knobs,
         )  # fmt: skip
 
     def micro_batches(self, table: Table) -> int:

@@ -1,9 +1,10 @@
 """Program of the child process that verifies or derives: a JSON request on stdin, a JSON document on stdout.
 
-A request to verify, and one to derive a table:
+A request to verify, one to derive a table, and one to probe whether tokens can be cut over cp:
 {"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
  "layers": false, "folder": null, "knobs": {}}
 {"config": {...}, "cls": "BloomForCausalLM", "sizes": [2, 1, 1], "knobs": {}}
+{"config": {...}, "cls": "BloomForCausalLM", "cut": 1}
 """
 
 import json
@@ -21,7 +22,9 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.derive import derive
 from slapo_zoo.verify.layerwise import require_memory, verify_layers
+from slapo_zoo.verify.leak_probe import cut_table
 from slapo_zoo.verify.report import UNMEASURED, Report
+from slapo_zoo.zoo.table import table_for
 from slapo_zoo.zoo.tiny_config import tiny_like
 
 MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up to this size
@@ -38,6 +41,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     config = transformers.AutoConfig.for_model(**request["config"])
+    if "cut" in request:
+        cls = hf.resolve_class(config, request["cls"])
+        table = cut_table(config, cls, table_for(config.model_type), request["cut"])
+        return {"positions": table.cut_tokens[cls.__name__]}
     if "sizes" in request:
         cls = hf.resolve_class(config, request["cls"])
         knobs = {name: value for name, value in request["knobs"].items() if value}

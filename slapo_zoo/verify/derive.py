@@ -17,7 +17,9 @@ from slapo_zoo.language.primitives import Shard
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.verify.case import Case, Trial
+from slapo_zoo.verify.cut_classes import nearer, require_token_labels, with_positions
 from slapo_zoo.verify.judge import judge
+from slapo_zoo.verify.leak_probe import find_positions
 from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.derivation.from_tp_plan import plan_of, table_of_plan
 from slapo_zoo.zoo.derivation.stacks import find_stacks
@@ -77,10 +79,13 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
             the model; the error names the cause.
     """
     tp, pp, dp = sizes
+    if knobs.get("cp", 1) > 1:
+        require_token_labels(cls)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-derive-") as scratch:
         small = Sizes(heads=max(4, 2 * tp), layers=max(2, pp))
+        given = nearer(config) if knobs.get("cp", 1) > 1 else config
         try:
-            case = tiny_case(config, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
+            case = tiny_case(given, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
         except Exception as error:
             said = (str(error).strip() or "no words").splitlines()[0]
             problem = f"plain transformers cannot train a tiny model of this family:  {type(error).__name__}: {said}"
@@ -94,7 +99,8 @@ class Search:
     """Search for a table of sharding rules that is proven right; tables that shard more are tried first."""
 
     def __init__(self, config: Any, case: Case, sizes: tuple[int, int, int], knobs: Any):
-        self.config, self.case, self.sizes, self.knobs = config, case, sizes, knobs
+        self.config, self.case, self.sizes, self.knobs = config, case, sizes, dict(knobs)
+        self.is_cut = self.knobs.pop("cp", 1) > 1
         self.left_whole: dict[str, str] = {}
         self.begin, self.undivided = time.perf_counter(), False
         self.proven: set[str] | None = None
@@ -211,6 +217,10 @@ class Search:
         small = Modules(self.small, self.case.seen)
         self.proven = {group.name for way in (True, False) for group in find_groups(small, way)}
         table = replace(make(self.config, model), undivided=self.undivided)
+        if self.is_cut:
+            own = replace(make(self.case.config, self.small), undivided=self.undivided)
+            positions = find_positions(self.case, own, self.sizes[0])
+            table = with_positions(table, self.case.cls, positions)
         frozen = freeze(table, model)
         share = divided_share(frozen, model)
         if self.sizes[0] > 1 and not share:

@@ -75,11 +75,11 @@ def judge(
     if saved is not None:
         files(into, saved, case.cls, case.batch, found[0])
     if not into.findings:
-        _with_dropout(into, trial)
+        compare_dropout(into, trial)
     return into
 
 
-def _with_dropout(into: Comparison, trial: Trial) -> None:
+def compare_dropout(into: Comparison, trial: Trial) -> None:
     """Compare replicas after a step with dropout; if the model draws random numbers, compare the
     mesh with one rank too. The outcome is recorded in `into`.
     """
@@ -285,7 +285,8 @@ def on_mesh(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> li
         if trial.mesh.world_size == 1:
             return [run(trial, *arguments)]
         if not dist.is_initialized():
-            return emulate(run, trial, *arguments, mesh=trial.sizes, timeout_s=TIMEOUT_S)
+            tp, pp, ranks = trial.sizes[0], trial.sizes[1], trial.mesh.size("loss")
+            return emulate(run, trial, *arguments, mesh=(tp, pp, ranks), timeout_s=TIMEOUT_S)
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, run(trial, *arguments))
         return everyone

@@ -146,4 +146,5 @@ POSITIONS: dict[str, Callable[[Any, Mapping[str, Tensor]], Tensor] | None] = {
     "counted real": _counted_real,
     "placed": None,
     "relative": None,
+    "none": None,
 }

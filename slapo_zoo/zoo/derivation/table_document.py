@@ -11,7 +11,7 @@ from slapo_zoo.zoo.table import Table
 
 # fields of a table that its document has as they are; rows and pieces are written by `to_document`
 KEPT = ("model_type", "source", "blocks", "after_blocks", "order", "everywhere", "seam", "all_tokens", "renames",
-        "whole_batch", "shifts_labels", "undivided", "batch_statistics")  # fmt: skip
+        "whole_batch", "shifts_labels", "undivided", "batch_statistics", "cut_tokens")  # fmt: skip
 
 
 def freeze(table: Table, model: Any) -> Table:

@@ -1,0 +1,41 @@
+"""Model classes whose tokens may be cut over cp: what is known without running one, and errors about the others."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.hf.models import accepts
+from slapo_zoo.parallel.losses.heads import TAG, TOKEN, head_of
+from slapo_zoo.zoo.table import Table
+
+NEAR = 6  # tokens of a window, a chunk or an expert in a model that is probed
+NEARS = re.compile("window|chunk|local_attention|capacity|floor_scale")
+
+
+def refusal(problem: str) -> ArchitectureError:
+    """Return the error for a class whose tokens cannot be cut; `problem` says why."""
+    return ArchitectureError("zoo", "cp > 1", f"its tokens cannot be cut over cp: {problem}", "use cp=1, or tp with sequence_parallel=True")  # fmt: skip
+
+
+def require_token_labels(cls: Any) -> None:
+    """Raise ArchitectureError for a class whose loss is no mean over the tokens of text."""
+    name, kinds = cls.__name__, set(head_of(cls.__name__).labels.values())
+    if not kinds or kinds - {TOKEN, TAG}:
+        raise refusal(f"the loss of {name} is no mean over tokens")
+    if not accepts(cls, "input_ids"):
+        raise refusal(f"{name} takes no input_ids")
+
+
+def with_positions(table: Table, cls: Any, positions: str) -> Table:
+    """Return the table with a value of `cut_tokens` for a class."""
+    return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
+
+
+def nearer(config: Any) -> Any:
+    """Return a copy of a config whose windows, chunks and capacities are at most NEAR tokens."""
+    values = config.to_dict()
+    for name, value in values.items():
+        if NEARS.search(name) and type(value) is int and value > NEAR:
+            values[name] = NEAR
+    return type(config).from_dict(values)

@@ -1,0 +1,282 @@
+"""Leak probe: does a model compute the same when its tokens are cut over cp?
+
+A tiny model runs whole, and cut over two emulated ranks. One token after the other is changed: the set of positions
+whose output changes, the outputs, the loss and every gradient have to be those of plain `transformers`. A module
+that mixes tokens in another way than by attention (a convolution, a state space, a Fourier transform) is named.
+"""
+
+import copy
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.hf.cut_attention import counts_by_place
+from slapo_zoo.hf.models import accepts
+from slapo_zoo.model.step.cut_batch import POSITIONS, cut_batch
+from slapo_zoo.model.step.own_loss import whole_output
+from slapo_zoo.model.step.runtime import takes_cache
+from slapo_zoo.parallel.losses.heads import head_of
+from slapo_zoo.parallel.token_cut import TokenCut, cutting
+from slapo_zoo.verify.case import Case, Trial
+from slapo_zoo.verify.compare import Comparison, largest_of
+from slapo_zoo.verify.cut_classes import NEAR, nearer, refusal, require_token_labels, with_positions
+from slapo_zoo.verify.judge import compare_dropout, load, on_mesh
+from slapo_zoo.verify.safe import silence
+from slapo_zoo.verify.tiny_case import tiny_case
+from slapo_zoo.zoo.table import Table
+from slapo_zoo.zoo.tiny_config import TOKENS, Sizes
+
+EQUAL, CHANGED, SAME = 1e-4, 1e-4, 1e-7  # of the largest output
+CUT = {"cp": 2}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Results of one model, or of one rank of a cut model.
+
+    Args:
+        logits: output [rows, S, ..] of the perturbed rows.
+        modules: path --> first output [rows, S, ..], in the order in which modules end.
+        losses: kind of rows --> loss of a training step.
+        grads: kind of rows --> parameter --> gradient, unsharded and summed; empty where the logits were wrong.
+    """
+
+    logits: Tensor
+    modules: dict[str, Tensor]
+    losses: dict[str, float] = field(default_factory=dict)
+    grads: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Batches with which a class is probed: perturbed rows for a forward, and kinds of rows for training steps."""
+
+    perturbed: dict[str, Tensor]
+    trained: dict[str, dict[str, Tensor]]
+
+
+def cut_table(config: Any, cls: Any, table: Table, tp: int = 1) -> Table:
+    """Return a family's table that says how the tokens of `cls` are cut, after a proof on a tiny model.
+
+    Args:
+        config: a config of `transformers`; it is made tiny.
+        cls: class of the model.
+        table: sharding rules, for any config of the family.
+        tp: number of tp ranks beside which the cut is proven.
+
+    Raises:
+        ArchitectureError: the cut model is not the plain one, or plain `transformers` does not train it made tiny.
+    """
+    require_token_labels(cls)
+    with tempfile.TemporaryDirectory(prefix="slapo_zoo-leaks-") as scratch:
+        case = near_case(config, cls, Path(scratch), tp)
+        found = find_positions(case, table, tp)
+    return with_positions(table, cls, found)
+
+
+def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
+    """Return the tiny test case of a class, with windows and chunks that are shorter than a rank's tokens."""
+    small = Sizes(heads=max(4, 2 * tp), window=NEAR)
+    try:
+        return tiny_case(nearer(config), cls, folder, small)
+    except Exception:
+        try:
+            return tiny_case(config, cls, folder, small)
+        except Exception as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise refusal(f"plain transformers does not train it made tiny: {said}") from error
+
+
+def find_positions(case: Case, table: Table, tp: int = 1) -> str:
+    """Return the value of `Table.cut_tokens` with which the cut tiny model is the plain one.
+
+    Raises:
+        ArchitectureError: there is none; the reason is that of the value that comes furthest.
+    """
+    rows = Rows(_perturbed(case), _kinds_of_rows(case))
+    plain, problems = _plain(case, rows), []
+    for positions in _candidates(case):
+        table = with_positions(table, case.cls, positions)
+        depth, problem = _problem(Trial(case, (tp, 1, 1), table, CUT), rows, plain)
+        if not problem:
+            return positions
+        problems.append((depth, problem))
+    raise refusal(max(problems, key=lambda found: found[0])[1])
+
+
+def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
+    """Return (how many of the checks passed, the first difference of the cut model from the plain one or "")."""
+    try:
+        ranks = on_mesh(_cut, trial, rows, plain.logits)[:: trial.sizes[0]]
+    except Exception as error:
+        return 0, (str(error).strip() or type(error).__name__).splitlines()[0]
+    if problem := leaks(plain, ranks):
+        return 1, problem
+    if problem := _unlike_training(trial.case, plain, ranks[0]):
+        return 2, problem
+    compare_dropout(into := Comparison(), trial)
+    return 3, into.words()
+
+
+def _candidates(case: Case) -> list[str]:
+    """Return the ways to find positions that may be right for a class, by its modules and arguments."""
+    with torch.device("meta"):
+        modules = dict(case.cls(copy.deepcopy(case.config)).named_modules())
+    if any(hasattr(module, "compute_bias") for module in modules.values()):
+        return ["relative"]
+    takes = accepts(case.cls, "position_ids")
+    given = [name for name, count in POSITIONS.items() if takes and count is not None]
+    placed = any(counts_by_place(path, module) for path, module in modules.items())
+    return [*given, *(["placed"] if placed else []), *([] if given or placed else ["none"])]
+
+
+def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
+    """Return padded rows, rows without a mask and, where positions tell sequences apart, packed rows."""
+    found = {"padded": case.batch, "bare": _bare(case.batch)}
+    if accepts(case.cls, "position_ids") and head_of(case.cls.__name__).shifts:
+        found["packed"] = _packed(case.batch)
+    return found
+
+
+def _unlike_training(case: Case, plain: Seen, found: Seen) -> str:
+    """Compare losses and gradients of training steps; return the first difference or ""."""
+    tied = case.truth.tied if case.truth else {}
+    for kind, want in plain.losses.items():
+        loss, grads = found.losses[kind], plain.grads[kind]
+        if not abs(loss - want) <= EQUAL * abs(want):
+            return f"the loss of {kind} rows is {loss:.6f}, expected {want:.6f}"
+        ours = {tied.get(name, name): grad for name, grad in found.grads[kind].items()}
+        largest = largest_of(grads)
+        for name, grad in grads.items():
+            if name not in ours or not float((ours[name] - grad).abs().max()) <= EQUAL * largest:
+                return f"the gradient of {name} differs for {kind} rows"
+    return ""
+
+
+def _bare(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x for name, x in batch.items() if name != "attention_mask"}
+
+
+def _packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return rows of two sequences each, told by their positions; none ends where tokens are cut."""
+    rows, tokens = batch["input_ids"].shape
+    places = torch.arange(tokens) - torch.tensor([[5], [11]]).repeat(rows, 1)[:rows]
+    places = torch.where(places < 0, torch.arange(tokens), places)
+    return {**_bare(batch), "position_ids": places}
+
+
+def _perturbed(case: Case) -> dict[str, Tensor]:
+    """Return a batch of one row, then of this row with one token changed, for each token of each text input."""
+    row = {name: x[:1] for name, x in case.batch.items() if x.ndim == 2 and name != "labels"}
+    if case.config.is_encoder_decoder:
+        labels = case.batch["labels"][:1]
+        row["decoder_input_ids"] = labels.masked_fill(labels < 0, 5)
+    rows = [row]
+    for name in ("input_ids", "decoder_input_ids"):
+        for place in range(row[name].shape[1] if name in row else 0):
+            ids = row[name].clone()
+            ids[0, place] = 5 if ids[0, place] != 5 else 6
+            rows.append({**row, name: ids})
+    return {name: torch.cat([each[name] for each in rows]) for name in row}
+
+
+def _plain(case: Case, rows: Rows) -> Seen:
+    model = case.cls.from_pretrained(case.folder, dtype=case.dtype, **case.changes())
+    silence(model)
+    uncached = {"use_cache": False} if accepts(case.cls, "use_cache") else {}
+    seen = _watched(model, model, {**rows.perturbed, **uncached})
+    for kind, batch in rows.trained.items():
+        model.zero_grad()
+        loss = model.train()(**batch, **uncached).loss
+        loss.backward()
+        seen.losses[kind] = float(loss.detach())
+        seen.grads[kind] = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return seen
+
+
+def _cut(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
+    """Run the cut model on this rank: a forward, and training steps if its logits are those in `plain` on all ranks."""
+    model = load(trial, trial.case.changes(), trial.case.dtype)
+    silence(model)
+    cut: Any = TokenCut.of(model.mesh)
+    uncached = {"use_cache": False} if takes_cache(model._slapo) else {}
+    tensors, _ = cut_batch(model, cut, rows.perturbed, {})
+    with cutting(model._slapo.schedule.state.random, cut):
+        forward = partial(model._slapo.own_forward, model)
+        seen = _watched(model, forward, {**tensors, **uncached})
+    wrong = cut.whole_of_numbers(torch.tensor([[not _equal(seen.logits, cut.part(plain, 1))]]), 1)
+    for kind, batch in {} if wrong.any() else rows.trained.items():
+        model.zero_grad()
+        seen.losses[kind] = float(model.train().train_step(batch, micro_batches=1))
+        seen.grads[kind] = model.consolidated_state_dict(grads=True)
+    return seen
+
+
+def _watched(model: nn.Module, forward: Any, batch: Mapping[str, Any]) -> Seen:
+    """Run a forward in eval mode; return its logits and the outputs of all modules."""
+    seen: dict[str, Tensor] = {}
+
+    def note(path: str, output: Any) -> None:
+        x = output[0] if isinstance(output, tuple) and output else output
+        if isinstance(x, Tensor) and x.ndim > 1:
+            seen.setdefault(path, x.detach())
+
+    hooks = [
+        module.register_forward_hook(lambda _m, _i, output, path=path: note(path, output))
+        for path, module in model.named_modules() if path
+    ]  # fmt: skip
+    try:
+        with torch.no_grad():
+            model.eval()
+            output = whole_output(forward(**batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return Seen(output.logits, seen)
+
+
+def leaks(plain: Seen, ranks: Sequence[Seen]) -> str:
+    """Compare which positions each changed token reaches, and the logits; return the first difference or ""."""
+    found = torch.cat([seen.logits for seen in ranks], 1)
+    if found.shape != plain.logits.shape:
+        return f"its output has the shape {list(plain.logits.shape)}, cut {list(found.shape)}"
+    name = first_unlike(plain.modules, [seen.modules for seen in ranks])
+    for number, (want, ours) in enumerate(zip(reached(plain.logits), reached(found), strict=True)):
+        if (want * ours == -1).any():
+            before, now = (int((x == 1).sum()) for x in (want, ours))
+            return (
+                f"changing token {number % TOKENS} changes {before} positions of the plain model and "
+                f"{now} of the cut one; the first module that differs is {name}"
+            )
+    return "" if _equal(found, plain.logits) else f"the output of {name} differs"
+
+
+def _equal(found: Tensor, want: Tensor) -> bool:
+    if found.shape != want.shape:
+        return False
+    return bool((found - want).abs().max() <= EQUAL * want.abs().max())
+
+
+def reached(logits: Tensor) -> Tensor:
+    """Return [changes, S] of logits [1 + changes, S, ..]: 1 where a change reaches, -1 where not, 0 if rounding hides it."""
+    apart = (logits[1:] - logits[:1]).abs().flatten(2).amax(-1) / logits.abs().max()
+    return (apart > CHANGED).long() - (apart < SAME).long()
+
+
+def first_unlike(plain: Mapping[str, Tensor], ranks: list[dict[str, Tensor]]) -> str:
+    """Return the path of the first module to end whose output on the ranks of cp is not the plain model's part."""
+    for path, want in plain.items():
+        parts = [seen[path] for seen in ranks if path in seen]
+        if len(parts) != len(ranks) or any(x.ndim != want.ndim for x in parts):
+            continue
+        if parts[0].shape[1] * len(parts) != want.shape[1]:
+            continue
+        if not _equal(torch.cat(parts, 1), want):
+            return path
+    return "the head"
