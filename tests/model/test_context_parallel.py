@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from cut_rows import CLOSE, FAMILIES, case_of, require_equal, rows_of, trained
+from cut_rows import CLOSE, FAMILIES, case_of, closeness, require_equal, rows_of, trained
 from parity import Case, batch_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError, emulate
 
@@ -23,7 +23,7 @@ def test_cut_tokens_train_as_one_process(cls, mask, cp):
     case = case_of(cls)
     alone = trained(case, mask)
     found = emulate(trained, case, mask, mesh=(1, 1, cp), cp=cp)
-    require_equal(found[0], alone)
+    require_equal(found[0], alone, **closeness(case))
     assert all(each[0] == found[0][0] for each in found)
 
 
@@ -74,13 +74,14 @@ def test_cut_tokens_train_as_plain_transformers(cls, mask, tmp_path, ranks):
     case = case_of(cls, dropout=0.0)
     folder, batch = checkpoint(case, tmp_path), rows_of(case, mask)
     plain = getattr(transformers, cls).from_pretrained(folder, dtype=torch.float64).train()
-    cached = {} if plain.config.is_encoder_decoder or "Causal" not in cls else {"use_cache": False}
+    cached = {"use_cache": False} if cls.endswith(("ForCausalLM", "LMHeadModel")) else {}
     loss = plain(**batch, **cached).loss
     loss.backward()
     found, grads = ranks.run(one_step, 2, folder, case, mask, tmp_path / "saved", 2)[0]
     assert found == pytest.approx(float(loss.detach()), rel=1e-6)
     for name, p in plain.named_parameters():
-        torch.testing.assert_close(grads[name], p.grad, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")
+        expected = torch.zeros_like(p) if p.grad is None else p.grad
+        torch.testing.assert_close(grads[name], expected, **closeness(case), msg=lambda m, n=name: f"{n}: {m}")  # fmt: skip
     again = type(plain).from_pretrained(tmp_path / "saved").state_dict()
     for name, p in plain.named_parameters():
         assert torch.equal(again[name], p), name
