@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slapo_zoo.parallel.begun import collective, explained
-from slapo_zoo.parallel.collectives import Group
+from slapo_zoo.parallel.collectives import Group, viewed, with_gradient
 from slapo_zoo.parallel.once import once
 
 
@@ -29,47 +29,18 @@ class _Sum:
     def __init__(self, group: Group):
         self.group, self.work = group, None
 
-
-class _Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, under_way):
-        ctx.under_way = under_way
-        return x.view_as(x)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        if ctx.under_way.work is not None:
-            explained(ctx.under_way.work.wait)
-            ctx.under_way.work = None
-        return grad, None
-
-
-class _Start(_Wait):
-    @staticmethod
-    @once
-    def backward(ctx, grad):
+    def start(self, grad: Tensor) -> Tensor:
+        """Start the all-reduce of a copy of `grad`, and return the copy."""
         total = grad.contiguous().clone()
-        ctx.under_way.work = collective(
-            dist.all_reduce, total, group=ctx.under_way.group, async_op=True
-        )
-        return total, None
+        self.work = collective(dist.all_reduce, total, group=self.group, async_op=True)
+        return total
 
-
-class _Later(torch.autograd.Function):
-    """Autograd function that returns a weight unchanged; its backward computes the weight gradient
-    that `_Product`, the node of the layer, has postponed.
-    """
-
-    @staticmethod
-    def forward(ctx, weight, put_off):
-        ctx.put_off = put_off
-        return weight.view_as(weight)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        return _weight_gradient(*ctx.put_off.pop()), None
+    def wait(self, grad: Tensor) -> Tensor:
+        """Wait for the all-reduce, if one was started, and return `grad`, which it has summed."""
+        if self.work is not None:
+            explained(self.work.wait)
+            self.work = None
+        return grad
 
 
 class _Product(torch.autograd.Function):
@@ -130,7 +101,8 @@ class ColumnForward:
         weight: Any = self.module._parameters["weight"]
         if weight is not None and weight.requires_grad:
             put_off: list = []
-            self.prepared = weight, _Later.apply(weight, put_off), put_off
+            later = with_gradient(weight, viewed, lambda _: _weight_gradient(*put_off.pop()))
+            self.prepared = weight, later, put_off
 
     def __call__(self, x: Tensor) -> Tensor:
         module: Any = self.module
@@ -163,7 +135,7 @@ def enter(x: Tensor, group: Group, columns: Iterable[ColumnForward]) -> Tensor:
         columns: forwards of the layers; each runs before the next `enter` with the same layers.
     """
     under_way = _Sum(group)
-    x = _Wait.apply(x, under_way)
+    x = with_gradient(x, viewed, under_way.wait)
     for column in columns:
         column.prepare()
-    return _Start.apply(x, under_way)
+    return with_gradient(x, viewed, under_way.start)

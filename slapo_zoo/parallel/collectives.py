@@ -4,6 +4,7 @@
 of the two functions that Megatron-LM calls f and g (arXiv:1909.08053, section 3).
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -120,82 +121,47 @@ def _in_format_of(x: Tensor, y: Tensor) -> Tensor:
     return torch.ops.aten._unsafe_view(y.contiguous(), y.shape)
 
 
-class _ReduceForward(torch.autograd.Function):
+class _WithGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
-        return summed(x, group)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        return grad, None
-
-
-class _ReduceBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx, x, there, back):
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     @once
     def backward(ctx, grad):
-        return summed(grad, ctx.group), None
+        return ctx.back(grad), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, group, sharded_gradient):
-        ctx.axis, ctx.group, ctx.sharded_gradient = axis, group, sharded_gradient
-        return gather_along(x, axis, group)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        back = reduce_scatter_along if ctx.sharded_gradient else slice_along
-        return back(grad, ctx.axis, ctx.group), None, None, None
+def with_gradient(x: Tensor, there: Any, back: Any) -> Tensor:
+    """Return `there(x)`; the backward maps its gradient to that of x by `back`. Both are functions of one tensor."""
+    return _WithGradient.apply(x, there, back)  # pyright: ignore[reportReturnType]
 
 
-class _ReduceScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, axis, group):
-        ctx.axis, ctx.group = axis, group
-        return reduce_scatter_along(x, axis, group)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        return gather_along(grad, ctx.axis, ctx.group), None, None
+def viewed(x: Tensor) -> Tensor:
+    """Return a view of x; an autograd function must not return its own input."""
+    return x.view_as(x)
 
 
-class _Scatter(_ReduceScatter):
-    @staticmethod
-    def forward(ctx, x, axis, group):
-        ctx.axis, ctx.group = axis, group
-        return slice_along(x, axis, group)
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, split_axis, join_axis, group):
-        ctx.axes, ctx.group = (split_axis, join_axis), group
-        return exchange_along(x, split_axis, join_axis, group)
-
-    @staticmethod
-    @once
-    def backward(ctx, grad):
-        split_axis, join_axis = ctx.axes
-        return exchange_along(grad, join_axis, split_axis, ctx.group), None, None, None
+def _unchanged(grad: Tensor) -> Tensor:
+    return grad
 
 
 def reduce_forward(x: Tensor, group: Group) -> Tensor:
     """Return the sum of x over the ranks; the gradient passes to x unchanged (Megatron-LM's function g)."""
-    return x if group is None else _ReduceForward.apply(x, group)
+    return x if group is None else with_gradient(x, partial(summed, group=group), _unchanged)
 
 
 def reduce_backward(x: Tensor, group: Group) -> Tensor:
     """Return x unchanged; its gradient is summed over the ranks (Megatron-LM's function f)."""
-    return x if group is None else _ReduceBackward.apply(x, group)
+    return x if group is None else with_gradient(x, viewed, partial(summed, group=group))
+
+
+def _along(x: Tensor, axis: int, group: Group, there: Any, back: Any) -> Tensor:
+    """Return `there(x, axis, group)`, whose gradient is `back(gradient, axis, group)`; x itself for group None."""
+    if group is None:
+        return x
+    return with_gradient(x, *(partial(run, axis=axis, group=group) for run in (there, back)))
 
 
 def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True) -> Tensor:
@@ -204,19 +170,24 @@ def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True
     With `sharded_gradient` the gradient of x is reduce-scattered. Without, it is equal on all ranks
     and is sliced.
     """
-    return x if group is None else _Gather.apply(x, axis, group, sharded_gradient)
+    back = reduce_scatter_along if sharded_gradient else slice_along
+    return _along(x, axis, group, gather_along, back)
 
 
 def reduce_scatter(x: Tensor, axis: int, group: Group) -> Tensor:
     """Reduce-scatter x along an axis; the gradient of x is all-gathered."""
-    return x if group is None else _ReduceScatter.apply(x, axis, group)
+    return _along(x, axis, group, reduce_scatter_along, gather_along)
 
 
 def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
     """Return this rank's slice along an axis of an x that is the same on all ranks; the gradient of x is all-gathered."""
-    return x if group is None else _Scatter.apply(x, axis, group)
+    return _along(x, axis, group, slice_along, gather_along)
 
 
 def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
     """Move sharding from `join_axis` to `split_axis` by an all-to-all; the gradient takes the opposite way."""
-    return x if group is None else _Exchange.apply(x, split_axis, join_axis, group)
+    if group is None:
+        return x
+    there = partial(exchange_along, split_axis=split_axis, join_axis=join_axis, group=group)
+    back = partial(exchange_along, split_axis=join_axis, join_axis=split_axis, group=group)
+    return with_gradient(x, there, back)
