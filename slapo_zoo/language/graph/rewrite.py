@@ -74,18 +74,7 @@ def replace_vertical(
         carry: give `new` the parameters of the same names of the replaced modules.
         constants: additional keyword arguments of `new`.
     """
-    owner, graph = subgraph.module, subgraph.module.graph
-    before = insertion_point(subgraph)
-    check_hooks(subgraph.nodes, owner, subgraph.path)
-    if carry:
-        carry_parameters(new, [called(owner, n) for n in subgraph.nodes], subgraph.path)
-    with graph.inserting_before(before):
-        inputs = {k: operand(graph, v) for k, v in subgraph.inputs.items()}
-        args, kwargs = arguments(new, inputs, subgraph.path, constants)
-        call = insert_call(owner, new, args, kwargs, name)
-        hand_out(call, subgraph.outputs, single=len(subgraph.outputs) == 1)
-    _remove(owner, subgraph.nodes)
-    return call
+    return _replace(subgraph, new, name, carry, constants, single=len(subgraph.outputs) == 1)
 
 
 def replace_horizontal(
@@ -117,17 +106,29 @@ def replace_horizontal(
     outputs = tuple(s.outputs[0] for s in subgraphs)
     nodes = tuple(n for n in owner.graph.nodes if any(n in s.nodes for s in subgraphs))
     merged = Subgraph(first.path, owner, nodes, first.inputs, outputs)
-    before = insertion_point(merged)
-    check_hooks(nodes, owner, first.path)
+    return _replace(merged, new, name, carry, constants, joined=True)
+
+
+def _replace(
+    subgraph: Subgraph, new: Any, name: str, carry: bool, constants: Mapping[str, Any] | None,
+    single: bool = False, joined: bool = False,
+) -> fx.Node:  # fmt: skip
+    """Replace a subgraph by one call, and return the new node.
+
+    `single` says that the call returns the only output itself, not a sequence of outputs. With `joined`, parameters that
+    `carry` hands over are concatenated. The other arguments are those of `replace_vertical`.
+    """
+    owner, before = subgraph.module, insertion_point(subgraph)
+    check_hooks(subgraph.nodes, owner, subgraph.path)
     if carry:
-        modules = [called(owner, n) for n in nodes]
-        carry_parameters(new, modules, first.path, joined=True)
+        modules = [called(owner, n) for n in subgraph.nodes]
+        carry_parameters(new, modules, subgraph.path, joined)
     with owner.graph.inserting_before(before):
-        inputs = {k: operand(owner.graph, v) for k, v in first.inputs.items()}
-        args, kwargs = arguments(new, inputs, first.path, constants)
+        inputs = {k: operand(owner.graph, v) for k, v in subgraph.inputs.items()}
+        args, kwargs = arguments(new, inputs, subgraph.path, constants)
         call = insert_call(owner, new, args, kwargs, name)
-        hand_out(call, outputs, single=False)
-    _remove(owner, nodes)
+        hand_out(call, subgraph.outputs, single)
+    _remove(owner, subgraph.nodes)
     return call
 
 
