@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.dropout_triton import scaled_keep, threshold_and_scale
+from slapo_zoo.kernels.dropout_triton import contiguous, mask_of_tile, mask_options
 
 BLOCK_M, BLOCK_N = 4, 512  # 16 elements per thread: four 16-byte loads in bf16
 STRIPS = 64  # of rows in the backward; partial sums of the bias gradient
@@ -37,22 +37,6 @@ def _act(h, KIND: tl.constexpr):
 
 
 @triton.jit
-def _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout factors (0 or `scale`) of the tile [rows m, columns n] of x [M, N]. MASK
-    "keep" loads them from `keep` [M, N] where `ok`; "seeds" hashes them, with one of `seeds` for
-    every `cell` rows of x, and compares with `threshold`.
-    """
-    if MASK == "keep":
-        at = m[:, None].to(tl.int64) * N + n[None, :]
-        found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
-    else:  # `else`, since code after a `return` is compiled too, without seeds
-        key = tl.load(seeds + m // cell, mask=m < M, other=0)
-        counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
-        found = scaled_keep(counter, key[:, None], threshold, scale)
-    return found
-
-
-@triton.jit
 def _forward_kernel(
     y, x, bias, up, keep, seeds, M, N, cell, threshold, scale,
     KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
@@ -69,7 +53,7 @@ def _forward_kernel(
     if UP:
         out *= tl.load(up + at, mask=ok, other=0.0).to(tl.float32)
     if MASK != "none":
-        out *= _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK)
+        out *= mask_of_tile(m, n, ok, M, N, keep, seeds, cell, threshold, scale, MASK)
     tl.store(y + at, out, mask=ok)
 
 
@@ -95,7 +79,7 @@ def _backward_kernel(
         h = tl.load(x + at, mask=ok, other=0.0).to(tl.float32) + b[None, :]
         g = tl.load(dy + at, mask=ok, other=0.0).to(tl.float32)
         if MASK != "none":
-            g *= _mask(m, n, M, N, ok, keep, seeds, cell, threshold, scale, MASK)
+            g *= mask_of_tile(m, n, ok, M, N, keep, seeds, cell, threshold, scale, MASK)
         a, d = _act(h, KIND)
         if UP:
             tl.store(dup + at, g * a, mask=ok)
@@ -109,11 +93,10 @@ def _backward_kernel(
 
 def _options(x: Tensor, bias, up, keep, seeds, p: float, kind: str) -> tuple[tuple, dict]:
     M, N = x.shape
-    mask = "keep" if keep is not None else "seeds" if seeds is not None and p else "none"
-    cell = M // max(len(seeds), 1) if mask == "seeds" else 1
+    mask, sizes = mask_options(M, keep, seeds, p)
     flags = {"KIND": kind, "BIAS": bias is not None, "UP": up is not None, "MASK": mask}
     blocks = {"BLOCK_M": BLOCK_M, "BLOCK_N": min(BLOCK_N, triton.next_power_of_2(N))}
-    return (M, N, max(cell, 1), *threshold_and_scale(p)), flags | blocks | {
+    return (M, N, *sizes), flags | blocks | {
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
@@ -131,7 +114,7 @@ def forward(
     """Launch the forward kernel: mask * act(x + bias) * up for x, up, keep [M, N]. `kind` names
     act; `seeds` [n]: one for every M / n rows, if `keep` is None.
     """
-    x, bias, up, keep = _contiguous(x, bias, up, keep)
+    x, bias, up, keep = contiguous(x, bias, up, keep)
     y = torch.empty_like(x)
     if y.numel():
         sizes, options = _options(x, bias, up, keep, seeds, p, kind)
@@ -153,7 +136,7 @@ def backward(
     """Launch the backward kernel for `dy`, the gradient of the result of `forward`; return the
     gradients of x, bias and up (empty if None). Other arguments: see `forward`.
     """
-    dy, x, bias, up, keep = _contiguous(dy, x, bias, up, keep)
+    dy, x, bias, up, keep = contiguous(dy, x, bias, up, keep)
     dx = torch.empty_like(x)
     dup = x.new_empty(0, x.shape[-1]) if up is None else torch.empty_like(up)
     strips = min(STRIPS, triton.cdiv(len(x), BLOCK_M))
@@ -166,7 +149,3 @@ def backward(
         _backward_kernel[grid](*args, *sizes, rows, **options)
     dbias = partial.sum(0).to(x.dtype if bias is None else bias.dtype)
     return dx, dbias, dup
-
-
-def _contiguous(*tensors: Tensor | None) -> list:
-    return [None if t is None else t.contiguous() for t in tensors]

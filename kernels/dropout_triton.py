@@ -31,6 +31,34 @@ def threshold_and_scale(p: float) -> tuple[int, float]:
 
 
 @triton.jit
+def mask_of_tile(m, n, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
+    """Return the dropout factors (0 or `scale`) of the tile [rows m, columns n] of x [M, N]. MASK
+    "keep" loads them from `keep` [M, N] where `ok`; "seeds" hashes them, with one of `seeds` for
+    every `cell` rows of x, and compares with `threshold`.
+    """
+    if MASK == "keep":
+        at = m[:, None].to(tl.int64) * N + n[None, :]
+        found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
+    else:  # `else`, since code after a `return` is compiled too, without seeds
+        key = tl.load(seeds + m // cell, mask=m < M, other=0)
+        counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
+        found = scaled_keep(counter, key[:, None], threshold, scale)
+    return found
+
+
+def mask_options(M: int, keep: Tensor | None, seeds: Tensor | None, p: float) -> tuple[str, tuple]:
+    """Return the arguments of `mask_of_tile` for M rows: (MASK, (cell, threshold, scale))."""
+    mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
+    cell = M // max(len(seeds), 1) if mask == "seeds" else 1
+    return mask, (max(cell, 1), *threshold_and_scale(p))
+
+
+def contiguous(*tensors: Tensor | None) -> list:
+    """Return the tensors in contiguous memory; None stays None."""
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+@triton.jit
 def _dropout_kernel(y, x, seeds, size, blocks, threshold, scale, BLOCK: tl.constexpr):
     cell = tl.program_id(0) // blocks
     i = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)

@@ -8,24 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.dropout_triton import scaled_keep, threshold_and_scale
+from slapo_zoo.kernels.dropout_triton import contiguous, mask_of_tile, mask_options
 
 PROGRAMS = 264  # of the backward: two per multiprocessor of an H100; each has partial sums
-
-
-@triton.jit
-def _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.constexpr):
-    """Return the dropout factors (0 or `scale`) of the tile [rows m, columns n] of x [M, N]. MASK
-    "keep" loads them from `keep` at offsets `at` where `ok`; "seeds" hashes them, with one of
-    `seeds` for every `cell` rows of x, and compares with `threshold`.
-    """
-    if MASK == "keep":
-        found = tl.load(keep + at, mask=ok, other=0.0).to(tl.float32)
-    else:  # `else`, since code after a `return` is compiled too, without seeds
-        key = tl.load(seeds + m // cell, mask=m < M, other=0)
-        counter = (m % cell)[:, None].to(tl.int64) * N + n[None, :]
-        found = scaled_keep(counter, key[:, None], threshold, scale)
-    return found
 
 
 @triton.jit
@@ -43,7 +28,7 @@ def _forward_kernel(
     if X_BIAS:
         h += tl.load(x_bias + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if MASK != "none":
-        h *= _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK)
+        h *= mask_of_tile(m, n, ok, M, N, keep, seeds, cell, threshold, scale, MASK)
     if RESIDUAL:
         h += tl.load(residual + at, mask=ok, other=0.0).to(tl.float32)
     if X_BIAS or RESIDUAL or MASK != "none":
@@ -103,7 +88,7 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
             d += tl.load(dz + at, mask=ok, other=0.0).to(tl.float32)
         tl.store(d_sum + at, d, mask=ok)
         if MASK != "none":
-            d *= _mask(m, n, at, ok, M, N, keep, seeds, cell, threshold, scale, MASK)
+            d *= mask_of_tile(m, n, ok, M, N, keep, seeds, cell, threshold, scale, MASK)
             tl.store(dx + at, d, mask=ok)
         if X_BIAS:
             sum_x += tl.sum(d, 0)
@@ -129,12 +114,6 @@ def tile(N: int) -> dict[str, int]:
     }
 
 
-def _mask_options(M: int, keep, seeds, p: float) -> tuple[str, tuple]:
-    mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
-    cell = M // max(len(seeds), 1) if mask == "seeds" else 1
-    return mask, (max(cell, 1), *threshold_and_scale(p))
-
-
 def forward(
     x: Tensor,
     weight: Tensor,
@@ -151,8 +130,8 @@ def forward(
     std. The arguments are those of `norm.norm`.
     """
     M, N = x.shape
-    x, weight, bias, x_bias, residual, keep = _contiguous(x, weight, bias, x_bias, residual, keep)
-    mask, sizes = _mask_options(M, keep, seeds, p)
+    x, weight, bias, x_bias, residual, keep = contiguous(x, weight, bias, x_bias, residual, keep)
+    mask, sizes = mask_options(M, keep, seeds, p)
     summed = x_bias is not None or residual is not None or mask != "none"
     y, z = torch.empty_like(x), x.new_empty((M if summed else 0, N))
     mean = x.new_empty(0 if rms else M, dtype=torch.float32)
@@ -184,8 +163,8 @@ def backward(
     (empty if that of z), weight, bias, x_bias. `mean` and `rstd` (1 / std) come from `forward`.
     """
     M, N = z.shape
-    dy, dz, z, weight, keep = _contiguous(dy, dz, z, weight, keep)
-    mask, sizes = _mask_options(M, keep, seeds, p)
+    dy, dz, z, weight, keep = contiguous(dy, dz, z, weight, keep)
+    mask, sizes = mask_options(M, keep, seeds, p)
     d_sum, dx = torch.empty_like(z), z.new_empty((M if mask != "none" else 0, N))
     options = tile(N)
     programs = min(PROGRAMS, triton.cdiv(M, options["ROWS"]))
@@ -198,7 +177,3 @@ def backward(
         )
     dw, db, dx_bias = (t.sum(0).to(weight.dtype) for t in partial)
     return d_sum, dx, dw, db, dx_bias
-
-
-def _contiguous(*tensors: Tensor | None) -> list:
-    return [None if t is None else t.contiguous() for t in tensors]

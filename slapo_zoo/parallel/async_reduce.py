@@ -44,7 +44,7 @@ class _Sum:
 
 
 class _Product(torch.autograd.Function):
-    """Autograd function of a linear layer, x, w, b --> y, whose backward leaves the weight gradient to `_Later`; w is
+    """Autograd function of a linear layer, x, w, b --> y, whose backward leaves the weight gradient to a later node; w is
     [out, in] (Linear) or [in, out] (Conv1D).
     """
 
