@@ -1,8 +1,29 @@
 """Access to the tensors that temporarily replace parameters: casts and gathered weights during a forward."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
+
+# a module, the name of a parameter of it, the tensor that it reads in place of the parameter
+Place = tuple[Any, str, Any]
+
+
+@contextmanager
+def standing_in(places: Iterable[Place]) -> Iterator[None]:
+    """Context in which modules read other tensors in place of their parameters; at its end what they read before."""
+    held = list(places)
+    before = [module.__dict__.get(name) for module, name, _ in held]
+    for module, name, tensor in held:
+        module.__dict__[name] = tensor  # is found before the parameter
+    try:
+        yield
+    finally:
+        for (module, name, _), tensor in zip(held, before, strict=True):
+            if tensor is None:
+                module.__dict__.pop(name, None)
+            else:
+                module.__dict__[name] = tensor
 
 
 def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
@@ -13,19 +34,4 @@ def as_read_now(root: Any) -> Callable[[], AbstractContextManager]:
     """
     found = [(module, name, module.__dict__[name]) for module in root.modules()
              for name in module._parameters if name in module.__dict__]  # fmt: skip
-
-    @contextmanager
-    def again() -> Iterator[None]:
-        before = [module.__dict__.get(name) for module, name, _ in found]
-        for module, name, weight in found:
-            module.__dict__[name] = weight
-        try:
-            yield
-        finally:
-            for (module, name, _), weight in zip(found, before, strict=True):
-                if weight is None:
-                    del module.__dict__[name]
-                else:
-                    module.__dict__[name] = weight
-
-    return again if found else nullcontext
+    return partial(standing_in, found) if found else nullcontext

@@ -33,6 +33,7 @@ from slapo_zoo.parallel.placement import Placement, TensorSpec
 from slapo_zoo.parallel.rank_plan import PARTIAL, TIED
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.rng.device_seeds import mix
+from slapo_zoo.parallel.stand_ins import standing_in
 from slapo_zoo.parallel.token_cut import refuse_cp
 from slapo_zoo.pipeline.stages import held_here
 from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
@@ -167,20 +168,14 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 @contextmanager
 def whole_sizes(model: Any) -> Iterator[None]:
     """Context in which weights that ZeRO shards (`dp_shard=`) show their unsharded shape, without data."""
-    shown: list[tuple[Any, str]] = []
     plan = model._slapo.plan
-    for path, module in model.named_modules():
-        for leaf, p in module._parameters.items():
-            if p is not None and rows_of(p) is not None:
-                module.__dict__[leaf] = p.new_empty(1).expand(
-                    plan.local_shape(own_name(f"{path}.{leaf}"))
-                )
-                shown.append((module, leaf))
-    try:
+    shown = [
+        (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
+        for path, module in model.named_modules()
+        for leaf, p in module._parameters.items() if p is not None and rows_of(p) is not None
+    ]  # fmt: skip
+    with standing_in(shown):
         yield
-    finally:
-        for module, leaf in shown:
-            module.__dict__.pop(leaf, None)
 
 
 def parameter_of(key: str, name: str) -> str:

@@ -8,7 +8,7 @@ block again. A block that is recomputed (torch's checkpoint) is gathered too. So
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from slapo_zoo.language.offload import Kept, Pack, unpack
 from slapo_zoo.model.dp.gathered import Group
 from slapo_zoo.parallel.compat import hooks_around
 from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.parallel.stand_ins import standing_in
 
 BLOCK = "_slapo_block"  # of a module: its Block
 
@@ -105,7 +106,6 @@ class Block:
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
         self.blocks.keep(self, self.position + 1)
-        self._put(whole)
         found = {x.untyped_storage()._cdata: ((i, j), x.dtype)
                  for i, group in enumerate(whole) for j, x in enumerate(group) if x.numel()}  # fmt: skip
         around = hooks_around()
@@ -116,11 +116,12 @@ class Block:
                 return Passed(around[0](x), around[1]) if around else x
             return Saved(self, place, (x.size(), x.stride(), x.storage_offset()))
 
-        hooks = saved_tensors_hooks(pack, unpack)
-        self._running.append(hooks)
+        within = ExitStack()
+        within.enter_context(self._reading(whole))
+        within.enter_context(saved_tensors_hooks(pack, unpack))
+        self._running.append(within)
         self.blocks.keeps.append(pack)
         self.blocks.running.append(self)
-        hooks.__enter__()
 
     def _require_own(self, module: nn.Module) -> None:
         """Raise MeshError for a module that was moved into this block after the load: its weights are not gathered here."""
@@ -136,18 +137,13 @@ class Block:
         forward; a forward hook.
         """
         if self._running:  # else it failed before it began
-            self._running.pop().__exit__(None, None, None)
+            self._running.pop().close()
             self.blocks.running.pop()
             self.blocks.keeps.pop()
-            self._take()
 
-    def _put(self, whole: Sequence[Sequence[Tensor]]) -> None:
-        for module, name, (group, index) in self.places:
-            module.__dict__[name] = whole[group][index]  # is found before the parameter
-
-    def _take(self) -> None:
-        for module, name, _ in self.places:
-            module.__dict__.pop(name, None)
+    def _reading(self, whole: Sequence[Sequence[Tensor]]) -> AbstractContextManager[None]:
+        """Context in which the block's modules read gathered parameters: `whole`[group][index in the group]."""
+        return standing_in((module, name, whole[i][j]) for module, name, (i, j) in self.places)
 
     @contextmanager
     def lent(self) -> Iterator[None]:
@@ -156,23 +152,16 @@ class Block:
         if name in module.__dict__:
             yield
             return
-        self._put([group.traced(group.dtype_of(self.blocks.computes)) for group in self.groups])
-        try:
+        traced = [group.traced(group.dtype_of(self.blocks.computes)) for group in self.groups]
+        with self._reading(traced):
             yield
-        finally:
-            self._take()
 
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
+    def recomputing(self) -> AbstractContextManager[None]:
         """Context in which the block's modules read gathered parameters while the block is recomputed."""
         pairs = zip(self.whole(), self.groups, strict=True)
-        self._put([[x.detach().requires_grad_(p.requires_grad)
-                    for x, p in zip(whole, group.parameters, strict=True)]
-                   for whole, group in pairs])  # fmt: skip
-        try:
-            yield
-        finally:
-            self._take()
+        return self._reading([[x.detach().requires_grad_(p.requires_grad)
+                               for x, p in zip(whole, group.parameters, strict=True)]
+                              for whole, group in pairs])  # fmt: skip
 
 
 class Blocks:

@@ -20,6 +20,7 @@ from slapo_zoo.hf.models import stays_wide
 from slapo_zoo.parallel.live_bytes import counted_as
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.stand_ins import standing_in
 
 Reads = Callable[[nn.Module, "torch.dtype | None", bool], Iterable[tuple[nn.Module, str, Tensor]]]
 GROW_AFTER = 2000  # steps without overflow, as torch's GradScaler
@@ -74,17 +75,12 @@ class MixedPrecision:
     def _reading(self, again: bool = False) -> Iterator[None]:
         self._depth += 1
         try:
-            if self._depth == 1:
-                for module, name, cast in self._casts:
-                    module.__dict__[name] = cast  # is found before the parameter
-            yield
+            with standing_in(self._casts if self._depth == 1 else ()):
+                yield
         finally:
             self._depth -= 1
-            if not self._depth:
-                for module, name, _ in self._casts:
-                    module.__dict__.pop(name, None)
-                if self.blocks and not self._in_step and not again:
-                    self.blocks.forget()
+            if not self._depth and self.blocks and not self._in_step and not again:
+                self.blocks.forget()
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
