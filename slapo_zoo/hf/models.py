@@ -5,7 +5,7 @@ import importlib
 import inspect
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -144,21 +144,13 @@ class _Numbers(TorchFunctionMode):
 
 def _keep_numbers(model: Any) -> None:
     """Move parameters and buffers that have a constant value to meta, and store the values as `given_numbers`."""
-    found, made = {}, {}
-    for path, module in model.named_modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and not tensor.is_meta:
-                    found[f"{path}.{name}".lstrip(".")] = tensor.detach()
-                    if id(tensor) not in made:  # shared tensors stay shared
-                        meta, is_parameter = (
-                            tensor.detach().to("meta"),
-                            isinstance(tensor, nn.Parameter),
-                        )
-                        made[id(tensor)] = (
-                            nn.Parameter(meta, tensor.requires_grad) if is_parameter else meta
-                        )
-                    held[name] = made[id(tensor)]
+    found = {
+        f"{path}.{name}".lstrip("."): tensor.detach()
+        for path, module in model.named_modules()
+        for held in (module._parameters, module._buffers)
+        for name, tensor in held.items() if tensor is not None and not tensor.is_meta
+    }  # fmt: skip
+    swap_tensors(model.modules(), lambda x: x if x.is_meta else like(x, x.detach().to("meta")))
     model.__dict__["given_numbers"] = found
 
 
@@ -214,29 +206,44 @@ def accepts(cls: Any, name: str) -> bool:
     return name in inspect.signature(cls.forward).parameters
 
 
-def to_fakes(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, torch.Tensor]]]:
-    """Replace all tensors of a model by new CPU tensors of the active fake mode; shared ones stay shared.
+def to_fakes(model: nn.Module) -> Callable[[], None]:
+    """Replace all tensors of a model by new CPU tensors of the active fake mode; return a function that undoes it."""
 
-    Returns:
-        Pairs (`_parameters`, `_buffers` or attributes of a module, the original tensors in it by name), with
-        which the replacement can be undone.
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
+
+    return swap_tensors(model.modules(), fake, attributes=True)
+
+
+def like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return `values`, as a parameter if `tensor` is one."""
+    is_parameter = isinstance(tensor, nn.Parameter)
+    return nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+
+
+def swap_tensors(
+    modules: Iterable[nn.Module], new: Callable[[torch.Tensor], torch.Tensor], attributes: bool = False
+) -> Callable[[], None]:  # fmt: skip
+    """Replace each parameter and buffer of some modules by `new(tensor)`; return a function that undoes it.
+
+    A tensor that several modules share is replaced by one new tensor. With `attributes`, plain attributes that
+    are tensors are replaced too.
     """
     made: dict[int, torch.Tensor] = {}
     before = []
-
-    def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            new = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if is_parameter else new
-        return made[id(tensor)]
-
-    for module in model.modules():
-        for held in (module._parameters, module._buffers, vars(module)):
-            found = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    for module in modules:
+        for held in (module._parameters, module._buffers, *([vars(module)] if attributes else [])):
+            found = {name: x for name, x in held.items() if isinstance(x, torch.Tensor)}
             before.append((held, found))
-            held.update({name: fake(value) for name, value in found.items()})
-    return before
+            for name, x in found.items():
+                made[id(x)] = made[id(x)] if id(x) in made else new(x)
+                held[name] = made[id(x)]
+
+    def undo() -> None:
+        for held, tensors in before:
+            held.update(tensors)
+
+    return undo
 
 
 def _widen(module: nn.Module) -> None:

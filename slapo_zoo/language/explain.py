@@ -141,7 +141,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
         batch = {**batch, "use_cache": False}
     mode, tape = FakeTensorMode(allow_non_fake_inputs=True), Tape()
     with in_dry_run(state, tape), mode, torch.enable_grad():
-        before = to_fakes(model)
+        undo = to_fakes(model)
         try:
             inputs = {
                 k: empty_like(v).requires_grad_(v.requires_grad) if isinstance(v, Tensor) else v
@@ -150,8 +150,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
             if (total := tape.sum_of(forward(**inputs))) is not None:
                 total.backward()
         finally:
-            for held, tensors in before:
-                held.update(tensors)
+            undo()
     return tape.transfers
 
 

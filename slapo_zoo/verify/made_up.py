@@ -3,23 +3,28 @@
 import torch
 from torch import Tensor, nn
 
+from slapo_zoo.hf.models import like, swap_tensors
+
 SEED = 20
 
 
 def give_values(model: nn.Module) -> bool:
     """Replace parameters and buffers on meta by random CPU tensors, equal on all ranks; return whether any was."""
-    made: dict[Tensor, Tensor] = {}
-    generator = torch.Generator().manual_seed(SEED)
-    for tensor in _slots(model):
-        if tensor.is_meta and tensor not in made:
-            made[tensor] = _like(tensor, _values(tensor, generator))
-    _swap(model, made)
+    generator, made = torch.Generator().manual_seed(SEED), []
+
+    def new(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        made.append(_like(tensor, _values(tensor, generator)))
+        return made[-1]
+
+    swap_tensors(model.modules(), new)
     return bool(made)
 
 
 def take_values(model: nn.Module) -> None:
     """Replace all parameters and buffers by meta tensors; tied parameters stay tied."""
-    _swap(model, {tensor: _like(tensor, tensor.data.to("meta")) for tensor in _slots(model)})
+    swap_tensors(model.modules(), lambda tensor: _like(tensor, tensor.data.to("meta")))
 
 
 def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:
@@ -32,20 +37,8 @@ def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    if not isinstance(tensor, nn.Parameter):
-        return values
-    parameter = nn.Parameter(values, requires_grad=tensor.requires_grad)
-    parameter.__dict__.update(tensor.__dict__)
-    return parameter
-
-
-def _slots(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
-
-
-def _swap(model: nn.Module, new: dict[Tensor, Tensor]) -> None:
-    for module in model.modules():
-        for slots in (module._parameters, module._buffers):
-            for name, tensor in slots.items():
-                if tensor is not None and tensor in new:
-                    slots[name] = new[tensor]
+    """Return `values` like `tensor`; a parameter keeps its annotations."""
+    found = like(tensor, values)
+    if isinstance(tensor, nn.Parameter):
+        found.__dict__.update(tensor.__dict__)
+    return found

@@ -40,7 +40,8 @@ def initialize_weights(
         wanted = [n for n, _ in _tensors(module, whole) if prefix + n in names]
         if not wanted:
             return
-        meta = _to_cpu(module, whole)
+        parts = module.modules() if whole else (module,)
+        to_meta = hf.swap_tensors(parts, _on_cpu)
         with drawn_from(mix(seed, zlib.crc32(path.encode()))), torch.no_grad():
             hf.init_module(skeleton, module) if whole else hf.init_own(skeleton, path)
         tensors = dict(_tensors(module, whole))
@@ -51,7 +52,7 @@ def initialize_weights(
             _check_finite(prefix + name, tensor)
             put(prefix + name, tensor)
             left.discard(prefix + name)
-        _restore(module, meta)
+        to_meta()
 
     for unit in units:
         draw(unit, whole=True)
@@ -72,35 +73,15 @@ def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
     ]
 
 
-def _to_cpu(module: nn.Module, whole: bool = True) -> list[tuple[dict, str, Tensor]]:
-    """Allocate a meta module (with `whole` its submodules too) on the CPU, filled with NaN.
-
-    Return, for each tensor, (dict of its module's parameters or buffers, its name, the meta tensor), to undo this.
-    """
-    before, made = [], {}
-    for sub in module.modules() if whole else (module,):
-        for held in (sub._parameters, sub._buffers):
-            for name, tensor in held.items():
-                if tensor is None:
-                    continue
-                before.append((held, name, tensor))
-                if id(tensor) not in made:
-                    fresh = _poisoned(tensor, torch.device("cpu"))
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(fresh, False) if is_parameter else fresh
-                held[name] = made[id(tensor)]
-    return before
+def _on_cpu(tensor: Tensor) -> Tensor:
+    values = _poisoned(tensor, torch.device("cpu"))
+    return nn.Parameter(values, False) if isinstance(tensor, nn.Parameter) else values
 
 
 def _poisoned(tensor: Tensor, device: torch.device) -> Tensor:
     """Return storage filled with NaN for a meta tensor, so that a tensor which is never initialised is noticed."""
     empty = torch.empty_like(tensor, device=device)
     return empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
-
-
-def _restore(module: nn.Module, before: list[tuple[dict, str, Tensor]]) -> None:
-    for held, name, tensor in before:
-        held[name] = tensor
 
 
 def _check_finite(name: str, tensor: Tensor) -> None:
