@@ -26,7 +26,7 @@ def scaled_keep(counter, key, threshold, scale):
 
 
 def threshold_and_scale(p: float) -> tuple[int, float]:
-    """Return the arguments `threshold` and `scale` of `scaled_keep` for a dropout probability."""
+    """Return (24-bit hash value below which an element is dropped with probability p, 1 / (1 - p))."""
     return int(p * 0x1000000), 1.0 / (1.0 - p) if p < 1.0 else 1.0
 
 

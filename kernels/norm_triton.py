@@ -101,7 +101,7 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
 
 
 def tile(N: int) -> dict[str, int]:
-    """Return the launch options {"ROWS", "BLOCK_N", ...} for rows of N columns: ~16 elements a
+    """Return the launch options {"ROWS", "BLOCK_N", ...} for N columns: about 16 elements per
     thread.
     """
     block = triton.next_power_of_2(max(N, 16))

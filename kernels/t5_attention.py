@@ -184,8 +184,8 @@ def t5_attention(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute T5's attention, [B, H, S, D], in O(S + T) memory if large; gradients are
-    deterministic.
+    """Compute T5's attention, [B, H, S, D], in O(S + T) memory if large, with deterministic
+    gradients.
 
     Args:
         q: queries [B, H, S, D].

@@ -110,7 +110,9 @@ class Program:
         return self._directives(lambda text: _ask(arithmetic.evaluate, text, numbers), "steps")
 
     def _directives(self, value_of: Callable[[str], int], where: str) -> list[Step]:
-        """Return the directives, with the value that `value_of` has for each formula; CardError for an invalid one."""
+        """Return the directives, with the value that `value_of` has for each formula; CardError,
+        which names the file `where`, for an invalid one.
+        """
         steps = [[p, n, _mapped(arguments, value_of)] for p, n, arguments in self.steps]
         try:
             return from_json(json.dumps({"format": FORMAT, "steps": steps}))

@@ -21,7 +21,7 @@ def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, p: float = 0.0, **_: Any) -> Tensor:
-    """Compute T5's gated feed-forward activation, with gelu_new as torch's single operation."""
+    """Compute dropout(gelu(gate) * up, p), T5's gated activation, with gelu_new as one operation."""
     return functional.dropout(functional.gelu(gate, approximate="tanh") * up, p)
 
 

@@ -234,8 +234,8 @@ def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.d
 def run(
     quick: bool, only: str = "", folder: Path | None = None, again: bool = True
 ) -> dict[str, list[dict[str, Any]]]:
-    """Benchmark all kernels in fp32 and bf16, on a GPU if possible; return {title: [`measure`,
-    ...]}.
+    """Benchmark all kernels in fp32 and bf16, on a GPU if possible; return {title: rows}, where
+    `measure` makes each row.
 
     A row that fails is logged and left out. Each row is written to the table as soon as it is measured.
 

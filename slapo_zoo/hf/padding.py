@@ -14,8 +14,9 @@ def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
 
     rewrite:  make(..., attention_mask)  -->  make(..., None) if the step knows that no token is padding
 
-    The original reads the mask once or twice per forward to see if all tokens are real. The wrapper takes this
-    from the step's counts; if they are unknown, it builds the mask without reading it.
+    The original reads the mask once or twice per forward to see if all tokens are real. The wrapper
+    takes this from counts made before the step; if they are unknown, it builds the mask without
+    reading it.
     """
 
     @wraps(make)
@@ -31,7 +32,9 @@ def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asks_no_positions(find: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `find_packed_sequence_indices` to take from the step's counts whether a row holds several sequences."""
+    """Wrap `find_packed_sequence_indices` of `transformers`: whether a row holds several sequences
+    is taken from counts made before the step, not read from the device.
+    """
 
     @wraps(find)
     def found(position_ids: Any) -> Any:

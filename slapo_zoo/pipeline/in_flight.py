@@ -130,9 +130,7 @@ class InFlightStage(PipelineStage):
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Allocate buffers for output gradients of micro-batch `bwd_chunk_id`; return torch's
-        receives.
-        """
+        """Allocate buffers for output gradients of micro-batch `bwd_chunk_id`; return receives."""
         if self.has_backward and not self.is_last:
             self._make(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
@@ -146,16 +144,14 @@ class InFlightStage(PipelineStage):
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Start the sends of the outputs of micro-batch `fwd_chunk_id`; return [], so torch starts
+        """Start the sends of outputs of micro-batch `fwd_chunk_id`; return [], so torch starts
         none.
         """
         action = Action(self.stage_index, FORWARD, fwd_chunk_id)
         return self._post(action, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Start to send input gradients of micro-batch `bwd_chunk_id`; return [], so torch starts
-        none.
-        """
+        """Send input gradients of micro-batch `bwd_chunk_id`; return [], so torch starts no send."""
         action = Action(self.stage_index, BACKWARD, bwd_chunk_id)
         return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
 
@@ -194,7 +190,9 @@ class InFlightStage(PipelineStage):
                 tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
 
     def _give_up_inputs(self, chunk: int) -> None:
-        """Drop this stage's reference to a micro-batch's received tensors; autograd may still keep them alive."""
+        """Drop this stage's reference to the received tensors of micro-batch `chunk`, which
+        autograd may still keep alive.
+        """
         from_rank = self.stage_index_to_group_rank.get(self.stage_index - 1, self.group_rank)
         for info in self.args_recv_info[chunk] if from_rank != self.group_rank else ():
             tensor = getattr(info, "buffer", None)

@@ -348,7 +348,7 @@ def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterab
 def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
     """Check that ranks which hold the same tensor hold equal bytes, and that tied parameters are one tensor.
 
-    The weights after the step are compared, or the gradients if no step was made.
+    Weights after the step are compared, else gradients. The outcome goes into `into`.
     """
     held = [result.digests or result.grad_digests for result in found]
     wrong: list[tuple[bool, str, int, int]] = []
@@ -369,7 +369,7 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
     """Check that training with dropout gives the same loss and gradients on the mesh as on one rank.
 
-    They are equal because slapo_zoo draws the same dropout masks on every layout.
+    They are, as the same masks are drawn on every mesh. The outcome goes into `into`.
     """
     truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]
@@ -386,7 +386,7 @@ def collective_counts(
 ) -> None:
     """Check that each tp rank ran the predicted number of tp collectives of each kind in one step.
 
-    `want` is {kind: number}, added over all stages; None checks nothing.
+    `want` is {kind: number over all stages}; None checks nothing. The outcome goes into `into`.
     """
     if want is None:
         return

@@ -178,8 +178,7 @@ class _Save:
 
     def _stamp(self, written: Sequence[Written], stamp: str) -> Checksums:
         """Write the id of the save, a digest of all checksums and of the text `stamp`, into all
-        headers; return the checksums of headers and tensors. `written` has one result of `write`
-        per rank.
+        headers; return the checksums of headers and tensors. `written` holds each rank's result.
         """
         sums = {
             spec.name: crc.combined(

@@ -237,8 +237,8 @@ class Footprint:
             self.live -= self.alive.pop(storage).size
 
     def _summed(self, storage: int) -> None:
-        """Move a parameter's gradient, in the storage with id `storage`, from `live` to
-        `gradients`: the gradient exists until the optimizer step.
+        """Move the bytes of a parameter's gradient, in the storage with id `storage`, from the
+        count `live` to the count `gradients`: the gradient exists until the optimizer step.
         """
         if storage in self.alive:
             self.live -= self.alive[storage].size

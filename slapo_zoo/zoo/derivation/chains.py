@@ -55,8 +55,7 @@ class Chains:
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """Record a call of a torch function: if `name` is element-wise, `out` has the input's
-        columns.
+        """Record a call of function `name`: if element-wise, `out` has the input's columns.
 
         After any other function the columns count as mixed: they cannot be sharded. `draws` is True
         if the function draws random numbers.
