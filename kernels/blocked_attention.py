@@ -161,9 +161,7 @@ def _forward(
     drawn: int,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return (output [B, S, H, D], log-sum-exp [B, H, S]); arguments of `attention`, q [B, S, H,
-    D].
-    """
+    """Return (output [B, S, H, D], log-sum-exp [B, H, S]); see `attention`, but q is [B, S, H, D]."""
     tensors = (table, classes, bias, key_mask, keep, seeds, places)
     given = Given(*tensors, p, scale, causal, window, drawn, wide)
     if given.runs_in_tiles(q):

@@ -144,9 +144,7 @@ class InFlightStage(PipelineStage):
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Start the sends of outputs of micro-batch `fwd_chunk_id`; return [], so torch starts
-        none.
-        """
+        """Send the outputs of micro-batch `fwd_chunk_id`; return [], so torch starts no send."""
         action = Action(self.stage_index, FORWARD, fwd_chunk_id)
         return self._post(action, super().get_fwd_send_ops(fwd_chunk_id))
 

@@ -40,8 +40,7 @@ def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None,
 def search(
     planner: Any, gpus: int, batch: int, explain: bool, write: Path | None, most: int
 ) -> Any:
-    """Search all layouts of `gpus` devices; return (data, text), or (data, text, error) if none
-    fits.
+    """Search all layouts of `gpus` devices; return (data, text[, error if none fits]).
 
     `batch` counts rows per step over all replicas; `most` limits the layouts shown. `explain` adds why
     others do not fit. `write` is the file for the fastest layout's schedule, or None.
