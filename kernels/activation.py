@@ -25,7 +25,7 @@ def activation(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute mask * act(x + bias) * up, without those that are None.
+    """Compute mask * act(x + bias) * up, leaving out what is None.
 
     Args:
         name: name of the calling kernel, for the dispatch table.

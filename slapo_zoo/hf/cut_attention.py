@@ -162,7 +162,9 @@ def scores_by_place(attention: Any, stream: Any) -> None:
 
 @contextmanager
 def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[None]:
-    """Context in which rows total - rows to total of the buffer `bias` are those of this rank's tokens."""
+    """Context in which the causal buffer `bias` of an attention has, in rows total - rows to total,
+    those of this cp rank's tokens.
+    """
     whole = getattr(attention, "bias", None)
     if whole is not None:
         first = whole[:, :, : total - rows, :total]
@@ -175,11 +177,12 @@ def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[N
 
 
 def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> None:
-    """Let the modules that count tokens or compute scores themselves do so from the index of this rank's first token in a row.
+    """Let modules that count tokens or compute scores themselves begin at this cp rank's first
+    token.
 
     Args:
         modules: path --> module of a model.
-        stream: random stream of the model, which holds the cut of the running step.
+        stream: random stream of the model, which says how the running step's tokens are sharded.
         positions: value in `Table.cut_tokens`: "relative" (T5's bias), "placed" (BART's embedding), or another.
     """
     for path, module in modules.items():

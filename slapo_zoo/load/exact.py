@@ -152,7 +152,9 @@ def _deterministic() -> Iterator[None]:
 
 
 class NotBuiltError(SlapoError, AttributeError):
-    """Error for an attribute that a model of one rank has, and an exact model lacks; `hasattr` is False for it."""
+    """Error for an attribute that a usual model has and a model of `exact=` lacks; `hasattr` is
+    False.
+    """
 
 
 class ExactModel(nn.Module):

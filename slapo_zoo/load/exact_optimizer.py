@@ -17,7 +17,7 @@ from slapo_zoo.parallel.ranks.hosted_ranks import HostedRanks
 
 
 class Hosted(Protocol):
-    """Models of several virtual ranks of this process, and the threads in which they run."""
+    """Models of the ranks of `exact=` that this process runs, and the threads in which they run."""
 
     hosted: nn.ModuleList
     host: HostedRanks

@@ -14,7 +14,7 @@ NEARS = re.compile("window|chunk|local_attention|capacity|floor_scale")
 
 
 def refusal(problem: str) -> ArchitectureError:
-    """Return the error for a class whose tokens cannot be cut; `problem` says why."""
+    """Return the error for a class whose tokens cp cannot shard; `problem` says why."""
     return ArchitectureError("zoo", "cp > 1", f"its tokens cannot be cut over cp: {problem}", "use cp=1, or tp with sequence_parallel=True")  # fmt: skip
 
 
@@ -28,7 +28,7 @@ def require_token_labels(cls: Any) -> None:
 
 
 def with_positions(table: Table, cls: Any, positions: str) -> Table:
-    """Return the table with a value of `cut_tokens` for a class."""
+    """Return the table with `positions`, the way to find positions of sharded tokens, for a class."""
     return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
 
 

@@ -38,7 +38,7 @@ CUT = {"cp": 2}
 
 @dataclass(frozen=True)
 class Seen:
-    """Results of one model, or of one rank of a cut model.
+    """Results of the plain model, or of one cp rank of the model whose tokens cp shards.
 
     Args:
         logits: output [rows, S, ..] of the perturbed rows.
@@ -55,23 +55,29 @@ class Seen:
 
 @dataclass(frozen=True)
 class Rows:
-    """Batches with which a class is probed: perturbed rows for a forward, and kinds of rows for training steps."""
+    """Batches to probe a class: perturbed rows for a forward, kinds of rows for training steps.
+
+    Args:
+        perturbed: a row, then copies of the row with one token changed in each.
+        trained: kind ("padded", "bare", "packed") --> batch of training steps.
+    """
 
     perturbed: dict[str, Tensor]
     trained: dict[str, dict[str, Tensor]]
 
 
 def cut_table(config: Any, cls: Any, table: Table, tp: int = 1) -> Table:
-    """Return a family's table that says how the tokens of `cls` are cut, after a proof on a tiny model.
+    """Return a family's table that says how cp shards the tokens of `cls`, proven on a tiny model.
 
     Args:
         config: a config of `transformers`; it is made tiny.
         cls: class of the model.
         table: sharding rules, for any config of the family.
-        tp: number of tp ranks beside which the cut is proven.
+        tp: number of tp ranks of the tiny model, beside two of cp.
 
     Raises:
-        ArchitectureError: the cut model is not the plain one, or plain `transformers` does not train it made tiny.
+        ArchitectureError: the model with sharded tokens is not the plain one, or plain
+            `transformers` does not train it made tiny.
     """
     require_token_labels(cls)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-leaks-") as scratch:
@@ -111,7 +117,9 @@ def find_positions(case: Case, table: Table, tp: int = 1) -> str:
 
 
 def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
-    """Return (how many of the checks passed, the first difference of the cut model from the plain one or "")."""
+    """Return (number of passed checks, first difference from the plain model or "") of cp = 2
+    ranks. `plain` are the results of the plain model for `rows`.
+    """
     try:
         ranks = on_mesh(_cut, trial, rows, plain.logits)[:: trial.sizes[0]]
     except Exception as error:
@@ -137,7 +145,9 @@ def _candidates(case: Case) -> list[str]:
 
 
 def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
-    """Return padded rows, rows without a mask and, where positions tell sequences apart, packed rows."""
+    """Return {"padded", "bare" (no mask) and, where positions tell sequences apart, "packed":
+    batch}.
+    """
     found = {"padded": case.batch, "bare": _bare(case.batch)}
     if accepts(case.cls, "position_ids") and head_of(case.cls.__name__).shifts:
         found["packed"] = _packed(case.batch)
@@ -145,7 +155,9 @@ def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
 
 
 def _unlike_training(case: Case, plain: Seen, found: Seen) -> str:
-    """Compare losses and gradients of training steps; return the first difference or ""."""
+    """Compare losses and gradients of training steps in `found` with those in `plain`; return the
+    first difference or "".
+    """
     tied = case.truth.tied if case.truth else {}
     for kind, want in plain.losses.items():
         loss, grads = found.losses[kind], plain.grads[kind]
@@ -164,7 +176,7 @@ def _bare(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return rows of two sequences each, told by their positions; none ends where tokens are cut."""
+    """Return rows of two sequences each, told by position_ids; none ends where ranks divide tokens."""
     rows, tokens = batch["input_ids"].shape
     places = torch.arange(tokens) - torch.tensor([[5], [11]]).repeat(rows, 1)[:rows]
     places = torch.where(places < 0, torch.arange(tokens), places)
@@ -201,7 +213,9 @@ def _plain(case: Case, rows: Rows) -> Seen:
 
 
 def _cut(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
-    """Run the cut model on this rank: a forward, and training steps if its logits are those in `plain` on all ranks."""
+    """Run the model on this rank of cp: a forward on the perturbed rows, and training steps if the
+    logits on all ranks are those in `plain`.
+    """
     model = load(trial, trial.case.changes(), trial.case.dtype)
     silence(model)
     cut: Any = TokenCut.of(model.mesh)
@@ -219,7 +233,9 @@ def _cut(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
 
 
 def _watched(model: nn.Module, forward: Any, batch: Mapping[str, Any]) -> Seen:
-    """Run a forward in eval mode; return its logits and the outputs of all modules."""
+    """Run `forward(**batch)` of a model in eval mode; return its logits and the outputs of all
+    modules.
+    """
     seen: dict[str, Tensor] = {}
 
     def note(path: str, output: Any) -> None:
@@ -242,7 +258,9 @@ def _watched(model: nn.Module, forward: Any, batch: Mapping[str, Any]) -> Seen:
 
 
 def leaks(plain: Seen, ranks: Sequence[Seen]) -> str:
-    """Compare which positions each changed token reaches, and the logits; return the first difference or ""."""
+    """Compare logits of cp `ranks` with `plain`: which positions each changed token reaches, and
+    the values; return the first difference or "".
+    """
     found = torch.cat([seen.logits for seen in ranks], 1)
     if found.shape != plain.logits.shape:
         return f"its output has the shape {list(plain.logits.shape)}, cut {list(found.shape)}"
