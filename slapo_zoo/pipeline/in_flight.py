@@ -180,7 +180,7 @@ class InFlightStage(PipelineStage):
         return []
 
     def _give_up(self, chunks: Iterable[int]) -> None:
-        """Free the memory of outputs, which another rank has received, of micro-batches `chunks`."""
+        """Free the outputs of micro-batches `chunks`, which another rank has received."""
         following = self.stage_index_to_group_rank.get(self.stage_index + 1, self.group_rank)
         for chunk in chunks if following != self.group_rank else ():
             outputs, _ = self.fwd_cache.get(chunk, ((), None))
