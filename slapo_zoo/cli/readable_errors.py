@@ -46,7 +46,7 @@ def _of_the_disk(error: OSError) -> SlapoError:
     """Return a SlapoError that describes a file error, such as a full disk."""
     hint = "check the path, the rights and the space there"
     if is_full(error):
-        hint = "make room there; a run with a checkpoint goes on from it by the same command"
+        hint = "make room there; the same command resumes a run that has a checkpoint"
     return SlapoError(str(error.filename or "disk"), "", error.strerror or str(error), hint)
 
 

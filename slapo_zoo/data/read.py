@@ -65,7 +65,7 @@ def text_files(path: Path) -> list[str]:
     texts = [str(file) for file in files if _is_text(file)]
     if not texts:
         problem = f"found no UTF-8 text in {len(files)} file{'' if len(files) == 1 else 's'}"
-        raise DataError(str(path), "--data", problem, "name an unpacked UTF-8 text file, or a folder of such files")  # fmt: skip
+        raise DataError(str(path), "--data", problem, "name an unpacked UTF-8 text file, or a folder of text files")  # fmt: skip
     if (short := len(files) - len(texts)) and is_first():
         sys.stderr.write(f"{short} of {len(files)} files hold no UTF-8 text; they are left out\n")
     return texts

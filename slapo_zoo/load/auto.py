@@ -218,7 +218,7 @@ def within_budget(
     budget = parse_size(asked, "activation_memory")
     where, what = "from_pretrained", f"activation_memory={asked!r}"
     if options.checkpoint_ratio or options.checkpoint_policy:
-        problem = "found checkpoint_ratio= or checkpoint_policy= beside activation_memory=: both choose the recomputation"
+        problem = "found checkpoint_ratio= or checkpoint_policy= too, but activation_memory= chooses the recomputation"
         raise SlapoError(where, what, problem, "pass only one of the two")
     if kind_of(options.schedule) not in FROM_TABLE:
         problem = "your own schedule decides the recomputation"

@@ -103,7 +103,7 @@ def _check(options: LoaderOptions) -> None:
         problem = 'kernels="measure" chooses by timings, which differ from run to run'
         raise SlapoError(WHERE, "exact", problem, 'pass kernels="auto" or kernels="reference"')
     if options.target not in (None, "torch"):
-        problem = f"the engine {options.target} sums gradients in an order of its own"
+        problem = f"the engine {options.target} sums gradients in another order"
         raise SlapoError(WHERE, "exact", problem, "leave target= out")
 
 
@@ -243,10 +243,8 @@ class ExactModel(nn.Module):
         if steps_now(self):  # of one rank, within a step of all, which was checked
             return
         if self._versions() != self._gradients:
-            problem = (
-                "gradients were changed after train_step by something else than clip_grad_norm_"
-            )
-            hint = "call model.clip_grad_norm_(max_norm), which knows what each rank holds"
+            problem = "gradients were changed after train_step, but not by model.clip_grad_norm_"
+            hint = "call model.clip_grad_norm_(max_norm), which counts replicated parameters once"
             raise SlapoError("optimizer.step", "exact=", problem, hint)
         self.on_each_rank(lambda model: model._slapo.calls.guard.before_step())
 

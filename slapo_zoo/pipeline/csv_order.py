@@ -136,7 +136,7 @@ def _check_complete(places: _Places, num_stages: int) -> int:
         parts = found & {BACKWARD_INPUT, BACKWARD_WEIGHT}
         if BACKWARD in found and parts:
             problem = f"there is a whole backward {stage}B{micro_batch} as well"
-            hint = "use either B, or I and W"
+            hint = "name either a whole backward (B), or its two parts (I and W)"
             raise places.at(Action(stage, min(parts), micro_batch), problem, hint)
         wanted = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if parts else (FORWARD, BACKWARD)
         for kind in wanted:

@@ -246,7 +246,9 @@ def balanced_cuts(costs: Sequence[float], may_cut: Sequence[int], num_stages: in
         `num_stages - 1` indices from `may_cut`, in ascending order.
     """
     if num_stages - 1 > len(may_cut):
-        problem = f"{num_stages} stages, but the model has {len(may_cut)} places to cut"
+        problem = (
+            f"found {num_stages} stages, but only {len(may_cut)} blocks after which a stage may end"
+        )
         raise MeshError("pipeline", "stages", problem, f"choose at most {len(may_cut) + 1} stages")
     total = [0.0]
     for cost in costs:

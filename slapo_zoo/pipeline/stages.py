@@ -88,7 +88,7 @@ def assign_stages(
     for unit, _ in cuts:
         if unit not in units:
             problem = "the module lies inside a block, or contains blocks"
-            raise ScheduleError(unit, "cut_pipeline_stage()", problem, "cut after a whole block")
+            raise ScheduleError(unit, "cut_pipeline_stage()", problem, "cut after a block")
     stages, stage = {}, 0
     for unit in units:
         ends = [call for name, call in cuts if name == unit]

@@ -194,6 +194,6 @@ def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | Non
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None
             if found != expected:
-                problem = f"found a file of the save {found}, expected {expected}"
-                hint = "files of two saves lie here: take the whole folder of one of them"
+                problem = f"this file was written by the save {found}, expected {expected}"
+                hint = "the folder mixes files of two saves: copy all files of one save"
                 raise WeightsError(str(folder.path / name), "", problem, hint)

@@ -230,7 +230,7 @@ def _refuse_foreign(
     what = f"{len(missing)} missing and {len(unexpected)} unexpected keys"
     hint = "pass a checkpoint of this architecture and size"
     if any(re.search(QUANTIZED, key) for key in unexpected):
-        hint = "quantized weights cannot be trained: load the checkpoint that these were made from"
+        hint = "quantized weights cannot be trained: load the checkpoint from which they were made"
     raise WeightsError(str(folder.path), what, "\n    ".join(lines), hint)
 
 

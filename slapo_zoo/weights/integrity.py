@@ -31,7 +31,7 @@ def _damages(folder: Path) -> tuple[int, list[WeightsError]]:
         raise WeightsError(str(folder), "", "found no such folder", "name a checkpoint folder")
     kept = read_checksums(folder)
     if kept is None:
-        hint = "save it anew with slapo_zoo, or by `slapo-zoo reshard`"
+        hint = "save the model again by slapo_zoo, or rewrite the folder by `slapo-zoo reshard`"
         raise WeightsError(str(folder), FILE, "found no checksums, nothing can be compared", hint)
     found = list(damaged_files(folder, kept))
     opened: list[CheckpointFolder] = []

@@ -71,8 +71,10 @@ def save_folder(
     kept = {**(metadata or PYTORCH), SAVE_ID: BLANK}
     save.finite = [spec.name for spec in specs] if check_finite else []
     if differs := unlike(together(mesh, STEP, lambda: save.prepare(max_shard_size, kept))):
-        problem = f"found other tensors or sizes on ranks {differs} than on rank 0"
-        raise WeightsError(STEP, "specs", problem, "pass the same specs of the whole model")
+        problem = f"ranks {differs} passed other tensors or sizes than rank 0"
+        raise WeightsError(
+            STEP, "specs", problem, "pass the same specs of the full model on all ranks"
+        )
     try:
         path = Path(together(mesh, STEP, save.create)[0])
         written = together(mesh, STEP, lambda: save.write(path))
@@ -117,7 +119,7 @@ class _Save:
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
             problem = f"found {len(strange)} tensors without a spec, expected none"
-            raise WeightsError(STEP, min(strange), problem, "add specs for them")
+            raise WeightsError(STEP, min(strange), problem, "pass a spec for each of these tensors")
         return digest(self.layout, self.specs)
 
     def _require_finite(self) -> None:
@@ -235,7 +237,9 @@ def _check_spec(
     if tuple(tensor.shape) != tuple(shape) or tensor.dtype != torch_dtype(spec):
         found = f"{tensor.dtype} of shape {list(tensor.shape)}"
         problem = f"found {found}, expected {torch_dtype(spec)} of shape {list(shape)}"
-        raise WeightsError(STEP, spec.name, problem, "pass the tensor that its spec describes")
+        raise WeightsError(
+            STEP, spec.name, problem, "pass a tensor with the dtype and shape of its spec"
+        )
 
 
 def _reserve(path: Path, header: bytes, size: int) -> None:

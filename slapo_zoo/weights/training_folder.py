@@ -92,7 +92,7 @@ def open_training(
     expected = kept.save if kept is not None else None
     if state and state.get("save") != expected:
         problem = f"found {state.get('save')!r:.40}, but {checksums.FILE} has {expected!r:.40}"
-        raise WeightsError(str(path / FILE), "save", problem, "take the whole folder of one save")
+        raise WeightsError(str(path / FILE), "save", problem, "copy all files of one save")
     with ExitStack() as stack:
         model = stack.enter_context(open_checkpoint(path, allow_pickle).open_all())
         optimizer = None

@@ -48,7 +48,7 @@ MISTAKES = {
     "plan MODEL --pp 2 --pipeline-order 1fb": "no such order",
     "plan MODEL --write plan.json": "--write: this option is for a search over layouts",
     "plan MODEL --gpus 4 --tp 2": "found tp=2 pp=1 dp=1, but a search tries every layout",
-    "plan nobody": "a family without weights is looked at with --gpus",
+    "plan nobody": "for a family without weights use --gpus",
     "verify gtp2": "nearest families: gpt2",
     "verify gpt2 --tp 200": "legal sizes of tp: [1, 2, 3",
     "show gpt2 --device tpu": "--device: tpu",

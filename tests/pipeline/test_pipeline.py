@@ -71,7 +71,7 @@ def test_each_pipeline_order_places_stages_on_ranks():
         (lambda: StageMap.make("1f1b", 2, 2), "found 2, the order '1f1b' takes 1"),
         (lambda: StageMap.make("dualpipev", 2, None).check_micro_batches(3), "needs at least 4"),
         (lambda: StageMap.make("interleaved_1f1b", 4, None).check_micro_batches(9), "a multiple of 4"),
-        (lambda: balanced_cuts([1, 1], [0, 1], 4), "the model has 2 places to cut"),
+        (lambda: balanced_cuts([1, 1], [0, 1], 4), "only 2 blocks after which a stage may end"),
     ],
 )  # fmt: skip
 def test_invalid_pipeline_sizes_are_refused(make, problem):

@@ -168,9 +168,7 @@ def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Tas
         return task
     can = config.model_type in TELL_APART
     if options.document_masks and not can:
-        problem = (
-            f"attention of {config.model_type} is not known to keep the documents of a row apart"
-        )
+        problem = f"it is not known that attention of {config.model_type} separates the documents of a row"
         raise ConfigError("train", "document_masks", problem, "leave it out")
     several = rows is None or most_of(rows, "lengths", "list_value_length") > 1
     wanted = several if options.document_masks is None else options.document_masks

@@ -231,7 +231,7 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
             if shapes.get(key) != shape:
                 expected = list(shapes[key]) if key in shapes else "no tensor of this name"
                 problem = f"found shape {list(shape)}, expected {expected}"
-                hint = "pass the pairs that stream_weights of such a model gave"
+                hint = "pass the pairs of stream_weights of a model with the same class and sizes"
                 raise SlapoError("load_stream", key, problem, hint)
             left.pop(key, None)
             _spread(by_key.get(key), tensor, shape, dtype, model, rank)

@@ -131,8 +131,8 @@ def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
 
 def _unlike(where: str, differ: Sequence[int], first: int) -> MeshError:
     hint = (
-        "tp and pp peers take the same rows: choose them by model.mesh.coord('dp'); and set torch's seed "
-        "anew on all or on none; model.input_check_interval = 0 switches this check off"
+        "feed the same rows to ranks that differ only in tp or pp: choose them by model.mesh.coord('dp'); "
+        "set torch's seed on all ranks or on none; model.input_check_interval = 0 switches this check off"
     )
     problem = f"ranks {list(differ)} were fed another batch than rank {first}"
     return MeshError(where, "batch", problem, hint)

@@ -162,7 +162,7 @@ class Structure:
     def init_weights(self, *args: Any, **kwargs: Any) -> Any:
         """Initialise weights on one rank; SlapoError on several, which would draw inconsistent shards."""
         if self.mesh.world_size > 1:
-            problem = "each rank would draw values of its own, and shards would not belong together"
+            problem = "each rank would draw different values, which are no shards of one weight"
             hint = "AutoScheduledModel.from_config(config, seed=...) draws what one process would"
             raise SlapoError("init_weights", "model", problem, hint)
         return super().init_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -99,7 +99,7 @@ class StepGuard:
             hint = (
                 "step on all ranks or on none, and average gradients of torch.autograd.grad over dp"
             )
-            raise agreed(MeshError("backward", "copies of the model", problem, hint))
+            raise agreed(MeshError("backward", "replicas of the model", problem, hint))
 
     def _is_due(self, step: int) -> bool:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
@@ -283,7 +283,7 @@ def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
         "initialise them equally and use them in the loss_fn of train_step, or wrap their module: "
         "DistributedDataParallel(head, process_group=model.mesh.group('dp'))"
     )
-    return MeshError("optimizer.step", "parameters beside the model", problem, hint)
+    return MeshError("optimizer.step", "parameters outside the model", problem, hint)
 
 
 @functools.cache

@@ -35,7 +35,7 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
         raise _refusal(own_loss, problem, hint)
     saves = str(getattr(getattr(args, "save_strategy", None), "value", "no"))
     if model._slapo.peft_config and saves != "no":
-        problem = "a checkpoint to resume from holds a whole model, not an adapter"
+        problem = "a checkpoint to resume from contains the full model, not an adapter"
         hint = 'pass save_strategy="no"; trainer.save_model(folder) writes the adapter at the end'
         raise _refusal(f"save_strategy={saves!r}", problem, hint)
     if getattr(args, "neftune_noise_alpha", None) and model.schedule.state.sequence_parallel:
@@ -44,7 +44,7 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
     _share_generations(mesh, args)
     optimizer = str(getattr(getattr(args, "optim", None), "value", ""))
     if optimizer in IN_BACKWARD:
-        problem = "this optimizer steps within the backward, before gradients are complete"
+        problem = "this optimizer steps during the backward, before gradients are complete"
         raise _refusal(f"optim={optimizer!r}", problem, 'use another one, e.g. optim="adafactor"')
 
 

@@ -156,8 +156,10 @@ def require_together(model: Any) -> None:
             problem = (
                 f"{names_of(gone)} did not call the model, and each rank computes a part of it"
             )
-            hint = "call it on all ranks, each gets the whole output, and print or write on one"
-            raise MeshError("forward", "a model that is called on some ranks", problem, hint)
+            hint = (
+                "call the model on all ranks: each gets the full output; print or write it on one"
+            )
+            raise MeshError("forward", "a model called on some ranks only", problem, hint)
 
 
 def computing_with(model: Any) -> list[int]:

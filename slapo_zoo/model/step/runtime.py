@@ -169,9 +169,7 @@ def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None
     for name in table.whole_batch if divided else ():
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
-            problem = (
-                f"the loss then needs the whole batch in one piece, found {', '.join(divided)}"
-            )
+            problem = f"the loss then needs the unsplit batch, found {', '.join(divided)}"
             raise MeshError(
                 "the model", f"{name}=True", problem, f"pass {name}=False, or use tp only"
             )

@@ -146,10 +146,8 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
         dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.group(one))
         for name, (trained, least, most) in zip(names, found.tolist(), strict=True):
             if least + most < -SAME * least:
-                problem = f"the copies of this tied weight on different stages differ: norms {least:.6g} and {-most:.6g}"
-                hint = (
-                    "change and step the weight alike on all ranks; load the last checkpoint again"
-                )
+                problem = f"this tied weight has different values on different stages: norms {least:.6g} and {-most:.6g}"
+                hint = "change and step the weight equally on all ranks; load the last checkpoint again"
                 raise MeshError("train_step", name, problem, hint)
             if not trained:
                 named[name].requires_grad_(False).grad = None
