@@ -131,7 +131,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
     def check() -> None:
         if shard > limit:
             found = f"found {human(limit)}, expected at least {human(shard)}"
-            problem = f"{found}, {human(shard - limit)} more, for this rank's weights"
+            problem = f"{found}: {human(shard - limit)} more for this rank's weights"
             hint = "raise the limit, or shard the model over more ranks (tp, pp, dp_shard)"
             raise WeightsError(f"rank {mesh.rank}", "max_load_memory", problem, hint)
 

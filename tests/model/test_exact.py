@@ -290,7 +290,7 @@ def adafactor(model):
         ({"cols": 2}, {}, nothing, "no such mesh dim: cols"),
         ("yes", {}, nothing, "expected True, or sizes"),
         ({"tp": 2}, {"kernels": "measure"}, nothing, "chooses by timings"),
-        ({"tp": 2}, {"target": "deepspeed"}, nothing, "an order of its own"),
+        ({"tp": 2}, {"target": "deepspeed"}, nothing, "in another order"),
         ({"dp": 2}, {}, uneven, "3 rows for 2 virtual dp ranks"),
         ({"tp": 2}, {}, clipped_by_torch, "call model.clip_grad_norm_"),
         ({"tp": 2}, {}, of_another_mesh, "use one virtual mesh for all models of a process"),

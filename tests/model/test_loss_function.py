@@ -56,14 +56,14 @@ EXACT = {
     "figures-beside": logged,
 }
 REFUSED = {
-    "fewer-targets": (lambda x, y: fn.cross_entropy(x, y.masked_fill(y > 40, -100)), "targets weigh"),
-    "weights-of-parts": (lambda x, y: fn.cross_entropy(x, y, weight=by_frequency(y)), "other weights"),
+    "fewer-targets": (lambda x, y: fn.cross_entropy(x, y.masked_fill(y > 40, -100)), "class weights of its targets"),
+    "weights-of-parts": (lambda x, y: fn.cross_entropy(x, y, weight=by_frequency(y)), "different class weights"),
     "mean-by-hand": (lambda x, y: fn.cross_entropy(x, y) + x.logsumexp(-1).mean(), "something else"),
     "share-by-hand": (lambda x, y: fn.cross_entropy(x, y) * (y > 9).float().mean(), "something else"),
     "curved": (lambda x, y: fn.cross_entropy(x, y).exp(), "something else"),
     "constant": (lambda x, y: fn.cross_entropy(x, y) + 0.1, "something else"),
     "sum": (lambda x, y: fn.cross_entropy(x, y, reduction="sum") / 7, "something else"),
-    "elements": (lambda x, y: fn.mse_loss(x, one_hot(y)), "no ignored labels"),
+    "elements": (lambda x, y: fn.mse_loss(x, one_hot(y)), "cannot ignore labels"),
 }  # fmt: skip
 
 

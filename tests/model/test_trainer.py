@@ -365,7 +365,7 @@ def test_scheduled_trainer_trains_an_fp16_model(layout, given, clip, tmp_path, r
         ({"fp16": True}, 'precision="fp16"'),
         ({"torch_compile": True}, "block.compile"),
         ({"use_liger_kernel": True}, "kernels="),
-        ({"optim": "lomo"}, "within the backward"),
+        ({"optim": "lomo"}, "during the backward"),
     ],
     ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
 )

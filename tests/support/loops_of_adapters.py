@@ -52,7 +52,7 @@ loop("LoRA in some layers", families=("llama", "qwen3", "opt"), weights=False, p
 loop("LoRA on embeddings", weights=False, families=CAUSAL, **NO_PLACE)(
     _adapted(target_modules=r".*\.(wte|embed_tokens)")
 )
-loop("LoRA on the head", weights=False, families=("llama", "qwen3"), tp="a sharded vocabulary")(
+loop("LoRA on the head", weights=False, families=("llama", "qwen3"), tp="the sharded vocabulary")(
     _adapted(target_modules=["lm_head", "q_proj"])
 )
 
