@@ -1,6 +1,7 @@
 """Fixtures for all tests: ranks in warm processes, and a seed."""
 
 import sys
+from collections import Counter
 
 import pytest
 
@@ -11,16 +12,21 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at the marks
 def pytest_collection_modifyitems(items):
-    """`one_in(n)`: of each n cases of a test one runs always, the first of the first n, the second of the next; the others are slow."""
-    seen = {}
+    """`one_in(n)`: of each n cases of a test one runs always, the first of the first n, the second of the next; the others are slow.
+
+    `one_in(n, m)`: of the cases that `one_in(n)` keeps, one in m, chosen in the same way.
+    """
+    seen = Counter()
     for item in items:
         mark = item.get_closest_marker("one_in")
-        if mark and not item.get_closest_marker("slow"):
-            test = item.nodeid.split("[")[0]
-            turn, place = divmod(seen.setdefault(test, 0), n := mark.args[0])
-            seen[test] += 1
+        shares = mark.args if mark and not item.get_closest_marker("slow") else ()
+        for level, n in enumerate(shares):
+            case = item.nodeid.split("[")[0], level
+            turn, place = divmod(seen[case], n)
+            seen[case] += 1
             if place != turn % n:  # a diagonal: not the same column of a grid each time
                 item.add_marker(pytest.mark.slow)
+                break
 
 
 def _count_outcomes(terminalreporter):

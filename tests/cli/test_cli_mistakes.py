@@ -184,7 +184,7 @@ def test_older_option_name_works_with_a_warning(gpt2, capfd):
     assert "warning: plan: --dtype is called --precision now" in err
 
 
-@pytest.mark.parametrize("line", ["plan gpt3", "show nosuch", "card push CARD me/x"])
+@pytest.mark.parametrize("line", ["plan gpt3", *(pytest.param(line, marks=pytest.mark.slow) for line in ("show nosuch", "card push CARD me/x"))])  # fmt: skip
 def test_unreachable_hub_prints_one_error_without_traceback(line):
     """The endpoint is a port without a listener: one request is sent, the error has four parts."""
     words = [CARD if word == "CARD" else word for word in line.split()]

@@ -46,6 +46,7 @@ def test_plan_command_accepts_the_layout_flags_it_prints(capsys):
     assert "checkpoint" not in capsys.readouterr().err
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "words",
     [

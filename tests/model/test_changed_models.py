@@ -183,7 +183,7 @@ def in_silence(*args):
         return train(*args)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize(("layout", "by_hand"), CELLS)
 def test_compiled_blocks_keep_their_names(folder, tmp_path, layout, by_hand, ranks):

@@ -84,6 +84,7 @@ def require_equal(found, expected):
             torch.testing.assert_close(ours[name], tensor, **CLOSE)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
 def test_mesh_with_a_new_dim_trains_as_one_process(case, use, tmp_path):
     """Dropout, loss, gradients, norm and saved files equal one process, with ZeRO and with tp."""

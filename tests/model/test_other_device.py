@@ -151,6 +151,7 @@ GRID = [(family, LAYOUTS.get(family, (2, 1, 2)), OPTIONS.get(family, {}))
         for family in HEADS if family != "gpt2"]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "family, layout, options",
     [*WAITS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in GRID)],
@@ -183,7 +184,7 @@ def _waits_of_steps(family, layout, count):
     return found
 
 
-@pytest.mark.parametrize(("family", "layout"), [("bert", (1, 1, 2)), ("gpt2", (2, 1, 2))])
+@pytest.mark.parametrize(("family", "layout"), [("bert", (1, 1, 2)), pytest.param("gpt2", (2, 1, 2), marks=pytest.mark.slow)])  # fmt: skip
 def test_later_steps_sync_host_and_device_at_most_once(device_ranks, family, layout):
     world = layout[0] * layout[1] * layout[2]
     for found in device_ranks.run(_waits_of_steps, world, family, layout, 20):

@@ -60,6 +60,7 @@ def as_tuple(folder, case, layout):
     return found[0].detach(), found[1].detach()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.cls)
 def test_return_dict_false_equals_plain_on_all_layouts(case, layout, tmp_path, ranks):

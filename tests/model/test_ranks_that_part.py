@@ -213,6 +213,7 @@ LEFT = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LEFT)
 def test_step_run_by_only_some_ranks_raises_on_all_ranks(name, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)

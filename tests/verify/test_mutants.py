@@ -44,7 +44,7 @@ def test_broken_schedule_corpus_is_large():
     assert len({mutant.cls for mutant in MUTANTS}) >= 10
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(5, 2)
 @pytest.mark.parametrize("mutant", every_other(MUTANTS), ids=label)
 def test_broken_schedule_is_detected_and_its_module_named(mutant):
     report = verified(mutant)

@@ -181,7 +181,7 @@ def run(name, run_name, folder, ranks):
     return ranks.run(train, math.prod(layout), CASES[name], folder, layout, options)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize("run_name", RUNS)
 @pytest.mark.parametrize("name", CASES)
 def test_dropout_equals_one_process_with_the_same_masks(name, run_name, root, ranks):

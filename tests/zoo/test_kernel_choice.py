@@ -50,7 +50,7 @@ def cells():
                 )
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("family", "layout"), [*cells()])
 def test_model_with_all_kernels_equals_plain_transformers(family, layout, root, ranks):
     """Outputs, loss, gradients and four steps are equal with all applicable kernels enabled."""

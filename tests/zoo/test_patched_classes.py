@@ -96,7 +96,7 @@ CELLS = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("family", "cls", "how", "tp"), CELLS)
 def test_module_patched_by_the_user_runs_as_patched(family, cls, how, tp, root, monkeypatch):
     case, kinds = CASES[family], {"instances": of_instances, "subclass": of_subclass}

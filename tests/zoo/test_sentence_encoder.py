@@ -115,6 +115,7 @@ def test_sentence_inputs_are_distinct_and_padded(tokens, plain):
     assert similarity.max() < 0.98  # they differ, or a comparison would tell nothing
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_embeddings_and_files_equal_plain_transformers(
     layout, ranks, folder, tokens, plain, tmp_path

@@ -85,7 +85,7 @@ def held(folder, case, layout):
     return sum(p.numel() for p in model.parameters())
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, 2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
 def test_show_command_counts_parameters_per_rank(case, root, ranks):
     """Uneven shards, tensors tied over two stages and sharded experts are counted on each rank that holds them."""
@@ -139,7 +139,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
 def test_predicted_collectives_equal_those_that_run(case, how, root, ranks):

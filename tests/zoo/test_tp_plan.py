@@ -45,6 +45,7 @@ def by_their_tp(folder, case, plan):
     return losses(cls.from_pretrained(folder, distributed_config=options).train(), case)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cls", SAID)
 def test_transformers_tensor_parallelism_trains_with_the_exported_tp_plan(cls, ranks, tmp_path):
     case = Case(cls, ("tokens",), SAID[cls])

@@ -143,6 +143,7 @@ def check_order(folder, ranks, layout, micro_batches, rows, **options):
                 assert torch.allclose(tensor, pairs[1][key], rtol=1e-8, atol=1e-10), (name, key)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", GRID)
 def test_wideresnet_equals_one_process(folder, ranks, layout):
     check(folder, ranks, LAYOUTS[layout])

@@ -34,14 +34,14 @@ FOLLOWERS = (
     "mt5", "umt5", "mbart", "m2m_100", "camembert", "xlm-roberta", "roberta", "electra", "distilbert", "esm", "deberta-v2",
     "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "gptj", "bloom", "falcon", "whisper",
 )  # fmt: skip
-IN_STAGES = ("2x2x1", "2x2x1-sp")  # on one of them, and one of TURNS, the main head of each family
+IN_STAGES = ("2x2x1", "2x2x1-sp")  # on one of them the main head of each family
 TURNS = (
     "1x2x1",
     "2x1x1-sp",
     "2x1x2",
     "4x1x1",
     "2x1x1",
-)  # layouts of the main heads, and of all other heads
+)  # layouts of every other main head, and of other heads
 P = 0.1
 
 
@@ -54,8 +54,22 @@ def always(family, index, number):
     if family in FOLLOWERS:
         return () if index else ((in_stages, TURNS[turn % len(TURNS)])[turn % 3 == 0],)
     if index == 0:
-        return in_stages, one
-    return (one,) if number % 2 else ()
+        return (in_stages, one)[: 1 + turn % 2]
+    return (one,) if number in KINDS else ()
+
+
+def first_of_their_kind():
+    """Yield the numbers of those of every other head that bring labels, a variant or an option of the config of their own."""
+    flat = [(family, index, case) for family, cases in HEADS.items() for index, case in enumerate(cases)]  # fmt: skip
+    before = set()
+    for number, (family, index, case) in enumerate(flat):
+        kind = {*case.labels, *case.variant, *(key for key, _ in case.config)}
+        if index and number % 2 and family not in FOLLOWERS and not kind <= before:
+            before |= kind
+            yield number
+
+
+KINDS = set(first_of_their_kind())
 
 
 def cell(layout, family, case, quick):
@@ -135,7 +149,7 @@ def save(folder, out):
     AutoScheduledModel.from_pretrained(folder, tp=2, pp=2).save_pretrained(out)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("family", "case"), main_cases())
 def test_saved_files_of_every_family_load_in_plain_transformers(
     family, case, root, ranks, tmp_path
@@ -159,7 +173,7 @@ def as_saved(config):
     return config.to_dict() | {"_name_or_path": ""}
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(2, 2)
 @pytest.mark.grid
 @pytest.mark.parametrize(("case", "layout"), UNEVEN, ids=lambda x: getattr(x, "cls", str(x)))
 def test_uneven_heads_over_tp_equal_plain_transformers(case, layout, root, ranks, tmp_path):
@@ -179,7 +193,7 @@ def headless_cells():
             yield cell(layout, case.cls, case, quick)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("family", "case", "layout"), [*headless_cells()])
 def test_base_models_without_head_equal_plain_transformers(
     family, case, layout, root, ranks, tmp_path
@@ -217,7 +231,7 @@ def dropout_cells():
                 yield cell(layout, family, replace(case, dropout=P), quick)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("family", "case", "layout"), [*dropout_cells()])
 def test_dropout_of_every_family_equals_one_process(
     family, case, layout, root, ranks, record_property

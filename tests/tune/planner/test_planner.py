@@ -42,7 +42,8 @@ def config_for(case):
     return config
 
 
-@pytest.mark.parametrize("case", [GPT2, LLAMA, T5], ids=lambda case: case.cls)
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("case", [T5, GPT2, LLAMA], ids=lambda case: case.cls)
 def test_planner_profile_of_three_blocks_equals_the_full_model(case):
     short, whole = Family(config_for(case)), Family(config_for(case))
     assert short.is_small
@@ -231,7 +232,7 @@ def test_plan_command_prints_layouts(tmp_path, capsys):
     assert "the model has 16 positions" in capsys.readouterr().err
 
 
-FEW = ("llama", "vit", "whisper", "electra")
+FEW = ("vit", "whisper")
 
 
 @pytest.mark.parametrize(

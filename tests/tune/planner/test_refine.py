@@ -71,6 +71,7 @@ def test_planner_search_finds_the_fastest_of_all_layouts(name, space):
         assert picks[0].step.seconds <= 1.01 * min(times), picks[0].layout
 
 
+@pytest.mark.slow
 def test_planner_gives_blocks_different_recompute_policies_when_memory_is_short():
     """Early stages hold more micro-batches and recompute more; one policy for all blocks is slower."""
     config = transformers.GPT2Config(n_layer=16, n_embd=4096, n_head=32)

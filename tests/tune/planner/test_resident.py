@@ -133,6 +133,7 @@ LARGE = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("config", "tokens", "layout", "most"), LARGE, ids=["1T", "405B"])
 def test_largest_published_runs_are_predicted_to_fit_in_memory(config, tokens, layout, most):
     """Check the GiB of the fullest rank within a step, and of its buffers for sending and receiving."""
