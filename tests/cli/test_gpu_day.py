@@ -73,6 +73,7 @@ def until(condition, seconds=60.0):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are read from /proc")
 def test_killed_gpu_day_script_leaves_no_process_and_resumes(tmp_path):
     """A truncated last line of the results is ignored: the next call, into another folder, runs that case."""

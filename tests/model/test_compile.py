@@ -104,6 +104,7 @@ def test_compiled_block_draws_the_same_dropout_masks(ranks, family, tp):
     _assert_equal(ranks.run(_both, tp, family, tp, True))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("on_device", [False, True])
 def test_recomputed_compiled_blocks_draw_the_same_dropout_masks(ranks, on_device):
     """At the time of recomputation the random stream is already at the next micro-batch."""

@@ -147,6 +147,7 @@ def stalled_save(rank, folder, place, seconds):
     return "saved"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", ["create", "publish"])
 def test_slow_disk_does_not_fail_a_save(tmp_path, place):
     found = as_by_srun(stalled_save, 2, tmp_path / "out", place, 4.0)

@@ -35,7 +35,7 @@ def run(case, folder, layout, order, micro_batches):
     return scheduled(case, folder, layout, micro_batches=micro_batches, pipeline_order=order)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("case", "order", "layout"), RUNS, ids=lambda x: getattr(x, "cls", str(x)))
 def test_pipeline_equals_plain_transformers(case, order, layout, root, ranks):
     folder = checkpoint(case, root)
