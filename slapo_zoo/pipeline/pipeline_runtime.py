@@ -140,7 +140,8 @@ def fake_schedule(
         found = Schedule(fake, in_dry_run)
         found.state.random = stream or found.state.random
         found.replay(steps)
-        follow_places(found.state.modules, found.state.random, schedule.state.positions)
+        if positions := schedule.state.positions:  # cp > 1
+            follow_places(found.state.modules, found.state.random, positions)
         return mode, found
 
 
