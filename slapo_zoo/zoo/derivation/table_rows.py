@@ -240,9 +240,10 @@ def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
 
 
 def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
-    """Return the rule of the dropout at `path`, which drops sharded output columns of linears
-    `makers` and maybe other tensors too: those calls drop columns that follow the last of `makers`
-    in the same parent module or, if there is none, whose input has `width` columns.
+    """Return the rule of the dropout at `path`, which drops sharded output columns of the linears `makers`.
+
+    The dropout may drop other tensors too. If one of `makers` has the same parent module, the rule applies to calls
+    after that linear; otherwise to calls whose input has `width` columns.
     """
     beside = path.rpartition(".")[0]
     after = next((n for n in reversed(makers) if n.rpartition(".")[0] == beside), "")
