@@ -22,7 +22,9 @@ from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
 
 
 class TrafficRow(NamedTuple):
-    """Number and total bytes of all collectives of one kind, mesh dim and phase in one training step."""
+    """Number and total bytes of all collectives of one kind (e.g. all_reduce), mesh dim and phase
+    in a training step.
+    """
 
     kind: str
     mesh_dim: str
@@ -85,7 +87,10 @@ class Explanation:
 
 
 def _alike(texts: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[list[str], tuple[str, ...]]]:
-    """Group modules whose paths differ only in numbers and whose text is the same; yield (paths, text) per group."""
+    """Group modules whose paths differ only in numbers and whose text is the same; yield (paths, text) per group.
+
+    `texts` maps a path to the lines to print for that module.
+    """
     groups: dict[Any, list[str]] = {}
     for path, text in texts.items():
         groups.setdefault((re.sub(r"\b\d+\b", "*", path), text), []).append(path)

@@ -73,8 +73,7 @@ def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
     """Return the number of ranks with the same elements of parameter `p` but different batch rows
     or tokens.
 
-    `row` is the parameter's entry in the plan: how it is sharded; None if the plan does not name
-    it.
+    `row` says how the parameter is sharded; None if the plan does not name the parameter.
     """
     if hasattr(p, "full_tensor"):  # FSDP2 divides over all of them
         return 1

@@ -96,6 +96,7 @@ def _around(path: str) -> Iterator[str]:
 def _parents(paths: tuple[str, ...]) -> set[str]:
     """Return the parents of the modules at `paths`.
 
-    They matter since a `sync` on the input of one child completes the outputs of all its siblings.
+    The parents matter, since a `sync` on the input of one child completes the outputs of all its
+    siblings.
     """
     return {path.rpartition(".")[0] for path in paths}

@@ -213,7 +213,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
         """Add a new LoRA adapter of peft and train it alone; a collective call on all ranks.
 
-        Its matrices are sharded like the weights beside them, and drawn alike for every (tp, pp, dp).
+        Its matrices are sharded like the weights that they change, and drawn equal for every (tp, pp, dp).
         peft's methods work as usual: `set_adapter`, `disable_adapters`.
 
         Args:
@@ -262,7 +262,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
     ) -> dict[str, Tensor]:
-        """Return {key in files: unsharded matrix or gradient} of an adapter (None: the active one) on rank 0."""
+        """Return {key in files: unsharded matrix or gradient} of an adapter (None: the active one) on rank 0, else {}."""
         with rank_guard("get_adapter_state_dict"):
             return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
 
@@ -332,7 +332,7 @@ class Scheduled(Structure, Generates, Recomputes):
             _on_first(self.mesh, push and push.upload)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> None:
-        """Upload the weights as plain `transformers` reads them, with the schedule as a card beside them.
+        """Upload the weights as plain `transformers` reads them, and the schedule as a card (JSON, README).
 
         A collective call of all ranks, which share a temporary folder. `schedule=repo_id` then trains
         with the same schedule, if it can be published: a live function cannot.

@@ -64,8 +64,7 @@ def memory(
     Args:
         model: a scheduled model.
         optimizer: optimizer whose states are counted, or None.
-        batch: argument of `train_step`: the peak of one step with it is counted too; None: the
-            memory now.
+        batch: batch of one trial step, whose peak is counted too; None: the memory now.
         micro_batches: number of micro-batches of that step.
     """
     held = {id(p): p for p in model.parameters()}.values()

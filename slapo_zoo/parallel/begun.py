@@ -48,7 +48,9 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run a function that waits for peers; if a peer is lost, raise a RankError that says which rank and why."""
+    """Run `run(*args, **options)`, which waits for peers; if a peer is lost, raise a RankError that
+    says which and why.
+    """
     try:
         return run(*args, **options)
     except RuntimeError as error:

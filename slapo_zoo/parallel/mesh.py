@@ -116,7 +116,9 @@ class Mesh:
         return "+".join(name for name in names if self._is_in_use(name))
 
     def _parts(self, mesh_dim: str) -> list[tuple[str, int, int]]:
-        """Return the (name, size, stride) of each mesh dim that one name stands for, slowest first."""
+        """Return the (name, size, stride) of each mesh dim that a name, e.g. "batch", stands for,
+        slowest first.
+        """
         places = self.__dict__["_places"]
         if mesh_dim not in places:
             names = self.named(mesh_dim).split("+")
@@ -141,9 +143,7 @@ class Mesh:
         return found
 
     def place(self, mesh_dim: str) -> tuple[int, int]:
-        """Return (size n of a mesh dim, this rank's coordinate r on it), as (n, r) of a sharded
-        axis.
-        """
+        """Return (size n of a mesh dim, this rank's coordinate r on it)."""
         return self.size(mesh_dim), self.coord(mesh_dim)
 
     def at(self, **coords: int) -> int:

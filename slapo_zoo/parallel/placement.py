@@ -106,7 +106,7 @@ class Placement:
 
     def owned(self, size: int, n: int, r: int) -> list[tuple[Run, int]]:
         """Return (range of unsharded indices, its offset in the local axis) that rank `r` of `n`
-        writes and sends.
+        writes to files and sends.
 
         If several ranks hold the same range (KV heads), only the first of them has it here.
         """

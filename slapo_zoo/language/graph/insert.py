@@ -89,7 +89,7 @@ def add_child(owner: nn.Module, name: str, module: nn.Module) -> str:
 
 
 def called(owner: nn.Module, node: fx.Node) -> nn.Module | None:
-    """Return the module that a `call_module` node calls; None for other nodes."""
+    """Return the submodule of `owner` that a `call_module` node calls; None for other nodes."""
     return owner.get_submodule(str(node.target)) if node.op == "call_module" else None
 
 

@@ -197,7 +197,7 @@ def erase(nodes: Sequence[fx.Node]) -> None:
 
 
 def drop_modules(owner: fx.GraphModule, targets: Iterable[str]) -> None:
-    """Delete the submodules in `targets` that no graph of `owner` calls any more."""
+    """Delete the submodules at the paths `targets` that no graph of `owner` calls any more."""
     used = {str(n.target) for n in owner.graph.nodes if n.op in ("call_module", "get_attr")}
     for child in owner.children():
         if isinstance(child, fx.GraphModule):  # a group calls the modules of its owner

@@ -302,7 +302,7 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
 def names_of(model: Any, whole: Whole) -> dict[int, str]:
     """Return {id of a parameter: name under which files hold its optimizer state}.
 
-    `whole` holds the parameters, gathered over dp, over which the optimizer is.
+    `whole` holds the parameters of the optimizer, gathered over dp.
     """
     tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}

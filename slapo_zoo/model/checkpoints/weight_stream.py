@@ -43,8 +43,7 @@ class _Run:
 
 
 def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[int]) -> Named:
-    """Yield (key in files, unsharded tensor) for all tensors of the model; a collective call of all
-    ranks.
+    """Yield (key in files, unsharded tensor) for all tensors of the model; a collective call.
 
     Args:
         model: a scheduled model.
@@ -210,8 +209,7 @@ def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]
 
 
 def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
-    """Fill the model from (key in files, unsharded tensor) pairs that one rank reads; a collective
-    call of all ranks.
+    """Fill the model from (key in files, unsharded tensor) pairs of one rank; a collective call.
 
     Args:
         model: a scheduled model.

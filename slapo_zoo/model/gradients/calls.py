@@ -91,8 +91,7 @@ class Calls:
         """Prepare a call of a model, or of a part of it, in the user's own loop (without `train_step`).
 
         `batch` holds the arguments of the call; `trains` is True if the model is in training mode.
-        Trained parameters outside the model, from which the
-        inputs are computed, are hooked too.
+        Trained parameters outside the model, from which the inputs are computed, are hooked too.
         """
         if not torch.is_grad_enabled():
             return

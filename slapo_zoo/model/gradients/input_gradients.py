@@ -28,7 +28,7 @@ class InputGradients:
         mesh: mesh of all ranks.
         tensors: the batch; entries that require a gradient are replaced.
         known: trained parameter outside the model that an earlier step has found --> its number.
-        loss_fn: argument of `train_step`; parameters of a module are trained.
+        loss_fn: the user's loss; if it is a module, its parameters are trained too.
         scale: factor by which the engine multiplies a loss before its backward.
     """
 

@@ -153,7 +153,9 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows` are the results of `_factors` on all ranks; `loosely` is the relative difference that is allowed.
+        `rows` has, for each rank, a row of four numbers per probe (the last two: sums of
+        projections and of norms of gradients); `loosely` is the relative difference that is
+        allowed.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
@@ -203,10 +205,9 @@ class StepGuard:
         """Return a tensor [PROBES + 1, 4] of the numbers that ranks compare before an optimizer step.
 
         A probe is a parameter whose gradient was sampled. A probe's row is: the factor by which the
-        gradient was scaled
-        since then; 1 if one factor fits all elements, else 0; sums of projections and of norms of
-        gradients of replicated
-        parameters. The last row is the rounding error that is allowed.
+        gradient was scaled since then; 1 if one factor fits all elements, else 0; sums of
+        projections and of norms of gradients of replicated parameters. The last row is the rounding
+        error that is allowed.
         """
         found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):

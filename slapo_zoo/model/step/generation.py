@@ -33,8 +33,7 @@ class LateEncoder(nn.Module):
 
 
 def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch for the real forward of an encoder-decoder model during `generate` with pp >
-    1.
+    """Return the batch for the forward of an encoder-decoder during `generate` with pp > 1.
 
     `generate` calls no real encoder there, so `encoder_outputs` holds the encoder's inputs. They
     become entries of the batch, without `encoder_outputs`, and the pipeline runs the encoder.

@@ -28,7 +28,8 @@ class Recomputes:
         """Switch recomputation of every n-th layer on (`enable`), or of all layers off;
         `transformers` calls this method.
 
-        Layers that the schedule recomputes continue to do so.
+        Layers that the schedule recomputes continue to do so. `gradient_checkpointing_func` may
+        have the option `use_reentrant` only.
         """
         model: Any = self
         _require_no_options(gradient_checkpointing_func)

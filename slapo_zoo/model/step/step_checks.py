@@ -51,8 +51,8 @@ def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> N
 
 
 def no_loss(problem: str) -> SlapoError:
-    """Return the error for a batch from which the model computes no loss, for the reason
-    `problem`.
+    """Return the error for a batch from which the model computes no loss; `problem` is the
+    reason.
     """
     return SlapoError("train_step", "batch", f"no loss: {problem}", "put labels into the batch")
 

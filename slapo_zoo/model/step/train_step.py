@@ -329,8 +329,10 @@ class LogitsKept:
         self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
 
     def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
-        """Return on every stage (`pipeline` is None without stages) the model's output object:
-        `loss`, logits of all rows.
+        """Return the model's output object, with the loss and the logits of all rows, on every
+        stage.
+
+        `pipeline` is None without stages.
         """
         parts = [self.parts[row] for row in sorted(self.parts)]
         names = parts[0] if parts else ()

@@ -94,7 +94,8 @@ def _(seeds, parts, size, first):
 
 
 def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
-    """Return a dropout mask of 0 and 1 in the shape and dtype of x; element 0 has probability `p`.
+    """Return a dropout mask of 0 and 1 in the shape and dtype of x; an element is 0 with
+    probability `p`.
 
     x is cut into as many equal blocks as there are seeds, and the mask of a block is hashed from its seed.
     """
