@@ -68,9 +68,7 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _keep_notes(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy the attributes that `sch[path].annotate()` set on parameters to their copies, found by
-    id in `memo`.
-    """
+    """Copy attributes that `sch[path].annotate()` set on parameters to their copies (by id in `memo`)."""
     for parameter, name, note in _notes(module):
         setattr(memo[id(parameter)], name, copy.deepcopy(note, memo))
 

@@ -78,9 +78,7 @@ class State:
 
     @contextmanager
     def within(self, forward: ForwardContext) -> Iterator[None]:
-        """Context in which `self.forward` is `forward`: during a call of the model, and again while
-        it is recomputed.
-        """
+        """Context in which `self.forward` is `forward`: a call of the model, or its recomputation."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -109,9 +107,7 @@ class State:
         return [path for path in found if type(self.modules[path]).__name__ == class_name]
 
     def set_parameter(self, old: Tensor, new: nn.Parameter) -> list[str]:
-        """Replace the parameter `old` by `new` in every module that holds `old`, tied modules too;
-        return the names of `new`.
-        """
+        """Replace the parameter `old` by `new` in all modules, tied ones too; return the names of `new`."""
         names = self.owners.pop(id(old))
         notes = {key: value for key, value in old.__dict__.items() if key[0] != "_"}  # annotate()
         for key in notes.keys() - new.__dict__.keys():
@@ -227,9 +223,7 @@ class Directive:
         return ""
 
     def arguments(self) -> dict[str, Any]:
-        """Return {name: value} of the fields whose values differ from their defaults, in the order
-        of the dataclass.
-        """
+        """Return {name: value} of the fields whose values differ from their defaults, in their order."""
         fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 

@@ -22,9 +22,7 @@ from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
 
 
 class TrafficRow(NamedTuple):
-    """Number and total bytes of all collectives of one kind (e.g. all_reduce), mesh dim and phase
-    in a training step.
-    """
+    """Number and total bytes of a step's collectives of one kind (e.g. all_reduce), mesh dim and phase."""
 
     kind: str
     mesh_dim: str
@@ -87,9 +85,8 @@ class Explanation:
 
 
 def _alike(texts: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[list[str], tuple[str, ...]]]:
-    """Group modules whose paths differ only in numbers and whose text is the same; yield (paths, text) per group.
-
-    `texts` maps a path to the lines to print for that module.
+    """Group modules whose paths differ only in numbers and whose text is the same; yield (paths,
+    text) per group. `texts` maps a path to the lines to print for that module.
     """
     groups: dict[Any, list[str]] = {}
     for path, text in texts.items():

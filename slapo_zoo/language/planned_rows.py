@@ -98,9 +98,7 @@ def _sums(
 
 def _replicas(placed: Placed, mesh: Mesh) -> tuple[tuple[int, ...], ...]:
     """Return the groups of tp coordinates that hold the same shard of a tensor (KV heads); () if
-    all shards differ.
-
-    `placed` says how the tensor is sharded.
+    all shards differ. `placed` says how the tensor is sharded.
     """
     placement, size = placed.placement, placed.shape[placed.placement.axis]
     if not placement.replicate or mesh.tp == 1:

@@ -62,9 +62,8 @@ class Assembly(Outline):
             require_backend(name, self.cls, found, device, dtype)
 
     def weights_of(self, checkpoint: CheckpointFolder, load: LoadOptions) -> Ledger:
-        """Read this rank's bytes of a checkpoint into the model; return a record of bytes, files and seconds.
-
-        `load` holds the memory limit and the checks of the load.
+        """Read this rank's bytes of a checkpoint into the model; return a record of bytes, files
+        and seconds. `load` holds the memory limit and the checks of the load.
         """
         return fill_from_folder(
             self.model, lambda: self.skeleton, self.plan, checkpoint,
@@ -79,9 +78,8 @@ class Assembly(Outline):
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
-        """Raise MeshError if ranks hold different values of one weight, or other schedules; a collective call.
-
-        `what` names the load in the error.
+        """Raise MeshError if ranks hold different values of one weight, or other schedules; a
+        collective call. `what` names the load in the error.
         """
         if self.pipeline is not None and ranks_are_threads():  # in a step others compute meanwhile
             self.pipeline.prepare()

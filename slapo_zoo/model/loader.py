@@ -60,9 +60,7 @@ class Source:
     @contextmanager
     def open(self, step: str, mesh: Mesh, folder: Path) -> Iterator[tuple[Any, CheckpointFolder]]:
         """Context with (config, opened files) of the checkpoint in `folder`, the same on all ranks;
-        a collective call.
-
-        `step` names the load in errors.
+        a collective call. `step` names the load in errors.
         """
 
         def read() -> tuple[Any, CheckpointFolder]:

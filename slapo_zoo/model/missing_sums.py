@@ -68,9 +68,7 @@ def warn_of_missing_sums(sch: Schedule) -> None:
 
 def _require_width(path: str, module: Any, args: Any) -> None:
     """Raise ScheduleError when an input [..., features] does not fit the shard of the weight; a
-    forward pre-hook.
-
-    `path` is the path of the module.
+    forward pre-hook. `path` is the path of the module.
     """
     name, weight = type(module).__name__, module.weight
     if name not in INPUTS or not args or args[0].shape[-1] == weight.shape[INPUTS[name]]:
@@ -94,9 +92,7 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the parents of the modules at `paths`.
-
-    The parents matter, since a `sync` on the input of one child completes the outputs of all its
-    siblings.
+    """Return the parents of the modules at `paths`. The parents matter, since a `sync` on the input
+    of one child completes the outputs of all its siblings.
     """
     return {path.rpartition(".")[0] for path in paths}

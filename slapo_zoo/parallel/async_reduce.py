@@ -93,10 +93,8 @@ class ColumnForward:
         self.prepared: tuple[Tensor, Tensor, list] | None = None
 
     def prepare(self) -> None:
-        """Create the autograd node that computes the postponed weight gradient.
-
-        It must exist before the node of the all-reduce: of two ready nodes, autograd runs the newer
-        one first.
+        """Create the autograd node that computes the postponed weight gradient. It must exist
+        before the node of the all-reduce: of two ready nodes, autograd runs the newer one first.
         """
         weight: Any = self.module._parameters["weight"]
         if weight is not None and weight.requires_grad:
@@ -117,9 +115,7 @@ class ColumnForward:
 
 def possible(x: Tensor) -> bool:
     """Return whether a weight gradient can be postponed: gradients are on, without autocast or
-    compilation.
-
-    `x` is the input of the layer.
+    compilation. `x` is the input of the layer.
     """
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False

@@ -26,17 +26,14 @@ def of_world() -> dict[str, list[int]]:
 
 
 def note_step() -> None:
-    """Count the beginning of a training step, which all ranks begin together, beside the counts of
-    collectives.
-    """
+    """Count the beginning of a training step, which all ranks begin together."""
     if dist.is_initialized():
         of_world().setdefault(STEPS, [0])[0] += 1
 
 
 def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) -> Any:
-    """Count and run a collective `run(*args, group=group, **options)`, e.g. `dist.all_reduce`.
-
-    If a peer is lost, raises a RankError that says which rank and why.
+    """Count and run a collective `run(*args, group=group, **options)`, e.g. `dist.all_reduce`. If a
+    peer is lost, raises a RankError that says which rank and why.
     """
     if torch.compiler.is_compiling():
         return run(*args, group=group, **options)
@@ -48,8 +45,8 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run `run(*args, **options)`, which waits for peers; if a peer is lost, raise a RankError that
-    says which and why.
+    """Run `run(*args, **options)`, which waits for peers; RankError says which peer is lost and
+    why.
     """
     try:
         return run(*args, **options)

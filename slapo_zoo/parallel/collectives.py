@@ -52,9 +52,8 @@ def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
 
 
 def all_reduce_(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce x over the group in place and return x; with group None or in a dry run, x is unchanged.
-
-    `op` is the reduction of torch.distributed, a sum by default.
+    """All-reduce x over the group in place and return x; with group None or in a dry run, x is
+    unchanged. `op` is the reduction of torch.distributed, a sum by default.
     """
     if group is not None and not _dry_run_of(group, "all_reduce", x):
         collective(dist.all_reduce, x, op=op, group=group)
@@ -165,10 +164,8 @@ def _along(x: Tensor, axis: int, group: Group, there: Any, back: Any) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True) -> Tensor:
-    """All-gather x along an axis; with group None, return x.
-
-    With `sharded_gradient` the gradient of x is reduce-scattered. Without, it is equal on all ranks
-    and is sliced.
+    """All-gather x along an axis; with group None, return x. With `sharded_gradient` the gradient
+    of x is reduce-scattered. Without, it is equal on all ranks and is sliced.
     """
     back = reduce_scatter_along if sharded_gradient else slice_along
     return _along(x, axis, group, gather_along, back)

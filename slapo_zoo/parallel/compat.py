@@ -32,10 +32,8 @@ def software() -> dict[str, str]:
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """Create a process group of `ranks`; a collective call of all ranks.
-
-    It has the timeout of the default group: with torch's default, 30 minutes, peers of a dead rank
-    would hang.
+    """Create a process group of `ranks`; a collective call of all ranks. It has the timeout of the
+    default group: with torch's default, 30 minutes, peers of a dead rank would hang.
     """
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
@@ -49,9 +47,7 @@ def timeout_of_world() -> float:
 
 
 def forget_groups() -> None:
-    """Set torch's count of process groups to 0, since a failed `init_process_group` has increased
-    that count.
-    """
+    """Set torch's count of process groups to 0; a failed `init_process_group` has increased it."""
     dist.distributed_c10d._world.group_count = 0
 
 

@@ -83,9 +83,7 @@ class Bucket:
         return self
 
     def _shared(self, grads: list[Any]) -> Tensor | None:
-        """Return the flat tensor if an earlier all-reduce has made all gradients `grads` views of
-        it, else None.
-        """
+        """Return the flat tensor of which an earlier all-reduce has made all `grads` views, or None."""
         base = grads[0]._base
         if base is None or base.ndim != 1 or base.dtype != grads[0].dtype:
             return None
@@ -94,9 +92,8 @@ class Bucket:
         return base if same and base.numel() == sum(self.sizes) + len(self.sizes) else None
 
     def _copy(self, grads: list[Any]) -> None:
-        """Copy the gradients `grads` (None: zeros) into a new flat tensor.
-
-        Each `.grad` that is no view and not sharded becomes a view of the flat tensor.
+        """Copy the gradients `grads` (None: zeros) into a new flat tensor. Each `.grad` that is no
+        view and not sharded becomes a view of the flat tensor.
         """
         like = held_here(self.parameters[0])
         size = sum(self.sizes) + len(self.sizes)

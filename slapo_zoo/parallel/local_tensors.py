@@ -57,9 +57,7 @@ class RowsOfRank:
         return whole.narrow(0, first, count).clone()
 
     def note(self, part: Any, shape: Sequence[int]) -> Any:
-        """Mark `part` as the rows that this rank keeps of a tensor with the unsharded `shape`;
-        return `part`.
-        """
+        """Mark `part` as this rank's rows of a tensor of unsharded `shape`; return `part`."""
         part.dp_rows = self.mine(shape)
         return part
 
@@ -106,9 +104,8 @@ def runs_within(runs: Sequence[tuple[int, int]], first: int, count: int) -> list
 
 
 def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """Return a copy of the shard of an unsharded tensor that rank r of n holds, with zeros for padding.
-
-    `placement` says along which axis and how the tensor is sharded.
+    """Return a copy of the shard of an unsharded tensor that rank r of n holds, with zeros for
+    padding. `placement` says along which axis and how the tensor is sharded.
     """
     axis = placement.axis
     if tensor.is_meta:  # only its shape is of interest
@@ -123,17 +120,14 @@ def local_part(tensor: Tensor, placement: Placement, n: int, r: int) -> Tensor:
 
 
 def part_of(full: Tensor, spec: TensorSpec | None, mesh: Mesh) -> Tensor:
-    """Return this rank's shard of the unsharded tensor `full`; without a placement in `spec`,
-    return `full` itself.
-    """
+    """Return this rank's shard of the unsharded tensor `full`, or `full` if `spec` has no placement."""
     cut = spec and spec.placement
     return local_part(full, cut, *mesh.place(cut.mesh_dim)) if cut else full
 
 
 def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -> Tensor:
-    """Copy the shard `part` of rank r of n, without its padding, into the unsharded tensor `full`; return `full`.
-
-    `placement` says along which axis and how the tensor is sharded.
+    """Copy the shard `part` of rank r of n, without its padding, into the unsharded tensor `full`;
+    return `full`. `placement` says along which axis and how the tensor is sharded.
     """
     axis, offset = placement.axis, 0
     for start, stop in placement.runs(full.shape[axis], n, r):

@@ -116,9 +116,7 @@ class Mesh:
         return "+".join(name for name in names if self._is_in_use(name))
 
     def _parts(self, mesh_dim: str) -> list[tuple[str, int, int]]:
-        """Return the (name, size, stride) of each mesh dim that a name, e.g. "batch", stands for,
-        slowest first.
-        """
+        """Return (name, size, stride) of each mesh dim that a name such as "batch" stands for."""
         places = self.__dict__["_places"]
         if mesh_dim not in places:
             names = self.named(mesh_dim).split("+")

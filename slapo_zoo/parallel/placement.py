@@ -91,9 +91,7 @@ class Placement:
         return ""
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:
-        """Return the ranges of unsharded indices that rank `r` of `n` holds, in the order of its
-        local axis, without padding.
-        """
+        """Return the ranges of unsharded indices that rank `r` of `n` holds, in local order."""
         runs, start = [], 0
         for group, units in zip(self._groups(size), self.units(size), strict=True):
             beside = start > 0 and self.together > 1
@@ -138,9 +136,7 @@ class Placement:
         return sum(run.stop - run.start for run in self.runs(size, n, r))
 
     def replicas(self, size: int, n: int, r: int) -> int:
-        """Return the number of the `n` ranks that hold the same elements as rank `r`; 1 unless KV
-        heads are replicated.
-        """
+        """Return how many of `n` ranks hold the same elements as `r`; 1 unless KV heads are replicated."""
         mine = self.runs(size, n, r)
         return sum(self.runs(size, n, other) == mine for other in range(n))
 
@@ -152,9 +148,7 @@ class Placement:
 
 
 def _balanced(units: int, n: int, r: int) -> tuple[int, int]:
-    """Return (first unit, one past the last) of rank `r` of `n` if `units` are spread evenly; the
-    first ranks hold one more.
-    """
+    """Return (first unit, one past the last) of rank `r` of `n`; first ranks hold one more."""
     small, larger = divmod(units, n)
     return r * small + min(r, larger), (r + 1) * small + min(r + 1, larger)
 

@@ -97,9 +97,7 @@ class TensorPlan(TensorSpec):
         return (min(rows, shape[0] - first), *shape[1:])
 
     def place(self) -> str:
-        """Return a text that says how the tensor is sharded, e.g. "tp: axis 0"; "replicated" if it
-        is not.
-        """
+        """Return how the tensor is sharded, as text: "tp: axis 0"; "replicated" if it is not."""
         found = []
         if self.placement is not None:
             found.append(f"{self.placement.mesh_dim}: axis {self.placement.axis}")
@@ -169,9 +167,7 @@ class RankPlan:
         return row is None or row.stage == self.mesh.coord("pp")
 
     def having(self, rows: Sequence[TensorPlan]) -> "RankPlan":
-        """Return a copy of this plan with the tensor plans `rows` added; they replace plans of the
-        same names.
-        """
+        """Return a copy of this plan with the tensor plans `rows`, which replace those of the same names."""
         return replace(self, tensors={**self.tensors, **{row.name: row for row in rows}})
 
     def groups(self) -> list[tuple[int, ...]]:

@@ -72,7 +72,6 @@ def cutting(stream: Any, cut: TokenCut | None) -> Iterator[None]:
 
 def refuse_cp(mesh: Mesh, where: str, what: str) -> None:
     """Raise MeshError if the mesh has cp > 1, for a use of a loaded model that cp does not support.
-
     `where` names the call, `what` the argument, in the error.
     """
     if mesh.size("cp") > 1:

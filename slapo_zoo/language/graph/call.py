@@ -58,9 +58,8 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, where: str, args: tuple, kwargs: dict[str, Any]) -> "Call":
-        """Bind example arguments to the signature of `module.forward`; a mismatch raises ScheduleError.
-
-        `where` is the path of the module, for the error.
+        """Bind example arguments to the signature of `module.forward`; a mismatch raises
+        ScheduleError. `where` is the path of the module, for the error.
         """
         signature = inspect.signature(module.forward)
         try:

@@ -65,10 +65,8 @@ def arguments(
 
 
 def insert_call(owner: fx.GraphModule, new: Any, args: Any, kwargs: Any, name: str = "") -> fx.Node:
-    """Insert a node that calls the function or module `new`, and return the node.
-
-    A module is first added to `owner` as a child `<name>_<k>`; `name` is by default that of its
-    class.
+    """Insert a node that calls the function or module `new`, and return the node. A module is first
+    added to `owner` as a child `<name>_<k>`; `name` is by default that of its class.
     """
     if not isinstance(new, nn.Module):
         qualified = getattr(new, "__qualname__", "")
@@ -123,9 +121,7 @@ def carry_parameters(
 
 
 def operand(graph: fx.Graph, value: Any) -> Any:
-    """Convert what a pattern argument matched to the argument of a graph node; a parameter becomes
-    a `get_attr` node.
-    """
+    """Convert what a pattern argument matched to a node's argument; a parameter becomes `get_attr`."""
     if isinstance(value, ModuleTensor):
         return graph.get_attr(f"{value.target}.{value.name}")
     return value

@@ -41,9 +41,7 @@ def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, s
 
 
 def leaf_below(path: str, leaf: Leaf) -> Leaf:
-    """Translate a leaf (path, class or predicate) from paths below the traced root to paths below
-    the module at `path`.
-    """
+    """Translate a leaf (path, class or predicate) from paths below the root to paths below `path`."""
     if isinstance(leaf, str):
         return leaf.removeprefix(path + ".")
     if isinstance(leaf, type):

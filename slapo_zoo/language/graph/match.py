@@ -96,9 +96,8 @@ class Matcher:
         return self.found
 
     def _anchored(self, outputs: Any, node: fx.Node) -> Subgraph | None:
-        """Return the match whose first output is `node`, or None; record why matching nodes cannot be replaced.
-
-        `outputs` are the nodes that the pattern returns.
+        """Return the match whose first output is `node`, or None; record why matching nodes cannot
+        be replaced. `outputs` are the nodes that the pattern returns.
         """
         reason = ""
         for binding in self._outputs(outputs[1:], self._value(outputs[0], node, {})):
@@ -171,9 +170,8 @@ class Matcher:
                 yield from self._all(pairs, {**binding, p: v})
 
     def _free(self, v: fx.Node, binding: Binding) -> bool:
-        """Return whether graph node `v` is not bound yet: two pattern nodes never match the same graph node.
-
-        `binding` holds the matches so far: node of the pattern --> what it matched.
+        """Return whether graph node `v` is not bound yet: two pattern nodes never match the same
+        graph node. `binding` holds the matches so far: node of the pattern --> what it matched.
         """
         return all(b is not v or p.op == "placeholder" for p, b in binding.items())
 

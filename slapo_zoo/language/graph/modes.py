@@ -78,9 +78,7 @@ def _same_shape(a: Graph, b: Graph) -> bool:
 
 def _by_mode(graph: Graph, asked: Node, mine: Any, theirs: Any, training: bool) -> Node:
     """Insert a node that returns `mine` when the module is in the mode `training`, and `theirs` in
-    the other mode.
-
-    The node `asked` reads the module's mode when the graph runs.
+    the other mode. The node `asked` reads the module's mode when the graph runs.
     """
     both = (mine, theirs) if training else (theirs, mine)
     return graph.call_function(guards.by_mode, (asked, *both))
@@ -88,9 +86,7 @@ def _by_mode(graph: Graph, asked: Node, mine: Any, theirs: Any, training: bool) 
 
 def _leaves(node: Node, same: Mapping[Node, Node]) -> tuple[list[Any], TreeSpec]:
     """Return (flat arguments, tree spec) of a node, each node among them replaced by its
-    counterpart in the other graph.
-
-    `same` maps a node of this graph to its counterpart.
+    counterpart in the other graph. `same` maps a node of this graph to its counterpart.
     """
     return tree_flatten(map_arg((node.args, node.kwargs), lambda n: same[n]))
 

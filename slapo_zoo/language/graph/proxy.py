@@ -173,9 +173,7 @@ def _tracer(proxy: ValueProxy) -> Any:
 
 
 def _unpacked_into(frame: FrameType) -> int:
-    """Return the number of names that the running statement of `frame` unpacks into (3 in `b, s, d
-    = x.shape`), or 0.
-    """
+    """Return how many names the running statement of `frame` unpacks into (2 in `b, s = x.shape`), or 0."""
     for instruction in dis.get_instructions(frame.f_code):
         if instruction.offset == frame.f_lasti:
             return instruction.argval if instruction.opname == "UNPACK_SEQUENCE" else 0
@@ -197,9 +195,8 @@ def _decided_for_any_draw(node: Any) -> bool | None:
 
 
 def _in_place(name: str) -> Any:
-    """Make the method of the in-place operator `name`, e.g. "iadd".
-
-    The method adds a node for `x += y` on a tensor, and is plain Python on a size or tuple.
+    """Make the method of the in-place operator `name`, e.g. "iadd". The method adds a node for `x
+    += y` on a tensor, and is plain Python on a size or tuple.
     """
     target = getattr(operator, name)
 

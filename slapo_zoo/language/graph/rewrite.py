@@ -160,9 +160,7 @@ def _remove(owner: fx.GraphModule, nodes: Sequence[fx.Node]) -> None:
 
 def check_hooks(nodes: Iterable[fx.Node], owner: nn.Module, path: str) -> None:
     """Raise ScheduleError when a module that one of `nodes` calls has hooks, which a replacement
-    would drop silently.
-
-    `owner` is the traced module that has these nodes, `path` its path.
+    would drop silently. `owner` is the traced module that has these nodes, `path` its path.
     """
     for node in nodes:
         module = called(owner, node)

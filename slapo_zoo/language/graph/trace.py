@@ -96,9 +96,8 @@ def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, .
 
 
 def install(model: nn.Module, path: str, traced: Mapping[str, nn.Module]) -> nn.Module:
-    """Put traced modules into the module tree below `path`; return the model, a new object when `path` is ''.
-
-    `traced` maps paths below `path` to traced modules.
+    """Put traced modules into the module tree below `path`; return the model, a new object when
+    `path` is ''. `traced` maps paths below `path` to traced modules.
     """
     for below, module in traced.items():
         parent, _, name = under(path, below).rpartition(".")

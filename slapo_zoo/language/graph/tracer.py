@@ -150,9 +150,7 @@ class ValueTracer(fx.Tracer):
         self.create_node("call_function", guards.expect, args, {})
 
     def check_length(self, proxy: ValueProxy) -> None:
-        """Add a check of the length of a proxy's value (e.g. a shape, so a tensor's rank) to the
-        graph, at most once.
-        """
+        """Add a check of the length of a proxy's value (e.g. of a shape) to the graph, at most once."""
         if proxy.node not in self.ranks:
             self.ranks.add(proxy.node)
             length: Any = self.create_proxy("call_function", len, (proxy,), {})

@@ -128,9 +128,8 @@ def recompute_module(
 def _in_a_graph(
     forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], kept: set[Any] | None
 ) -> Any:
-    """Run `forward` in a compiled graph that recomputes it in the backward.
-
-    `kept` are the operators whose results are saved; None recomputes all.
+    """Run `forward` in a compiled graph that recomputes it in the backward. `kept` are the
+    operators whose results are saved; None recomputes all.
     """
     if kept is not None:
         operations = [op for op in kept if not isinstance(op, str)]

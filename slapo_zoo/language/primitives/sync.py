@@ -30,9 +30,8 @@ def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
 
 
 def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
-    """Raise ScheduleError, before anything is sent, unless the axis of `x` is a multiple of the mesh dim's size.
-
-    `sync` is the directive, which has the mesh dim and makes the error.
+    """Raise ScheduleError, before anything is sent, unless the axis of `x` is a multiple of the
+    mesh dim's size. `sync` is the directive, which has the mesh dim and makes the error.
     """
     n = site.mesh.size(sync.mesh_dim)
     if not -x.ndim <= axis < x.ndim:
@@ -213,9 +212,7 @@ class Sync(Directive):
 
     def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
         """Return a function that calls `run`, the collective, once per input tensor and reuses the
-        result for siblings.
-
-        Results are dropped when the forward of the parent begins and ends.
+        result for siblings. Results are dropped when the forward of the parent begins and ends.
         """
         parent = site.path.rpartition(".")[0]
         key = (parent, self.mode, self.sync_op_or_fn)
@@ -236,9 +233,7 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Insert the collective `run` between product and bias of a row-parallel module; return
-        False if it has no bias.
-        """
+        """Insert the collective `run` between product and bias if row-parallel; False without a bias."""
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False

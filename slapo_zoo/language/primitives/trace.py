@@ -20,9 +20,7 @@ class Traces(Directive):
     example_inputs: Any
 
     def trace(self, site: Site) -> dict[str, Any]:
-        """Return the traced modules by their paths below the module of `site`; '' is that module
-        itself.
-        """
+        """Return {path below the module of `site`, '' for that module: traced module}."""
         raise NotImplementedError
 
     def local(self) -> str:

@@ -321,9 +321,8 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError if LoRA's `dropout` drops `size` input columns that are sharded unevenly over tp.
-
-    Its mask can be sliced evenly only; `of_a` are the directives that shard matrix A.
+    """Raise SlapoError if LoRA's `dropout` drops `size` input columns that are sharded unevenly
+    over tp. Its mask can be sliced evenly only; `of_a` are the directives that shard matrix A.
     """
     placements = [one.placement for one in of_a if isinstance(one, Shard)]
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []

@@ -164,9 +164,7 @@ def _prepared(
 
 
 def refuse_adapters(model: Any, step: str) -> None:
-    """Raise WeightsError for a model with adapters, which training checkpoints do not support;
-    `step` names the call.
-    """
+    """Raise WeightsError in the call `step` for a model with adapters: checkpoints do not support them."""
     if model._slapo.adapters:
         hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
         raise WeightsError(step, "model", "models with adapters are not supported", hint)
@@ -271,7 +269,6 @@ class _Save:
 
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
     """Return ({name: load target} of this rank's parameters and buffers, {name: key in files}).
-
     `whole` holds the tensors to load into, gathered over dp.
     """
     runtime = model._slapo
@@ -288,9 +285,8 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: this rank's parameter or persistent buffer, gathered over dp}, {name: name in files}).
-
-    `whole` holds the gathered tensors.
+    """Return ({name: this rank's parameter or persistent buffer, gathered over dp}, {name: name in
+    files}). `whole` holds the gathered tensors.
     """
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
@@ -300,9 +296,8 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def names_of(model: Any, whole: Whole) -> dict[int, str]:
-    """Return {id of a parameter: name under which files hold its optimizer state}.
-
-    `whole` holds the parameters of the optimizer, gathered over dp.
+    """Return {id of a parameter: name under which files hold its optimizer state}. `whole` holds
+    the parameters of the optimizer, gathered over dp.
     """
     tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}

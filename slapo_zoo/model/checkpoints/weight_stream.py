@@ -82,7 +82,6 @@ class _Held:
 
     def get(self, key: str) -> Tensor | None:
         """Return this rank's shard of the tensor with this key in files, or None on other stages.
-
         Under ZeRO the shard is gathered over dp, in a collective call.
         """
         name, runtime = self.source[key], self.model._slapo
@@ -150,9 +149,7 @@ def _collect(
 
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
-    """Return the index ranges of a tensor that are sent, each with its rank; of ranks with the same
-    elements the first sends.
-    """
+    """Return the index ranges of a tensor to send, each with the first rank that holds the elements."""
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]

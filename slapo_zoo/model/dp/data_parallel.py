@@ -50,9 +50,8 @@ class DataParallel:
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Context in which the gradients of one training step are computed, apart from earlier ones, and reduced.
-
-        `parameters` are those of this rank.
+        """Context in which the gradients of one training step are computed, apart from earlier
+        ones, and reduced. `parameters` are those of this rank.
         """
         at_once = any(is_taken(p) for p in parameters)
         with self.reducer.one_step(at_once), gradients.only_new(parameters):
@@ -63,9 +62,7 @@ class DataParallel:
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of one micro-batch from its loss, multiplied by the factor that undoes
-        the average over dp.
-        """
+        """Run the backward of a micro-batch's loss times `loss_scale`, which undoes the average over dp."""
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
 
     def pipeline_step(
@@ -85,9 +82,7 @@ class DataParallel:
         return loss / self.loss_scale
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Average over dp the gradients that neither the backward nor an engine has averaged;
-        `parameters` are this rank's.
-        """
+        """Average over dp this rank's gradients that neither backward nor engine has averaged."""
         self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
@@ -141,9 +136,7 @@ class DataParallel:
 
 @contextmanager
 def within_engine(model: Any) -> Iterator[None]:
-    """Context in which calls of the model run its own forward: they come from the engine's wrapper
-    (e.g. DDP) around it.
-    """
+    """Context in which calls of the model, made by the engine's wrapper (e.g. DDP), run its own forward."""
     runtime = model._slapo
     runtime.within_engine = True
     try:
@@ -165,9 +158,7 @@ class Native(DataParallel):
         self.native, self.loss_scale = native, loss_scale
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run the model by calling the engine's object around it with the keyword arguments
-        `batch`; return the output.
-        """
+        """Call the engine's object around the model with the keyword arguments `batch`; return the output."""
         with within_engine(model):
             return self.native(**batch)
 
@@ -193,9 +184,7 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 
 
 def use_hooks(runtime: Any) -> None:
-    """Set the default `DataParallel`, whose hooks reduce gradients, in the runtime state of a
-    scheduled model.
-    """
+    """Set the default `DataParallel`, whose hooks reduce gradients, in a model's runtime state."""
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer
@@ -208,9 +197,7 @@ def sum_partial_gradients_in_backward(model: Any) -> None:
 
 
 def scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
-    """Return a function like `run`, (...) --> loss, whose loss is multiplied by `scale`, to undo an
-    engine's average.
-    """
+    """Return a function like `run`, (...) --> loss, with the loss multiplied by `scale`."""
     return run if scale == 1.0 else lambda *args: run(*args) * scale
 
 

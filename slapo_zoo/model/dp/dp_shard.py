@@ -194,9 +194,7 @@ def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Hook the modules outside `blocks` (paths) that read sharded parameters: calling one of them
-    alone raises MeshError.
-    """
+    """Hook modules outside `blocks` (paths) with sharded parameters: a call of one raises MeshError."""
     gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
     for path, module in model.named_modules():
         if path not in gather:

@@ -40,9 +40,8 @@ class Shards(RowsOfRank):
 
     @staticmethod
     def of(mesh: Mesh, size: int, stage: int) -> "Shards":
-        """Create ZeRO's process groups: each `size` consecutive dp ranks share one replica; a collective call.
-
-        `stage` is the ZeRO stage, 1 to 3.
+        """Create ZeRO's process groups: each `size` consecutive dp ranks share one replica; a
+        collective call. `stage` is the ZeRO stage, 1 to 3.
         """
         here, of_all = mesh.coord("loss"), mesh.size("loss")
         if size == of_all:
@@ -83,9 +82,7 @@ class Shards(RowsOfRank):
         return collective(all_gather_single, out, flat, group=self.group, async_op=True), out, flat
 
     def finish(self, begun: Any, shapes: Sequence[Any]) -> list[Tensor]:
-        """Wait for an all-gather, `begun` as `begin` returned it; return the unsharded tensors of
-        the given `shapes`.
-        """
+        """Wait for the all-gather that `begin` returned; return the tensors of these unsharded `shapes`."""
         work, out, _ = begun
         explained(work.wait)
         sizes = [self.rows(s) * _inner(s) for s in shapes]
@@ -187,7 +184,6 @@ class Group:
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """Return gathered parameters that autograd knows: their backward reduce-scatters over dp.
-
         `dtype` is that of the result. This object keeps no reference to the gathered tensors.
         """
         found = _Gathered.apply(self, dtype, *self.parameters)

@@ -103,9 +103,8 @@ def broadcast_batch(
 def _broadcast(
     batch: dict[str, Any] | None, mesh: Mesh, mesh_dim: str, device: torch.device | str | None
 ) -> dict[str, Any]:
-    """Broadcast a batch over one mesh dim from its first rank: first shapes, then tensors.
-
-    `batch` is None on other ranks; `device` is that of the results, None: the process group's.
+    """Broadcast a batch over one mesh dim from its first rank: first shapes, then tensors. `batch`
+    is None on other ranks; `device` is that of the results, None: the process group's.
     """
     first, group = mesh.at(**{mesh_dim: 0}), mesh.group(mesh_dim)
     is_first = mesh.rank == first

@@ -92,16 +92,12 @@ class Block:
             group.drop()
 
     def whole(self) -> list[list[Tensor]]:
-        """Return the gathered parameters, a list for each group, for a backward; start to gather
-        the block before this one.
-        """
+        """Return the gathered parameters by group for a backward; start to gather the block before."""
         self.blocks.keep(self, self.position - 1)
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Put gathered parameters into the block before its forward, and let autograd save handles
-        of them; a forward pre-hook.
-        """
+        """Forward pre-hook: put gathered parameters into the block; let autograd save handles of them."""
         self._require_own(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
@@ -133,9 +129,7 @@ class Block:
                 raise MeshError("forward", type(module).__name__, problem, hint)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Put this rank's shards back in place of the gathered parameters after the block's
-        forward; a forward hook.
-        """
+        """Forward hook: put this rank's shards back in place of the gathered parameters."""
         if self._running:  # else it failed before it began
             self._running.pop().close()
             self.blocks.running.pop()
@@ -211,9 +205,7 @@ class Blocks:
         self._kept = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a function that makes contexts in which the block that runs now can be recomputed
-        later.
-        """
+        """Return a function that makes contexts in which the running block can be recomputed."""
         return self.running[-1].recomputing if self.running else nullcontext
 
 

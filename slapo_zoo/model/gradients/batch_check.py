@@ -69,7 +69,6 @@ def check_peers(
 
 def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
     """Raise MeshError on all ranks if a trained parameter outside the model differs between ranks.
-
     `parameters` are those parameters, e.g. a soft prompt.
     """
     if mesh.world_size == 1:
@@ -118,9 +117,7 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
 
 
 def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
-    """Raise MeshError if ranks of a stage have different numbers of hooks (`found`, by rank): they
-    would wait for ever.
-    """
+    """Raise MeshError if ranks of a stage have different numbers of hooks (`found`, by rank)."""
     for stage in range(mesh.pp):
         ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:

@@ -57,9 +57,8 @@ class Calls:
         return new
 
     def prepare(self, model: Any, own_loop: bool = False) -> None:
-        """Hook the model's current parameters: at the load, and before each forward that is trained on.
-
-        `own_loop` is True if the user's own loop will run the backward, not `train_step`.
+        """Hook the model's current parameters: at the load, and before each forward that is trained
+        on. `own_loop` is True if the user's own loop will run the backward, not `train_step`.
         """
         if torch._C._current_graph_task_id() < 0:  # a backward that failed has not come to its end
             self.abandon()
@@ -132,9 +131,7 @@ class Calls:
         state.forward, state.random.again = forward, position
 
     def open(self) -> None:
-        """Begin a backward: group gradients into buckets for the all-reduces, and let autograd call
-        `_end` when it ends.
-        """
+        """Begin a backward: group gradients into buckets for all-reduces; autograd calls `_end` at its end."""
         self.reducer.open()
         take_over(self.reducer, self.named)
         self.task = torch._C._current_graph_task_id()

@@ -70,16 +70,12 @@ class GradientReducer:
         self.stored: bool | None = None  # whether a gradient that has come is in `.grad`
 
     def attach(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Register gradient hooks on a model's parameters (`named`) for good: a backward may come
-        after another forward.
-        """
+        """Register gradient hooks for good on a model's parameters, `named` as (name, parameter) pairs."""
         hooked = [self.hook(name, p) for name, p in named]
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Register the gradient hook on parameter `p`, called `name` in the plan, unless `p` has it
-        already; return `p`.
-        """
+        """Register the gradient hook on parameter `p`, `name` in the plan, if `p` has none; return `p`."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -138,9 +134,7 @@ class GradientReducer:
         return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
 
     def _groups(self, name: str) -> list[Any]:
-        """Return the process groups, without that of dp, over which the gradient of parameter
-        `name` is summed in this backward.
-        """
+        """Return the process groups over which the gradient of `name` is summed now, without that of dp."""
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
@@ -152,9 +146,8 @@ class GradientReducer:
         return [group for group in taken if group is not None]
 
     def _over_dp(self, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return a gradient averaged over dp; unchanged if its bucket will average `.grad` over dp later.
-
-        `is_leaf` is False for a tensor that replaces the parameter `p`.
+        """Return a gradient averaged over dp; unchanged if its bucket will average `.grad` over dp
+        later. `is_leaf` is False for a tensor that replaces the parameter `p`.
         """
         bucket = self.bucket_of.get(id(p))
         if is_leaf and not is_taken(p) and (bucket or p in self.beyond):
@@ -259,7 +252,5 @@ class GradientReducer:
 
 
 def is_taken(p: Any) -> bool:
-    """Return whether the user registered a post-accumulate hook on a parameter, which may use up
-    the gradient at once.
-    """
+    """Return whether the user's post-accumulate hook on a parameter may use up its gradient at once."""
     return bool(p._post_accumulate_grad_hooks)

@@ -49,9 +49,7 @@ class InputGradients:
 
     def see(self, loss: Tensor, output: Any) -> None:
         """Register parameters outside the model from which the user's `loss` of the model's
-        `output` is computed.
-
-        New ones raise SlapoError if pp > 1.
+        `output` is computed. New ones raise SlapoError if pp > 1.
         """
         if self.loss_fn is None or self.mesh.world_size == 1:
             return
@@ -117,7 +115,6 @@ def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
 
 def require_alike(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
     """Raise MeshError on all ranks if a parameter that is not yet in `known` differs between ranks.
-
     `known` is {parameter: number, in order of first use}; the new parameters are added.
     """
     if new := [p for p in parameters if p not in known]:
@@ -145,9 +142,7 @@ def nodes_of(output: Any) -> list[Any]:
 
 
 def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
-    """Return `nodes` and all autograd nodes below them, breadth first, that the predicate `goes_on`
-    lets in.
-    """
+    """Return `nodes` and all autograd nodes below them that `goes_on` lets in, breadth first."""
     seen = dict.fromkeys(nodes)
     for node in (waiting := list(seen)):
         new = [e for e, _ in node.next_functions if e is not None and e not in seen and goes_on(e)]
@@ -157,9 +152,8 @@ def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list
 
 
 def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Parameter]:
-    """Return the parameters outside any scheduled model from which `tensors` are computed.
-
-    The search does not look past the autograd nodes `ends`.
+    """Return the parameters outside any scheduled model from which `tensors` are computed. The
+    search does not look past the autograd nodes `ends`.
     """
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)

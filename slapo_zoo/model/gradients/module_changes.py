@@ -139,9 +139,7 @@ class Structure:
             return model.get_input_embeddings()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict as `nn.Module` does, with this rank's local shapes; other shapes raise
-        WeightsError before a change.
-        """
+        """Load a state dict of this rank's local shapes; other shapes raise WeightsError before a change."""
         parent: Any = super()
         own = parent.state_dict() if self.mesh.world_size > 1 else {}
         found = {name: list(getattr(x, "shape", ())) for name, x in state_dict.items()}

@@ -14,9 +14,7 @@ _KNOWN: Any = WeakIdKeyDictionary()  # parameter --> (weak reference to its mode
 
 def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Register the parameters `named` of a scheduled model, so that its runtime state and plan can
-    be found from each.
-
-    `runtime` is the model's runtime state.
+    be found from each. `runtime` is the model's runtime state.
     """
     mine = ref(runtime)
     for name, p in named:
@@ -25,9 +23,7 @@ def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def runtime_of(p: Any) -> Any:
-    """Return the runtime state (schedule, plan, engine) of the scheduled model of a parameter, or
-    None.
-    """
+    """Return the runtime state (schedule, plan, engine) of a parameter's scheduled model, or None."""
     return _KNOWN[p][0]() if p in _KNOWN else None
 
 

@@ -114,9 +114,7 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
     """Raise SlapoError if this process holds the parameters of several ranks of a virtual mesh
-    (`exact=`).
-
-    `name` is the optimizer's class, for the error.
+    (`exact=`). `name` is the optimizer's class, for the error.
     """
     if any(runtime_of(p).calls.guard.on_ranks for p in parameters):
         problem = (
@@ -126,9 +124,8 @@ def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
-    """Replace a parameter's shard, gradient and optimizer state by gathered tensors.
-
-    `row` is the parameter's entry in the plan: how it is sharded, and over which dim of `mesh`.
+    """Replace a parameter's shard, gradient and optimizer state by gathered tensors. `row` is the
+    parameter's entry in the plan: how it is sharded, and over which dim of `mesh`.
     """
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:

@@ -25,18 +25,14 @@ class OnWhole:
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Return the hook's result for this rank's gradient; in `train_step` None: the hook runs
-        after the step there.
-        """
+        """Return the hook's result for this rank's gradient; None in `train_step`, which runs it later."""
         reducer = self.reducer()
         if reducer is None:  # the model is gone, its parameter lives on
             return self.hook(grad)
         return self.on(grad) if reducer.at_once else None
 
     def on(self, grad: Tensor) -> Tensor:
-        """Gather the gradient `grad`, call the user's hook on it, and return this rank's shard of
-        the result.
-        """
+        """Gather the gradient, call the user's hook on it, and return this rank's shard of the result."""
         runtime, p = self.reducer().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
         mesh, plan, rows = runtime.schedule.mesh, runtime.plan, rows_of(p)
         full, placed = grad, plan.sharded(self.name)
@@ -76,9 +72,7 @@ def on_parts(model: Any) -> int:
 
 def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Wrap the user's gradient hooks that are new since the last call, so that these hooks run
-    after sums over ranks.
-
-    `reducer` sums the gradients; `named` are the parameters.
+    after sums over ranks. `reducer` sums the gradients; `named` are the parameters.
     """
     for name, p in named:
         hooks: Any = p._backward_hooks

@@ -86,9 +86,7 @@ class StepGuard:
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _look_at_copies(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on all dp ranks if the first elements of the parameters `some` differ
-        between dp replicas.
-        """
+        """Raise MeshError on all dp ranks if the parameters `some` begin differently on dp replicas."""
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
             return

@@ -87,9 +87,7 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
 
 def _numbers(loss: Tensor, began: int) -> set[Any]:
     """Return the autograd nodes of scalars that are computed from parameters alone, in the graph of
-    `loss`.
-
-    Only nodes with a sequence number above `began` are searched.
+    `loss`. Only nodes with a sequence number above `began` are searched.
     """
     alone: set[Any] = set()
     made = reached(
@@ -137,9 +135,8 @@ class Uses:
             self.found.setdefault(key, []).append(grads[index])
 
     def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (gradient from the model's own uses of a parameter, the rest or None); the rest is complete on all ranks.
-
-        `grad` is the whole gradient of the parameter in this backward.
+        """Return (gradient from the model's own uses of a parameter, the rest or None); the rest is
+        complete on all ranks. `grad` is the whole gradient of the parameter in this backward.
         """
         came = self.found.pop(id(parameter), [grad])
         own = came[0] if len(came) == 1 else sum(came[1:], came[0])

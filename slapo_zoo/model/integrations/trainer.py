@@ -90,9 +90,7 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return (batches of one optimizer step, number of targets in all of them, or None: counted
-        here).
-        """
+        """Return (batches of one optimizer step, number of their targets, or None: counted here)."""
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
             return batches, items
@@ -103,9 +101,7 @@ class ScheduledTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run forward and backward of the batch `inputs`; return the batch's share of the step's
-        loss.
-
-        `model` and `num_items_in_batch` are used only with a loss of the user's own.
+        loss. `model` and `num_items_in_batch` are used only with a loss of the user's own.
         """
         if self._own_loss:
             return super().training_step(model, inputs, num_items_in_batch)
@@ -139,9 +135,7 @@ class ScheduledTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model in `output_dir`, or all training state if a checkpoint is due; rank 0 adds
-        tokenizer and arguments.
-        """
+        """Save the model, or all training state for a checkpoint; rank 0 adds tokenizer and arguments."""
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -247,7 +241,6 @@ def _loaders_over_dp(accelerator: Any, mesh: Mesh) -> Iterator[None]:
 
 def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
     """Shard the adapter of TRL's `peft_config` by `model.add_adapter`; TRL would shard nothing.
-
     `kwargs` are the arguments of the Trainer class `cls`; `peft_config` is removed from them.
     """
     config = kwargs.pop("peft_config", None)
@@ -263,9 +256,7 @@ def _add_adapter(cls: type, model: Any, kwargs: dict[str, Any]) -> None:
 
 def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
     """Return a function for `accelerator.gather_for_metrics`: (tensors) --> tensors with the rows
-    of all dp ranks.
-
-    Each row comes once, though several ranks (tp, pp) hold the same rows.
+    of all dp ranks. Each row comes once, though several ranks (tp, pp) hold the same rows.
     """
     from accelerate.utils import recursively_apply
 

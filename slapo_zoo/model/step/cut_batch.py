@@ -59,9 +59,7 @@ def cut_batch(
 
 
 def refuse_whole_output(options: Any, cut: TokenCut) -> None:
-    """Raise SlapoError for arguments of `train_step` that need the output of all tokens; `cut` says
-    how many cp ranks there are.
-    """
+    """Raise SlapoError for options of `train_step` that need the output of all tokens, of all cp ranks."""
     for name in ("loss_fn", "return_logits"):
         if getattr(options, name):
             problem = f"a rank of cp={cut.n} computes the output of its own tokens only"
@@ -71,9 +69,7 @@ def refuse_whole_output(options: Any, cut: TokenCut) -> None:
 
 def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
     """Raise SlapoError for an entry of a batch for which it is not known which axis holds the
-    tokens.
-
-    `batch` are the tensors of the batch, `others` its other entries.
+    tokens. `batch` are the tensors of the batch, `others` its other entries.
     """
     unknown = sorted(batch.keys() - TOKENS)
     unknown += sorted(name for name, x in others.items() if name not in OPTIONS and x is not None)

@@ -37,9 +37,8 @@ _DOCUMENTS = (
 
 
 def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run the model's own forward on all ranks; every rank returns the output with unsharded logits.
-
-    `args` and `kwargs` are the arguments of the call.
+    """Run the model's own forward on all ranks; every rank returns the output with unsharded
+    logits. `args` and `kwargs` are the arguments of the call.
     """
     runtime: Runtime = model._slapo
     if runtime.within_engine:
@@ -87,9 +86,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """Return the forward (model, args, kwargs) --> output, excluded from torch.compile: one graph
-    cannot fit all ranks.
-    """
+    """Return the forward (model, args, kwargs) --> output, which torch.compile leaves out."""
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 

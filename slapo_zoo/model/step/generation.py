@@ -26,9 +26,7 @@ class LateEncoder(nn.Module):
     """
 
     def forward(self, **kwargs: Any) -> SourceTokens:
-        """Return the encoder's inputs themselves as a dict, so that each decoder forward encodes
-        them.
-        """
+        """Return the encoder's inputs as a dict, so that each decoder forward encodes them."""
         return SourceTokens({k: v for k, v in kwargs.items() if isinstance(v, Tensor)})
 
 
@@ -92,7 +90,6 @@ class Generates:
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """Return the encoder; within `generate` with pp > 1, a module that returns its own inputs.
-
         The pipeline then runs the encoder in each decoder forward.
         """
         model: Any = self

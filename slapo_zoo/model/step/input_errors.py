@@ -13,9 +13,7 @@ SPARE = 2  # rows that OPT's table of positions has beyond those of the config
 
 
 class InputError(SlapoError, IndexError):
-    """Error of tokens beyond the vocabulary, or of rows longer than the position embeddings of a
-    model.
-    """
+    """Error of tokens beyond the vocabulary, or of rows longer than a model's position embeddings."""
 
 
 @contextmanager

@@ -137,9 +137,7 @@ def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
 
 
 def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield (module, name, cast to `dtype`) of all parameters that are cast; tied parameters share
-    one cast.
-    """
+    """Yield (module, name, cast to `dtype`) of all parameters to cast; tied ones share one cast."""
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
         if stays_wide(model, path, module, dtype):
@@ -153,9 +151,7 @@ def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Te
 
 def computing_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the model's `forward` so that it runs in the model's compute dtype: parameters and
-    floating inputs are cast first.
-
-    Labels keep their dtype.
+    floating inputs are cast first. Labels keep their dtype.
     """
 
     @wraps(forward)

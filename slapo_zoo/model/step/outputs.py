@@ -20,9 +20,7 @@ def shows_layers(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError if a batch (or the config) asks for hidden states or attentions that no rank
-    has unsharded.
-    """
+    """Raise SlapoError for wanted hidden states or attentions that no rank has unsharded."""
     mesh = model.mesh
     for name in LAYERS:
         if mesh.pp > 1 and asked(model, batch, name):

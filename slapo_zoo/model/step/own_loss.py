@@ -31,10 +31,8 @@ class OwnLoss:
         self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
-        """Return the value of the user's loss_fn, divided by `divisor`.
-
-        `output` is the model's output, `part` the micro-batch. SlapoError if the value is no scalar
-        or has no gradient.
+        """Return the value of the user's loss_fn, divided by `divisor`. `output` is the model's
+        output, `part` the micro-batch. SlapoError if the value is no scalar or has no gradient.
         """
         given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
         output, began = whole_output(output), newest()
@@ -62,17 +60,13 @@ def whole_output(output: Any) -> Any:
 
 
 def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with the prefix FOR_LOSS on the names that `forward` does not take: entries
-    for loss_fn alone.
-    """
+    """Return the batch with the prefix FOR_LOSS on names that `forward` does not take."""
     known = inspect.signature(forward).parameters.keys() | OPTIONS
     return {name if name in known else FOR_LOSS + name: value for name, value in batch.items()}
 
 
 def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch for the model's forward, without those whose names have the
-    prefix FOR_LOSS.
-    """
+    """Return the entries of a batch for the model's forward: those without the prefix FOR_LOSS."""
     return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
 
 

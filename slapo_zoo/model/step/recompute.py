@@ -29,7 +29,7 @@ class Recomputes:
         `transformers` calls this method.
 
         Layers that the schedule recomputes continue to do so. `gradient_checkpointing_func` may
-        have the option `use_reentrant` only.
+        have the options `use_reentrant` and `preserve_rng_state`, which change nothing.
         """
         model: Any = self
         _require_no_options(gradient_checkpointing_func)

@@ -132,9 +132,8 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
 
 
 def calling(model: Any, batch: Mapping[str, Any], divided: bool) -> AbstractContextManager[None]:
-    """Context of a forward, from which modules read which tokens are padding and whether tokens are sharded.
-
-    `divided` is True if the tokens of `batch` are sharded over tp (sequence parallelism).
+    """Context of a forward, from which modules read which tokens are padding and whether tokens are
+    sharded. `divided` is True if the tokens of `batch` are sharded over tp (sequence parallelism).
     """
     real = None if known().real is None else batch["attention_mask"].bool()
     return model._slapo.schedule.state.within(ForwardContext(divided, real, is_call=True))

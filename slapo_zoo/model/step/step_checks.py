@@ -32,9 +32,7 @@ def no_rows(batch: Mapping[str, Any], mesh: Mesh) -> SlapoError:
 
 
 def require_head(cls: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError for labels in `batch` if the forward of the model class takes none and would
-    ignore them.
-    """
+    """Raise SlapoError for labels in `batch` that the forward of the model class does not take."""
     if "labels" in batch and "labels" not in inspect.signature(cls.forward).parameters:
         problem = f"{cls.__name__} has no head: its forward takes no labels, so there is no loss"
         hint = 'name a class that has one when loading, e.g. auto_class="AutoModelForCausalLM"'
@@ -51,16 +49,13 @@ def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> N
 
 
 def no_loss(problem: str) -> SlapoError:
-    """Return the error for a batch from which the model computes no loss; `problem` is the
-    reason.
-    """
+    """Return the error for a batch without a loss of the model; `problem` is the reason."""
     return SlapoError("train_step", "batch", f"no loss: {problem}", "put labels into the batch")
 
 
 def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | None) -> int:
-    """Return the number of micro-batches, `asked` or the default; MeshError if `rows` is no multiple of it.
-
-    `runtime` has the default, `asked` is None where the user gave no number.
+    """Return the number of micro-batches, `asked` or the default; MeshError if `rows` is no
+    multiple of it. `runtime` has the default, `asked` is None where the user gave no number.
     """
     count = runtime.micro_batches if asked is None else asked
     if count is None and runtime.table.batch_statistics and mesh.pp > 1:
@@ -80,9 +75,7 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
     """Return 1 without a pipeline; else the smallest number of at least 2 * pp that the pipeline's
-    order allows.
-
-    The number divides `rows`.
+    order allows. The number divides `rows`.
     """
     if pipeline is None:
         return 1
@@ -112,9 +105,7 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
 
 
 def require_trained(trains: bool) -> None:
-    """Raise SlapoError if no parameter is trained on any rank; `trains` is True if this rank trains
-    one.
-    """
+    """Raise SlapoError if no rank trains a parameter; `trains` is True if this rank does."""
     if not trains:
         problem = "no parameter and no input requires a gradient"
         hint = "unfreeze a parameter; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"

@@ -248,7 +248,6 @@ def reduce(step: Step) -> None:
 
 def share(step: Step, loss: Tensor) -> Any:
     """Return on every rank the loss of the whole batch, or the output object with loss and logits.
-
     `loss` is this rank's share of the loss.
     """
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
@@ -265,9 +264,8 @@ def share(step: Step, loss: Tensor) -> Any:
 
 
 def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Parameter]:
-    """Return {name: parameter} that this step trains, after hooking and checking them.
-
-    `count` is the number of micro-batches, `device` that of the batch.
+    """Return {name: parameter} that this step trains, after hooking and checking them. `count` is
+    the number of micro-batches, `device` that of the batch.
     """
     runtime: Runtime = model._slapo
     if type(runtime.data_parallel) in (DataParallel, Sharded):
@@ -320,9 +318,7 @@ class LogitsKept:
         self.parts: dict[int, dict[str, Tensor]] = {}
 
     def add(self, first_row: int, output: Any) -> None:
-        """Store the logits of the rows from `first_row`, gathered over tp; `output` is that of the
-        micro-batch's forward.
-        """
+        """Store the logits in `output`, gathered over tp, of the rows from `first_row` on."""
         self.cls = type(output)
         found = {k: v for k, v in output.items() if k.endswith("logits") and v is not None}
         whole = {k: v.gathered() if isinstance(v, VocabLogits) else v for k, v in found.items()}
@@ -330,9 +326,7 @@ class LogitsKept:
 
     def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
         """Return the model's output object, with the loss and the logits of all rows, on every
-        stage.
-
-        `pipeline` is None without stages.
+        stage. `pipeline` is None without stages.
         """
         parts = [self.parts[row] for row in sorted(self.parts)]
         names = parts[0] if parts else ()

@@ -27,9 +27,7 @@ class InBatchNegatives:
         self.group = mesh.group("batch")
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> Tensor:
-        """Return the loss, a mean over this dp rank's anchors; `output` is that of the model for
-        `batch`.
-        """
+        """Return the mean loss of this dp rank's anchors; `output` is the model's for `batch`."""
         return self.judged(output, batch)[0]
 
     def judged(self, output: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:

@@ -60,9 +60,8 @@ def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def shifted(class_name: str, labels: Tensor) -> Tensor:
-    """Return the labels that the loss of a model class compares with.
-
-    The first label of each row is left out if the class predicts the next token.
+    """Return the labels that the loss of a model class compares with. The first label of each row
+    is left out if the class predicts the next token.
     """
     return labels[..., 1:] if head_of(class_name).shifts else labels
 
@@ -203,9 +202,8 @@ class GlobalMeans(TorchFunctionMode):
         return self._total(weight, weighed(self.targets[k]))
 
     def _total(self, weights: Tensor | None, mine: Tensor) -> float:
-        """Return `mine`, this rank's sum of class weights, summed over dp.
-
-        `weights` are those of the classes; MeshError if micro-batches or ranks have others.
+        """Return `mine`, this rank's sum of class weights, summed over dp. `weights` are those of
+        the classes; MeshError if micro-batches or ranks have others.
         """
         if self.found not in self.totals:
             marks = [] if weights is None else [weights.detach().double().flatten()]
@@ -221,9 +219,8 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operation keeps a loss a sum of means times constants: addition, negation, constant factors.
-
-    `name` is the operation's name in torch, `args` its arguments.
+    """Return whether an operation keeps a loss a sum of means times constants: addition, negation,
+    constant factors. `name` is the operation's name in torch, `args` its arguments.
     """
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:

@@ -45,9 +45,8 @@ def together(mesh: Mesh, what: str, action: Callable[[], T]) -> list[T]:
 
 
 def once_for_all(what: str, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 and return its result on all ranks; if it fails, all ranks raise. A collective call.
-
-    `what` names the step in errors; the result must be picklable.
+    """Run `action` on rank 0 and return its result on all ranks; if it fails, all ranks raise. A
+    collective call. `what` names the step in errors; the result must be picklable.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
     if size == 1:

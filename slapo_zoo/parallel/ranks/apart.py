@@ -67,9 +67,7 @@ class ProcessApart:
         )
 
     def poll(self, timeout_s: float) -> Ended | None:
-        """Return exit status and output if the process has ended, else None; after `timeout_s`
-        seconds, first kill it.
-        """
+        """Return status and output if the process has ended, else None; kill it after `timeout_s`."""
         if self.process.poll() is not None:
             return self.end()
         return self.end() if time.monotonic() - self.begin > timeout_s else None

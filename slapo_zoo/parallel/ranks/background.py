@@ -26,16 +26,12 @@ class Saving(Future):
         self.told = False
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait at most `timeout` seconds (None: for ever) until the save is complete; raise its
-        error if it failed.
-        """
+        """Wait for the save, at most `timeout` seconds (None: for ever); raise its error if it failed."""
         self.exception(timeout)
         return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait at most `timeout` seconds (None: for ever) until the save ends; return its error, or
-        None.
-        """
+        """Wait for the save, at most `timeout` seconds (None: for ever); return its error, or None."""
         found = super().exception(timeout)
         self.told = True
         return found
@@ -49,9 +45,7 @@ class _Pending:
 
 def start(write: Callable[[], None]) -> Saving:
     """Run `write`, which saves files and calls collectives, in a background thread; return the
-    future of the save.
-
-    All ranks must call this function. It first waits for the save before.
+    future of the save. All ranks must call this function. It first waits for the save before.
     """
     join()
     group = _group()

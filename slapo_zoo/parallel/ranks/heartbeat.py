@@ -81,9 +81,7 @@ class Heart:
         self._thread.join(LEAVE_S)
 
     def arrive(self, place: str, number: int) -> None:
-        """Publish to the other ranks that this rank has reached the step named `place` for the
-        `number`-th time.
-        """
+        """Publish that this rank has reached the step named `place` for the `number`-th time."""
         with suppress(RuntimeError):
             self.store.set(_key(f"at/{place}", self.rank), str(number))
 
@@ -100,9 +98,7 @@ class Heart:
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:
-        """Return those of `ranks` that are ahead: they have begun more collectives in a common
-        process group than this rank.
-        """
+        """Return those of `ranks` that have begun more collectives in a common group than this rank."""
         mine = {name: n for name, (n,) in list(self.begun.items())}
         theirs = ((rank, json.loads(self._get(_key("begun", rank), "{}"))) for rank in ranks)
         return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
@@ -150,16 +146,12 @@ def _stop_all() -> None:
 
 
 def _key(kind: str, rank: int) -> str:
-    """Return the key in the store under which `rank` publishes one `kind` of message, such as
-    "beat".
-    """
+    """Return the key in the store of `rank` and one `kind` of message, such as "beat"."""
     return f"slapo_zoo/{kind}/{rank}"
 
 
 def _line_of(thread: int) -> str:
-    """Return "FILE:LINE" of the innermost stack frame in user code of the thread with that id, or
-    "" if there is none.
-    """
+    """Return "FILE:LINE" of the innermost frame in user code of the thread with that id, or ""."""
     frame = sys._current_frames().get(thread)
     while frame is not None and _is_installed(frame.f_code.co_filename):
         frame = frame.f_back

@@ -110,9 +110,7 @@ class HostedRanks:
         return [value for _, value, _ in sorted(found, key=lambda each: each[0])]
 
     def _work(self, rank: int) -> None:
-        """Run the thread of one rank: join the world as `rank`, run each function passed to `run`,
-        leave at the end.
-        """
+        """Thread of one rank: join the world, run each function passed to `run`, leave at the end."""
         store = self._store.clone()  # in one that is shared a thread would wait for itself
         jobs = self._jobs[rank]
         self._done(rank, lambda _: join_group(store, rank, self._size, backend="gloo", timeout=self._timeout))  # fmt: skip
@@ -127,10 +125,8 @@ class HostedRanks:
     def _done(
         self, rank: int, function: Callable[..., Any], *args: Any
     ) -> tuple[Any, BaseException | None]:
-        """Call `function(rank, *args)`; return (result, None), or (None, its error).
-
-        After an error that only this rank has, the rank leaves the world, and later calls return
-        the same error.
+        """Call `function(rank, *args)`; return (result, None), or (None, its error). After an error
+        that only this rank has, the rank leaves the world, and later calls return the same error.
         """
         if rank in self._failed:
             return None, self._failed[rank]
@@ -161,9 +157,7 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class RankTracebackError(Exception):
-    """Traceback of the failed rank as text, shown as the cause of its error; ranks are threads of
-    this process.
-    """
+    """Traceback, as text, of the failed rank (a thread); it is the cause of the rank's error."""
 
 
 def _without_frames(error: BaseException) -> BaseException:
@@ -197,9 +191,8 @@ def _first_cause(failures: Sequence[BaseException]) -> BaseException:
 
 @contextmanager
 def _set_aside() -> Iterator[None]:
-    """Context in which garbage collection skips all objects that exist already.
-
-    Scanning the objects of torch would take 0.25 s each time.
+    """Context in which garbage collection skips all objects that exist already. Scanning the
+    objects of torch would take 0.25 s each time.
     """
     if gc.get_freeze_count():  # set aside by somebody else, who wants it to stay so
         yield
@@ -235,9 +228,7 @@ def _loads_in_turn() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context in which torch uses one CPU thread, and every rank (a thread) has its own mark of the
-    generator's state.
-    """
+    """Context with one CPU thread in torch, and a mark of the generator's state for every rank."""
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random
     generator = names.default_generator

@@ -133,9 +133,7 @@ def _start_all(
 
 
 def rank_environment(rank: int, nprocs: int, port: int) -> dict[str, str]:
-    """Return the environment variables that torchrun would set for `rank` of `nprocs`; the launcher
-    holds the store at `port`.
-    """
+    """Return torchrun's environment variables for `rank` of `nprocs`; the launcher's store is at `port`."""
     local = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": nprocs, "RANK": rank, "WORLD_SIZE": nprocs}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     values = local | address | {"TORCHELASTIC_USE_AGENT_STORE": True}
@@ -146,9 +144,7 @@ def start_rank(
     context: BaseContext, rank: int, main: Callable[..., None], args: tuple[Any, ...]
 ) -> LocalRank:
     """Start `main(pipe, *args)` in a new process; return that process with the parent's end of the
-    pipe.
-
-    `context` makes processes by fork or spawn; `rank` names the process.
+    pipe. `context` makes processes by fork or spawn; `rank` names the process.
     """
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(theirs, *args), name=f"rank {rank}", daemon=True)  # type: ignore[attr-defined]
@@ -192,9 +188,7 @@ def _rank_main(
 
 def send_outcome(pipe: Connection, rank: int, what: str, job: Callable[[], Any]) -> bool:
     """Run `job` and send its pickled result, or a `Failure`, to the parent through `pipe`; return
-    whether `job` succeeded.
-
-    `what` names the job in errors.
+    whether `job` succeeded. `what` names the job in errors.
     """
     failure = None
     try:

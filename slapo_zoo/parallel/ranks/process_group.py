@@ -201,9 +201,7 @@ def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
 
 
 def publish_error(exc: BaseException, what: str = "") -> None:
-    """Write this rank's error `exc`, raised in the step `what`, into the store, unless an earlier
-    error is there.
-    """
+    """Write this rank's error `exc`, raised in step `what`, into the store, unless one is there."""
     store = default_store()
     if store is None:
         return
@@ -226,9 +224,8 @@ def peer_error() -> RankError | None:
 
 @contextmanager
 def rank_guard(what: str) -> Iterator[None]:
-    """Context of the step named `what` that publishes an error to the peers.
-
-    An error that came from a lost peer is replaced by that peer's own error.
+    """Context of the step named `what` that publishes an error to the peers. An error that came
+    from a lost peer is replaced by that peer's own error.
     """
     token = _WITHIN.set(what)
     try:
@@ -275,9 +272,8 @@ def is_lost_peer(exc: BaseException | None) -> bool:
 
 
 def lost_peer(exc: BaseException, what: str) -> RankError:
-    """Return a RankError that names the ranks without a heartbeat, after a connection broke or timed out.
-
-    `exc` is the error of the collective, `what` the step in which it ran.
+    """Return a RankError that names the ranks without a heartbeat, after a connection broke or
+    timed out. `exc` is the error of the collective, `what` the step in which it ran.
     """
     silent, heart = heartbeat.silent_ranks(SILENT_S), heartbeat.current()
     text, who = (

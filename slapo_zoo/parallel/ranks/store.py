@@ -40,9 +40,7 @@ def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
     """Return the key-value store at MASTER_ADDR:MASTER_PORT; rank 0 holds it unless the launcher
-    does.
-
-    `timeout_s` is the time to connect, in seconds.
+    does. `timeout_s` is the time to connect, in seconds.
     """
     address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

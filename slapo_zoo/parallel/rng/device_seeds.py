@@ -35,9 +35,7 @@ def mix(*words: int) -> int:
 
 def mix_tensors(state: Tensor, *words: Tensor) -> Tensor:
     """Mix `words` one after the other into an int64 hash state, elementwise, and return the 63-bit
-    seeds.
-
-    The result equals that of `mix` for the same integers.
+    seeds. The result equals that of `mix` for the same integers.
     """
     for word in words:
         state = (state ^ word) * signed(FIRST)
@@ -59,9 +57,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
     """Return seeds of the mask that is left when the first `elements` elements of each block of a
-    mask are skipped.
-
-    `seeds` has one seed for each block.
+    mask are skipped. `seeds` has one seed for each block.
     """
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
@@ -127,9 +123,7 @@ def drawn_cells(x: Tensor, p: float, seeds: Sequence[int]) -> Tensor:
 
 def is_kept(counter: Tensor, key: Tensor, p: float) -> Tensor:
     """Return True where dropout keeps element number `counter` of a block with seed `key`; the two
-    tensors broadcast.
-
-    `p` is the probability that an element becomes 0.
+    tensors broadcast. `p` is the probability that an element becomes 0.
     """
     return hashed_bits(counter, key) >= int(p * 0x1000000)
 

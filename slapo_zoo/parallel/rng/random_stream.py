@@ -170,10 +170,8 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """Return the seeds, as ints, of `count` batch rows for the module path `site`.
-
-        There is one seed per row or, for `heads` (global indices), one per row and head with heads
-        fastest.
+        """Return the seeds, as ints, of `count` batch rows for the module path `site`. There is one
+        seed per row or, for `heads` (global indices), one per row and head with heads fastest.
         """
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))
@@ -236,9 +234,8 @@ class RandomStream(StreamPosition):
         return keep.narrow(1, r * tokens, tokens).reshape(x.shape)
 
     def uniform(self, x: Tensor, site: Where) -> Tensor:
-        """Return numbers in [0, 1) in the shape of x, drawn from one seed per row (for stochastic depth).
-
-        The seeds depend on `site`, the path of the module that draws.
+        """Return numbers in [0, 1) in the shape of x, drawn from one seed per row (for stochastic
+        depth). The seeds depend on `site`, the path of the module that draws.
         """
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows

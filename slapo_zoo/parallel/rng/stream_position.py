@@ -84,9 +84,7 @@ class StreamPosition:
     _seen: dict[Any, Position] = field(default_factory=dict, repr=False)  # by mark
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a changed position is also stored as the tensor `now`, which compiled
-        code takes as an argument.
-        """
+        """Set an attribute; a changed position is also stored as a tensor, `now`, for compiled code."""
         super().__setattr__(name, value)
         if name in ("step", "first_row", "num_rows", "again"):
             self._moved()

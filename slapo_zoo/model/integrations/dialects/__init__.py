@@ -18,9 +18,8 @@ DIALECTS: dict[str, dict[str, Any]] = {"runtime_engine": {}, "log_parser": {}}
 
 
 def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
-    """Return a decorator that registers a class or function for the engine `target`.
-
-    `cls_type` is the job of that class or function: "runtime_engine" or "log_parser".
+    """Return a decorator that registers a class or function for the engine `target`. `cls_type` is
+    the job of that class or function: "runtime_engine" or "log_parser".
     """
 
     def register(cls: Any) -> Any:
@@ -110,7 +109,6 @@ def _check_options(where: str, name: str, options: dict[str, Any], takes: list[A
 
 def in_target(model: Any, target: str | None, options: Mapping[str, Any] | None) -> Any:
     """Return the engine `target` around a model, or the model itself under torch without options.
-
     `options` are the value of `target_options=`.
     """
     if target in (None, "torch") and not options:

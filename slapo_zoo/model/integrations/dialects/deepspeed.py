@@ -161,9 +161,7 @@ def mark_counted(model: Any) -> None:
 
 
 class MeshUnit:
-    """Adapter of our mesh to the `mpu` object of DeepSpeed, whose methods such as
-    `get_data_parallel_group` give groups, sizes and ranks.
-    """
+    """Adapter of our mesh to DeepSpeed's `mpu` object: `get_data_parallel_group()` and its like."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh

@@ -88,9 +88,8 @@ class Step:
 
 
 def _module(deepspeed: Any, model: Any, step: Step) -> Any:
-    """Return DeepSpeed's PipelineModule, which lists for every stage its tied weights and then the stage itself.
-
-    `step` is the state of the running step, which the stages read.
+    """Return DeepSpeed's PipelineModule, which lists for every stage its tied weights and then the
+    stage itself. `step` is the state of the running step, which the stages read.
     """
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology

@@ -58,18 +58,14 @@ class TargetEngine:
         return self._norm
 
     def save_checkpoint(self, folder: Any, **options: Any) -> None:
-        """Save a checkpoint from which any engine on any mesh resumes.
-
-        `options` are arguments of `slapo_zoo.save_checkpoint`: scheduler, step, data_position,
-        extra, ...
+        """Save a checkpoint from which any engine on any mesh resumes. `options` are arguments of
+        `slapo_zoo.save_checkpoint`: scheduler, step, data_position, extra, ...
         """
         save_checkpoint(self.model, folder, self.optimizer, **options)
 
     def load_checkpoint(self, folder: Any, scheduler: Any = None) -> Resumed:
         """Resume from a checkpoint that any engine saved on any mesh; return its step, data
-        position and extras.
-
-        `scheduler` is a learning-rate scheduler of the saved class, or None.
+        position and extras. `scheduler` is a learning-rate scheduler of the saved class, or None.
         """
         return load_checkpoint(self.model, folder, self.optimizer, scheduler)
 
@@ -94,9 +90,7 @@ def is_scheduled(sch: Any) -> bool:
 
 
 def require_scheduled(sch: Any, target: str) -> Any:
-    """Return `sch` if it is a model of AutoScheduledModel; raise SlapoError, which names the engine
-    `target`, for anything else.
-    """
+    """Return a model of AutoScheduledModel; raise SlapoError that names `target` for anything else."""
     if not is_scheduled(sch):
         problem = f"found {type(sch).__name__}, expected a model of AutoScheduledModel"
         raise SlapoError(f"target={target!r}", "sch", problem, "load it by AutoScheduledModel")

@@ -85,9 +85,7 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
 
 def _check_stages(model: Any, what: str) -> None:
     """Raise MeshError for several stages per rank, where DDP and FSDP2 would miss a parameter's
-    last backward.
-
-    `what` is the option that asked for one of them.
+    last backward. `what` is the option that asked for one of them.
     """
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp or places.custom is not None:

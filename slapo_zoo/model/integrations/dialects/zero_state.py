@@ -101,9 +101,7 @@ class WholeZero(Whole):
         self._put_state_back(base)
 
     def _put_state_back(self, base: Any) -> None:
-        """Allocate the flat state of ZeRO's base optimizer as its first step would, then fill it
-        with the loaded values.
-        """
+        """Allocate ZeRO's flat optimizer state as its first step would, and fill in the loaded values."""
         first = next(iter(self.optimizer.state.values()), None)
         if first is None:
             base.state.clear()
@@ -131,9 +129,7 @@ def _is_divided(value: Any) -> bool:
 
 
 def _flat_parts(zero: Any) -> list[Tensor]:
-    """Return this rank's partitions of the flattened parameters, which the base optimizer of
-    DeepSpeed's `zero` steps.
-    """
+    """Return this rank's partitions of the flattened parameters, which DeepSpeed's `zero` steps."""
     found = getattr(zero, "fp32_partitioned_groups_flat", None)
     return zero.single_partition_of_fp32_groups if found is None else found
 
