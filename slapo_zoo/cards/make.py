@@ -13,8 +13,8 @@ from slapo_zoo.errors import CardError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import Directive
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.language.structure_hash import structure_hash
 from slapo_zoo.parallel.compat import software
+from slapo_zoo.parallel.digests import structure_hash
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.expressions import Named, names_in, parse
 from slapo_zoo.zoo.outline import Outline

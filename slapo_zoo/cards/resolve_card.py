@@ -16,7 +16,7 @@ from slapo_zoo.cards.make import structure_of
 from slapo_zoo.cards.program import MODULE, Program
 from slapo_zoo.errors import CardError
 from slapo_zoo.language.schedule import Step, from_json
-from slapo_zoo.language.structure_hash import structure_hash
+from slapo_zoo.parallel.digests import structure_hash
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.rng.seeds import get_logger

@@ -18,7 +18,7 @@ from slapo_zoo.language.graph.examples import tiny_batch
 from slapo_zoo.language.graph.find import find
 from slapo_zoo.language.graph.pattern import name_matches
 from slapo_zoo.language.graph.traced import check_reachable
-from slapo_zoo.language.structure_hash import structure_hash
+from slapo_zoo.parallel.digests import structure_hash
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.parallel.rng.random_stream import RandomStream

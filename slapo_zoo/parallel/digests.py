@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def digest(*facts: Any) -> str:
@@ -22,3 +22,11 @@ def digest_of_tensor(tensor: Tensor) -> str:
 def unlike(found: Sequence[Any]) -> list[int]:
     """Return the ranks whose result differs from rank 0's; `found` has one result per rank."""
     return [rank for rank, fact in enumerate(found) if fact != found[0]]
+
+
+def structure_hash(model: nn.Module) -> str:
+    """Return "sha256:..." over the paths and classes of all modules and the names and shapes of all parameters."""
+    lines = [f"{path} {type(module).__name__}" for path, module in model.named_modules()]
+    named = model.named_parameters(remove_duplicate=False)
+    lines += [f"{name} {tuple(p.shape)}" for name, p in named]
+    return "sha256:" + digest(*sorted(lines))

@@ -1,11 +1,14 @@
 """Runtime checks in a traced graph: sizes and arguments on which the trace branched must still be the same.
 
 A trace follows one path through Python's `if`s. Each branch that read a size, a type or an argument leaves a
-check in the graph, so that a call which would branch otherwise raises an error.
+check in the graph, so that a call which would branch otherwise raises an error. Dead-code elimination keeps
+the checks, as it keeps writes and random draws.
 """
 
+import re
 from typing import Any
 
+from torch import fx
 from torch.fx.node import has_side_effect
 
 from slapo_zoo.errors import ScheduleError
@@ -61,6 +64,23 @@ def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:
 
 
 GUARDS = {expect, expect_given, expect_no_others}
+WRITING_OPERATORS = {"setitem", "iadd", "isub", "imul", "itruediv", "ipow", "iand", "ior", "ixor"}
+WRITING_OPERATORS |= {"imatmul"}
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Return whether a node must stay although its result is unused: a check, a write, a random draw, a module call."""
+    if node.op in ("placeholder", "output", "call_module"):
+        return True
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    if node.op != "call_function" or node.target in GUARDS:
+        return node.op == "call_function"
+    name = getattr(node.target, "__name__", "")
+    if getattr(node.target, "__module__", "") == "_operator":
+        return name in WRITING_OPERATORS
+    random = re.match(r"rand|dropout|bernoulli|normal|multinomial", name)
+    return bool(random) or name.endswith("_")
 
 
 def _shown(value: Any) -> str:

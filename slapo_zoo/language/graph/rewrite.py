@@ -9,8 +9,7 @@ from torch.fx.node import map_arg
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import join
-from slapo_zoo.language.graph.effects import has_effect
-from slapo_zoo.language.graph.guards import GUARDS
+from slapo_zoo.language.graph.guards import GUARDS, has_effect
 from slapo_zoo.language.graph.insert import (
     arguments,
     called,

@@ -9,7 +9,7 @@ from torch import Tensor, fx, nn
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import join
 from slapo_zoo.language.graph.call import Call
-from slapo_zoo.language.graph.effects import has_effect
+from slapo_zoo.language.graph.guards import has_effect
 from slapo_zoo.language.graph.leaves import Leaf, leaf_below, leaf_test
 from slapo_zoo.language.graph.modes import merge
 from slapo_zoo.language.graph.patches import recording, set_mode, unchanged
