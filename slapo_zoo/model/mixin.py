@@ -354,7 +354,7 @@ class Scheduled(Structure, Generates, Recomputes):
         any_size: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Publish the schedule as a card (JSON, README); return the value for `from_pretrained(schedule=)`; a collective call.
+        """Publish the schedule as a card (JSON, README); return the value for `schedule=` of loaders. All ranks call it.
 
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or an existing one.

@@ -363,7 +363,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Put `value`, an unsharded LoRA matrix, into its module, apply the directives that shard it, add it to the model's plan."""
+    """Put `value`, an unsharded LoRA matrix, into its module, shard it, and add it to the model's plan."""
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)

@@ -142,7 +142,7 @@ def nodes_of(output: Any) -> list[Any]:
 
 
 def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
-    """Return `nodes` and all autograd nodes below them that `goes_on` lets in, breadth first."""
+    """Return `nodes` and all autograd nodes below them, breadth first; enter a node if `goes_on(node)`."""
     seen = dict.fromkeys(nodes)
     for node in (waiting := list(seen)):
         new = [e for e, _ in node.next_functions if e is not None and e not in seen and goes_on(e)]

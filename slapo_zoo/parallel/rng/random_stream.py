@@ -223,7 +223,8 @@ class RandomStream(StreamPosition):
         """Return the dropout mask (0 or 1/(1-p)) of an x that holds the r-th of n equal slices of
         the tokens.
 
-        x is [rows, tokens / n, ...], or [rows * tokens / n, width]. The mask of all tokens is drawn, then sliced.
+        x is [rows, tokens / n, ...], or [rows * tokens / n, width]; `site` is the path of the
+        module that drops. The mask of all tokens is drawn, then sliced.
         """
         if x.ndim > 2:
             whole = x.new_empty(()).expand(x.shape[0], n * x.shape[1], *x.shape[2:])

@@ -174,9 +174,8 @@ class StreamPosition:
         self._seen[mark] = position or self.position()
 
     def place(self, site: Where, rows: int) -> Position:
-        """Return the stream position (step, first row, rows) at which the module `site` draws for `rows` rows.
-
-        Outside a call of the model each draw is a step of its own.
+        """Return the stream position (step, first row, rows) at which the module `site` draws for
+        `rows` rows. Outside a call of the model each draw is a step of its own.
         """
         found = self._place(site, rows)
         return found if self.has_rows else (found[0], 0, 0)
