@@ -27,7 +27,7 @@ def printer(total: int) -> OnTrial:
 def line_of(trial: Trial) -> str:
     """Format one measured configuration in one line."""
     outcome = trial.outcome
-    known = " (known)" * trial.was_known
+    known = " (from the database)" * trial.was_known
     rate = f" {outcome.throughput:.4g} rows/s" if outcome.throughput else ""
     why = f": {outcome.message}" if outcome.kind not in ("ok",) and outcome.message else ""
     return f"{Space.cfg_dict_to_str(trial.point)} {outcome.kind}{rate}{known}{why}"

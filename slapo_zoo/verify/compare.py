@@ -18,10 +18,10 @@ CHECKS: dict[str, str] = {
     "loss": "loss of a training step, on every rank",
     "gradients": "every gradient, and the global norm",
     "optimizer step": "every weight after one AdamW step",
-    "replicas": "what several ranks hold is the same, bit for bit",
+    "replicas": "replicas on several ranks are equal, bit for bit",
     "ties": "tied weights are one tensor after the step",
-    "dropout": "with dropout, loss and gradients are those of one rank",
-    "collectives": "as many over tp as predicted",
+    "dropout": "with dropout, loss and gradients equal those of one rank",
+    "collectives": "the predicted number of collectives over tp",
     "files": "plain transformers loads what was saved, bit for bit",
 }
 

@@ -57,9 +57,9 @@ class Proof:
     def words(self) -> list[str]:
         """Return the lines of a report: what was proven, and which modules stay unsharded and why."""
         tp, pp, dp = self.sizes
-        divided = f", tp divides {self.share:.0%} of the parameters" if tp > 1 else ""
+        divided = f", tp shards {self.share:.0%} of the parameters" if tp > 1 else ""
         found = [f"proven on tp={tp}, pp={pp}, dp={dp}: outputs, loss and every gradient{divided}"]
-        return found + [f"{n} stays whole: {why}" for n, why in self.left_whole.items() if why]
+        return found + [f"{n} stays unsharded: {why}" for n, why in self.left_whole.items() if why]
 
     def document(self) -> dict[str, Any]:
         """Return the proof as JSON data, for the cache of derived tables."""

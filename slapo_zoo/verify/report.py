@@ -81,7 +81,7 @@ class Report:
             lines.append(f"  {self._mark(check)} {check:<15} {meaning}{self._figures(check)}")
             lines += self._wrong(check)
         if self.error:
-            lines.append(f"  it does not run: {self.error}")
+            lines.append(f"  the schedule does not run: {self.error}")
         return "\n".join(lines + self._where())
 
     def _mark(self, check: str) -> str:
@@ -111,13 +111,13 @@ class Report:
         lines.append(f"    caused in: {', '.join(s for s in d.suspects if s)}")
         if not self.directives:
             return [*lines, "    no directive touches these modules: one may be missing"]
-        lines.append("    directives there, the likeliest first (or one is missing):")
+        lines.append("    directives of these modules, the likeliest first (or one is missing):")
         return lines + [f"      {path}: {text}" for path, text in self.directives[:NAMED]]
 
     def raise_if_wrong(self, where: str) -> None:
         """Raise a VerifyError with the text of this report, unless all agrees; `where` names the caller in the error."""
         if not self.ok:
-            missing = "add the directive that is missing: a shard, or a sync beside one"
+            missing = "add the directive that is missing: a shard, or a sync at a sharded module"
             hint = "repair the directives named above" if self.directives else missing
             raise VerifyError(where, "", str(self), hint)
 

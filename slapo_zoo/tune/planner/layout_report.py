@@ -48,8 +48,8 @@ class Worth:
         return (
             f"simulated ({error}): {self.tokens_per_s:.3g} tokens/s{used}, "
             f"{self.gpu_hours:.3g} GPU hours for 10^9 tokens\n"
-            f"the step: {shares}; links of twice the rate would save {self.faster_link:.0%}; "
-            f"{self.spare / 2**30:.1f} GiB are left"
+            f"share of the step: {shares}; links twice as fast would save {self.faster_link:.0%}; "
+            f"{self.spare / 2**30:.1f} GiB of memory are free"
         )
 
 
