@@ -21,7 +21,7 @@ from torch.utils import deterministic as memory
 from torch.utils._pytree import tree_map
 
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.load.exact_optimizer import give_back, narrowed, step_in_threads, steps_now
+from slapo_zoo.load.exact_optimizer import give_back, narrowed, split_over_ranks, without
 from slapo_zoo.load.exact_output import computed, joined
 from slapo_zoo.load.exact_trace import ExactTrace, Recorder, Row
 from slapo_zoo.model.step.runtime import count_rows
@@ -166,20 +166,18 @@ class ExactModel(nn.Module):
         mesh: mesh of the processes.
         virtual: the virtual mesh.
         hosted: the models of the hosted ranks.
-        host: the threads of these ranks.
     """
 
     def __init__(self, host: HostedRanks, real: Mesh, virtual: Mesh, models: Iterable[Any]):
         super().__init__()
-        self.mesh, self.virtual, self.host = real, virtual, host
+        self.mesh, self.virtual, self._host = real, virtual, host
         self.hosted = nn.ModuleList(models)
         self._gradients: dict[Tensor, tuple[int, int]] = {}
         self._tracing: dict[int, list[Row]] | None = None  # virtual rank --> its rows
         self._last: tuple[float, float] = (0.0, 0.0)  # loss and norm of the step
+        self._stepping = False  # True while the optimizers of the ranks run, within a step of all
         for model in self.hosted:
             model._slapo.calls.guard.on_ranks = self._before_step
-        if len(self.hosted) > 1:
-            step_in_threads(self)
 
     @property
     def _slapo(self) -> Any:
@@ -190,9 +188,7 @@ class ExactModel(nn.Module):
     def __getattr__(self, name: str) -> Any:
         """Raise NotBuiltError for what only the models of single ranks have, such as `generate`."""
         models = self.__dict__.get("_modules", {}).get("hosted", ())
-        if name not in ("on_each_rank", "hosted", "host") and any(
-            hasattr(type(m), name) for m in models
-        ):
+        if name not in ("on_each_rank", "hosted") and any(hasattr(type(m), name) for m in models):
             problem = "a model of one rank has this attribute, exact models do not support it"
             raise NotBuiltError("ExactModel", name, problem, BUILT)
         return super().__getattr__(name)
@@ -209,8 +205,8 @@ class ExactModel(nn.Module):
             with self._recorded(rank):
                 return tree_map(computed, self._of(rank)(**self._rows_of(rank, batch)))
 
-        outputs = dict(zip(self.host.ranks, self.host.run(call), strict=True))
-        return joined(outputs, self.host, self.virtual, self._note_gradients)
+        outputs = dict(zip(self._host.ranks, self._host.run(call), strict=True))
+        return joined(outputs, self._host, self.virtual, self._note_gradients)
 
     def close(self) -> None:
         """End the virtual ranks of this process, of all its exact models; a collective call of all processes."""
@@ -232,21 +228,41 @@ class ExactModel(nn.Module):
                 give_back(old, new)
             return found
 
-        return self.host.run(call)[0]
+        return self._host.run(call)[0]
 
-    def _before_step(self) -> None:
-        """Raise SlapoError if gradients were changed after `train_step` by anything but
-        `clip_grad_norm_`; compare over ranks how they were scaled.
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
+        """Step each virtual rank in its thread; return arguments with which `optimizer.step` skips their parameters.
 
-        A norm over the parameters of several ranks would count replicated parameters several times.
+        The thread of a rank runs on one CPU core, so that bits do not depend on the number of cores; in the
+        caller's thread all ranks would be stepped one after another on that one core.
+
+        Args:
+            optimizer: optimizer over the parameters of all hosted ranks.
+            args: positional arguments of its `step`, the optimizer first.
+            kwargs: named arguments of its `step`.
+
+        Raises:
+            SlapoError: gradients were changed after `train_step` by anything but `clip_grad_norm_`. A norm over
+                the parameters of several ranks would count replicated parameters several times.
         """
-        if steps_now(self):  # of one rank, within a step of all, which was checked
-            return
+        if self._stepping:
+            return None
         if self._versions() != self._gradients:
             problem = "gradients were changed after train_step, but not by model.clip_grad_norm_"
             hint = "call model.clip_grad_norm_(max_norm), which counts replicated parameters once"
             raise SlapoError("optimizer.step", "exact=", problem, hint)
         self.on_each_rank(lambda model: model._slapo.calls.guard.before_step())
+        own = split_over_ranks(optimizer, (*args[1:], *kwargs.values()), self.hosted)
+        if own is None:
+            return None
+        self._stepping = True
+        try:
+            self._host.run(lambda rank: own[self._host.ranks.index(rank)].step() and None)
+        finally:
+            self._stepping = False
+        for each in own:
+            give_back(optimizer, each)
+        return (without(optimizer, self.hosted), *args[1:]), kwargs
 
     def _versions(self) -> dict[Tensor, tuple[int, int]]:
         """Return parameter --> (address, version) of its gradient; in-place changes count versions up."""
@@ -254,7 +270,7 @@ class ExactModel(nn.Module):
         return {p: (grad.data_ptr(), grad._version) for p, grad in found if grad is not None}
 
     def _of(self, rank: int) -> Any:
-        return self.hosted[self.host.ranks.index(rank)]
+        return self.hosted[self._host.ranks.index(rank)]
 
     def train_step(self, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         """Run forward and backward as `Scheduled.train_step` does, which describes the arguments.
@@ -269,7 +285,7 @@ class ExactModel(nn.Module):
             with self._recorded(rank):
                 return self._of(rank).train_step(self._rows_of(rank, batch), *args, **kwargs)
 
-        loss = self.host.run(call)[0]
+        loss = self._host.run(call)[0]
         self._last, self._gradients = (float(loss), 0.0), self._versions()
         return loss
 
@@ -300,12 +316,12 @@ class ExactModel(nn.Module):
 
         It takes many times as long as the step itself. The record holds the rows of all virtual ranks on process 0.
         """
-        found, self._tracing = ExactTrace(), {rank: [] for rank in self.host.ranks}
+        found, self._tracing = ExactTrace(), {rank: [] for rank in self._host.ranks}
         try:
             yield found
         finally:
             rows, self._tracing = self._tracing, None
-        every = self.host.run(
+        every = self._host.run(
             lambda rank: together(self._of(rank).mesh, "tracing", lambda: (rank, rows[rank]))
         )
         found.rows.update(dict(every[0]))

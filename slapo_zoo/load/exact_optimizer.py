@@ -4,27 +4,14 @@ rewrite:  optimizer over hosted ranks 0..n  -->  n optimizers, each with the par
 """
 
 import copy
-import functools
-from typing import Any, Protocol
-from weakref import WeakSet
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from slapo_zoo.model.gradients.of_models import parameters_of
-from slapo_zoo.parallel.ranks.hosted_ranks import HostedRanks
-
-
-class Hosted(Protocol):
-    """Models of the ranks of `exact=` that this process runs, and the threads in which they run."""
-
-    hosted: nn.ModuleList
-    host: HostedRanks
-
-
-_MODELS: "WeakSet[Any]" = WeakSet()
-_STEPPING: "WeakSet[Any]" = WeakSet()  # models whose ranks take a step at the moment
+from slapo_zoo.model.gradients.optimizers import is_elementwise
 
 
 def narrowed(value: Any, model: nn.Module) -> Any:
@@ -56,56 +43,24 @@ def give_back(optimizer: Any, copied: Any) -> None:
         group.update({name: value for name, value in new.items() if name != "params"})
 
 
-def step_in_threads(model: Hosted) -> None:
-    """Make torch's optimizers step the parameters of each rank of `model` in that rank's thread.
+def split_over_ranks(optimizer: Any, args: Any, models: Iterable[nn.Module]) -> list[Any] | None:
+    """Return one optimizer for each model, or None if the optimizer has to step all parameters in one call.
 
-    The threads use one CPU core each, so that bits do not depend on the number of cores. The caller's thread
-    would step all ranks one after another.
+    Optimizers that are not torch's own may keep state that a copy lacks, a closure computes new gradients, and
+    a fused step reads the factor of a gradient scaler.
+
+    Args:
+        optimizer: optimizer over the parameters of all models.
+        args: positional and named values that its `step` was called with.
+        models: models of the virtual ranks of this process.
     """
-    _MODELS.add(model)
-    _watch_steps()
-
-
-def steps_now(model: Hosted) -> bool:
-    """Return whether the ranks of `model` run their optimizers now, as part of the user's `step()`."""
-    return model in _STEPPING
-
-
-@functools.cache
-def _watch_steps() -> None:
-    register_optimizer_step_pre_hook(_step_ranks)
-
-
-def _step_ranks(optimizer: Any, args: Any, kwargs: Any) -> Any:
-    """Step the parameters of each rank of this process in its thread; return new (args, kwargs),
-    with which the caller's step skips them, or None to leave all to the caller.
-
-    Optimizers that are not torch's own may keep state that a copy lacks, and a closure computes new gradients;
-    there the caller's thread steps all parameters.
-    """
-    closures = [value for value in (*args[1:], *kwargs.values()) if value is not None]
-    scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
-    if closures or scaled or not type(optimizer).__module__.startswith("torch.optim."):
+    scaled = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))
+    known = type(optimizer).__module__.startswith("torch.optim.")
+    if not known or any(value is not None for value in (*args, *scaled)):
         return None
-    left = set(parameters_of(optimizer))
-    models = [model for model in _MODELS - _STEPPING if left & set(model.hosted.parameters())]
-    if not models:
-        return None
-    for model in models:
-        _step_each(model, optimizer)
-        left -= set(model.hosted.parameters())
-    return ((_with_parameters(optimizer, left), *args[1:]), kwargs)
+    return [narrowed(optimizer, model) for model in models] if is_elementwise(optimizer) else None
 
 
-def _step_each(model: Any, optimizer: Any) -> None:
-    copies = {
-        rank: narrowed(optimizer, each)
-        for rank, each in zip(model.host.ranks, model.hosted, strict=True)
-    }
-    _STEPPING.add(model)
-    try:
-        model.host.run(lambda rank: copies[rank].step() and None)
-    finally:
-        _STEPPING.discard(model)
-    for copied in copies.values():
-        give_back(optimizer, copied)
+def without(optimizer: Any, models: nn.Module) -> Any:
+    """Return a copy of an optimizer that shares its state and steps only parameters outside `models`."""
+    return _with_parameters(optimizer, set(parameters_of(optimizer)) - set(models.parameters()))

@@ -67,6 +67,11 @@ def whole_matrices(optimizer: Any) -> Any:
     return optimizer
 
 
+def is_elementwise(optimizer: Any) -> bool:
+    """Return whether an optimizer is known to update each element from this element's gradient and state alone."""
+    return any(cls.__name__ in ELEMENTWISE for cls in type(optimizer).__mro__)
+
+
 @functools.cache
 def watch_steps() -> None:
     """Install once per process the hooks that gather parameters before an optimizer step and shard them after it."""
@@ -76,7 +81,7 @@ def watch_steps() -> None:
 
 def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     name = type(optimizer).__name__
-    if any(cls.__name__ in ELEMENTWISE for cls in type(optimizer).__mro__):
+    if is_elementwise(optimizer):
         return
     places = {p: place for p in parameters_of(optimizer) if (place := place_of(p))}
     _refuse_hosted(name, places)

@@ -45,8 +45,8 @@ class StepGuard:
         interval: steps between checks, after the first ALWAYS steps; 0 switches checks off.
         divides: True if ranks hold different gradients, because of tp, pp or `dp_shard=`.
         needed: True if checks are made; False where an engine clips and steps by itself.
-        on_ranks: function that calls `before_step` on each rank, if one process runs several ranks as threads; None
-            otherwise.
+        on_ranks: hook before `optimizer.step` that checks and steps each rank, if one process runs several ranks as
+            threads; None otherwise.
     """
 
     def __init__(self, mesh: Mesh):
@@ -56,7 +56,7 @@ class StepGuard:
         self.marks: dict[str, Tensor] = {}  # of gradients of what each tp rank holds whole
         self.trained: Tensor | None = None  # ranks that have something to train; None: all
         self.fresh, self.needed, self.divides = False, True, mesh.tp * mesh.pp > 1
-        self.on_ranks: Callable[[], Any] | None = None
+        self.on_ranks: Callable[[Any, Any, Any], Any] | None = None
 
     def complete(
         self,
@@ -291,19 +291,19 @@ def watch_steps() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def _before_step(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     parameters = parameters_of(optimizer)
     runtime = next((found for p in parameters if (found := runtime_of(p))), None)
     if runtime is None or runtime.schedule.mesh.world_size == 1:
-        return
+        return None
     guard: StepGuard = runtime.calls.guard
     if guard.on_ranks is not None:
-        guard.on_ranks()
-        return
+        return guard.on_ranks(optimizer, args, kwargs)
     guard.look_beside(parameters)
     if guard.divides:
         _require_own_scaler()
         guard.before_step()
+    return None
 
 
 def _require_own_scaler() -> None:
