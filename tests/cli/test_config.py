@@ -30,7 +30,6 @@ from slapo_zoo.cli.training.options import (
     read_config,
     read_sets,
 )
-from slapo_zoo.cli.training.records import progress
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.zoo.options import LoaderOptions
 
@@ -379,17 +378,6 @@ def test_train_prints_only_options_that_differ_from_defaults():
     assert yaml.safe_load(changes(options)) == {
         "model": "m", "max_steps": 5, "columns": {"text": "body"}, "report_to": ["wandb"],
     }  # fmt: skip
-
-
-def test_progress_without_terminal_prints_a_line_at_intervals(monkeypatch, capsys):
-    """Without a terminal a line is printed at least every PAUSE_S seconds."""
-    clock = iter(range(0, 10_000, 20))
-    monkeypatch.setattr("slapo_zoo.cli.training.records.time.monotonic", lambda: next(clock))
-    with progress(1000) as on_step:
-        for step in range(6):
-            on_step(step, {"loss": 1.0, "grad_norm": 1.0})
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[2] for line in lines] == ["2/1000", "4/1000", "6/1000"]
 
 
 def test_zero_stage_option_sets_the_loader_and_warns_for_deepspeed(capsys):

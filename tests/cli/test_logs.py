@@ -107,3 +107,14 @@ def _waited():
     rank = torch.distributed.get_rank()
     busy._actions, busy._steps = [(0.0, (0.2, 0.4)[rank])], [(0.0, (1.0, 0.9)[rank])]
     return [busy.bubble(group), busy.bubble(group)]
+
+
+def test_progress_without_terminal_prints_a_line_at_intervals(monkeypatch, capsys):
+    """Without a terminal a line is printed at least every PAUSE_S seconds."""
+    clock = iter(range(0, 10_000, 20))
+    monkeypatch.setattr("slapo_zoo.cli.training.records.time.monotonic", lambda: next(clock))
+    with records.progress(1000) as on_step:
+        for step in range(6):
+            on_step(step, {"loss": 1.0, "grad_norm": 1.0})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[2] for line in lines] == ["2/1000", "4/1000", "6/1000"]
