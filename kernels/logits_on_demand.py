@@ -16,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.kernels.lm_loss import lm_loss
-from slapo_zoo.kernels.vocab_logits import VocabLogits, keeps_last_axis
+from slapo_zoo.kernels.vocab_logits import VocabLogits, keeps_last_axis, sizes_before
 from slapo_zoo.parallel.known import IGNORED, known, places
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.ranks.heartbeat import names_of
@@ -35,7 +36,6 @@ _KNOWN = {
     _TENSOR.requires_grad.__get__, _TENSOR.grad_fn.__get__, _TENSOR.is_leaf.__get__,
 }  # fmt: skip
 _CASTS = {torch.Tensor.float, torch.Tensor.to, torch.Tensor.contiguous}
-_VIEWS = (torch.Tensor.view, torch.Tensor.reshape)
 _ENGINES = ("torch.distributed.", "deepspeed.", "megatron.", "accelerate.")
 _OF_GRADIENT = (torch.Tensor.retain_grad, torch.Tensor.register_hook)
 
@@ -247,11 +247,13 @@ class LogitsOnDemand(torch.Tensor):
                     return found
                 if func is functional.cross_entropy and _common(x, *args[1:], **kwargs):
                     return _cross_entropy(x, *args[1:], **kwargs)
-        return func(*_plain(args), **_plain(kwargs))
+        args, kwargs = tree_map_only(LogitsOnDemand, LogitsOnDemand.tensor, (args, kwargs))
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*_plain(args, below=True), **_plain(kwargs or {}, below=True))
+        args, kwargs = tree_map_only(LogitsOnDemand, LogitsOnDemand.numbers, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class _Deferred(torch.autograd.Function):
@@ -309,26 +311,13 @@ def _require_all(ranks: list[int]) -> None:
         raise MeshError("output", "logits", problem, hint)
 
 
-def _plain(value: Any, below: bool = False) -> Any:
-    """Return nested tuples, lists and dicts with the logits of every LogitsOnDemand computed now;
-    `below` True gives logits without an autograd graph.
-    """
-    if isinstance(value, LogitsOnDemand):
-        return value.numbers() if below else value.tensor()
-    if isinstance(value, tuple | list):
-        return type(value)(_plain(v, below) for v in value)
-    return {k: _plain(v, below) for k, v in value.items()} if isinstance(value, dict) else value
-
-
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
     """Return the cast, view or slice func(x, *rest, **kwargs), not computed yet; None for others."""
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)
-    elif func in _VIEWS and rest and not kwargs:
-        sizes = tuple(rest[0]) if isinstance(rest[0], tuple | list) else rest
-        same = sizes[-1] == x.head.vocab_size and all(isinstance(s, int) for s in sizes)
-        found = (x.rows.reshape(*sizes[:-1], x.rows.shape[-1]), x.dtype) if same else None
+    elif (sizes := sizes_before(x.head.vocab_size, func, rest, kwargs)) is not None:
+        found = x.rows.reshape(*sizes, x.rows.shape[-1]), x.dtype
     elif (
         func is torch.Tensor.__getitem__ and _is_slice(rest[0]) and keeps_last_axis(rest[0], x.ndim)
     ):

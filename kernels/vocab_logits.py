@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from slapo_zoo.kernels.lm_loss import lm_loss, own_columns
 from slapo_zoo.parallel import collectives
@@ -82,17 +83,8 @@ class VocabLogits(torch.Tensor):
                     return VocabLogits.wrap(local[0], x.vocab_size, x.group)
                 if func is functional.cross_entropy and _parallel(x, *args[1:], **kwargs):
                     return _cross_entropy(x, *args[1:], **kwargs)
-            args, kwargs = _gather_all((args, kwargs))
+            args, kwargs = tree_map_only(VocabLogits, VocabLogits.gathered, (args, kwargs))
             return func(*args, **kwargs)
-
-
-def _gather_all(value: Any) -> Any:
-    """Return nested tuples, lists and dicts with every VocabLogits gathered."""
-    if isinstance(value, VocabLogits):
-        return value.gathered()
-    if isinstance(value, tuple | list):
-        return type(value)(_gather_all(v) for v in value)
-    return {k: _gather_all(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Tensor] | None:
@@ -103,10 +95,8 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
     if func in _WITH_ANOTHER and len(rest) == 1 and not kwargs:
         other = _beside(x, rest[0])
         return None if other is None else (func(local, other),)
-    if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs:
-        sizes = tuple(rest[0]) if isinstance(rest[0], tuple | list) else rest
-        if all(isinstance(s, int) for s in sizes) and sizes[-1:] == (x.vocab_size,):
-            return (func(local, (*sizes[:-1], local.shape[-1])),)
+    if (sizes := sizes_before(x.vocab_size, func, rest, kwargs)) is not None:
+        return (func(local, (*sizes, local.shape[-1])),)
     if func is torch.Tensor.__getitem__ and keeps_last_axis(rest[0], local.ndim):
         return (func(local, *rest),)
     return None
@@ -130,6 +120,17 @@ def _beside(x: VocabLogits, other: Any) -> Any:
         return None
     start, stop = own_columns(x.vocab_size, x.group)
     return functional.pad(other[..., start:stop], (0, _SHAPE(x)[-1] - (stop - start)))
+
+
+def sizes_before(last: int, func: Any, rest: tuple, kwargs: dict) -> tuple[int, ...] | None:
+    """Return the sizes before the last one of the view func(x, *rest, **kwargs) whose last axis has `last` elements;
+    None for any other call.
+    """
+    if func not in (torch.Tensor.view, torch.Tensor.reshape) or not rest or kwargs:
+        return None
+    sizes = tuple(rest[0]) if isinstance(rest[0], tuple | list) else rest
+    fits = all(isinstance(s, int) for s in sizes) and sizes[-1:] == (last,)
+    return sizes[:-1] if fits else None
 
 
 def keeps_last_axis(index: Any, ndim: int) -> bool:

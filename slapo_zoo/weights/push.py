@@ -1,5 +1,7 @@
 """Upload a saved model to the Hub, for `save_pretrained(..., push_to_hub=True)`."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,32 +31,30 @@ class Push:
     def create(self) -> None:
         """Create the repository unless it exists; a `repo_id` without organisation gets the user's name."""
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalTokenNotFoundError,
-        )
 
-        try:
+        with self._answered("log in with `hf auth login`, or pass token=; nothing was saved"):
             api = HfApi(token=self.token)
             made = api.create_repo(self.repo_id, private=self.private, exist_ok=True)
-        except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
-            problem = f"the Hub answered: {str(error).strip().splitlines()[0]}"
-            hint = "log in with `hf auth login`, or pass token=; nothing was saved"
-            raise WeightsError("push_to_hub", self.repo_id, problem, hint) from error
         self.repo_id = made.repo_id
 
     def upload(self) -> None:
         """Upload the files that the save wrote as one commit."""
         from huggingface_hub import HfApi
-        from huggingface_hub.errors import HfHubHTTPError
 
         options = {"commit_message": "Upload model", **self.options}
-        try:
+        with self._answered(f"the model is saved in {self.folder}; upload it with `hf upload`"):
             HfApi(token=self.token).upload_folder(
                 repo_id=self.repo_id, folder_path=self.folder, allow_patterns=PATTERNS, **options
             )
-        except (HfHubHTTPError, OSError) as error:
+
+    @contextmanager
+    def _answered(self, hint: str) -> Iterator[None]:
+        """Return a context that raises WeightsError with `hint` for a call of the Hub that fails."""
+        from huggingface_hub import errors
+
+        refused = errors.HfHubHTTPError, errors.HFValidationError, errors.LocalTokenNotFoundError
+        try:
+            yield
+        except (*refused, OSError) as error:
             problem = f"the Hub answered: {str(error).strip().splitlines()[0]}"
-            hint = f"the model is saved in {self.folder}; upload it with `hf upload`"
             raise WeightsError("push_to_hub", self.repo_id, problem, hint) from error
