@@ -145,12 +145,13 @@ def _candidates(case: Case) -> list[str]:
 
 
 def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
-    """Return {"padded", "bare" (no mask) and, where positions tell sequences apart, "packed":
-    batch}.
+    """Return padded rows, rows without a mask, rows whose length cp does not divide and, where positions tell
+    sequences apart, packed rows of such a length.
     """
-    found = {"padded": case.batch, "bare": _bare(case.batch)}
+    uneven = {name: x[:, :-1] for name, x in case.batch.items()}
+    found = {"padded": case.batch, "bare": _bare(case.batch), "uneven": _bare(uneven)}
     if accepts(case.cls, "position_ids") and head_of(case.cls.__name__).shifts:
-        found["packed"] = _packed(case.batch)
+        found["packed"] = _packed(uneven)
     return found
 
 

@@ -132,6 +132,36 @@ def test_accumulated_batches_count_their_targets_once():
         torch.testing.assert_close(found[1][name], grad, **CLOSE)
 
 
+def uneven(case, mask, **layout):
+    """Loss and gradients of a step whose rows have 11 tokens, or of an encoder 11 and of a decoder 9."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+    batch = {n: x[..., :11, :11] if x.ndim == 4 else x[:, :11] for n, x in rows_of(case, mask).items()}  # fmt: skip
+    if model.config.is_encoder_decoder:
+        batch["labels"] = batch["labels"][:, :9]
+    loss = float(model.train().train_step(batch))
+    return loss, model.consolidated_state_dict(grads=True)
+
+
+@pytest.mark.parametrize(
+    ("cls", "mask", "cp"),
+    [
+        pytest.param(cls, mask, cp, marks=() if (mask, cp) == quick.get(cls) else pytest.mark.slow)
+        for quick in [{"GPT2LMHeadModel": ("packed", 4), "T5ForConditionalGeneration": ("bare", 2)}]
+        for cls, (_, masks, _) in FAMILIES.items() for mask in masks for cp in (2, 4)
+    ],
+)  # fmt: skip
+def test_rows_whose_length_does_not_divide_are_padded_inside(cls, mask, cp):
+    """Without dropout: its masks are those of the padded rows."""
+    case = case_of(cls, dropout=0.0)
+    loss, grads = uneven(case, mask)
+    ranks = emulate(uneven, case, mask, mesh=(1, 1, cp), cp=cp)
+    for found, _ in ranks:
+        assert found == pytest.approx(loss, rel=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(ranks[0][1][name], grad, **closeness(case), msg=lambda m, n=name: f"{n}: {m}")
+
+
 REFUSED_AT_LOAD = [
     ("GPT2LMHeadModel", {"checkpoint_policy": "save_matmuls"}, "checkpoint_policy='save_matmuls' | it and cp=2 together are not built yet"),
     ("GPT2LMHeadModel", {"activation_memory": "1GB"}, "activation_memory='1GB' | it and cp=2"),
@@ -210,7 +240,6 @@ def _replaced_core(model):
 
 
 USES = {
-    "11 tokens": (_step(lambda batch: {k: v[:, :11] for k, v in batch.items()}), "11 tokens cannot be cut into 2 equal parts | pad the rows to a multiple of 2"),
     "embeddings": (_step(lambda batch: {"input_ids": None, "inputs_embeds": torch.zeros(4, 12, 30)}), "inputs_embeds | it is not known how to cut it over cp"),
     "loss_fn": (_step(loss_fn=lambda output, batch: output.logits.mean()), "loss_fn= | a rank of cp=2 computes the output of its own tokens only"),
     "logits": (_step(return_logits=True), "return_logits= | a rank of cp=2"),

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.parallel.known import IGNORED
@@ -33,7 +33,7 @@ def cut_batch(
         whole: the other entries.
 
     Raises:
-        SlapoError: an entry that cannot be cut, a length that cp does not divide, an attention that was replaced.
+        SlapoError: an entry that cannot be cut, an attention that was replaced.
     """
     require_seam(model)
     if vars(model).get("_loss_function") is not None:
@@ -51,9 +51,9 @@ def cut_batch(
     if head_of(model._slapo.head_name(model)).shifts and "labels" in batch:
         batch["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     found = {}
-    for name, x in batch.items():
+    packed = "position_ids" in tensors and head_of(model._slapo.head_name(model)).shifts
+    for name, x in _padded(model, batch, cut.n, packed).items():
         axis = 2 if x.ndim == 4 else 1
-        _require_even(name, x, axis, cut.n)
         found[name] = cut.part(x, axis).expand(rows, *x.shape[1:axis], -1, *x.shape[axis + 1 :])
     return found, others
 
@@ -84,13 +84,38 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
         raise SlapoError("train_step", wrong[0], problem, "pass one number per token, or load with cp=1")  # fmt: skip
 
 
-def _require_even(name: str, x: Tensor, axis: int, n: int) -> None:
-    if x.shape[axis] % n:
-        problem = f"{x.shape[axis]} tokens cannot be cut into {n} equal parts"
-        hint = (
-            f"pad the rows to a multiple of {n} (pad_to_multiple_of of the tokenizer or collator)"
-        )
-        raise MeshError("train_step", f"{name} with cp={n}", problem, hint)
+def _padded(model: Any, batch: dict[str, Tensor], n: int, packed: bool) -> dict[str, Tensor]:
+    """Return a batch whose rows end with padding, so that n divides their tokens; no real token sees the padding.
+
+    Args:
+        model: a scheduled model.
+        batch: entries [B, S], or a mask [B, 1 or H, S, S].
+        n: ranks of cp.
+        packed: positions tell documents of a causal row apart, which a mask would switch off; the padding is
+            then a document of its own.
+    """
+    ids = batch["input_ids"]
+    if ids.shape[1] % n and MASK not in batch and not packed:
+        batch = {**batch, MASK: torch.ones_like(ids)}
+    token = getattr(model.config, "pad_token_id", None)
+    values = dict.fromkeys(("labels", "shift_labels"), IGNORED)
+    values |= dict.fromkeys(("input_ids", "decoder_input_ids"), token if isinstance(token, int) else 0)  # fmt: skip
+    found = {}
+    for name, x in batch.items():
+        count = -x.shape[-1] % n
+        if x.ndim == 4:
+            found[name] = _padded_mask(x, count)
+        elif name == "position_ids":
+            found[name] = torch.cat([x, x[:, -1:].expand(-1, count)], 1)
+        else:
+            found[name] = nn.functional.pad(x, (0, count), value=values.get(name, 0))
+    return found
+
+
+def _padded_mask(mask: Tensor, count: int) -> Tensor:
+    """Return a mask [B, H, S + count, S + count] of which no row sees the new columns; the new rows see all others."""
+    hidden, seen = (torch.finfo(mask.dtype).min, 0.0) if mask.is_floating_point() else (0, 1)
+    return nn.functional.pad(nn.functional.pad(mask, (0, count), value=hidden), (0, 0, 0, count), value=seen)  # fmt: skip
 
 
 def require_seam(model: Any) -> None:
