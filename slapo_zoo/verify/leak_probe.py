@@ -148,7 +148,7 @@ def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
     """Return padded rows, rows without a mask, rows whose length cp does not divide and, where positions tell
     sequences apart, packed rows of such a length.
     """
-    uneven = {name: x[:, :-1] for name, x in case.batch.items()}
+    uneven = {name: x[:, :-1].contiguous() for name, x in case.batch.items()}
     found = {"padded": case.batch, "bare": _bare(case.batch), "uneven": _bare(uneven)}
     if accepts(case.cls, "position_ids") and head_of(case.cls.__name__).shifts:
         found["packed"] = _packed(uneven)
@@ -296,6 +296,8 @@ def first_unlike(plain: Mapping[str, Tensor], ranks: list[dict[str, Tensor]]) ->
             continue
         if parts[0].shape[1] * len(parts) != want.shape[1]:
             continue
-        if not _equal(torch.cat(parts, 1), want):
+        found = torch.cat(parts, 1)  # positions may be given for each row, or once for all
+        comparable = want.shape[1:] == found.shape[1:] and len(want) in (1, len(found))
+        if comparable and not _equal(found, want.expand_as(found)):
             return path
     return "the head"

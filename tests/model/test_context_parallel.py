@@ -159,7 +159,9 @@ def test_rows_whose_length_does_not_divide_are_padded_inside(cls, mask, cp):
     for found, _ in ranks:
         assert found == pytest.approx(loss, rel=1e-6)
     for name, grad in grads.items():
-        torch.testing.assert_close(ranks[0][1][name], grad, **closeness(case), msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            ranks[0][1][name], grad, **closeness(case), msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 REFUSED_AT_LOAD = [
