@@ -141,7 +141,7 @@ class Stream:
                 yield dict(row), epoch, data
             if is_empty:
                 hint = "give more text: the data are empty or too short"
-                raise DataError("--data", "", "found no row in the data", hint)
+                raise DataError("data", "", "found no row in the data", hint)
             epoch, place = epoch + 1, None
 
 

@@ -29,7 +29,7 @@ def kind_of(name: str) -> str:
     if not path.exists():
         if format_of(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
             hint = "name a file, a folder, or a data set of the Hub"
-            raise DataError(name, "--data", "found no file, folder or data set of this name", hint)
+            raise DataError(name, "data", "found no file, folder or data set of this name", hint)
         return "hub"
     if path.is_file():
         return "table" if format_of(path) else "text"
@@ -47,7 +47,7 @@ def _kind_of_folder(path: Path) -> str:
     if len(kinds) > 1 or max(others.values(), default=0) > kinds.total() > 0:
         said = ", ".join(sorted({f.suffix for f in files}))
         problem = f"found files of several kinds ({said}), of which one would be read"
-        raise DataError(str(path), "--data", problem, "name one file, or a folder of one kind")
+        raise DataError(str(path), "data", problem, "name one file, or a folder of one kind")
     return "table" if kinds else "text"
 
 
@@ -65,7 +65,7 @@ def text_files(path: Path) -> list[str]:
     texts = [str(file) for file in files if _is_text(file)]
     if not texts:
         problem = f"found no UTF-8 text in {len(files)} file{'' if len(files) == 1 else 's'}"
-        raise DataError(str(path), "--data", problem, "name an unpacked UTF-8 text file, or a folder of text files")  # fmt: skip
+        raise DataError(str(path), "data", problem, "name an unpacked UTF-8 text file, or a folder of text files")  # fmt: skip
     if (short := len(files) - len(texts)) and is_first():
         sys.stderr.write(f"{short} of {len(files)} files hold no UTF-8 text; they are left out\n")
     return texts
@@ -113,7 +113,7 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
 def check_split(name: str, split: str, own: Iterable[str]) -> None:
     """Raise DataError if the data set does not have the split; `own` names its splits."""
     if split not in own:
-        hint = "text, single files and saved data sets have one split only: name separate data as eval_data"
+        hint = "text, single files and saved data sets have one split only: evaluate on separate data"
         problem = f"found no such split, expected {' or '.join(own)}"
         raise DataError(name, f"split {split!r}", problem, hint)
 
@@ -133,7 +133,7 @@ def _library() -> Any:
         import datasets
     except ImportError:
         hint = "pip install slapo-zoo[train]"
-        raise DataError("--data", "", "the library `datasets` is not installed", hint) from None
+        raise DataError("data", "", "the library `datasets` is not installed", hint) from None
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it raises too
     return datasets
@@ -156,7 +156,7 @@ def explained(name: str, split: str) -> Iterator[None]:
         if isinstance(cause, DataError):  # of our own encoder, which a stream calls
             raise cause from None
         problem = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        hint = "check that the format is what the file's ending says, and that data_split names a split"
+        hint = "check that the format is what the file's ending says, and that the data have this split"
         if any(word in problem for word in OF_NOTHING):
             problem, hint = "found no row in this split", "name other data"
         raise DataError(name, f"split {split!r}", problem, hint) from error
@@ -180,7 +180,8 @@ def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str])
             continue
         if name not in found:
             problem = f"found no column {name or ' or '.join(usual)!r} among {', '.join(found)}"
-            raise DataError("--data", role, problem, f"name the column: --set columns.{role}=NAME")
+            hint = f'name it, e.g. columns={{"{role}": "NAME"}}'
+            raise DataError("data", role, problem, hint)
         chosen[role] = name
     return chosen
 
@@ -215,7 +216,7 @@ class Encoder:
                 problem = f"found {wrong[0]!r:.60}, expected {wanted}"
                 column = f"column {self.columns[role]!r}"
                 raise DataError(
-                    "--data", column, problem, f"correct this column, or name another one as {role}"
+                    "data", column, problem, f"correct this column, or name another one as {role}"
                 )
         encoded = self.task.encode(found)
         tokens = [column for name, column in encoded.items() if name.endswith("input_ids")]
@@ -248,7 +249,7 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
     said = f"{count - len(data)} of {count} rows have no {' or '.join(columns.values())}"
     if not len(data):
         problem = f"found {count} rows, none of which has all of {', '.join(columns.values())}"
-        raise DataError("--data", "", problem, "name other columns, or look at the file")
+        raise DataError("data", "", problem, "name other columns, or look at the file")
     encoder = Encoder(task, columns)
     key = encoder.fingerprint(data._fingerprint)
     with _one_by_one(whole, key):
@@ -315,7 +316,7 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
     found = {int(x) if isinstance(x, float) and x % 1 == 0 else x for x in found}
     if len(found) == 1:
         problem = f"found one class, {found.pop()!r}, expected at least two"
-        raise DataError("--data", column, problem, "give rows of at least two classes")
+        raise DataError("data", column, problem, "give rows of at least two classes")
     if all(isinstance(one, int) for one in found):
         return _names_of_numbers(found, column)
     if all(isinstance(one, str) for one in found):
@@ -323,7 +324,7 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
     examples = {type(one).__name__: repr(one) for one in sorted(found, key=repr, reverse=True)}
     kinds = "; ".join(f"{kind}, e.g. {one}" for kind, one in sorted(examples.items()))
     problem = f"found labels of {kinds}, expected names or numbers of classes"
-    raise DataError("--data", column, problem, "write texts, or integers from 0")
+    raise DataError("data", column, problem, "write texts, or integers from 0")
 
 
 def _names_of_numbers(found: set[int], column: str) -> tuple[str, ...]:
@@ -333,5 +334,5 @@ def _names_of_numbers(found: set[int], column: str) -> tuple[str, ...]:
     most = max(found, default=0)
     if most >= MOST_CLASSES:
         problem = f"found the label {most}, expected class numbers below {MOST_CLASSES}"
-        raise DataError("--data", column, problem, "number the classes from 0, or write texts")
+        raise DataError("data", column, problem, "number the classes from 0, or write texts")
     return tuple(str(number) for number in range(most + 1))

@@ -72,7 +72,7 @@ class Language(Task):
         """
         if self.row_tokens < 1:
             problem = f"found {self.seq_len}, but special tokens alone fill a row of that length"
-            raise DataError("train", "--seq-len", problem, "choose a larger --seq-len")
+            raise DataError("train", "seq_len", problem, "choose a larger seq_len")
         end = [t for t in (self.tokenizer.eos_token_id,) if t is not None]
         # verbose: a document is longer than the model may take, but a row is not
         found = self.tokenizer(list(columns["text"]), add_special_tokens=False, verbose=False)
@@ -271,7 +271,7 @@ class Tag(Labelled):
         for row, tags in enumerate(as_numbers(columns["tags"], self.names)):
             if len(tags) != len(words[row]):
                 problem = f"found {len(tags)} tags of {len(words[row])} words {words[row]!r:.60}"
-                raise DataError("--data", "tags", problem, "give each word one tag")
+                raise DataError("data", "tags", problem, "give each word one tag")
             places = found.word_ids(row)
             labels.append([
                 IGNORED if place is None or place == before else tags[place]
@@ -353,7 +353,7 @@ def as_numbers(labels: Any, names: Sequence[str]) -> Any:
     if not (0 <= labels < len(names) if is_number else labels in names):
         expected = f"0 to {len(names) - 1}" if is_number else f"one of {', '.join(names)}"
         hint = "leave out rows whose class is not known; evaluate on the classes that are trained"
-        raise DataError("--data", "label", f"found {labels!r}, expected {expected}", hint)
+        raise DataError("data", "label", f"found {labels!r}, expected {expected}", hint)
     return int(labels) if is_number else names.index(labels)
 
 

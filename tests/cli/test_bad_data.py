@@ -43,7 +43,7 @@ CASES = {
     "empty.jsonl": "found no row", "blank.jsonl": "found no row", "empty.csv": "No columns", "head.csv": "found no row",
     "none.parquet": "found no row", "null.parquet": "found 9 rows, none of which has all of text",
     "bad.parquet": "Parquet", "ragged.csv": "Expected 2 fields in line 3", "cut.jsonl": "JSON parse error",
-    "number.jsonl": "column 'text': found 1, expected a text", "name.jsonl": "--set columns.text=NAME",
+    "number.jsonl": "column 'text': found 1, expected a text", "name.jsonl": 'columns={"text": "NAME"}',
 }  # fmt: skip
 LABELLED = {
     "minus.jsonl": ("classify", "found -1, expected 0 to 1"), "real.jsonl": ("classify", "labels of float"),

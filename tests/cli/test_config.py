@@ -58,7 +58,7 @@ WRONG = {
     "learning_rate: .nan": "found nan, expected a finite number",
     "max_grad_norm: .inf": "expected a finite number",
     "eval_share: 1": "found 1.0, expected less than 1",
-    "max_steps: 15e-1": "found '15e-1', expected an integer",
+    "max_steps: 15e-1": "found 1.5, expected an integer",
     "data: [a]": "hint: a file, a folder",
     "report_to: [[a]]": "expected a list of texts",
     "columns: {text: 3}": "found {'text': 3}, expected a mapping of names",
@@ -178,6 +178,19 @@ def test_config_values_are_converted_to_field_types(tmp_path):
     assert read_sets(["report_to=a", "columns.text=body", "columns.label=stars"]) == {
         "report_to": ("a",), "columns": {"text": "body", "label": "stars"}
     }  # fmt: skip
+
+
+def test_numbers_with_an_exponent_are_read_as_numbers_in_every_key(tmp_path):
+    """YAML 1.1 reads 4e-3, without a point, as text."""
+    text = "lr_scheduler_kwargs: {min_lr: 4e-3, power: -1E2}\ncolumns: {text: 1e3x}\nlearning_rate: 1e-4"
+    (tmp_path / "run.yaml").write_text(text)
+    assert read_config(tmp_path / "run.yaml") == {
+        "lr_scheduler_kwargs": {"min_lr": 0.004, "power": -100.0},
+        "columns": {"text": "1e3x"}, "learning_rate": 1e-4,
+    }  # fmt: skip
+    assert read_sets(["lr_scheduler_kwargs.min_lr=4e-3"]) == {
+        "lr_scheduler_kwargs": {"min_lr": 0.004}
+    }
 
 
 def test_tilde_in_paths_is_expanded(monkeypatch):

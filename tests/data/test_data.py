@@ -118,7 +118,7 @@ def test_too_little_text_raises_and_names_the_number_of_rows():
     with pytest.raises(DataError, match="found 2 rows of up to 4 tokens; expected at least 3"):
         require_rows(rows, 3, TrainOptions("m", seq_len=4))
     with pytest.raises(
-        DataError, match="--seq-len: found 2, but special tokens alone fill a row of that length"
+        DataError, match="seq_len: found 2, but special tokens alone fill a row of that length"
     ):
         packed(Masked(Letters(cls=1, sep=2), 2), "abcde")
 
@@ -222,7 +222,7 @@ def test_tokenized_rows_are_cached_between_processes(tmp_path, monkeypatch):
 MISTAKES = {
     "column": (lambda data: read.columns_of(Classify, {"text": "body"}, data.column_names), "found no column 'body' among text, label"),
     "role": (lambda data: read.columns_of(Classify, {"txt": "text"}, data.column_names), "this task reads text, label, text_pair"),
-    "usual": (lambda data: read.columns_of(Tag, {}, data.column_names), "--set columns.tokens=NAME"),
+    "usual": (lambda data: read.columns_of(Tag, {}, data.column_names), r"columns=\{\"tokens\": \"NAME\"\}"),
     "label": (lambda data: read.rows_of_table(data, Classify(tokenizer(eos_token=END), 8, names=("bad",)), {"text": "text", "label": "label"}), "found 'good', expected one of bad"),
 }  # fmt: skip
 
@@ -268,7 +268,7 @@ def test_broken_file_or_unknown_dataset_raises(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_text("{not json")
     with pytest.raises(DataError):
         read.open_table(str(tmp_path / "a.jsonl"), "train")
-    with pytest.raises(DataError, match="data_split"):
+    with pytest.raises(DataError, match="that the data have this split"):
         read.open_table("nobody/nothing", "train")
     with pytest.raises(DataError, match="found no file, folder or data set"):
         read.kind_of("gone.parquet")

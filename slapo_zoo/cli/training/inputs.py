@@ -79,7 +79,7 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
     if options.eval_data or options.eval_split:
         try:
             held = other_rows(batches.task, options)
-        except DataError as error:  # which says --data
+        except DataError as error:  # which says data
             raise DataError("eval_data", error.what, error.problem, error.hint) from error
     if held is None:
         return Inputs(batches, None, tokenizer)
@@ -151,7 +151,7 @@ def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
     return read.rows_of_table(data, task, read.columns_of(type(task), given, data.column_names))
 
 
-def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "--data") -> None:
+def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "data") -> None:
     """Raise DataError if there are fewer than `least` rows; `option` names those that lack rows."""
     if len(rows) < least:
         problem = f"found {len(rows)} rows of up to {options.seq_len} tokens; expected at least {least} rows"

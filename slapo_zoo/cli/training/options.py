@@ -3,6 +3,7 @@
 import difflib
 import math
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -162,8 +163,8 @@ REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
 }  # fmt: skip
 
 
-class OnceEach(yaml.SafeLoader):
-    """YAML loader that refuses a repeated key."""
+class ConfigLoader(yaml.SafeLoader):
+    """YAML loader that refuses a repeated key, and reads 4e-3 as a number, as YAML 1.2 does; 1.1 reads text."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return one YAML mapping as a dict; raise YAMLError for a repeated key."""
@@ -173,11 +174,15 @@ class OnceEach(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0123456789"))
+
+
 def read_config(path: Path) -> dict[str, Any]:
     """Return option name --> value of a YAML file, checked and converted to the option's type."""
     hint = "write one `key: value` a line"
     try:
-        found = OnceEach(path.read_text(encoding="utf-8")).get_single_data()
+        found = ConfigLoader(path.read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
         hint = "slapo-zoo init writes one"
         raise ConfigError(str(path), "--config", "found no such file", hint) from None
@@ -199,7 +204,7 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
             raise ConfigError("--set", word, "found no `=`", "write key=value")
         key, _, entry = key.strip().partition(".")
         try:
-            value = yaml.safe_load(text)
+            value = ConfigLoader(text).get_single_data()
         except yaml.YAMLError as error:
             hint = "write the value as in YAML, in quotes where it has brackets"
             problem = f"this is not valid YAML: {str(error).splitlines()[0]}"

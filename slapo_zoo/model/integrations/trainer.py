@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import prepare_data_loader
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import Trainer
 
@@ -110,7 +111,11 @@ class ScheduledTrainer(Trainer):
             switch()
         batch = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
-            return self._scheduled.train_step(batch, targets=self._targets)
+            loss = self._scheduled.train_step(batch, targets=self._targets)
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            clear_device_cache()
+        return loss
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Return the autocast context of `bf16=True`; Accelerate enters it only in models that it wraps."""
