@@ -113,7 +113,9 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
 def check_split(name: str, split: str, own: Iterable[str]) -> None:
     """Raise DataError if the data set does not have the split; `own` names its splits."""
     if split not in own:
-        hint = "text, single files and saved data sets have one split only: evaluate on separate data"
+        hint = (
+            "text, single files and saved data sets have one split only: evaluate on separate data"
+        )
         problem = f"found no such split, expected {' or '.join(own)}"
         raise DataError(name, f"split {split!r}", problem, hint)
 

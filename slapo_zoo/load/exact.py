@@ -51,7 +51,7 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
         problem = f"it and cp={options.cp} together are not built yet"
         raise MeshError(WHERE, "exact", problem, "leave exact= out, or use cp=1")
     real = make_mesh(**{name: getattr(options, name) for name in Mesh().sizes})
-    virtual = _virtual_mesh(real, options.exact)
+    virtual = virtual_mesh(real, options.exact)
     _check(options)
     is_first, host = not _HOSTS, _host(real, virtual)
     own = replace(options, exact=False, **virtual.sizes)
@@ -63,7 +63,7 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
         raise
 
 
-def _virtual_mesh(real: Mesh, asked: Any) -> Mesh:
+def virtual_mesh(real: Mesh, asked: Any) -> Mesh:
     """Return the virtual mesh: the largest mesh, whose results the run reproduces on any smaller
     one. Its sizes come from `asked`; a dim not named there, or `asked=True`, keeps the real size.
     """
@@ -180,6 +180,11 @@ class ExactModel(nn.Module):
             model._slapo.calls.guard.on_ranks = self._before_step
 
     @property
+    def config(self) -> Any:
+        """Return the config of the first hosted rank's model."""
+        return self.hosted[0].config
+
+    @property
     def _slapo(self) -> Any:
         """Raise SlapoError: the calling function supports models of one rank only, and this process hosts several."""
         problem = "exact models (from_pretrained(..., exact=...)) do not support this call"
@@ -200,9 +205,10 @@ class ExactModel(nn.Module):
         """
         names = list(inspect.signature(type(self.hosted[0]).forward).parameters)[1:]
         batch |= dict(zip(names, args, strict=False))
+        is_graded = torch.is_grad_enabled()  # in this thread; each thread has its own
 
         def call(rank: int) -> Any:
-            with self._recorded(rank):
+            with self._recorded(rank), torch.set_grad_enabled(is_graded):
                 return tree_map(computed, self._of(rank)(**self._rows_of(rank, batch)))
 
         outputs = dict(zip(self._host.ranks, self._host.run(call), strict=True))

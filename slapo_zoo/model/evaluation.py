@@ -11,8 +11,10 @@ from slapo_zoo.model.step.runtime import takes_cache
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.losses.in_batch_negatives import InBatchNegatives
 from slapo_zoo.parallel.losses.loss_means import count_targets
+from slapo_zoo.parallel.ranks.hosted_ranks import on_each_rank
 
 
+@on_each_rank
 def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str, float]:
     """Return {"loss": mean, "accuracy": share of right predictions} over all labels of the held-out
     rows.

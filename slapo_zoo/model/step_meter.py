@@ -18,12 +18,14 @@ class StepMeter:
 
     def __init__(self, model: Any):
         self.mesh, self.device = model.mesh, next(iter(model.parameters())).device
-        per_token = sum(math.prod(spec.shape) for spec in model._slapo.specs)
+        hosted = getattr(model, "hosted", None)  # an exact model's process hosts several stages
+        specs = (hosted[0] if hosted else model)._slapo.specs
+        per_token = sum(math.prod(spec.shape) for spec in specs)
         self.parameters = None if model.config.is_encoder_decoder else per_token
         self.peak = peak_of(self.device)
         self.begin = time.perf_counter()
         self.busy = None
-        if model._slapo.pipeline is not None:
+        if not hosted and model._slapo.pipeline is not None:
             self.busy = model._slapo.pipeline.busy = Busy(self.device)
 
     def start(self) -> None:
@@ -36,7 +38,8 @@ class StepMeter:
         """Return the measurements of the step that just ended; call it after the step's loss was read.
 
         `memory` is in bytes. `mfu` counts 6 operations per parameter and token (arXiv:2204.02311), without
-        attention. With a pipeline `bubble` is averaged over pp ranks, so all ranks must call this function.
+        attention. With a pipeline `bubble` is averaged over pp ranks, so all ranks must call this function; an exact
+        model has none.
         """
         seconds = time.perf_counter() - self.begin
         names = ("input_ids", "labels") if self.parameters is None else ("input_ids",)

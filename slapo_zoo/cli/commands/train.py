@@ -25,6 +25,7 @@ KEYS = {
     for field in fields(TrainOptions)
     if field.name != "model" and get_origin(KINDS[field.name]) not in (tuple, Mapping)
 }  # fmt: skip
+EXACT = {"exact": (Annotated[str, typer.Option(help=ABOUT["exact"], metavar="tp=4,dp=2")], "")}
 OF_LOAD = {name: flag for name, flag in LAYOUT.items() if name not in ("tp", "pp", "dp")}
 
 
@@ -82,4 +83,4 @@ def trained(options: TrainOptions) -> list[float]:
     return run(options, inputs)
 
 
-train = command(train, {**KEYS, **OF_LOAD})
+train = command(train, {**KEYS, **EXACT, **OF_LOAD})

@@ -19,7 +19,9 @@ from slapo_zoo.cli.training.trainer_arguments import make_schedule
 from slapo_zoo.data.read import kind_of
 from slapo_zoo.data.tasks import TASKS, DataError
 from slapo_zoo.errors import ArchitectureError, WeightsError
+from slapo_zoo.load.exact import virtual_mesh
 from slapo_zoo.model.integrations.dialects import HOMES
+from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.slurm import is_first
 from slapo_zoo.weights.encode import decode
 from slapo_zoo.weights.history import is_history, latest
@@ -32,9 +34,9 @@ WRITTEN = ("output", "best", "checkpoint", "log_file")
 BEHIND_PADDING = {"roberta", "xlm-roberta", "camembert", "esm"}  # where their positions begin
 # keys that `load` does not take --> the key that decides them
 OWN_KEYS = {"tp": "tp", "pp": "pp", "dp": "dp", "seed": "seed", "micro_batches": "micro_batches", "device": "device",
-            "auto_class": "task", "target": "engine"}  # fmt: skip
+            "auto_class": "task", "target": "engine", "exact": "exact"}  # fmt: skip
 # what decides the numbers of a step; the layout does not, and what the data are is compared itself
-DECIDE = ("document_masks", "load", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
+DECIDE = ("document_masks", "load", "exact", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
           "max_grad_norm", "engine", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "trainer")  # fmt: skip
 
 
@@ -45,9 +47,13 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     """
     dp = data_parallel_size(options.tp, options.pp, options.dp)
     options = replace(options, dp=dp, device=device_named(options.device or "auto"))
+    mesh = Mesh(options.tp, options.pp, dp)
+    if options.exact:
+        mesh = virtual_mesh(mesh, options.exact)
+        options = replace(options, exact=mesh.sizes)
     check_engine(options)
     _require(importlib.util.find_spec("accelerate"), "", "its package accelerate is not installed", "pip install slapo-zoo[train]")  # fmt: skip
-    check_batch(options.batch_size, dp, options.micro_batches)
+    check_batch(options.batch_size, mesh.dp, options.micro_batches)
     check_evaluation(options)
     check_trackers(options)
     check_places(options)
@@ -61,7 +67,7 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
     task = task_of(config, options.task)
     if task == "pairs":
         check_pairs(options)
-    check_mesh(options, TASKS[task].head, config)
+    check_mesh(mesh, options, TASKS[task].head, config)
     if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
         problem = "found no decoder_start_token_id, with which decoder inputs begin"
         hint = "add it to config.json (T5 has 0)"
@@ -80,6 +86,8 @@ def check_engine(options: TrainOptions) -> None:
     """Raise ConfigError if the engine is not installed, or does not support the other options."""
     name, pp = options.engine, options.pp
     _require(name in HOMES, "--engine", f"found {name!r}, expected one of {sorted(HOMES)}", "choose one of them")  # fmt: skip
+    _require(name == "torch" or not options.exact, "exact", f"found --engine {name}, which sums gradients in an order of its own", "leave --engine out")  # fmt: skip
+    _require(options.exact or not options.log_digest, "log_digest", "bits without `exact` differ between meshes", "add exact: {tp: 2}")  # fmt: skip
     hint = f"pip install slapo-zoo[{name}]"
     _require(importlib.util.find_spec(name), f"--engine {name}", "its package is not installed", hint)  # fmt: skip
     is_deepspeed = name == "deepspeed"
@@ -168,6 +176,8 @@ def check_pairs(options: TrainOptions) -> None:
         f"found {count}, expected 1: a pair is compared only with those of its own micro-batch"
     )
     _require(count in (None, 1), "--micro-batches", problem, hint)
+    problem = "a pair is compared with those of its virtual rank alone"
+    _require(not options.exact, "exact", problem, "leave exact out")
     problem = "found 1, expected more: a pair is compared with the others of its step"
     _require(options.batch_size > 1, "--batch-size", problem, "choose a larger one")
 
@@ -193,19 +203,22 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
             )
 
 
-def check_mesh(options: TrainOptions, head: str, config: Any) -> None:
+def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> None:
     """Raise an error if the mesh cannot shard the model; the schedule is applied on the meta device.
 
-    `head` is the name of the auto class that selects the model's head.
+    Args:
+        mesh: mesh of the processes, or the virtual mesh of an exact run.
+        options: options of the run.
+        head: name of the auto class that selects the model's head.
+        config: config of the model.
     """
     import torch
 
     from slapo_zoo.model.dp.dp_shard import check_dp_shard
-    from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.options import BuildOptions
     from slapo_zoo.zoo.outline import Outline
 
-    mesh, given = Mesh(options.tp, options.pp, options.dp or 1), options.load
+    given = options.load
     check_dp_shard(mesh, given.get("dp_shard", 1), options.engine, None, given.get("zero_stage", 3))
     if mesh.world_size == 1 or "schedule" in given:  # a program of one's own may divide otherwise
         return

@@ -65,6 +65,7 @@ class TrainOptions:
     dp: int | None = option(None, "copies of the model; None: what the launched processes leave.", least=1)
     micro_batches: int | None = option(None, "per step and copy; None leaves it to the loader.", least=1)
     batch_size: int = option(8, "rows of a step, all copies together.", least=1)
+    exact: Mapping[str, int] = option({}, "virtual mesh, e.g. {tp: 4, dp: 2}: every mesh that divides it trains with the same bits.")
     load: Mapping[str, Any] = option({}, "more arguments of `from_pretrained`, e.g. {sequence_parallel: true}.")
     max_steps: int = option(100, "optimizer steps.", least=1)
     learning_rate: float | None = option(None, "learning rate; None: 1e-4, or that of the checkpoint.", least=0)
@@ -86,6 +87,7 @@ class TrainOptions:
     metric_for_best_model: str = option("loss", "loss or accuracy.", one_of=("loss", "accuracy"))
     patience: int | None = option(None, "stop after so many evaluations without a better one; None: never.", least=1)
     log_file: str | None = option(None, "one JSON line a step goes there.")
+    log_digest: bool = option(False, "put into each line a digest of loss, norm and weights, with `exact`.")
     report_to: tuple[str, ...] = option((), "trackers of Trainer: tensorboard, wandb, trackio, mlflow, ...")
     logging_dir: str | None = option(None, 'folder of trackers that write files; None: output (or checkpoint) with "-logs" behind.')
     logging_steps: int | None = option(None, "steps between two lines where there is no terminal; None: ten in all, and one a half minute.", least=1)
@@ -341,11 +343,19 @@ def _named(value: Any, kind: type = object) -> dict[str, Any]:
     return {_is(str, name): _is(kind, held) for name, held in _is(Mapping, value).items()}
 
 
+def _sizes(value: Any) -> dict[str, int]:
+    """Return the sizes of mesh dims in a mapping, or in a text such as "tp=4,dp=2"."""
+    if isinstance(value, str):
+        value = dict(part.split("=") for part in value.replace(" ", "").split(","))
+    return {name: _integer(size) for name, size in _named(value).items()}
+
+
 # type of a key --> what reads a value as that type or raises ValueError, and what it is called
 READERS: dict[Any, tuple[Callable[[Any], Any], str]] = {
     str: (lambda value: _is(str, value), "a text"), bool: (lambda value: _is(bool, value), "true or false"),
     int: (_integer, "an integer"), float: (_number, "a number"), tuple[str, ...]: (_texts, "a list of texts"),
     Mapping[str, Any]: (_named, "a mapping of names"), type(None): (lambda value: _is(type(None), value), "nothing"),
+    Mapping[str, int]: (_sizes, "sizes, e.g. {tp: 4, dp: 2} or tp=4,dp=2"),
     Mapping[str, str]: (lambda value: _named(value, str), "a mapping of names"),
 }  # fmt: skip
 KINDS = get_type_hints(TrainOptions)

@@ -51,7 +51,8 @@ class Records(TrainerCallback):
         if self.tell is not None:
             self.tell(self.run.done - 1, record)
         if self.path is not None:
-            finite = {k: v if v is None or math.isfinite(v) else None for k, v in record.items()}
+            wrong = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
+            finite = {k: None if k in wrong else v for k, v in record.items()}
             with Path(self.path).open("a", encoding="utf-8") as file:  # it is there at once
                 file.write(json.dumps({"step": self.run.done, **finite}) + "\n")
 

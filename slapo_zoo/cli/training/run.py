@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from slapo_zoo.model.step_meter import StepMeter
 from slapo_zoo.parallel.losses.in_batch_negatives import InBatchNegatives
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.hosted_ranks import on_each_rank
 from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
 from slapo_zoo.parallel.ranks.stop_signals import Stop, listening
 from slapo_zoo.weights.history import keep_newest, latest, place_of
@@ -59,14 +60,16 @@ def train(options: TrainOptions, inputs: Inputs) -> tuple[list[float], int, int]
     Returns (losses of the steps, number of the signal that stopped the run or 0, steps done in all).
     """
     model = load(options, inputs.batches.task)
-    ledgers, first = together(model.mesh, "load", lambda: model.ledger), model.mesh.rank == 0
-    if first:
-        Console(highlight=False, soft_wrap=True).print(ledger_table(model.mesh, ledgers))
-    shown = progress(options.max_steps, options.logging_steps) if first else nullcontext()
-    with listening() as stop, shown as show:
-        done = fit(model, inputs, options, show, stop)
-    if options.output is not None and not done.stopped:
-        save_model(model, options.output, inputs.tokenizer, options)
+    with closing(model) if options.exact else nullcontext():  # an exact model has threads
+        ledgers, first = ledgers_of(model), model.mesh.rank == 0
+        if first:
+            table = ledger_table(getattr(model, "virtual", model.mesh), ledgers)
+            Console(highlight=False, soft_wrap=True).print(table)
+        shown = progress(options.max_steps, options.logging_steps) if first else nullcontext()
+        with listening() as stop, shown as show:
+            done = fit(model, inputs, options, show, stop)
+        if options.output is not None and not done.stopped:
+            save_model(model, options.output, inputs.tokenizer, options)
     return done.losses, done.stopped, done.done
 
 
@@ -82,7 +85,7 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
     settings = {} if task is None else task.settings()
     return AutoScheduledModel.from_pretrained(
         options.model, tp=options.tp, pp=options.pp, dp=options.dp or 1, seed=options.seed,
-        micro_batches=options.micro_batches, device=options.device,
+        micro_batches=options.micro_batches, device=options.device, exact=options.exact or False,
         auto_class=getattr(transformers, head), **{**settings, **options.load},
     )  # fmt: skip
 
@@ -157,6 +160,8 @@ class Run(ScheduledTrainer):
         check_finite(self.done, float(loss), norm, self.options)
         self.record = {"loss": float(loss), "grad_norm": norm, "lr": lr}
         self.record |= self.meter.measured(batch)
+        if self.options.log_digest:
+            self.record["digest"] = self.engine.model.step_digest()
         self.losses.append(self.record["loss"])
         return loss
 
@@ -176,7 +181,7 @@ class Run(ScheduledTrainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Send figures to callbacks and trackers; for a step, send all of its measurements."""
         measured = self.record if "loss" in logs else logs
-        super().log({k: v for k, v in measured.items() if v is not None})
+        super().log({k: v for k, v in measured.items() if v is not None and k != "digest"})
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Return mean loss and accuracy over all held-out rows, as "eval_loss" and "eval_accuracy"."""
@@ -310,6 +315,12 @@ def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -
     if model.mesh.rank == 0 and tokenizer is not None:
         tokenizer.save_pretrained(folder)
         Path(folder, "run.yaml").write_text(as_yaml(options), encoding="utf-8")
+
+
+@on_each_rank
+def ledgers_of(model: Any) -> list[Ledger]:
+    """Return what each rank, or each virtual rank of an exact model, read while loading; a collective call."""
+    return together(model.mesh, "load", lambda: model.ledger)
 
 
 def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> str:

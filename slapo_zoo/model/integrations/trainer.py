@@ -15,11 +15,13 @@ from accelerate.data_loader import prepare_data_loader
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor
 from transformers import Trainer
+from transformers.utils.generic import find_labels
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.checkpoints.resume import load_checkpoint
 from slapo_zoo.model.checkpoints.training_checkpoint import save_checkpoint
 from slapo_zoo.model.gradients.scaler import GradScaler
+from slapo_zoo.model.integrations.dialects.engine import is_exact, is_scheduled
 from slapo_zoo.model.integrations.trainer_options import refuse_options
 from slapo_zoo.model.integrations.trl_head import take_back_forward
 from slapo_zoo.model.step.mixed_precision import FIRST_SCALE
@@ -48,7 +50,7 @@ class ScheduledTrainer(Trainer):
     """
 
     def __init__(self, model: Any = None, args: Any = None, **kwargs: Any):
-        if not hasattr(model, "_slapo"):
+        if not is_scheduled(model):
             problem = f"found {type(model).__name__}, expected a model of AutoScheduledModel"
             hint = "load it by AutoScheduledModel, or use transformers.Trainer"
             raise SlapoError("ScheduledTrainer", "model", problem, hint)
@@ -56,7 +58,7 @@ class ScheduledTrainer(Trainer):
         _add_adapter(type(self), model, kwargs)
         refuse_options(model, args, self._own_loss)
         for each in (model, kwargs.get("ref_model")):
-            if hasattr(each, "_slapo"):
+            if is_scheduled(each):
                 each._is_accelerate_prepared = (
                     True  # no DDP around it: it would average over tp as well
                 )
@@ -64,15 +66,28 @@ class ScheduledTrainer(Trainer):
         if self._own_loss and model._slapo.precision.scales:  # train_step scales its own
             self.accelerator.scaler = GradScaler(model, init_scale=FIRST_SCALE)
         for each in (self.model, getattr(self, "ref_model", None)):
-            if hasattr(each, "_slapo"):
+            if is_scheduled(each):
                 take_back_forward(each)
+        self._read_signature(model)
         if not self._own_loss:
             self.model_accepts_loss_kwargs = False  # our train_step divides by the global counts
         # The Trainer took its gather_function before: with it, a short last batch would weigh less.
         self.gather_function = gather_over_dp(self.accelerator, model.mesh)
         self.accelerator.gather_for_metrics = self.gather_function  # pyright: ignore[reportAttributeAccessIssue]
-        self._targets: list[float | Tensor] | None = None  # a step of one batch counts its own
+        self._targets: list[float | Tensor] | None = None
         self._is_checkpoint = False
+
+    def _read_signature(self, model: Any) -> None:
+        """Read the names of inputs and labels from the models of an exact model's ranks; equalize their `use_cache`."""
+        if not is_exact(model):
+            return  # Trainer has read them
+        hosted = model.hosted
+        cls = type(hosted[0])
+        self.label_names = self.args.label_names or find_labels(cls)
+        inputs = list(signature(cls.forward).parameters)[1:]
+        self._signature_columns = [*inputs, "label", "label_ids", *self.label_names]
+        for each in hosted:  # Trainer has set that of the first
+            each.config.use_cache = model.config.use_cache
 
     @property
     def _scheduled(self) -> Any:
@@ -95,9 +110,11 @@ class ScheduledTrainer(Trainer):
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
             return batches, items
-        name = self._scheduled._slapo.head_name(self._scheduled)
-        counts = [count_targets(name, batch) for batch in batches]
-        self._targets = [sum(each) for each in zip(*counts, strict=True)] if counts[1:] else None
+        self._targets = None  # a step of one batch counts its own
+        if len(batches) > 1:
+            name = self._scheduled._slapo.head_name(self._scheduled)
+            counts = [count_targets(name, batch) for batch in batches]
+            self._targets = [sum(each) for each in zip(*counts, strict=True)]
         return batches, None
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:

@@ -3,6 +3,7 @@
 from typing import Any
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.integrations.dialects.engine import is_exact
 from slapo_zoo.parallel.token_cut import refuse_cp
 
 # Option --> why it is refused, what to do.
@@ -12,6 +13,12 @@ REFUSED = {
     "fp16": ("a scheduled model casts its own weights and scales its own loss", 'load it with precision="fp16", or set bf16=True'),
     "torch_compile": ("the whole model makes no graph: it communicates", "compile the blocks yourself: block.compile()"),
     "use_liger_kernel": ("it would replace the forwards that the schedule has put there", "load the model with kernels="),
+}  # fmt: skip
+# The same for an exact model alone.
+REFUSED_EXACT = {
+    "gradient_accumulation_steps": ("the targets of a step are counted by the virtual ranks", "call from_pretrained(..., micro_batches=N)"),
+    "bf16": ("autocast holds for one thread, and the virtual ranks are others", 'load it with precision="bf16"'),
+    "neftune_noise_alpha": ("its noise is drawn by process, not by virtual rank", "leave exact= out"),
 }  # fmt: skip
 IN_BACKWARD = ("lomo", "adalomo")  # optimizers that step within the backward
 
@@ -29,6 +36,9 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
     for name, (problem, hint) in REFUSED.items():
         if getattr(args, name, None):
             raise _refusal(name, problem, hint)
+    if is_exact(model):
+        _refuse_options_of_exact(args, own_loss)
+        return
     if own_loss and mesh.pp > 1:
         problem = f"the last of pp={mesh.pp} stages alone has logits, and backward begins there"
         hint = "use pp=1, or a loop of your own: model.train_step(batch, loss_fn=...)"
@@ -46,6 +56,18 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
     if optimizer in IN_BACKWARD:
         problem = "this optimizer steps during the backward, before gradients are complete"
         raise _refusal(f"optim={optimizer!r}", problem, 'use another one, e.g. optim="adafactor"')
+
+
+def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
+    """Raise SlapoError for the first option that would not have the same bits on every mesh."""
+    if own_loss:
+        hint = (
+            "use the model's own loss, or a loop of your own: model.train_step(batch, loss_fn=...)"
+        )
+        raise _refusal(own_loss, "it would compute one loss for several virtual ranks", hint)
+    for name, (problem, hint) in REFUSED_EXACT.items():
+        if getattr(args, name, None) != getattr(type(args), name, None):
+            raise _refusal(name, problem, hint)
 
 
 def _share_generations(mesh: Any, args: Any) -> None:

@@ -85,8 +85,13 @@ class TargetEngine:
 
 
 def is_scheduled(sch: Any) -> bool:
-    """Return whether `sch` is a model of AutoScheduledModel, and not a bare schedule."""
-    return hasattr(sch, "_slapo")
+    """Return whether `sch` is a model of AutoScheduledModel, exact or not, and not a bare schedule or module."""
+    return is_exact(sch) or hasattr(sch, "_slapo")
+
+
+def is_exact(model: Any) -> bool:
+    """Return whether `model` was loaded with `exact=`: its process hosts models of several virtual ranks."""
+    return hasattr(type(model), "on_each_rank")
 
 
 def require_scheduled(sch: Any, target: str) -> Any:

@@ -21,7 +21,12 @@ from slapo_zoo.model.dp.data_parallel import (
     within_engine,
 )
 from slapo_zoo.model.integrations.dialects import register_dialect
-from slapo_zoo.model.integrations.dialects.engine import TargetEngine, is_scheduled, made_optimizer
+from slapo_zoo.model.integrations.dialects.engine import (
+    TargetEngine,
+    is_exact,
+    is_scheduled,
+    made_optimizer,
+)
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.local_tensors import held_here, whole_over_dp
 from slapo_zoo.parallel.mesh import Mesh
@@ -71,6 +76,9 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
     what = f"data_parallel={kind!r}"
     if kind not in KINDS:
         raise SlapoError("target='torch'", what, f"expected one of {KINDS}", "choose one of them")
+    if kind is not None and is_exact(sch):
+        problem = "it sums gradients of one rank a process, and this exact model has several"
+        raise SlapoError("target='torch'", what, problem, "leave data_parallel= out")
     if kind == "fsdp2" and is_scheduled(sch) and sch._slapo.precision.dtype is not None:
         problem = "FSDP2 gathers parameters in a precision of its own"
         hint = "leave precision= out and pass mp_policy=MixedPrecisionPolicy(param_dtype=...)"
