@@ -180,24 +180,6 @@ def test_config_values_are_converted_to_field_types(tmp_path):
     }  # fmt: skip
 
 
-def test_numbers_with_an_exponent_are_read_as_numbers_in_every_key(tmp_path):
-    """YAML 1.1 reads 4e-3, without a point, as text."""
-    text = "lr_scheduler_kwargs: {min_lr: 4e-3, power: -1E2}\ncolumns: {text: 1e3x}\nlearning_rate: 1e-4"
-    (tmp_path / "run.yaml").write_text(text)
-    assert read_config(tmp_path / "run.yaml") == {
-        "lr_scheduler_kwargs": {"min_lr": 0.004, "power": -100.0},
-        "columns": {"text": "1e3x"}, "learning_rate": 1e-4,
-    }  # fmt: skip
-    assert read_sets(["lr_scheduler_kwargs.min_lr=4e-3"]) == {
-        "lr_scheduler_kwargs": {"min_lr": 0.004}
-    }
-
-
-def test_tilde_in_paths_is_expanded(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert read_sets(["output=~/run", "task=null"]) == {"output": "/home/me/run", "task": None}
-
-
 def test_flags_override_set_options_which_override_the_config_file():
     file = {"model": "m", "max_steps": 5, "columns": {"text": "a", "label": "b"}}
     options = make_options(file, read_sets(["columns.text=c", "tp=2"]), {"max_steps": 7})

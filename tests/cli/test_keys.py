@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 from cli_runs import run, sentences, write_gpt2, write_t5
 from slapo_zoo.cli.training.inputs import read_inputs
-from slapo_zoo.cli.training.options import make_options, read_sets
+from slapo_zoo.cli.training.options import make_options, read_config, read_sets
 from slapo_zoo.cli.training.trainer_arguments import parameter_groups
 
 CONFIGS = """---
@@ -80,3 +80,21 @@ def test_configuration_split_and_lengths_of_data_follow_their_keys(tmp_path, cap
     few = trained(tmp_path, *sets, "target_len=16", "eval_batches=1")
     assert [line["loss"] for line in few] == [line["loss"] for line in whole]
     assert few[-1]["eval_loss"] != whole[-1]["eval_loss"]
+
+
+def test_numbers_with_an_exponent_are_read_as_numbers_in_every_key(tmp_path):
+    """YAML 1.1 reads 4e-3, without a point, as text."""
+    text = "lr_scheduler_kwargs: {min_lr: 4e-3, power: -1E2}\ncolumns: {text: 1e3x}\nlearning_rate: 1e-4"
+    (tmp_path / "run.yaml").write_text(text)
+    assert read_config(tmp_path / "run.yaml") == {
+        "lr_scheduler_kwargs": {"min_lr": 0.004, "power": -100.0},
+        "columns": {"text": "1e3x"}, "learning_rate": 1e-4,
+    }  # fmt: skip
+    assert read_sets(["lr_scheduler_kwargs.min_lr=4e-3"]) == {
+        "lr_scheduler_kwargs": {"min_lr": 0.004}
+    }
+
+
+def test_tilde_in_paths_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert read_sets(["output=~/run", "task=null"]) == {"output": "/home/me/run", "task": None}

@@ -381,19 +381,6 @@ def test_scheduled_trainer_refuses_unsupported_options(option, words, tmp_path):
         refuse_options(model, args, "")
 
 
-def test_scheduled_trainer_empties_the_device_cache_when_asked(tmp_path, monkeypatch):
-    from slapo_zoo import AutoScheduledModel, ScheduledTrainer
-    from slapo_zoo.model.integrations import trainer as own
-
-    emptied = []
-    monkeypatch.setattr(own, "clear_device_cache", lambda: emptied.append(made.state.global_step))
-    model = AutoScheduledModel.from_pretrained(checkpoint(CASE, tmp_path))
-    args = arguments(tmp_path, torch_empty_cache_steps=2)
-    made = ScheduledTrainer(model=model, args=args, train_dataset=rows())
-    run(made)
-    assert emptied == [0, 2]
-
-
 def wrapped(folder, layout, out):
     """Check the errors of the plain Trainer, and of a user's loss in pipeline stages."""
     from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError
