@@ -51,7 +51,7 @@ def publish(folder):
 
 
 def load(folder):
-    """Load from an empty cache by sha, by tag and through the loader; request what is missing."""
+    """Load from an empty cache by sha, by tag and through the loader, also a schedule in Python; request what is missing."""
     known = json.loads((folder / "published.json").read_text())
     by_sha, by_tag = load_card(known["first"]), load_card(f"{REPO}@v1")
     model = AutoScheduledModel.from_config(tiny(), schedule=known["second"])
@@ -75,6 +75,7 @@ def load(folder):
         "sha": refused(load_card, f"{REPO}@{'0' * 40}"),
         "structure": refused(AutoScheduledModel.from_config, bigger, schedule=known["first"]),
         "no card": refused(load_card, "me/weights@main"),
+        "python": python(folder),
     }  # fmt: skip
 
 

@@ -132,8 +132,8 @@ def test_offline_mode_loads_cached_card_and_refuses_uncached_card(hub, folder, l
     assert "take one from the cache" in found["no sha"]
 
 
-def test_python_schedule_runs_only_with_trust_remote_code_and_pinned_sha(hub, folder, published):
-    found, said = run(hub, folder, "python", "stranger")
+def test_python_schedule_runs_only_with_trust_remote_code_and_pinned_sha(loaded):
+    found, said = loaded[0]["python"], loaded[1]
     assert "trust_remote_code=True" in found["main"]
     assert "schedule.json is missing" in found["untrusted"]
     assert found["ran"]
