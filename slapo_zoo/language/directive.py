@@ -78,7 +78,7 @@ class State:
 
     @contextmanager
     def within(self, forward: ForwardContext) -> Iterator[None]:
-        """Context in which `self.forward` is `forward`: a call of the model, or its recomputation."""
+        """Context of a call of the model, or of its recomputation, in which hooks read the settings `forward`."""
         before, self.forward = self.forward, forward
         try:
             yield

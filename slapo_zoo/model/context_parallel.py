@@ -46,8 +46,8 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
 
 
 def require_cut_table(table: Table, cls: Any, config: Any) -> None:
-    """Raise ArchitectureError unless a model class is known to train exactly when its tokens are
-    sharded over cp. `table` is the family's table, which lists such classes.
+    """Raise ArchitectureError unless training with cp > 1 is known to give exact results for a model class and
+    its config. `table` is the table of the family, which lists such classes.
     """
     name, what = cls.__name__, "cp > 1"
     if name not in table.cut_tokens:

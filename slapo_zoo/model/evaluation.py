@@ -59,7 +59,10 @@ def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Evaluate this dp rank's pairs; return [sum of losses, pairs, anchors whose nearest positive is their own]."""
+    """Evaluate this dp rank's pairs (anchor, positive) of texts; return three numbers as a tensor [3].
+
+    They are the sum of losses, the number of pairs, and the number of anchors whose nearest positive is their own.
+    """
     loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
     count = len(batch["input_ids"]) // 2
     return torch.tensor([float(loss) * count, count, hits], dtype=torch.float64)

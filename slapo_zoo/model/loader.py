@@ -42,7 +42,7 @@ class Source:
         revision: branch, tag or commit of the Hub.
         allow_pickle: True reads `.bin` files too, which are pickles.
         changes: fields of the config to override.
-        hub: arguments for the Hub and for names of files.
+        hub: arguments of `from_pretrained` that say where files are and how they are read: token, subfolder, ...
         load: memory limit and checks of the load.
     """
 

@@ -14,7 +14,7 @@ from slapo_zoo.weights.ledger import anonymous_bytes
 
 
 class StepMeter:
-    """Measurement of time, tokens, memory, MFU and bubble of each step of a `model` that AutoScheduledModel loaded."""
+    """Meter of time, tokens, memory, MFU and bubble of each step of a `model` that AutoScheduledModel loaded."""
 
     def __init__(self, model: Any):
         self.mesh, self.device = model.mesh, next(iter(model.parameters())).device

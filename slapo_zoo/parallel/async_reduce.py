@@ -36,7 +36,7 @@ class _Sum:
         return total
 
     def wait(self, grad: Tensor) -> Tensor:
-        """Wait for the all-reduce, if one was started, and return `grad`, which it has summed."""
+        """Wait for the all-reduce of `grad` (the result of `start`), if one was started; return `grad`, now the sum."""
         if self.work is not None:
             explained(self.work.wait)
             self.work = None

@@ -60,7 +60,9 @@ def refused(model: nn.Module) -> Iterator[None]:
 
 
 class DataTape(Tape):
-    """Tape of a forward that branches on data: computes with real data wherever they follow from the inputs.
+    """Tape of a forward on fake tensors whose branches depend on data.
+
+    Tensors that are computed from the inputs alone also have real data; those computed from parameters have none.
 
     Args:
         model: model with fake parameters; the forwards of its units are replaced until the tape is closed.

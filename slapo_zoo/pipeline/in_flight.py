@@ -22,10 +22,10 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 def arrivals(
     ranks: Sequence[Sequence[Action]], rank_of: Callable[[int], int], rank: int
 ) -> dict[Action, list[Action]]:
-    """Return, for each action of a rank, which earlier sends of that rank must have arrived by then.
+    """Return {action of a rank: the rank's earlier sends that have arrived once it has the action's input}.
 
-    A rank sends after it computes, so a received message proves that its sender has used what it computed with
-    before. Waiting for those sends therefore never blocks.
+    A peer sends a result after it has computed it, so its message proves that it has received what this and its
+    earlier results were computed from. Waiting for those sends therefore never blocks.
 
     Args:
         ranks: actions of each rank, in order.

@@ -113,7 +113,7 @@ class Pipeline:
         return hf.dtype_of(self.schedule.model)
 
     def prepare(self) -> tuple[Any, Any]:
-        """Return (mode, schedule) of the fake model for dry runs, cached per dtype."""
+        """Return (FakeTensorMode, schedule) of the fake model for dry runs; both are remade when the dtype changes."""
         dtype = self._dtype()
         if self._fake is None or self._fake[0] != dtype:
             self._fake = dtype, fake_schedule(self.schedule, self.cls)

@@ -70,7 +70,7 @@ def leaf_units(
 
 
 def _rank(path: str, ranks: Sequence[re.Pattern[str]]) -> int:
-    """Return the index of the first pattern in `ranks` that matches a path, or their number if none does."""
+    """Return the index of the first pattern in `ranks` that matches a path, or len(ranks) if none does."""
     return next((i for i, found in enumerate(ranks) if found.fullmatch(path)), len(ranks))
 
 
@@ -101,9 +101,10 @@ def assign_stages(
 
 
 def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-    """Return the stages that hold the parameter `name`; a parameter outside of all units is held by all stages.
+    """Return the stages that hold the parameter `name`; all stages hold a parameter that belongs to no unit.
 
-    Any stage may read such a parameter (CLIP's `logit_scale`): its gradient is summed over stages.
+    `stages` maps the path of each unit (block, embedding, head) to the stages that hold the unit. Any stage may
+    read a parameter that belongs to no unit (CLIP's `logit_scale`): its gradient is summed over stages.
     """
     path = name
     while path:

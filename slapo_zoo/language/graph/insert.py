@@ -27,8 +27,8 @@ class Function(nn.Module):
 def arguments(
     new: Any, inputs: dict[str, Any], path: str, constants: Mapping[str, Any] | None = None
 ) -> tuple[tuple, dict[str, Any]]:
-    """Return (args, kwargs) with which `new` is called: by name where its parameters have the pattern's names,
-    else by position.
+    """Return (args, kwargs) with which a graph calls `new`: by name if the names of `inputs` are parameters of
+    `new` and include all required ones, else by position.
 
     Args:
         new: function or module that replaces a subgraph.
@@ -121,7 +121,7 @@ def carry_parameters(
 
 
 def operand(graph: fx.Graph, value: Any) -> Any:
-    """Convert what a pattern argument matched to a node's argument; a parameter becomes `get_attr`."""
+    """Return `value`, which a pattern argument matched, as input of a new node; a ModuleTensor becomes `get_attr`."""
     if isinstance(value, ModuleTensor):
         return graph.get_attr(f"{value.target}.{value.name}")
     return value

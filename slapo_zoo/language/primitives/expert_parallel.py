@@ -83,5 +83,7 @@ def _own_experts(site: Site, run: Run, directive: ExpertParallel) -> Callable[..
 
 
 def _nothing_of(*tensors: Tensor) -> Tensor:
-    """Return 0 with zero gradients for all tensors, so that every rank runs the same collectives in the backward."""
+    """Return a scalar 0 that is computed from all `tensors`. Each tensor then gets a gradient (of zeros), so every
+    rank runs the same collectives in the backward.
+    """
     return sum((0 * tensor.flatten()[:1].sum() for tensor in tensors), tensors[0].new_zeros(()))

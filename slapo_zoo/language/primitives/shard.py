@@ -179,7 +179,7 @@ class Shard(Directive):
             site.module.register_forward_hook(lambda _m, _a, y: self._joined(site, y, run))
 
     def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
-        """Gather the shared outputs: y_r [..., I/n + shared/n] --> [..., I/n + shared]; sum their
+        """Gather the `shared` outputs at the end of y_r [..., O/n + shared/n] --> [..., O/n + shared]; sum their
         gradients over ranks. `run` is the range of the shared outputs that this rank computes.
         """
         mine = run.stop - run.start

@@ -75,7 +75,7 @@ def add_adapter(
         model: a scheduled model.
         config: a LoraConfig, the same on every rank.
         name: name of the adapter.
-        inject: function that lets peft insert its layers, in sizes of the local weights.
+        inject: function that lets peft insert its layers into the model.
         folder: an adapter that peft or `save_adapter` wrote; None draws new values, the same on every mesh.
     """
     together(model.mesh, STEP, lambda: _check_config(model, config))
@@ -115,7 +115,10 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 
 
 def _beside(model: Any, name: str) -> dict[str, Tensor]:
-    """Return {key in peft's files: tensor} that adapter `name` trains, if the run has one process; else {}."""
+    """Return {key in peft's files: tensor} of all that adapter `name` trains: matrices, biases, `modules_to_save`.
+
+    With several ranks return {}: there an adapter has matrices only, which `_drawn` finds.
+    """
     from peft import get_peft_model_state_dict
 
     if model.mesh.world_size > 1:
@@ -189,7 +192,8 @@ def _check_config(model: Any, config: Any) -> None:
 
     hint = "use LoraConfig(r=..., lora_alpha=..., target_modules=[...], lora_dropout=...)"
     hint += (
-        "; or train it on one process; or merge it there (merge_and_unload of peft) and load that"
+        "; or train the adapter on one process with plain peft, merge it (merge_and_unload), save the "
+        "model and load its folder"
     )
     if not isinstance(config, LoraConfig):
         problem = f"found {type(config).__name__}, expected a LoraConfig"

@@ -42,7 +42,7 @@ class Resumed:
 
     Args:
         step: number of finished optimizer steps.
-        data_positions: the `data_position` given to `save_checkpoint`, one per dp rank.
+        data_positions: the `data_position` given to `save_checkpoint`, one per dp rank, or a single one if all were equal.
         extras: the `extra` given to `save_checkpoint`, one per dp rank, or a single one if all were equal.
         copy: this rank's dp coordinate; None if the checkpoint was saved with another number of dp ranks.
     """
@@ -54,12 +54,18 @@ class Resumed:
 
     @property
     def data_position(self) -> Any:
-        """Return the data position that this dp rank saved; WeightsError if the number of dp ranks has changed."""
+        """Return what this dp rank passed as `data_position=` to `save_checkpoint`, or the only value in the checkpoint.
+
+        Raises WeightsError if the checkpoint has a value for each dp rank, and dp has changed.
+        """
         return self._own("data_position", self.data_positions)
 
     @property
     def extra(self) -> Any:
-        """Return the `extra` that this dp rank saved; WeightsError if the number of dp ranks has changed."""
+        """Return what this dp rank passed as `extra=` to `save_checkpoint`, or the only value in the checkpoint.
+
+        Raises WeightsError if the checkpoint has a value for each dp rank, and dp has changed.
+        """
         return self._own("extra", self.extras)
 
     def _own(self, name: str, values: tuple[Any, ...]) -> Any:

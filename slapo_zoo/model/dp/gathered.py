@@ -183,8 +183,8 @@ class Group:
         self._begun = self._whole = None
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return gathered parameters that autograd knows: their backward reduce-scatters over dp.
-        `dtype` is that of the result. This object keeps no reference to the gathered tensors.
+        """Return the gathered parameters in `dtype`; their backward reduce-scatters gradients over dp.
+        This object keeps no reference to the gathered tensors.
         """
         found = _Gathered.apply(self, dtype, *self.parameters)
         self.drop()

@@ -92,7 +92,7 @@ class Block:
             group.drop()
 
     def whole(self) -> list[list[Tensor]]:
-        """Return the gathered parameters by group for a backward; start to gather the block before."""
+        """Return the gathered parameters by group for a backward; also start to gather the block before this one."""
         self.blocks.keep(self, self.position - 1)
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
@@ -141,7 +141,7 @@ class Block:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Context in which the block's modules read gathered parameters, whose backward reduces over dp."""
+        """Context in which the block's modules read gathered parameters; gradients are reduce-scattered over dp."""
         module, name, _ = self.places[0]
         if name in module.__dict__:
             yield
@@ -163,8 +163,8 @@ class Blocks:
 
     Args:
         computes: dtype in which the model computes; None takes the dtype of its parameters.
-        keeps: stack of functions, one for each block that is running, innermost last. Each function replaces a
-            gathered weight that autograd would save by a handle.
+        keeps: stack of functions, one for each block that is running, innermost last. Each function maps a
+            gathered weight to the handle that autograd saves in place of the weight.
     """
 
     def __init__(self, computes: torch.dtype | None, keeps: list[Pack]):

@@ -37,7 +37,8 @@ class GradientReducer:
             after a step.
         paused: True while `no_sync` is active.
         tokens_sharded: True if the last call sharded its tokens over tp.
-        beyond: parameters outside the model from which inputs were computed (a soft prompt) --> number.
+        beyond: parameter outside the model from which inputs were computed (a soft prompt) --> its number, in order
+            of first use.
         missed: True if, on a GPU, some parameter had no gradient on this rank in the last step.
         asks_hosts: True if `missed` is True on some dp rank. In this step all dp ranks then exchange, over a CPU
             process group, which gradients are missing.

@@ -86,7 +86,7 @@ class StepGuard:
             self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _look_at_copies(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on all dp ranks if the parameters `some` begin differently on dp replicas."""
+        """Raise MeshError on all dp ranks if the first elements of a parameter in `some` differ between dp replicas."""
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
             return
@@ -151,9 +151,8 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows` has, for each rank, a row of four numbers per probe (the last two: sums of
-        projections and of norms of gradients); `loosely` is the relative difference that is
-        allowed.
+        `rows` is [ranks][probes][4], results of `_factors` by rank; the last two of the four numbers are compared
+        here: sums of projections and of norms of gradients. `loosely` is the relative difference that is allowed.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
@@ -241,10 +240,9 @@ class StepGuard:
 
 
 def _one_of(row: list[float | None], alike: float) -> float | None:
-    """Return the factor that scaled the gradients of all probes of a rank, or None if it is not one
-    factor.
+    """Return the factor by which all sampled gradients of a rank were scaled; None if factors differ or are unknown.
 
-    `row` has one factor per probe, None where unknown; `alike` is the relative difference that is
+    `row` has one factor per sampled gradient, None where unknown; `alike` is the relative difference that is
     allowed.
     """
     known = [factor for factor in row if factor is not None]

@@ -106,7 +106,10 @@ class ScheduledTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: Any
     ) -> tuple[list[Any], Any]:
-        """Return (batches of one optimizer step, number of their targets, or None: counted here)."""
+        """Return (batches of one optimizer step, number of their targets if the user's own loss needs it, else None).
+
+        For the model's own loss the numbers of targets are stored for `training_step`.
+        """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
             return batches, items

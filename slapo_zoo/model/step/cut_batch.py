@@ -59,7 +59,7 @@ def cut_batch(
 
 
 def refuse_whole_output(options: Any, cut: TokenCut) -> None:
-    """Raise SlapoError for options of `train_step` that need the output of all tokens, of all cp ranks."""
+    """Raise SlapoError for options of `train_step` that need the output of tokens which other cp ranks hold."""
     for name in ("loss_fn", "return_logits"):
         if getattr(options, name):
             problem = f"a rank of cp={cut.n} computes the output of its own tokens only"
@@ -154,7 +154,7 @@ def _counted_by_mask(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _counted_real(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return RoBERTa's positions [B, S]: tokens other than padding are counted behind the padding's own id."""
+    """Return RoBERTa's positions [B, S]: `pad_token_id` at padding, pad_token_id + 1, + 2, ... at other tokens."""
     padding = model.config.pad_token_id
     real = batch["input_ids"].ne(padding).long()
     return real.cumsum(1) * real + padding

@@ -86,7 +86,7 @@ def _keep_documents_apart(model: Any, batch: dict[str, Any]) -> None:
 
 @functools.cache
 def uncompiled() -> Callable[..., Any]:
-    """Return the forward (model, args, kwargs) --> output, which torch.compile leaves out."""
+    """Return a forward (model, args, kwargs) --> output that warns within torch.compile and runs uncompiled."""
     return torch.compiler.disable(_warned, reason="a model on several tp or pp ranks")
 
 

@@ -60,7 +60,7 @@ def whole_output(output: Any) -> Any:
 
 
 def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with the prefix FOR_LOSS on names that `forward` does not take."""
+    """Return the batch with the prefix FOR_LOSS before names that `forward` does not take, but the loss may read."""
     known = inspect.signature(forward).parameters.keys() | OPTIONS
     return {name if name in known else FOR_LOSS + name: value for name, value in batch.items()}
 
@@ -74,9 +74,9 @@ def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: in
     """Return the number by which loss_fn's value on a micro-batch is divided to get its share of the step's loss.
 
     Args:
-        targets: number of targets on this rank, [n], that the caller gave; None: loss_fn returns a
-            mean.
-        totals: the targets, summed over all dp ranks.
+        targets: what the user passed as `targets=`: a list of one number, that of the targets on this rank over
+            which loss_fn sums; None if loss_fn returns a mean.
+        totals: the same list, summed over all dp ranks.
         parts: number of micro-batches of all dp ranks.
     """
     if targets is None:

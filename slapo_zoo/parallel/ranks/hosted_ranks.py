@@ -228,7 +228,10 @@ def _loads_in_turn() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context with one CPU thread in torch, and a mark of the generator's state for every rank."""
+    """Context in which torch computes with one CPU thread, and its CPU generator is a GeneratorOfThreads.
+
+    That generator keeps a mark per rank, a number that identifies the state that the rank's own generator would have.
+    """
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random
     generator = names.default_generator

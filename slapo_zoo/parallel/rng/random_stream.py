@@ -41,7 +41,7 @@ UNSAFE = [t for n in ("cudagraph_unsafe",) if (t := getattr(torch.Tag, n, None))
 
 
 class _SeedsOfGraphs(threading.local):
-    """Seeds that compiled code has computed, one holder per thread, since ranks may be threads at different steps."""
+    """Cache of seeds for compiled code, one per thread, since ranks may be threads that are at different steps."""
 
     def __init__(self) -> None:
         self.held = DeviceSeeds()

@@ -161,7 +161,10 @@ class StreamPosition:
                     advance_generator()
 
     def _begin(self) -> None:
-        """Store the current position under the state of torch's generator, at the first draw of a call."""
+        """Remember, at the first draw of a call, that the call's position belongs to the state of torch's generator.
+
+        A call that starts from the same state (a recomputation) then draws at the same position.
+        """
         start, self._start = self._start, None
         self.calls = max(self.calls, -self.step)
         self._remember(start)

@@ -129,7 +129,7 @@ def _is_divided(value: Any) -> bool:
 
 
 def _flat_parts(zero: Any) -> list[Tensor]:
-    """Return this rank's partitions of the flattened parameters, which DeepSpeed's `zero` steps."""
+    """Return this rank's partitions of the flattened parameters, which DeepSpeed's optimizer `zero` updates."""
     found = getattr(zero, "fp32_partitioned_groups_flat", None)
     return zero.single_partition_of_fp32_groups if found is None else found
 
