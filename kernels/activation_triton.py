@@ -64,7 +64,7 @@ def _backward_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of x and up for a strip of `rows` rows and BLOCK_N columns, and the
-    strip's part of dbias, from `dy`; dropout arguments as in `_mask`, KIND names the activation.
+    strip's part of dbias, from `dy`; dropout arguments as in `mask_of_tile`, KIND names the activation.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * rows

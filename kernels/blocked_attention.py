@@ -349,7 +349,9 @@ class _Blocks:
         return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
 
     def _draw(self, seeds: list[int]) -> Tensor:
-        """Draw the dropout masks of heads from their seeds, for a whole batch row; return the part for these S tokens."""
+        """Draw the dropout masks of a batch row for `drawn` tokens, one per head from `seeds`; with `places`
+        return their rows and columns alone.
+        """
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)
         found = drawn_cells(self.scores.new_empty(()).expand(shape), self.given.p, seeds)
@@ -381,7 +383,7 @@ class _Sum:
 
 
 def _first(buffer: Tensor, shape: Any) -> Tensor:
-    """Return the first elements of a buffer as a tensor of the given shape [3 axes]."""
+    """Return the first elements of a buffer as a tensor of `shape`, which has 3 axes."""
     return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
 
 

@@ -85,7 +85,8 @@ def join(parts: Tensor) -> Tensor:
 def row_losses(whole: Tensor, counts: Tensor, smoothing: float, vocab_size: int) -> Tensor:
     """Return the cross-entropy [N] of each row, from the `statistics` [3, N] of all classes, given as `whole`.
 
-    `counts` [N] is False for ignored rows, whose loss is 0; `smoothing` is the label smoothing.
+    `counts` [N] is False for ignored rows, whose loss is 0; `smoothing` is the label smoothing over
+    `vocab_size` classes.
     """
     log_sum, picked, total = whole.unbind(0)
     loss = log_sum - (1.0 - smoothing) * picked

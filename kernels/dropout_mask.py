@@ -20,8 +20,8 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
     Args:
         x: tensor to be dropped.
         keep: the mask itself, or None.
-        seeds: int64 [n], one for each n-th of x's elements in row-major order; used when `keep` is
-            None.
+        seeds: int64 [n]; x is cut into n runs of equal length in row-major order, and each is masked by
+            its own seed. Used when `keep` is None.
         p: dropout probability.
     """
     if keep is not None or seeds is None or p == 0.0:

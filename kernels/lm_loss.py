@@ -85,7 +85,9 @@ def lm_loss(
 
 
 def _mean(total: Tensor, counts: Tensor, items: Tensor | float | None) -> Tensor:
-    """Return total / items, by default the number of True in `counts`; NaN with zero gradients if all are False."""
+    """Return total / items; items None takes the number of True in `counts`. If all are False, the
+    result is NaN with zero gradients.
+    """
     if items is not None:
         return total / items
     number = counts.sum()

@@ -115,7 +115,9 @@ def make_logits_at_once(model: Any) -> None:
 
 
 class LogitsOnDemand(torch.Tensor):
-    """Tensor subclass for logits that are not computed yet; all but views, casts and cross_entropy compute them."""
+    """Tensor subclass for logits that are not computed yet: any operation but a view, a cast or cross_entropy
+    computes them.
+    """
 
     rows: Tensor
     head: Head
@@ -140,14 +142,16 @@ class LogitsOnDemand(torch.Tensor):
         rows: Tensor, head: Head, dtype: torch.dtype, make: Callable[[Tensor], Tensor],
         parent: "LogitsOnDemand | None",
     ) -> Tensor:  # fmt: skip
-        """Return logits of `dtype` that `make` will compute from `rows`, or from logits `parent`."""
+        """Return logits of `dtype` that are not computed yet; the function `make` computes them from hidden
+        states `rows`, or from the logits `parent` of which these are a view, cast or copy.
+        """
         source = rows if parent is None else parent
         with head.reading():
             weight = head.linear.weight
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return these logits for a vocabulary sharded over `group`; unchanged if that is None."""
+        """Return these logits as those of `vocab_size` classes sharded over the ranks of `group`; unchanged for None."""
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)

@@ -56,8 +56,9 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
     RMS: tl.constexpr, DZ: tl.constexpr, X_BIAS: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of every k-th tile of rows; Triton program i writes its sums to row i
-    of dw, db and dx_bias. Arguments: tensors and sizes of `backward`; dropout as in `_mask`.
+    """Compute the gradients of tiles i, i + k, i + 2k, ... of rows in Triton program i of k, which
+    writes its sums to row i of dw, db and dx_bias. Arguments: tensors and sizes of `backward`;
+    dropout as in `mask_of_tile`.
     """
     n = tl.arange(0, BLOCK_N)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]

@@ -88,7 +88,7 @@ class VocabLogits(torch.Tensor):
 
 
 def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Tensor] | None:
-    """Return (func(x, *rest, **kwargs) on x's local columns,); None if `func` needs all columns."""
+    """Return func(x, *rest, **kwargs) on the local columns of x, in a tuple; None if `func` needs all columns."""
     local = x.local()
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)

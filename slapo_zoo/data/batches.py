@@ -115,7 +115,9 @@ class Stream:
         return {**_settings(self), "block_steps": self.steps, "at": at}
 
     def resume(self, position: Any) -> None:
-        """Continue at the block of a `position` that a checkpoint kept."""
+        """Continue at the beginning of a block (the rows that are shuffled together), which a checkpoint
+        kept as `position`, a result of the method `position`.
+        """
         self.start, self.next, self.reader = position["at"], None, None
 
     def _read(self) -> None:
@@ -130,7 +132,7 @@ class Stream:
         return [row for row, _, _ in found], place
 
     def _endless(self) -> Iterator[tuple[dict[str, Any], int, Any]]:
-        """Yield (row, epoch, data set) without end, from the position `start` on; the data set knows its own position."""
+        """Yield (row, its epoch, the data set that is being read) without end, from the position `start` on."""
         epoch, place = self.start["epoch"], self.start["source"]
         while True:
             data, is_empty = self.source.opened(), place is None

@@ -64,8 +64,8 @@ class Language(Task):
         return self.seq_len
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return {"input_ids": rows of tokens, [row_tokens] each, "lengths": those of the
-        documents, or parts, in each row} for the texts in columns["text"].
+        """Return {"input_ids": rows of `row_tokens` tokens, "lengths": for each row the numbers of tokens
+        of the documents, or parts of documents, in it} for the texts in columns["text"].
 
         An end-of-text token, if the tokenizer has one, follows each document. Tokens after the last full
         row are dropped.

@@ -126,7 +126,8 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
     """Return {alternative: function that runs a step with arguments `given`, or why it cannot}.
 
-    Alternatives are the kernel itself, its reference, an expert's version, torch.compile and Liger.
+    Alternatives are "ours" (the kernel), "eager" (usual torch operations), "expert" (faster torch operations
+    that an expert would use, from baselines.EXPERT), "compile" (torch.compile) and "liger".
     """
     kernel: Any = KERNELS[name]
     plain = PLAIN.get(name, kernel.reference)
@@ -171,7 +172,7 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
     """Return ({bucket: `path` or "torch"}, {bucket: smallest time of an alternative over the kernel's}).
 
     A bucket is a kernel, dtype and size (`kernel_registry.bucket`). It gets `path`, which runs the kernel, if no
-    alternative (eager, expert, Liger) was faster in any measurement, and one was slower by GAIN in some measurement.
+    alternative (eager, expert or liger of `alternatives`) was faster in any measurement, and one was slower by GAIN in some measurement.
     torch.compile is not compared, since the model around the kernel is not compiled.
     """
     ratios: dict[str, list[float]] = {}

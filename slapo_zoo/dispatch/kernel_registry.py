@@ -32,7 +32,8 @@ class Kernel:
 
     Args:
         name: name for `replace(name)`.
-        install: function (site, **options) that sets `site.module.forward`; it adds no key to the state dict.
+        install: function (site, **options) that sets the forward of `site.module`, the module to replace; it adds
+            no key to the state dict.
         refuses: returns why the kernel cannot serve a module, or "".
         serves: class name --> forward that modules of the class get; classes with a forward of their own are
             excluded, whatever their name.
@@ -234,8 +235,8 @@ def as_written(cls: type) -> bool:
 
 
 def _is_of(cls: type, value: Any) -> bool:
-    """Return whether `value`, an attribute of `cls`, is unpatched: no function, or a function defined in the file of
-    `cls`.
+    """Return whether `value`, an attribute of `cls`, is unpatched: a function defined in the file of `cls`, or no
+    function (and not the forward).
 
     A function that another library has wrapped by a decorator counts as defined in the file of `cls`.
     """

@@ -65,11 +65,13 @@ class DeviceDropout:
 
     Args:
         serves: function: (q, mask, number of keys, whether masks are drawn) --> whether `attention` should run.
-        attention: function: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> output [B, S, H, d].
+        attention: function: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> output [B, S, H, d];
+            `drawn` is the number of tokens per row for which masks are drawn (0: masks are hashed),
+            `places` [S] the index of each token in such a row, or None.
         plain: function: (x, seeds=, p=) --> x after dropout.
     """
 
-    serves: Callable[[Tensor, Tensor | None, bool, int], bool]
+    serves: Callable[[Tensor, Tensor | None, int, bool], bool]
     attention: Callable[..., Tensor]
     plain: Callable[..., Tensor]
 

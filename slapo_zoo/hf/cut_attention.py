@@ -145,7 +145,8 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
 def scores_by_place(attention: Any, stream: Any) -> None:
     """Let an attention that computes its own scores (GPT-Neo, GPT-J) see the keys of all cp ranks.
 
-    Its method `_attn` gets keys and values [B, H, S, d] and, in a causal buffer [1, 1, P, P], this rank's rows.
+    Its method `_attn` gets the keys and values [B, H, S, d] of all tokens. In its buffer with the causal mask
+    of P positions, [1, 1, P, P], this rank's queries find their own rows.
     """
     own = attention._attn
 
@@ -162,8 +163,8 @@ def scores_by_place(attention: Any, stream: Any) -> None:
 
 @contextmanager
 def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[None]:
-    """Context in which the causal buffer `bias` of an attention has, in rows total - rows to total,
-    those of this cp rank's tokens.
+    """Context in which the buffer `bias` of an attention, a causal mask, has in its last `rows` rows of
+    `total` those of this cp rank's tokens: the attention reads the last rows.
     """
     whole = getattr(attention, "bias", None)
     if whole is not None:

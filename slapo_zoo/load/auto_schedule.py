@@ -89,8 +89,8 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return on all ranks the proof of a table: rank 0 reads it from `file` (cache), or has a
-    process make it that gets `request` as JSON.
+    """Return on all ranks the JSON data that record a proven table: rank 0 reads them from the cache
+    `file`, or starts a process that derives and proves the table that `request` describes.
     """
     cached = _read(file) if mesh.rank == 0 else None
     process = python_apart(CHILD, request) if mesh.rank == 0 and cached is None else None
@@ -106,7 +106,9 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
 
 
 def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
-    """Return the proof that `process` wrote to `file`, or {"error_of": arguments of its error}; None while it runs."""
+    """Return the JSON data in which `process` recorded a proven table, and cache them in `file`; or
+    {"error_of": arguments of the SlapoError} if it failed. None while it runs.
+    """
     ended = process.poll(TIMEOUT_S)
     if ended is None:
         return None

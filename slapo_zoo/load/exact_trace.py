@@ -28,7 +28,7 @@ class Recorder(TorchDispatchMode):
 
     Args:
         model: the model of this thread's rank.
-        rows: list to which the rows are added.
+        rows: list to which a row (operation, module, digest) is added for each operation.
     """
 
     def __init__(self, model: nn.Module, rows: list[Row]):
@@ -75,8 +75,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note_results(self, taken: Sequence[Tensor]) -> None:
-        """Add a row for each collective whose result is among `taken`, the tensors that an
-        operation reads, for the first time.
+        """Add a row for each collective whose result is among the tensors `taken`, if the operation that
+        reads them is the first to read this result.
         """
         for x in taken:
             if known := self.sent.pop(x.untyped_storage().data_ptr(), None):
@@ -107,7 +107,7 @@ def _digest(tensors: Sequence[Tensor]) -> str:
 
 @dataclass
 class ExactTrace:
-    """Rows of every virtual rank, in the order in which the rank ran them.
+    """Recorded operations of every virtual rank, one row (operation, module, digest) each, in order.
 
     Args:
         rows: virtual rank --> its rows.

@@ -65,7 +65,9 @@ def resolve_schedule(
 
 
 def _of_zoo(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> BuildOptions:
-    """Return the options for a family of the zoo; with cp > 1 its table says how tokens of the class are cut."""
+    """Return `options` for a family that has a table; with cp > 1 their `schedule` may become a table that
+    also says how the tokens of the class are cut. ArchitectureError if there is no table.
+    """
     table = find_table(config)
     if mesh.size("cp") == 1:
         return options

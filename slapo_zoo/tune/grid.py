@@ -134,7 +134,9 @@ class Grid:
         return rows, kept
 
     def memory_rank(self) -> np.ndarray:
-        """Return [points] in 0..1: the mean position of the memory symbols between least (0) and most memory (1)."""
+        """Return [points] in 0..1: how much memory each configuration takes, as the mean over the symbols that
+        matter for memory of the rank of their value, from 0 (least memory) to 1 (most).
+        """
         found = np.zeros(len(self.points))
         names = [n for n in self.names if MEMORY.get(n) and len(self.values[n]) > 1]
         for name in names:

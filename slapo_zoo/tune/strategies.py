@@ -230,10 +230,10 @@ class Model:
         return int(free[distance.argmax()])
 
     def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
-        """Return a configuration of `left` (not measured) with a new value of one memory symbol, if
-        `ran`, those that fit, have a single value of it; else None.
+        """Return a configuration to measure that varies a symbol which matters for memory and has had one value
+        only in `ran`, the configurations that fit; None if there is none among `left`, those not measured.
 
-        All other memory symbols take their value of least memory.
+        All other symbols have the values of the configuration that needs least memory.
         """
         corners = self.grid.corners(self.grid.index[self.start])[:1]
         for j, name in enumerate(self.grid.names) if corners else ():

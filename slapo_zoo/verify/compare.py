@@ -40,7 +40,7 @@ class Result:
     tied: dict[str, str] = field(default_factory=dict)  # another name of a parameter --> its first
 
     def rename(self, tied: Mapping[str, str]) -> None:
-        """Rename the tied parameters in `grads` and `weights`; `tied` maps any name to the plain model's name."""
+        """Give the tied parameters in `grads` and `weights` the plain model's names; `tied`: any name --> that name."""
         self.grads = {tied.get(name, name): x for name, x in self.grads.items()}
         self.weights = {tied.get(name, name): x for name, x in self.weights.items()}
 
@@ -369,7 +369,7 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
     """Check that training with dropout gives the same loss and gradients on the mesh as on one rank.
 
-    They are, as the same masks are drawn on every mesh. The outcome goes into `into`.
+    A correct schedule passes, because the same masks are drawn on every mesh. The outcome goes into `into`.
     """
     truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]

@@ -132,7 +132,9 @@ class _Verification:
         return ()
 
     def _located(self) -> Divergence | None:
-        """Return the first difference; the search for it uses dropout if only that check failed."""
+        """Return the first difference from the plain model; if only the check with dropout failed, the search
+        runs with dropout.
+        """
         wrong = [f.what for f in self.comparison.findings if f.check == "gradients"]
         divergence = None
         if {f.check for f in self.comparison.findings} != {"dropout"}:
@@ -172,12 +174,12 @@ class _Verification:
         return None if gradients == {"norm"} else divergence
 
     def _drifts(self) -> list[Finding]:
-        """Return the findings about parameters whose replicas have different gradients on different ranks."""
+        """Return those findings that are about a parameter whose replicas have different gradients."""
         end = "as its gradient does"
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _by_names(self) -> Divergence | None:
-        """Return a divergence at the module of the first parameter that the findings name; None without one."""
+        """Return a divergence at the module that holds the first parameter named in the findings; None if they name none."""
         for finding in (*self._drifts(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)

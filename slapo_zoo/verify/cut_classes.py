@@ -28,12 +28,14 @@ def require_token_labels(cls: Any) -> None:
 
 
 def with_positions(table: Table, cls: Any, positions: str) -> Table:
-    """Return the table with `positions`, the way to find positions of sharded tokens, for a class."""
+    """Return the table with `positions` as the value of its field `cut_tokens` for a class: how the
+    positions of sharded tokens are found.
+    """
     return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
 
 
 def nearer(config: Any) -> Any:
-    """Return a copy of a config whose windows, chunks and capacities are at most NEAR tokens."""
+    """Return a copy of a config in which attention windows, chunks and similar sizes are at most NEAR tokens."""
     values = config.to_dict()
     for name, value in values.items():
         if NEARS.search(name) and type(value) is int and value > NEAR:

@@ -125,7 +125,7 @@ class Search:
         """Yield functions that make a table of sharding rules, first the one that shards most, last the one that shards
         least.
 
-        Between two of them `left_whole` is set: the groups of modules that the next tables leave unsharded.
+        When the first tables are wrong, `left_whole` is set: the groups of modules that the next ones leave unsharded.
         """
         for undivided in self._ways_to_sum():
             self.undivided = undivided
@@ -145,7 +145,8 @@ class Search:
     def _ways_to_sum(self) -> tuple[bool, ...]:
         """Return the values of the table field `undivided` to try.
 
-        True stands for a loss that cannot be computed from micro-batches; it is tried only with pp=1 and dp=1.
+        True means that the loss is no mean over rows, so that a batch cannot be split; it is tried only with pp=1
+        and dp=1.
         """
         return (False, True) if self.sizes[1:] == (1, 1) else (False,)
 

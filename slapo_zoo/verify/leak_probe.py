@@ -59,7 +59,8 @@ class Rows:
 
     Args:
         perturbed: a row, then copies of the row with one token changed in each.
-        trained: kind ("padded", "bare", "packed") --> batch of training steps.
+        trained: kind of rows ("padded", "bare": without a mask, "uneven": of a length that cp does not divide,
+            "packed": two sequences each) --> batch of training steps.
     """
 
     perturbed: dict[str, Tensor]
@@ -73,11 +74,11 @@ def cut_table(config: Any, cls: Any, table: Table, tp: int = 1) -> Table:
         config: a config of `transformers`; it is made tiny.
         cls: class of the model.
         table: sharding rules, for any config of the family.
-        tp: number of tp ranks of the tiny model, beside two of cp.
+        tp: tp size of the mesh on which the tiny model is tried; its cp size is 2.
 
     Raises:
-        ArchitectureError: the model with sharded tokens is not the plain one, or plain
-            `transformers` does not train it made tiny.
+        ArchitectureError: with sharded tokens the tiny model computes something else, or plain
+            `transformers` cannot train it.
     """
     require_token_labels(cls)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-leaks-") as scratch:
@@ -100,10 +101,11 @@ def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
 
 
 def find_positions(case: Case, table: Table, tp: int = 1) -> str:
-    """Return the value of `Table.cut_tokens` with which the cut tiny model is the plain one.
+    """Return the value of `Table.cut_tokens` with which the tiny model, its tokens sharded over cp,
+    computes the same as the plain model.
 
     Raises:
-        ArchitectureError: there is none; the reason is that of the value that comes furthest.
+        ArchitectureError: no value does; the error tells why the one that passed most checks failed.
     """
     rows = Rows(_perturbed(case), _kinds_of_rows(case))
     plain, problems = _plain(case, rows), []
@@ -117,8 +119,8 @@ def find_positions(case: Case, table: Table, tp: int = 1) -> str:
 
 
 def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
-    """Return (number of passed checks, first difference from the plain model or "") of cp = 2
-    ranks. `plain` are the results of the plain model for `rows`.
+    """Run a trial with tokens sharded over cp = 2; return (number of passed checks, first difference
+    from `plain`, the results of the plain model for `rows`, or "").
     """
     try:
         ranks = on_mesh(_cut, trial, rows, plain.logits)[:: trial.sizes[0]]
@@ -133,7 +135,9 @@ def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
 
 
 def _candidates(case: Case) -> list[str]:
-    """Return the ways to find positions that may be right for a class, by its modules and arguments."""
+    """Return the values of `Table.cut_tokens` (ways to find positions) that the modules and arguments of
+    a class allow.
+    """
     with torch.device("meta"):
         modules = dict(case.cls(copy.deepcopy(case.config)).named_modules())
     if any(hasattr(module, "compute_bias") for module in modules.values()):
@@ -177,7 +181,9 @@ def _bare(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return rows of two sequences each, told by position_ids; none ends where ranks divide tokens."""
+    """Return the batch as rows of two packed sequences each: position_ids restart at the second one,
+    whose first token is not the first of a cp rank.
+    """
     rows, tokens = batch["input_ids"].shape
     places = torch.arange(tokens) - torch.tensor([[5], [11]]).repeat(rows, 1)[:rows]
     places = torch.where(places < 0, torch.arange(tokens), places)

@@ -206,5 +206,7 @@ def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piec
 
 
 def _holds(found: Collection[str], name: str) -> bool:
-    """Return whether names `found` in files have the tensor unsplit, maybe without the prefix."""
+    """Return whether `found`, the names in files, contains a model tensor `name`, with or without its
+    first dotted part (the base model); if so, the files do not store it in pieces.
+    """
     return name in found or name.partition(".")[2] in found

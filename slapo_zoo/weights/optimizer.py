@@ -52,9 +52,9 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
 
 
 def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
-    """Split the optimizer state `remembered` of parameter p: return its JSON-serializable part.
+    """Return the JSON form of the optimizer state `remembered` (key --> value) of parameter p, called `name`.
 
-    State tensors of the shape of p are added to `tensors` under "<name>.<key>".
+    State tensors of the shape of p are added to `tensors` under "<name>.<key>" instead.
     """
     record = {}
     for key, value in remembered.items():

@@ -88,8 +88,8 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """Raise ArchitectureError for a config value with which the table (`Table.needs`) cannot shard
-    it; `tokens_divided` is True under sequence parallelism.
+    """Raise ArchitectureError for a config value with which the table cannot shard the model, as
+    `Table.needs` says; `tokens_divided` is True under sequence parallelism.
     """
     config, mesh = sch.model.config, sch.mesh
     where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}
@@ -147,8 +147,8 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     """Return the (pattern, rule) pairs that sequence parallelism adds to a table's `rows` (arXiv:2205.05198).
 
-    Tokens are sharded from the output of a row-parallel linear (rule `row`) to the next
-    column-parallel ones, whose module has the rule `enter`. The first block of each stack shards
+    Tokens are sharded from the output of a row-parallel linear (rule `row`) to the input of the next
+    module with the rule `enter`, which contains column-parallel linears. The first block of each stack shards
     the tokens, and the last one gathers them; blocks that run several times do both at each call.
     Parameters that are replicated inside the stack get their gradient summed.
     """

@@ -63,7 +63,7 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return the sizes for one config, whose fields are `own`; they differ from these only if `ranks` is set."""
+        """Return the upper bounds for one config with the fields `own`: this object itself unless `ranks` is set."""
         if not self.ranks:
             return self
         heads = _counts(own, _heads)

@@ -55,7 +55,7 @@ ALL = [
     Defect("the parallel loss counts ignored labels", LOSS, "number = counts.sum()\n    return torch.where(number",
            "number = torch.tensor(len(counts))\n    return torch.where(number", f"{DEFECTS}::test_vocab_parallel_loss_supports_smoothing_and_ignored_labels"),
     Defect("a pre-hook drops the other arguments", SYNC, "return (*args[:i], op(value), *args[i + 1 :]), kwargs",
-           "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_forward_pre_sync_keeps_the_other_arguments"),
+           "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_collective_before_a_forward_changes_only_its_first_argument"),
     Defect("a reshard without a gradient", "slapo_zoo/language/primitives/sync_reshard.py", "return collectives.all_to_all(x, target, source, group)",
            "return collectives.all_to_all(x.detach(), target, source, group)", f"{DEFECTS}::test_reshard_is_differentiable"),
     Defect("a switched off Verify runs the model", "slapo_zoo/verify/context.py", "if self.enable:",

@@ -203,7 +203,7 @@ def two_inputs(x, y):
     return sch["0"].mod(x.chunk(2)[dist.get_rank()], y, scale=2.0)
 
 
-def test_forward_pre_sync_keeps_the_other_arguments(ranks):
+def test_collective_before_a_forward_changes_only_its_first_argument(ranks):
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     for found in ranks.run(two_inputs, 2, x, y):
         torch.testing.assert_close(found, (x * y).sum() * 2)

@@ -179,7 +179,7 @@ def test_killed_hand_written_loop_resumes_from_its_checkpoint(desk):
     assert close(rest, whole[-len(rest) :])
 
 
-def test_linear_page_covers_reading_sharding_gradients_and_saving():
+def test_docs_page_on_linear_layers_names_reading_sharding_backward_and_saving():
     """The page covers reading slices, forward, backward and saving; test_readme.py runs its code."""
     text = page("docs/how_a_linear_is_sharded.md")
     for word in ("safetensors", "from_pretrained", "backward", "save_pretrained", "bit for bit"):

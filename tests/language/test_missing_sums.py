@@ -139,5 +139,5 @@ def test_weight_sharded_on_the_wrong_axis_raises_and_names_its_input_size(write,
 
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
-def test_sharded_input_is_accepted_by_a_sharded_weight():
+def test_sharded_weight_with_sharded_input_raises_no_missing_sum_error():
     assert emulate(run_two, given_a_part, mesh=(2, 1, 1)) == [11, 11]

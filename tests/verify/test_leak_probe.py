@@ -26,7 +26,7 @@ def derived(name):
     return derive(cls.config_class(), cls, (1, 1, 1), cp=2).table
 
 
-def test_a_class_of_the_zoo_is_cut_as_its_positions_are_counted():
+def test_probed_class_of_the_zoo_counts_positions_of_real_tokens():
     assert probed("CamembertForMaskedLM").cut_tokens == {"CamembertForMaskedLM": "counted real"}
 
 
@@ -62,12 +62,12 @@ def test_convolutions_states_and_fourier_transforms_are_refused(name, module):
 
 
 @pytest.mark.slow
-def test_a_derived_table_says_how_its_tokens_are_cut():
+def test_derived_table_names_how_positions_of_sharded_tokens_are_found():
     assert derived("GraniteForCausalLM").cut_tokens == {"GraniteForCausalLM": "counted"}
 
 
 @pytest.mark.slow
-def test_a_load_over_cp_probes_in_a_process_of_its_own(ranks):
+def test_load_over_cp_probes_an_unknown_class_in_another_process(ranks):
     """Two processes load a class that no table names, and refuse another with its module."""
     for found, said in ranks.run(both, 2):
         assert found == "counted real"
@@ -85,7 +85,7 @@ def both():
     return model._slapo.table.cut_tokens["CamembertForMaskedLM"], ""
 
 
-def test_a_leak_is_told_by_the_positions_that_change():
+def test_leak_error_counts_the_positions_that_a_token_changes():
     """A causal model whose second rank does not see the first one's tokens."""
     plain, cut = torch.zeros(5, 4, 2), torch.zeros(5, 4, 2)
     for token in range(4):

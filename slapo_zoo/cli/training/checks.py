@@ -107,7 +107,9 @@ def check_batch(batch_size: int, dp: int, micro_batches: int | None) -> None:
 
 
 def check_places(options: TrainOptions) -> None:
-    """Raise an error for an output path that is not writable or lies in another path, which a save replaces."""
+    """Raise an error for an output path that is not writable, or that equals or lies in the path of another
+    option (output, data, ...): a save replaces its whole folder.
+    """
     named = {name: getattr(options, name) for name in (*WRITTEN, "data", "eval_data")}
     places = {name: Path(path).resolve() for name, path in named.items() if path is not None}
     for name, other in itertools.permutations(places, 2):

@@ -152,7 +152,7 @@ def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
 
 
 def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "data") -> None:
-    """Raise DataError if there are fewer than `least` rows; `option` names those that lack rows."""
+    """Raise DataError if there are fewer than `least` rows; `option` is the argument that named their data."""
     if len(rows) < least:
         problem = f"found {len(rows)} rows of up to {options.seq_len} tokens; expected at least {least} rows"
         hint = "give more data, or a smaller --seq-len or --batch-size"
@@ -180,7 +180,7 @@ TELL_APART = {"gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwe
 
 
 def most_of(rows: Any, column: str, measure: Any) -> int:
-    """Return the largest value of the pyarrow function `measure` over a column of lists, or 0."""
+    """Return the largest value that the pyarrow function called `measure` gives for a column; 0 if it is empty."""
     import pyarrow.compute as pc
 
     return pc.max(getattr(pc, measure)(rows.data.column(column))).as_py() or 0

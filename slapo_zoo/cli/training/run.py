@@ -45,7 +45,7 @@ def run(options: TrainOptions, inputs: Inputs) -> list[float]:
     StoppedError is raised if a signal stopped the run.
     """
     world = options.tp * options.pp * (options.dp or 1)
-    starts = world > 1 and not is_distributed_launch()  # ranks that are passed the signals
+    starts = world > 1 and not is_distributed_launch()  # ranks started here, which get our signals
     with listening() if starts else nullcontext() as stop:
         found = on_ranks(train, world, (options, inputs), options.device, "train")
     losses, number, step = found

@@ -192,7 +192,9 @@ class Footprint:
         self.ends.append(self._now(sum(ref.nbytes for ref in new)))
 
     def _attention_ends(self, row: Row) -> None:
-        """Record the work of the attention call whose last operation is `row`, and its bytes beside q, k, v and output."""
+        """Record the work of the attention call whose last operation is `row`, and the bytes that it leaves
+        allocated besides q, k, v and the output.
+        """
         begin, live = self._begun.pop()
         result = sum(ref.nbytes for ref in (*row.reads[:3], *row.writes))
         work, kept = self.attention.get(len(self.ends), (Work(), 0.0))
@@ -200,7 +202,9 @@ class Footprint:
         self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
 
     def _survivors(self) -> list[tuple[int, int]]:
-        """Return, for each unit call, (bytes it saves for the backward, how many of them it did not allocate itself)."""
+        """Return, for each unit call, (bytes kept for the backward, those of them that were allocated before the
+        unit ran, after the previous one).
+        """
         found, before = [0] * len(self.ends), [0] * len(self.ends)
         for storage in self.alive.values():
             at = min(storage.call, len(found) - 1)

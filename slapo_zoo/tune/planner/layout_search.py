@@ -310,9 +310,9 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recompute policies, an integer per unit that is the same for units of equal cost,
-        cache from the integers of a stage's units to its memory and time). `what` is the cache key
-        of this result: stages of equal cost are computed once.
+        """Return (recompute policies; an integer per unit, equal for units of equal cost; a dict that caches
+        the memory and time of each stage by the integers of its units). The result is itself cached
+        under `what`, so that stages of equal cost are computed once.
         """
         if what in self._stages:
             return self._stages[what]

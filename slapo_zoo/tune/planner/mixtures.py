@@ -33,7 +33,9 @@ class Mixture(NamedTuple):
 def choose(
     planner: Any, layout: Layout, budget: float | Sequence[float]
 ) -> tuple[tuple[str, ...] | None, int]:
-    """Return (activation policies, one per block, or None if nothing fits; fewest bytes that the ranks can keep).
+    """Choose the fastest activation policy of each block so that every rank stays within the budget.
+
+    Return (one policy per block, or None if nothing fits; the smallest budget in bytes that would fit).
 
     Args:
         planner: planner of the model.
@@ -120,10 +122,10 @@ def _note(found: dict[str, str], best: Mixture | None) -> None:
 
 
 def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("inf")) -> Any:
-    """Return the forecast of a layout with the fastest policy for each block that fits, or None.
+    """Return the forecast of a layout whose blocks have the fastest policies with which it fits, or None.
 
-    `limit` is the bytes of memory per rank. The result is None if nothing fits, or if the step takes longer
-    than `seconds`.
+    `limit` is the bytes of memory per rank. The result is None if nothing fits, if one policy for all blocks
+    is best, or if the step takes `seconds` or longer.
     """
     ranks = planner.ranks(layout)
     room = [limit - rank.total + rank.activations for rank in ranks]

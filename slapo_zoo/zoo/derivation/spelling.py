@@ -15,7 +15,9 @@ LAYER = re.compile(r"\.\d+\.")  # a rename with one holds for this layer only
 
 @dataclass(frozen=True)
 class Spelling:
-    """Renames and split tensors of a family's files, as fields of a `Table`, and the keys that they do not explain."""
+    """Difference between the keys of a family's files and the model's names: renames and rules for tensors that are
+    stored in pieces (fields of a `Table`), and keys in the files that neither explains (`unknown`).
+    """
 
     renames: tuple[tuple[str, str], ...] = ()
     pieces: tuple[Pieces, ...] = ()
@@ -119,7 +121,10 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
-    """Return the `Pieces` of a split tensor: the endings of its name and of its keys, from their last common word on.
+    """Return the rule for a model tensor `name` that files store in pieces under `keys`.
+
+    The rule holds the ends of the name and of each key, from the last of the dotted parts with
+    which all of them begin.
 
     With `numbered` the first number in a key is the index of an expert.
     """

@@ -86,7 +86,7 @@ class Modules:
         return sum(p.numel() for m in self.patterns[pattern] for p in m._parameters.values() if p is not None)  # fmt: skip
 
     def own_only(self, pattern: str) -> bool:
-        """Return whether only the modules of a pattern compute with the parameters of these modules."""
+        """Return whether the parameters of a pattern's modules are used by these modules alone."""
         path = pattern.partition(":")[0]
         names = (f"{path}.{name}" for m in self.patterns[pattern] for name in m._parameters)
         return not self.foreign.intersection(names)
