@@ -30,7 +30,7 @@ class Kept:
 
 
 class HostCopy:
-    """Copy in host memory of one activation until its backward; `tensor` is any view of the activation's memory."""
+    """Copy of an activation in host memory, kept until its backward; `tensor` is any view of the activation's data."""
 
     def __init__(self, tensor: Tensor):
         storage = tensor.untyped_storage()

@@ -187,8 +187,8 @@ class Matcher:
         """Yield each way to pair the arguments of pattern node `p` with those of graph node `v`;
         two if it is commutative.
 
-        Each way is a list of (argument of p, argument of v, rank of v's tensor if the argument is
-        an axis, else 0).
+        Each way is a list of (argument of p, argument of v, number of axes of v's tensor if the
+        argument is an axis, else 0).
         """
         regex = self._regex(p)
         if regex:
@@ -232,5 +232,5 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _same_dim(p: Any, v: Any, rank: int) -> bool:
-    """Return whether two integers name the same axis of a tensor of that rank, e.g. -1 and 2 for rank 3."""
+    """Return whether two integers name the same axis of a tensor with `rank` axes, e.g. -1 and 2 if it has 3."""
     return rank > 0 and isinstance(p, int) and isinstance(v, int) and p % rank == v % rank

@@ -64,7 +64,7 @@ def replace_vertical(
 
     rewrite:  t = f(a, b); y = g(t, c)  -->  y = new(a, b, c)
 
-    Arguments are passed by name where all required parameters of `new` are names of the pattern, else by position.
+    Inputs are passed by name where the pattern's arguments have the names of parameters of `new`, else by position.
 
     Args:
         subgraph: the nodes to replace.

@@ -88,7 +88,10 @@ def _scatter(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("vocab_logits", "fwd_post")
 def _vocab_logits(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Wrap this rank's columns of the logits [..., V/n]: a loss runs on the columns, other functions gather all."""
+    """Wrap this rank's columns of the logits [..., V/n] in a tensor class (VocabLogits or LogitsOnDemand).
+
+    A loss computes with the columns of each rank; any other function first gathers all columns.
+    """
     placed = site.placed("weight")
     assert placed is not None  # noqa: S101 - check() saw it
     group, size, tape = site.group(sync), placed.shape[0], site.state.forward.tape

@@ -42,7 +42,8 @@ class Resumed:
 
     Args:
         step: number of finished optimizer steps.
-        data_positions: the `data_position` given to `save_checkpoint`, one per dp rank, or a single one if all were equal.
+        data_positions: the `data_position` given to `save_checkpoint`, one per dp rank, or a single one if all were
+            equal.
         extras: the `extra` given to `save_checkpoint`, one per dp rank, or a single one if all were equal.
         copy: this rank's dp coordinate; None if the checkpoint was saved with another number of dp ranks.
     """
@@ -196,8 +197,9 @@ class _Save:
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
         """Return what ranks exchange before a save, and store this rank's part of the state to be saved.
 
-        The result is (digest of the optimizer's record, the record or None, states of the random generators by kind,
-        {"step": ..., "data_position": ..., "extra": ...}).
+        The result is (digest of a record of the optimizer's class, groups and state, that record on one rank of each
+        stage and None elsewhere, states of the random generators by kind, {"step": ..., "data_position": ..., "extra":
+        ...}).
         """
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs

@@ -119,7 +119,7 @@ class DataParallel:
         """Return a parameter, its gradient or optimizer state gathered over dp; a collective call under ZeRO.
 
         Args:
-            value: the tensor to gather; a value that is no tensor of that size is returned.
+            value: the tensor to gather; a value of another size, or that is no tensor, is returned unchanged.
             p: the parameter that `value` belongs to.
             shape: unsharded shape of the parameter.
         """

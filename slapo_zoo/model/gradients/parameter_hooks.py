@@ -25,7 +25,7 @@ class OnWhole:
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Return the hook's result for this rank's gradient; None in `train_step`, which runs it later."""
+        """Return this rank's gradient as the user's hook changed it; None in `train_step`, which runs hooks later."""
         reducer = self.reducer()
         if reducer is None:  # the model is gone, its parameter lives on
             return self.hook(grad)

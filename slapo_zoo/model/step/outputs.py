@@ -15,12 +15,12 @@ def asked(model: Any, batch: Mapping[str, Any], name: str) -> bool:
 
 
 def shows_layers(model: Any, batch: Mapping[str, Any]) -> bool:
-    """Return whether hidden states of layers are returned, for which every rank must hold all tokens."""
+    """Return whether the caller wants the hidden states of layers, for which every rank must hold all tokens."""
     return asked(model, batch, LAYERS[0])
 
 
 def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError for wanted hidden states or attentions that no rank has unsharded."""
+    """Raise SlapoError if the caller wants hidden states or attention weights that no rank computes unsharded."""
     mesh = model.mesh
     for name in LAYERS:
         if mesh.pp > 1 and asked(model, batch, name):

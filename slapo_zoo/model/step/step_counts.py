@@ -110,7 +110,7 @@ def ask(
 
 
 def _positions(*batch: Iterable[str]) -> set[str]:
-    """Return the argument names of position ids, which may show that a row holds several packed sequences."""
+    """Return the names in `batch` that are position ids, which may show that a row packs several sequences."""
     return {name for part in batch for name in part if name.endswith("position_ids")}
 
 

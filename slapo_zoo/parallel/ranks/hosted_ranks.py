@@ -39,8 +39,8 @@ class HostedRanks:
         ranks: the ranks that run in this process.
         size: number of ranks of the world.
         timeout_s: seconds after which a waiting collective raises.
-        stays: True keeps the ranks alive until the caller ends them; peers that then lose a rank raise an error and
-            do not wait.
+        stays: True if the ranks live until the user closes a model. Until then, a second HostedRanks in this process
+            raises MeshError; if `stays` is False, it waits until this one ends.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class StreamPosition:
 
     @contextmanager
     def at(self, step: int, first_row: int, num_rows: int) -> Iterator[None]:
-        """Context in which masks are drawn for the given step and rows, as in a call of the model."""
+        """Context in which dropout masks are drawn for the given step and batch rows, as within a call of the model."""
         before = (self.step, self.first_row, self.num_rows), self.is_open, self._start
         self._go((step, first_row, num_rows), True)
         try:
