@@ -113,6 +113,7 @@ def fails_in_step(folder, order, guilty, how):
     return seen, same, model.schedule.state.random.step == stream
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("order", "how", "guilty"),
     [

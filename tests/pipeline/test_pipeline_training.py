@@ -63,7 +63,7 @@ RUNS = [
 ]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("case", "layout", "options"), RUNS)
 def test_pipeline_stages_train_as_one_process(case, layout, options, root, ranks):
     """Train with dropout, recomputation, four sequence lengths, accumulation, and evaluation between steps."""

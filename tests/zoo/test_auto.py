@@ -103,7 +103,7 @@ def cells():
             yield pytest.param(name, layout, marks=marks, id=f"{name}-{layout}")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, 2)
 @pytest.mark.parametrize(("name", "layout"), [*cells()])
 def test_derived_schedule_equals_plain_transformers(name, layout, root, ranks):
     case, sizes = DERIVED[name], LAYOUTS[layout]
