@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items):
 
 
 def _count_outcomes(terminalreporter):
-    """Print the counts of outcomes of tests/loops/test_cells.py."""
+    """Print the counts of outcomes of tests/loops/test_loop_outcomes.py."""
     counts = {}
     for kind in ("passed", "failed", "xfailed", "xpassed"):
         for report in terminalreporter.stats.get(kind, []):

@@ -1,7 +1,7 @@
 """Options of the loader, each defined once: default, help, type and values for the tuner.
 
 The signatures of `from_pretrained` and `from_config`, the flags of the commands and the knobs of a
-table are these fields; tests/zoo/test_knobs.py compares them.
+table are these fields; tests/zoo/test_loader_options.py compares them.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""sch.explain() of any module without process groups, and sch.undo(). tests/zoo/test_survey.py compares with real runs."""
+"""sch.explain() of any module without process groups, and sch.undo(). tests/zoo/test_show_command.py compares with real runs."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWa
 
 NAMES = [
     name for name, loop in LOOPS.items() if loop.families == TEXT_SIX
-]  # the rest: test_cells.py
+]  # the rest: test_loop_outcomes.py
 
 
 def check(ranks, name, family, layout, root):

@@ -52,7 +52,7 @@ def work(folder, rank, victim, where):
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timeout)
     # who died is named by tests/parallel/test_killed_rank.py; here it would take seconds a kill
     process_group.SILENT_S = process_group.ERROR_WAIT_S = 0.5
-    patient_group()  # ranks that never met notice a death later: tests/parallel/test_patience.py
+    patient_group()  # ranks that never met notice a death later: tests/parallel/test_slow_ranks.py
     dist.barrier()  # nor does a rank die while another one still connects to it
     mesh = Mesh(tp=2, pp=2, rank=rank)
     specs, full = model(mesh.pp)

@@ -260,8 +260,8 @@ def test_timeout_error_names_the_source_line_of_every_rank(what, monkeypatch):
     with pytest.raises(RankError) as caught:
         emulate(wait_alone, what, mesh=(2, 1, 1), timeout_s=2)
     told = str(caught.value)
-    assert "rank 0 is at test_ranks_that_part.py" in told, told
-    assert "rank 1 is at test_ranks_that_part.py" in told, told
+    assert "rank 0 is at test_diverging_ranks.py" in told, told
+    assert "rank 1 is at test_diverging_ranks.py" in told, told
 
 
 def test_accumulated_gradients_are_added_in_place():

@@ -1,7 +1,7 @@
 """Journeys of a newcomer by the pages alone: eight of them, each program and line taken from the page that shows it.
 
 The README and docs/index.md (journey 1), the page of a linear (8) and every other page with Python are run by test_readme.py too;
-tests/cli/test_journeys.py goes on from them.
+tests/cli/test_user_workflows.py goes on from them.
 """
 
 import ast
