@@ -82,7 +82,7 @@ class Sends:
         self._works[action], self._given_up[action] = _batch_p2p(operations), give_up
 
     def release(self, action: Action) -> None:
-        """Free the sends that must have arrived at their ranks, since the input of `action` has arrived here."""
+        """Finish, and free the memory of, the sends that have arrived, as the input of `action` here proves."""
         self._wait(self.arrived.get(action, ()))
 
     def finish(self) -> None:

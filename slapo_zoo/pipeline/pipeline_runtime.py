@@ -103,7 +103,7 @@ class Pipeline:
         return fake_schedule(self.schedule, self.cls, ("cut_pipeline_stage",))[1]
 
     def holds(self, path: str) -> bool:
-        """Return whether the module at `path` runs on this rank."""
+        """Return whether this rank runs the module at `path`: its stages hold the module, or all stages run it."""
         model = self.schedule.model
         units = [u for u in self.units if path == u or path.startswith(u + ".")]
         return not any(isinstance(model.get_submodule(unit), Foreign) for unit in units)
@@ -267,7 +267,7 @@ def _stage(
 
 
 def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
-    """Return the units (blocks, ...) that are, contain or lie in a module of `checkpointed`.
+    """Return those of `units` that recompute activations: they are, contain, or lie in a module of `checkpointed`.
 
     A stage with such a unit runs its backward in one part: two parts would each recompute the activations.
     """

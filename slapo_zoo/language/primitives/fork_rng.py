@@ -225,7 +225,10 @@ class OwnDropout(TorchFunctionMode):
         return out.squeeze(1) if query.ndim == 3 else out
 
     def _rows(self, x: Tensor) -> Tensor:
-        """Return new numbers for `x`, a result of `torch.rand`; row i depends on its index in the global batch."""
+        """Return other random numbers in place of `x`, a result of `torch.rand`, each row from its own seed.
+
+        A row's seed depends on its index in the global batch. If axis 0 of `x` is not the batch, `x` is returned.
+        """
         stream = self.site.state.random
         num_rows = stream.position()[2]
         if not (x.ndim and num_rows and x.shape[0] % num_rows == 0):

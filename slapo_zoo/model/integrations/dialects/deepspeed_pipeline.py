@@ -76,7 +76,7 @@ class Step:
         run: (batch, row indices) of a micro-batch --> its loss.
         parts: entries of the batch that are split by rows, for each micro-batch.
         others: entries that all micro-batches share.
-        plan: tensors that cross the stage's borders.
+        plan: StagePlan, which says which tensors the stage receives and sends.
         loss_scale: factor of the loss.
     """
 
