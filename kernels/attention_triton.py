@@ -41,8 +41,8 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (fp32 scores of queries i, keys j; column of `table` added to each); hidden keys:
-    -inf. `row` is the batch row, C the columns of `table`; KEYS is "keys" for `key_mask` [B, T],
+    """Return (fp32 scores of queries i and keys j, -inf for hidden keys; index of the column of
+    `table` that was added to each score). `row` is the batch row, C the columns of `table`; KEYS is "keys" for `key_mask` [B, T],
     "pairs" for [B, S, T], else "none". Other arguments: see `blocked_attention.attention`.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale

@@ -172,8 +172,8 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
     """Return ({bucket: `path` or "torch"}, {bucket: smallest time of an alternative over the kernel's}).
 
     A bucket is a kernel, dtype and size (`kernel_registry.bucket`). It gets `path`, which runs the kernel, if no
-    alternative (eager, expert or liger of `alternatives`) was faster in any measurement, and one was slower by GAIN in some measurement.
-    torch.compile is not compared, since the model around the kernel is not compiled.
+    alternative (eager, expert or liger of `alternatives`) was faster in any measurement, and one was slower by
+    GAIN in some measurement. torch.compile is not compared, since the model around the kernel is not compiled.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:

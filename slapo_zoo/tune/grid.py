@@ -134,8 +134,10 @@ class Grid:
         return rows, kept
 
     def memory_rank(self) -> np.ndarray:
-        """Return [points] in 0..1: how much memory each configuration takes, as the mean over the symbols that
-        matter for memory of the rank of their value, from 0 (least memory) to 1 (most).
+        """Return [points]: a rough estimate of the memory of each configuration, from 0 (least) to 1 (most).
+
+        It is the mean over the symbols that matter for memory: 0 for a symbol's value of least memory, 1 for
+        that of most memory, and in between by its place among the candidates.
         """
         found = np.zeros(len(self.points))
         names = [n for n in self.names if MEMORY.get(n) and len(self.values[n]) > 1]

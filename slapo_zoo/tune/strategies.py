@@ -230,10 +230,10 @@ class Model:
         return int(free[distance.argmax()])
 
     def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
-        """Return a configuration to measure that varies a symbol which matters for memory and has had one value
-        only in `ran`, the configurations that fit; None if there is none among `left`, those not measured.
+        """Return an unmeasured configuration, one of `left`, with which to learn how much memory a symbol takes.
 
-        All other symbols have the values of the configuration that needs least memory.
+        The symbol is one that matters for memory and has a single value in all of `ran`, the configurations that
+        fit; all other symbols have their values of least memory. None if there is no such configuration.
         """
         corners = self.grid.corners(self.grid.index[self.start])[:1]
         for j, name in enumerate(self.grid.names) if corners else ():

@@ -49,7 +49,7 @@ class Push:
 
     @contextmanager
     def _answered(self, hint: str) -> Iterator[None]:
-        """Return a context that raises WeightsError with `hint` for a call of the Hub that fails."""
+        """Return a context for calls of the Hub: one that fails raises WeightsError, whose hint is `hint`."""
         from huggingface_hub import errors
 
         refused = errors.HfHubHTTPError, errors.HFValidationError, errors.LocalTokenNotFoundError

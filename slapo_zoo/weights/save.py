@@ -257,7 +257,7 @@ def _reserve(path: Path, header: bytes, size: int) -> None:
 
 
 def _small_files(path: Path, layout: Layout) -> dict[str, int]:
-    """Return the CRC-32 of config and state files; a tokenizer is left out, because it may change later."""
+    """Return {file name: CRC-32} of config and state files; a tokenizer is left out, because it may change later."""
     found = sorted(item.name for item in path.iterdir() if item.name not in layout.headers)
     ours = [name for name in found if WEIGHT_FILE.fullmatch(name) or name == "config.json"]
     return {name: checksums.crc_of_file(path / name) for name in ours}

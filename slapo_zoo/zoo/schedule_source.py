@@ -60,7 +60,7 @@ def kind_of(schedule: Any) -> Kind:
 
 
 def find_table(config: Any, schedule: Any = "zoo") -> Table:
-    """Return the table of a model.
+    """Return the table of sharding rules for a model.
 
     Args:
         config: config of the model.

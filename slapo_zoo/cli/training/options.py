@@ -166,7 +166,9 @@ REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML loader that refuses a repeated key, and reads 4e-3 as a number, as YAML 1.2 does; 1.1 reads text."""
+    """YAML loader that refuses a repeated key, and reads 4e-3 as a number, as YAML 1.2 does; YAML 1.1 (PyYAML) reads
+    it as text.
+    """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return one YAML mapping as a dict; raise YAMLError for a repeated key."""

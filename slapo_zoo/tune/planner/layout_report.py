@@ -129,7 +129,9 @@ def _cells(found: Found, f: Forecasted) -> list[str]:
 
 
 def call_of(f: Forecasted, without: Collection[str] = ()) -> str:
-    """Return the layout of forecast `f` as arguments of `from_pretrained`, but for `without`."""
+    """Return the layout of forecast `f` as the text of arguments of `from_pretrained` ("tp=2, pp=4"), leaving out
+    the names in `without`.
+    """
     knobs = f.layout.knobs().items()
     return ", ".join(f"{name}={value!r}" for name, value in knobs if name not in without)
 

@@ -40,8 +40,8 @@ KEPT_BLOCKS = 3  # first, middle, last
 
 
 class Family:
-    """Configs and meta models of one family: the given one, and where possible one with fewer blocks, which stand for
-    all of them.
+    """Configs and meta-device models of one family: the given one and, where possible, one with fewer blocks, whose
+    costs are repeated for the full depth.
 
     `target_len` may be set before the first profile: tokens of a decoder's row, if an encoder's row has more.
 

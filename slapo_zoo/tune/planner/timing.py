@@ -209,9 +209,9 @@ def _pipeline(
 
 
 def _cost(stage: StageTime, kind: str) -> float:
-    """Return the seconds of one action (forward, backward, or half a backward) of a stage; `kind` is its letter.
+    """Return the seconds of one action of a stage; `kind` is its letter: "F" (forward), "B" (backward), "I" or "W".
 
-    A backward for inputs alone, or for weights alone, counts as half a backward.
+    "I" and "W", a backward for inputs alone or for weights alone, count as half a backward each.
     """
     if kind == FORWARD:
         return stage.forward_s
