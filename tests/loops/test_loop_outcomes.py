@@ -36,17 +36,25 @@ def cells():
     """Yield (loop, family, layout, True to run always): each loop in one family on one layout, and each refusal once; all in `slow`."""
     told = set()  # words of refusals that run always
     for i, (name, loop) in enumerate(LOOPS.items()):
-        for j, family in enumerate(() if name in ELSEWHERE else loop.families):
-            first = j == i % len(loop.families)
-            turn = TURNS[(i + 2 * j) % len(TURNS)][: 2 if first or (i + j) % 2 else 1]
-            some = [x for x in turn if x not in loop.unlike and not plain_fails(name, family, x)]
-            words = {layout: loop.words(CELL_LAYOUTS[layout], layout) for layout in some}
-            trained = [layout for layout in some if words[layout] is None]
-            spared = trained[1:] if i // len(TURNS) % 2 else trained[:-1]
-            spared += [x for x in some if trained and words[x] in told]
-            for layout in some:
-                yield name, family, layout, first and layout not in spared
-            told |= {x for x in words.values() if x and first}
+        found = [*cells_of(i, name, loop, told)]
+        if found and not any(always for *_, always in found):
+            found[0] = (*found[0][:3], True)  # its own turn is left out
+        yield from found
+
+
+def cells_of(i, name, loop, told):
+    """Yield the cells of loop `i`; add to `told` the words of its refusals that run always."""
+    for j, family in enumerate(() if name in ELSEWHERE else loop.families):
+        first = j == i % len(loop.families)
+        turn = TURNS[(i + 2 * j) % len(TURNS)][: 2 if first or (i + j) % 2 else 1]
+        some = [x for x in turn if x not in loop.unlike and not plain_fails(name, family, x)]
+        words = {layout: loop.words(CELL_LAYOUTS[layout], layout) for layout in some}
+        trained = [layout for layout in some if words[layout] is None]
+        spared = trained[1:] if i // len(TURNS) % 2 else trained[:-1]
+        spared += [x for x in some if trained and words[x] in told]
+        for layout in some:
+            yield name, family, layout, first and layout not in spared
+        told |= {x for x in words.values() if x and first}
 
 
 def marks(name, family, layout, always):
