@@ -232,7 +232,7 @@ def test_init_command_writes_a_config_from_four_answers(tmp_path, monkeypatch, c
         2,
     )
     assert options.metric_for_best_model == "accuracy"
-    assert "# copies of the model" in file.read_text()
+    assert "# data-parallel replicas" in file.read_text()
     assert "this file exists already" in failure(capsys, "init", file)
 
 
