@@ -163,8 +163,10 @@ def scores_by_place(attention: Any, stream: Any) -> None:
 
 @contextmanager
 def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[None]:
-    """Context in which the buffer `bias` of an attention, a causal mask, has in its last `rows` rows of
-    `total` those of this cp rank's tokens: the attention reads the last rows.
+    """Context in which the causal mask `bias` of an attention (a buffer) ends with the mask rows of this cp rank's
+    tokens.
+
+    GPT-Neo and GPT-J read the last `rows` of the first `total` rows of that buffer.
     """
     whole = getattr(attention, "bias", None)
     if whole is not None:
