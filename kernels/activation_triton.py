@@ -112,7 +112,7 @@ def forward(
     kind: str,
 ) -> Tensor:
     """Launch the forward kernel: mask * act(x + bias) * up for x, up, keep [M, N]. `kind` names
-    act; `seeds` [n]: one for every M / n rows, if `keep` is None.
+    act; `seeds` [n]: one for every M / n rows, if `keep` is None; p: dropout probability.
     """
     x, bias, up, keep = contiguous(x, bias, up, keep)
     y = torch.empty_like(x)

@@ -15,7 +15,7 @@ SHAPES = [(1, 64), (63, 100), (9, 1025), (0, 32)]
 def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:
     """Compute gelu(x + bias) in plain torch operations (Hendrycks & Gimpel 2016, arXiv:1606.08415).
 
-    "tanh" is what `transformers` calls gelu_new (activations.py, NewGELUActivation); it differs from the exact
+    `approximate` "tanh" is what `transformers` calls gelu_new (activations.py, NewGELUActivation); it differs from the exact
     form by up to 5e-4, so neither may replace the other.
     """
     h = x if bias is None else x + bias

@@ -47,7 +47,9 @@ def mask_of_tile(m, n, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.c
 
 
 def mask_options(M: int, keep: Tensor | None, seeds: Tensor | None, p: float) -> tuple[str, tuple]:
-    """Return the arguments of `mask_of_tile` for M rows: (MASK, (cell, threshold, scale))."""
+    """Return the arguments (MASK, (cell, threshold, scale)) of `mask_of_tile` for M rows: MASK is "keep",
+    "seeds" or, without dropout, "none"; p is the dropout probability.
+    """
     mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
     cell = M // max(len(seeds), 1) if mask == "seeds" else 1
     return mask, (max(cell, 1), *threshold_and_scale(p))

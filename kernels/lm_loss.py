@@ -128,7 +128,7 @@ def _local(target: Tensor, start: int, stop: int) -> Tensor:
 
 
 def _joined(statistics: Tensor, group: Any) -> Tensor:
-    """All-gather the statistics [3, N] of this rank's columns; return those of all columns.
+    """All-gather the statistics [3, N] of this rank's columns over `group`; return those of all columns.
 
     Every rank computes the same loss from them, so the gradient of its own columns is already complete.
     """
@@ -196,8 +196,8 @@ def _mean_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (sum of the losses / divisor, and its gradients with respect to x, weight and bias).
 
-    Rows with target -1 do not count. `rows` is the number of rows per chunk; with `graded` False
-    the gradients are empty tensors.
+    Rows with target -1 do not count. `rows` is the number of rows per chunk, `smoothing` the label
+    smoothing; with `graded` False the gradients are empty tensors.
     """
     return _one_pass(x, weight, bias, target, divisor, smoothing, rows, graded, len(weight), None)
 
@@ -301,7 +301,8 @@ def _rows_in_cache_(
     logits: Tensor, target: Tensor, counts: Tensor, smoothing: float, scale: Tensor
 ) -> Tensor:
     """Overwrite logits by the gradient of `scale` times their losses; return the sum of the losses.
-    The rows are few and fit the cache of a CPU; `counts` is False for ignored ones.
+    The rows are few and fit the cache of a CPU; `counts` is False for ignored ones, `smoothing` is the
+    label smoothing.
     """
     wide = logits.to(cross_entropy.wide_dtype(logits))
     at = target.clamp(min=0)[:, None]

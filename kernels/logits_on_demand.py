@@ -72,7 +72,9 @@ class Head:
     def loss(
         self, rows: Tensor, target: Tensor, ignore_index: int, smoothing: float, items: Any
     ) -> Tensor:
-        """Return the summed loss of rows [N, H] / `items` (None: targets that are not ignored)."""
+        """Return the summed loss of rows [N, H] divided by `items` (None: number of targets that are not ignored);
+        `smoothing` is the label smoothing.
+        """
         with self.reading():
             return self._loss(rows, target, ignore_index, smoothing, items)
 
@@ -131,7 +133,7 @@ class LogitsOnDemand(torch.Tensor):
 
     @staticmethod
     def of(rows: Tensor, head: Head) -> Tensor:
-        """Return the logits [..., V] of hidden states `rows` [..., H], not computed yet."""
+        """Return the logits [..., V] that `head` maps hidden states `rows` [..., H] to, not computed yet."""
         dtype = rows.dtype
         if torch.is_autocast_enabled(rows.device.type):
             dtype = torch.get_autocast_dtype(rows.device.type)

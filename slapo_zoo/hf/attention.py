@@ -141,7 +141,7 @@ class CoreAttention(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
         """Compute attention of real tokens packed into one row [1, H, S, d]; a token sees those of
-        its own batch row only. `p` is the dropout probability.
+        its own batch row only. `p` is the dropout probability, `scaling` the factor of the scores.
         """
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
@@ -169,7 +169,8 @@ class CoreAttention(nn.Module):
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
         """Compute attention of packed tokens [1, H, S, d] by unpacking them to rows with padding,
-        so that the host need not know row lengths. `p` is the dropout probability.
+        so that the host need not know row lengths. `p` is the dropout probability, `scaling` the factor of
+        the scores.
         """
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
@@ -188,7 +189,8 @@ class CoreAttention(nn.Module):
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
         """Compute attention with our dropout masks, which torch's fused attention cannot take.
-        `cap` bounds the scores: cap * tanh(scores / cap); None does not.
+        `p` is the dropout probability, `bias` is added to the scores; `cap` bounds the scores:
+        cap * tanh(scores / cap), None does not.
         """
         groups = q.shape[1] // k.shape[1]
         if groups > 1:

@@ -143,7 +143,8 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
 
 
 def scores_by_place(attention: Any, stream: Any) -> None:
-    """Let an attention that computes its own scores (GPT-Neo, GPT-J) see the keys of all cp ranks.
+    """Let an attention that computes its own scores (GPT-Neo, GPT-J) see the keys of all cp ranks; `stream`, the
+    model's random stream, says how tokens are sharded.
 
     Its method `_attn` gets the keys and values [B, H, S, d] of all tokens. In its buffer with the causal mask
     of P positions, [1, 1, P, P], this rank's queries find their own rows.

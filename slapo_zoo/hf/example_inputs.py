@@ -127,7 +127,9 @@ def padded_batch(
 
 
 def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return token ids [..., T], each row closed by the end token, and a mask [..., T] that is 0 at padding."""
+    """Return token ids of `shape` [..., T], each row closed by the end token, and a mask [..., T] that is 0 at
+    padding. The ids at the borders of `tp` vocabulary shards occur among them; `g` is the generator.
+    """
     size, end = getattr(config, "vocab_size", CHARACTERS), getattr(config, "eos_token_id", None)
     end = end if isinstance(end, int) else END
     ids = torch.randint(RESERVED, size, tuple(shape), generator=g)

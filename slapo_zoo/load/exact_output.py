@@ -54,7 +54,9 @@ def computed(value: Any) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-    """Join one output of several slices of a batch: tensors by rows, scalars by their mean, else the first value."""
+    """Join `parts`, the same output for several slices of a batch: tensors by rows, scalars by their mean, else
+    the first value.
+    """
     if not isinstance(parts[0], Tensor):
         return parts[0]
     if parts[0].ndim == 0:

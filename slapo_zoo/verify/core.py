@@ -109,7 +109,7 @@ class _Verification:
         return Report.of(case.cls, self.trial.mesh, found, divergence, schedule, error, case.seed)
 
     def _does_not_run(self, error: Exception) -> Report:
-        """Return the report of a schedule that raised; its divergence is the module that was running."""
+        """Return the report of a schedule that raised `error`; its divergence is the module that was running."""
         text = f"{type(error).__name__}: {error}"
         named = isinstance(error, ScheduleError)
         paths = (str(error.where),) if named else self._where_it_raises() or self._named_by(error)

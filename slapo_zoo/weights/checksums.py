@@ -189,7 +189,9 @@ def _end_of_header(path: Path) -> int:
 
 
 def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
-    """Raise WeightsError unless all opened files carry the save id of `kept`, or no id if `kept` is None."""
+    """Raise WeightsError unless all opened files of `folders` carry the save id of the checksums `kept`, or no id
+    if `kept` is None.
+    """
     for folder in folders:
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None

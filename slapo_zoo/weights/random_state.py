@@ -66,7 +66,7 @@ def check_states(packed: Any, ranks: int) -> str:
 
 
 def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torch.device) -> None:
-    """Set this rank's generators to its saved states, if the mesh is the saved one.
+    """Set this rank's generators to its saved states (`packed`, of `pack_states`), if the mesh is the mesh `saved`.
 
     On another mesh, all ranks of a data-parallel replica take the states of the first rank of a saved replica,
     so that tp peers draw the same numbers for replicated activations.

@@ -57,7 +57,9 @@ def mesh_sizes(world: int, sizes: Mapping[str, int | None]) -> dict[str, int]:
 def local_folder(
     name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Path:  # fmt: skip
-    """Return a local folder, or download a model of the Hub and return its folder; SlapoError if there is neither."""
+    """Return the folder `name_or_path`, or download the Hub model of that name (at `revision`) and return its
+    folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too.
+    """
     if Path(name_or_path).exists():
         return Path(name_or_path) / hub.subfolder
     from huggingface_hub import snapshot_download

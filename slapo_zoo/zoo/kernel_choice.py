@@ -165,7 +165,8 @@ def _size(config: Any, kernel: Kernel) -> int:
 
 
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
-    """Reject a kernel if all of its modules lie inside modules that another accepted kernel replaces.
+    """Return `choices` in which a kernel is rejected if all of its modules lie inside modules that another
+    accepted kernel replaces.
 
     Modules inside a replaced one may not run at all.
     """

@@ -83,7 +83,7 @@ def rank_sizes(outline: Outline) -> list[RankSize]:
 
 
 def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
-    """Run one step on fake tensors and return its collectives and its transfers between stages."""
+    """Run one step on fake tensors shaped like `batch`; return its collectives and its transfers between stages."""
     mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
     mode, schedule = fake_schedule(outline.schedule, outline.cls)
     fake = schedule.model

@@ -131,7 +131,7 @@ def other_rows(task: Task, options: TrainOptions) -> Any:
 
 
 def opened(name: str, split: str, cls: type[Task], options: TrainOptions) -> Any:
-    """Return the data set `name`, opened; DataError if the task `cls` cannot read it."""
+    """Return the split `split` of the data set `name`, opened; DataError if the task `cls` cannot read it."""
     require_columns(name, cls, options)
     return read.open_table(name, split, options.data_config)
 

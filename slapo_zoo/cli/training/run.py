@@ -324,7 +324,9 @@ def ledgers_of(model: Any) -> list[Ledger]:
 
 
 def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> str:
-    """Return a table of what each rank read while loading, one row per rank with its mesh coordinates."""
+    """Return a table of what each rank read while loading (`ledgers`, by rank), one row per rank with its mesh
+    coordinates.
+    """
     rows = []
     for rank, ledger in enumerate(ledgers):
         place = replace(mesh, rank=rank)

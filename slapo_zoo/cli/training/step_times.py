@@ -71,7 +71,9 @@ def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: 
 
 
 def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """Return (loss of the scheduled model, loss of the plain model); rank 0 loads the plain model for this comparison."""
+    """Return (loss of the scheduled model, loss of the plain model) on `batch`; rank 0 loads the plain model from
+    `name`, a folder or Hub id, for this comparison.
+    """
     model.eval()
     with torch.no_grad():
         ours = float(model(**batch).loss)
@@ -86,7 +88,9 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
 
 
 def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
-    """Return the plain model's loss on rank 0; NaN on other ranks, or if the model needs over half the free memory."""
+    """Return the plain model's loss on `batch` on rank 0; NaN on other ranks, or if the model needs over half the
+    free memory.
+    """
     plain_class: Any = model.unscheduled_class
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     size = 4 * sum(math.prod(spec.shape) for spec in model._slapo.specs)

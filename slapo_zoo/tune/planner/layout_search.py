@@ -107,7 +107,9 @@ class Planner:
         self._costs: list[tuple[str, float]] = []
 
     def profile(self, tp: int, sequence_parallel: bool = False) -> Profile:
-        """Return the costs of the model's units (blocks, embeddings, heads) on one of `tp` ranks, by a cached dry run."""
+        """Return the costs of the model's units (blocks, embeddings, heads) on one of `tp` ranks, by a cached dry run;
+        `sequence_parallel`: whether these ranks shard the tokens too.
+        """
         key = tp, sequence_parallel and tp > 1
         if key not in self._profiles:
             self._profiles[key] = self.family.profile(

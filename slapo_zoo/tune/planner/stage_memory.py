@@ -137,7 +137,9 @@ def rank_memory(
     stages: Sequence[StageMemory], in_flight: Sequence[float], layout: Layout, precision: Precision,
     runtime: Runtime, hardware: Hardware,
 ) -> RankMemory:  # fmt: skip
-    """Return the peak memory of a rank; stage i then has `in_flight[i]` micro-batches between forward and backward."""
+    """Return the peak memory of a rank with these `stages`; at the peak, stage i has `in_flight[i]` micro-batches
+    between forward and backward.
+    """
     m, largest = layout.micro_batches, max(stage.largest for stage in stages)
     count = sum(stage.parameters for stage in stages)
     around = sum(stage.around for stage in stages)

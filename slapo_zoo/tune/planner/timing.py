@@ -127,7 +127,8 @@ def stage_time(
 ) -> StageTime:
     """Return the time of a stage that consists of the units begin..end-1 of a profile.
 
-    `rows` is the rows of a micro-batch, `again` the recompute policies of the units.
+    `rows` is the rows of a micro-batch, `again` the recompute policies of the units, `how` the hardware,
+    runtime, precision and tp.
     """
     share = (how.tp - 1) / how.tp
     forward = backward = flops = comm = 0.0
