@@ -119,7 +119,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
         Args:
             batch: keyword arguments of the forward with labels: this dp rank's rows; ranks that
-                differ only in tp or pp pass the same rows.
+                differ only in tp, pp or cp pass the same rows.
             micro_batches: number of equal parts of the rows. BatchNorm takes its
                 statistics over each part (of all dp ranks), as in plain gradient accumulation.
             return_logits: return the logits too; they are sent from the last stage to every rank.

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import Tensor
 
-from slapo_zoo.errors import MeshError
 from slapo_zoo.parallel.collectives import all_gather, gather_along
 from slapo_zoo.parallel.mesh import Mesh
 
@@ -62,18 +61,9 @@ def cutting(stream: Any, cut: TokenCut | None) -> Iterator[None]:
         stream: random stream of the model, from which attention and dropout read the cut, also in a backward.
         cut: how the tokens are cut; None for a step with all tokens.
     """
-    token, stream.cut = _NOW.set(cut), cut
+    token, before, stream.cut = _NOW.set(cut), stream.cut, cut
     try:
         yield
     finally:
-        stream.cut = None
+        stream.cut = before
         _NOW.reset(token)
-
-
-def refuse_cp(mesh: Mesh, where: str, what: str) -> None:
-    """Raise MeshError if the mesh has cp > 1, for a use of a loaded model that cp does not support.
-    `where` names the call, `what` the argument, in the error.
-    """
-    if mesh.size("cp") > 1:
-        problem = f"it and cp={mesh.cp} together are not built yet"
-        raise MeshError(where, what, problem, "call train_step(batch), or load with cp=1")

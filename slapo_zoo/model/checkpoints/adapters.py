@@ -34,7 +34,6 @@ from slapo_zoo.parallel.rank_plan import PARTIAL, TIED
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.rng.device_seeds import mix
 from slapo_zoo.parallel.stand_ins import standing_in
-from slapo_zoo.parallel.token_cut import refuse_cp
 from slapo_zoo.pipeline.stages import held_here
 from slapo_zoo.weights.adapter_files import CONFIG, open_adapter, save_adapter_files
 from slapo_zoo.weights.load import load_tensors
@@ -198,7 +197,6 @@ def _check_config(model: Any, config: Any) -> None:
     if not isinstance(config, LoraConfig):
         problem = f"found {type(config).__name__}, expected a LoraConfig"
         raise SlapoError(STEP, "adapter_config", problem, hint)
-    refuse_cp(model.mesh, STEP, "an adapter")
     if model.mesh.world_size == 1:
         return
     strange = [

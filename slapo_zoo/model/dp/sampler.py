@@ -91,10 +91,9 @@ def broadcast_batch(
     """
     device = group_device() if device is None and mesh.world_size > 1 else device
     found = dict(batch) if batch is not None else None
-    if mesh.tp > 1 and mesh.coord("pp") == 0:
-        found = _broadcast(found, mesh, "tp", device)
-    if mesh.pp > 1:
-        found = _broadcast(found, mesh, "pp", device)
+    for mesh_dim, later in (("tp", ("cp", "pp")), ("cp", ("pp",)), ("pp", ())):
+        if mesh.size(mesh_dim) > 1 and not any(mesh.coord(each) for each in later):
+            found = _broadcast(found, mesh, mesh_dim, device)
     if found is None:
         raise SlapoError("broadcast_batch", "batch", NO_BATCH, "pass one on tp and pp rank 0")
     return found

@@ -48,7 +48,7 @@ def check_batch(
 def check_peers(
     mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
 ) -> None:
-    """Raise MeshError if tp ranks got different batches, or would draw different dropout, in a loop
+    """Raise MeshError if tp or cp ranks got different batches, or would draw different dropout, in a loop
     without `train_step`.
 
     Args:
@@ -59,12 +59,14 @@ def check_peers(
         draws: number of forwards so far, which seeds dropout.
     """
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
-    if mesh.tp == 1 or not tensors or interval < 1 or (step - 1) % interval:
+    shared = [mesh_dim for mesh_dim in ("tp", "cp") if mesh.size(mesh_dim) > 1]
+    if not shared or not tensors or interval < 1 or (step - 1) % interval:
         return
     mine = digest(tensors) + draws
-    found = of_all(mine, mesh.group("tp")).tolist()
-    if differ := [mesh.at(tp=r) for r in unlike(found)]:
-        raise _unlike("forward", differ, mesh.at(tp=0))
+    for mesh_dim in shared:
+        found = of_all(mine, mesh.group(mesh_dim)).tolist()
+        if differ := [mesh.at(**{mesh_dim: r}) for r in unlike(found)]:
+            raise _unlike("forward", differ, mesh.at(**{mesh_dim: 0}))
 
 
 def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:

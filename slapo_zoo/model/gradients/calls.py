@@ -22,7 +22,6 @@ from slapo_zoo.model.gradients.parameter_hooks import take_over
 from slapo_zoo.model.gradients.step_guard import StepGuard
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
-from slapo_zoo.parallel.token_cut import refuse_cp
 
 
 class Calls:
@@ -47,7 +46,7 @@ class Calls:
         self.named: list[tuple[str, nn.Parameter]] = []
         self.trained: list[int] = []
         self.task = -1
-        self.outside: ForwardContext | None = None
+        self.outside: tuple[ForwardContext, Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
         """Return a fresh state for a copied model, whose next call hooks its own parameters."""
@@ -94,8 +93,6 @@ class Calls:
         """
         if not torch.is_grad_enabled():
             return
-        if trains:  # it would hold all tokens of its rows
-            refuse_cp(self.mesh, "forward", "a loop of your own")
         self.prepare(model, own_loop=True)
         if trains:
             self.count += 1
@@ -127,8 +124,8 @@ class Calls:
             self.open()
         self.reducer.token_modes.add(forward.tokens_divided)
         state = self.runtime.schedule.state
-        self.outside = self.outside or state.forward
-        state.forward, state.random.again = forward, position
+        self.outside = self.outside or (state.forward, state.random.cut)
+        state.forward, state.random.again, state.random.cut = forward, position, forward.cut
 
     def open(self) -> None:
         """Begin a backward: group gradients into buckets for all-reduces; autograd calls `_end` at its end."""
@@ -152,8 +149,9 @@ class Calls:
     def _leave(self) -> None:
         """Restore the forward context that was active before the backward."""
         state = self.runtime.schedule.state
-        state.forward, state.random.again = self.outside or state.forward, None
-        self.outside = None
+        if self.outside is not None:
+            state.forward, state.random.cut = self.outside
+        state.random.again = self.outside = None
 
     def abandon(self) -> None:
         """Drop the state of a backward that failed."""

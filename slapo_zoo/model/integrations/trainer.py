@@ -32,7 +32,7 @@ from slapo_zoo.parallel.mesh import Mesh
 class ScheduledTrainer(Trainer):
     """Subclass of `transformers.Trainer` for a scheduled model.
 
-    `per_device_train_batch_size` counts the rows of a dp rank; ranks that differ only in tp or pp read the
+    `per_device_train_batch_size` counts the rows of a dp rank; ranks that differ only in tp, pp or cp read the
     same rows. With gradient accumulation the mean is over all targets of a step, on all dp ranks.
     A `compute_loss` of your own, `compute_loss_func` and label smoothing see unsharded logits; they need pp=1.
     A model of `precision="fp16"` scales the loss, whichever way it is computed.
@@ -95,9 +95,9 @@ class ScheduledTrainer(Trainer):
         return self.model
 
     def get_tp_size(self) -> int:
-        """Return tp * pp, the number of ranks that read the same samples; transformers calls it to size its batches."""
+        """Return tp * pp * cp, the number of ranks that read the same samples, by which transformers sizes batches."""
         mesh: Any = self._scheduled.mesh
-        return mesh.tp * mesh.pp
+        return mesh.world_size // mesh.size("batch")
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with _loaders_over_dp(self.accelerator, self._mesh):

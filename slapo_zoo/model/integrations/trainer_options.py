@@ -4,7 +4,6 @@ from typing import Any
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.model.integrations.dialects.engine import is_exact
-from slapo_zoo.parallel.token_cut import refuse_cp
 
 # Option --> why it is refused, what to do.
 REFUSED = {
@@ -32,7 +31,6 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
         own_loss: name of the option that replaces the model's loss, or "".
     """
     mesh = model.mesh
-    refuse_cp(mesh, "ScheduledTrainer", "model")
     for name, (problem, hint) in REFUSED.items():
         if getattr(args, name, None):
             raise _refusal(name, problem, hint)
@@ -76,7 +74,11 @@ def _share_generations(mesh: Any, args: Any) -> None:
     Ranks that differ only in tp or pp read the same rows, so counting all ranks would take too many rows.
     """
     groups = getattr(args, "num_generations", None)
-    if not groups or mesh.tp * mesh.pp == 1 or not hasattr(args, "generation_batch_size"):
+    if (
+        not groups
+        or mesh.world_size == mesh.size("batch")
+        or not hasattr(args, "generation_batch_size")
+    ):
         return
     rows = args.per_device_train_batch_size
     if rows % groups:

@@ -19,6 +19,7 @@ TOKENS = {
 }  # fmt: skip
 OPTIONS = {"use_cache", "return_dict", "num_items_in_batch", "output_attentions", "output_hidden_states"}  # fmt: skip
 MASK = "attention_mask"
+WHERE = "a batch with cp > 1"
 
 
 def cut_batch(
@@ -38,7 +39,7 @@ def cut_batch(
     require_seam(model)
     if vars(model).get("_loss_function") is not None:
         problem = "it would be given labels that are shifted and cut already"
-        raise SlapoError("train_step", "model.loss_function", problem, "leave the model's own, or load with cp=1")  # fmt: skip
+        raise SlapoError(WHERE, "model.loss_function", problem, "leave the model's own, or load with cp=1")  # fmt: skip
     batch = {**tensors, **{n: x for n, x in whole.items() if isinstance(x, Tensor) and x.ndim}}
     others = {name: x for name, x in whole.items() if name not in batch}
     _require_known(batch, others)
@@ -58,15 +59,6 @@ def cut_batch(
     return found, others
 
 
-def refuse_whole_output(options: Any, cut: TokenCut) -> None:
-    """Raise SlapoError for options of `train_step` that need the output of tokens which other cp ranks hold."""
-    for name in ("loss_fn", "return_logits"):
-        if getattr(options, name):
-            problem = f"a rank of cp={cut.n} computes the output of its own tokens only"
-            hint = "leave it out (the model's own loss is exact), or load with cp=1"
-            raise SlapoError("train_step", f"{name}=", problem, hint)
-
-
 def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:
     """Raise SlapoError for an entry of a batch for which it is not known which axis holds the
     tokens. `batch` are the tensors of the batch, `others` its other entries.
@@ -76,12 +68,12 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
     unknown += [] if "input_ids" in batch else ["a batch without input_ids"]
     if unknown:
         problem = f"it is not known how to cut it over cp, expected entries among {', '.join(sorted(TOKENS))}"
-        raise SlapoError("train_step", unknown[0], problem, "leave it out, or load with cp=1")
+        raise SlapoError(WHERE, unknown[0], problem, "leave it out, or load with cp=1")
     ndim = {name: x.ndim for name, x in batch.items()}
     wrong = [n for n, d in ndim.items() if d != 2 and not (n == MASK and d == 4)]
     if wrong:
         problem = f"found {ndim[wrong[0]]} axes, expected [rows, tokens]"
-        raise SlapoError("train_step", wrong[0], problem, "pass one number per token, or load with cp=1")  # fmt: skip
+        raise SlapoError(WHERE, wrong[0], problem, "pass one number per token, or load with cp=1")  # fmt: skip
 
 
 def _padded(model: Any, batch: dict[str, Tensor], n: int, packed: bool) -> dict[str, Tensor]:
@@ -135,7 +127,7 @@ def require_seam(model: Any) -> None:
                 "it was replaced, or set to another attention: it would see the keys of one cp rank"
             )
             hint = "choose attention= when loading (sdpa or eager), or load with cp=1"
-            raise SlapoError("train_step", path, problem, hint)
+            raise SlapoError(WHERE, path, problem, hint)
 
 
 def _counted(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -149,7 +141,7 @@ def _counted_by_mask(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
     if mask.ndim == 4:
         problem = "positions count the real tokens of a mask [rows, tokens], found 4 axes"
-        raise SlapoError("train_step", MASK, problem, "pass position_ids too")
+        raise SlapoError(WHERE, MASK, problem, "pass position_ids too")
     return (mask.cumsum(1) * mask - 1).long()
 
 

@@ -14,6 +14,7 @@ from slapo_zoo.model.dp.dp_shard import Sharded
 from slapo_zoo.model.gradients.step_guard import ALWAYS
 from slapo_zoo.model.step.generation import refuse_cache, refuse_whole_heads, with_source
 from slapo_zoo.model.step.input_errors import explained
+from slapo_zoo.model.step.of_all_tokens import cut_call, cut_of_call, run_cut
 from slapo_zoo.model.step.outputs import as_dict, refuse_outputs
 from slapo_zoo.model.step.own_loss import whole_output
 from slapo_zoo.model.step.runtime import (
@@ -50,6 +51,8 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     if model.training and runtime.schedule.state.checkpointed:
         batch["use_cache"] = False  # a recomputation would append to the cache once more
     _keep_documents_apart(model, batch)
+    given, cut = batch, cut_of_call(model)
+    batch = batch if cut is None else cut_call(model, cut, batch)
     divided = tokens_divide(model, batch)
     refuse_divided(model, batch, pp=mesh.pp)
     refuse_outputs(model, batch)
@@ -57,12 +60,12 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     wants_tuple, run = as_dict(model, batch), functools.partial(_run_own, model, runtime)
     calls = runtime.calls
     draws = stream.call(model.training, rows * mesh.coord("batch"), rows)
-    with calling(model, batch, divided), draws:
+    with calling(model, batch, divided, cut), draws:
         if runtime.pipeline is None:  # whoever calls backward finds complete gradients
             if mesh.tp > 1 and batch.get("past_key_values") is not None:
                 refuse_whole_heads(model, batch)
-            calls.begin(model, batch, model.training)
-            output = run(batch)
+            calls.begin(model, given, model.training)
+            output = run(batch) if cut is None else run_cut(model, cut, run, batch, given)
             calls.watch(output)
         else:
             output = _run_stages(model, run, batch)

@@ -23,19 +23,20 @@ class OwnLoss:
             `targets` a sum.
         divisor: number of micro-batches of all dp ranks; with `targets` the total number of targets.
         runtime: runtime state of the model.
+        cut: how the tokens are cut over cp, or None.
     """
 
     def __init__(
-        self, loss_fn: Callable[[Any, dict[str, Any]], Tensor], divisor: float, runtime: Any
+        self, loss_fn: Callable[[Any, dict[str, Any]], Tensor], divisor: float, runtime: Any,
+        cut: Any = None,
     ):  # fmt: skip
-        self.loss_fn, self.divisor, self.runtime = loss_fn, divisor, runtime
+        self.loss_fn, self.divisor, self.runtime, self.cut = loss_fn, divisor, runtime, cut
 
     def __call__(self, output: Any, part: Mapping[str, Any]) -> Tensor:
         """Return the value of the user's loss_fn, divided by `divisor`. `output` is the model's
         output, `part` the micro-batch. SlapoError if the value is no scalar or has no gradient.
         """
-        given = {name.removeprefix(FOR_LOSS): value for name, value in part.items()}
-        output, began = whole_output(output), newest()
+        given, output, began = of_loss(part, self.cut), whole_output(output), newest()
         loss = self.loss_fn(output, given)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             found = type(loss).__name__
@@ -68,6 +69,12 @@ def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dic
 def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a batch for the model's forward: those without the prefix FOR_LOSS."""
     return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
+
+
+def of_loss(part: Mapping[str, Any], cut: Any) -> dict[str, Any]:
+    """Return the entries of a batch for loss_fn; where the model's are cut over cp, those with all tokens."""
+    found = {name: x for name, x in part.items() if cut is None or name.startswith(FOR_LOSS)}
+    return {name.removeprefix(FOR_LOSS): x for name, x in found.items()}
 
 
 def divisor_of(targets: Sequence[Any] | None, totals: Sequence[float], parts: int) -> float:

@@ -131,12 +131,17 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     return divide
 
 
-def calling(model: Any, batch: Mapping[str, Any], divided: bool) -> AbstractContextManager[None]:
-    """Context of a forward, from which modules read which tokens are padding and whether tokens are
-    sharded. `divided` is True if the tokens of `batch` are sharded over tp (sequence parallelism).
+def calling(
+    model: Any, batch: Mapping[str, Any], divided: bool, cut: Any = None
+) -> AbstractContextManager[None]:
+    """Context of a forward, from which modules read which tokens are padding and whether tokens are sharded.
+
+    `divided` is True if the tokens of `batch` are sharded over tp (sequence parallelism); `cut` is how
+    they are cut over cp.
     """
     real = None if known().real is None else batch["attention_mask"].bool()
-    return model._slapo.schedule.state.within(ForwardContext(divided, real, is_call=True))
+    state = model._slapo.schedule.state
+    return state.within(ForwardContext(divided, real, is_call=True, cut=cut))
 
 
 def takes_cache(runtime: Runtime) -> bool:

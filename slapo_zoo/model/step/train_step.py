@@ -18,8 +18,8 @@ from slapo_zoo.model.gradients.batch_check import check_batch
 from slapo_zoo.model.gradients.input_gradients import InputGradients
 from slapo_zoo.model.gradients.parameter_hooks import on_parts, run_later
 from slapo_zoo.model.step import own_loss, step_checks
-from slapo_zoo.model.step.cut_batch import cut_batch, refuse_whole_output
 from slapo_zoo.model.step.input_errors import explained
+from slapo_zoo.model.step.of_all_tokens import cut_step, means_of_all, of_all_tokens, tokens_of
 from slapo_zoo.model.step.outputs import as_dict, refuse_outputs
 from slapo_zoo.model.step.runtime import (
     Runtime,
@@ -108,9 +108,13 @@ class Step:
         draws = state.random.at(self.number, first, len(rows))
         labels = targets_of(runtime.head_name(model), part)
         means = nullcontext() if self.means is None else self.means.over(model, labels)
-        divided = state.forward.tokens_divided
-        with explained(model, inputs), draws, means, knowing(numbers), calling(model, inputs, divided):  # fmt: skip
+        divided, cut = state.forward.tokens_divided, state.forward.cut
+        given = own_loss.of_loss(part, cut)
+        if shows_all := cut is not None and self.own is not None:
+            means = means_of_all(model, given)
+        with explained(model, inputs), draws, means, knowing(numbers), calling(model, inputs, divided, cut):  # fmt: skip
             output = runtime.data_parallel.run(model, inputs)
+            output = of_all_tokens(cut, output, given) if shows_all else output
             runtime.calls.watch(output)
         if self.kept is not None:
             self.kept.add(first, output)
@@ -179,25 +183,25 @@ def split(
     state, reducer = runtime.schedule.state, runtime.calls.reducer
     given, cut = tensors, TokenCut.of(mesh)
     if cut is not None:
-        refuse_whole_output(options, cut)
-        tensors, whole = cut_batch(model, cut, tensors, whole)
+        tensors, whole = cut_step(model, cut, tensors, whole, options.loss_fn is not None)
     parameters = _trained(model, count, next(iter(tensors.values())).device)
     said, counts = _targets(model, options, tensors, whole, parts)
     divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
-    state.forward = ForwardContext(divided, is_call=True)
+    state.forward = ForwardContext(divided, is_call=True, cut=cut)
     asked, number = ask(model, tensors, counts, rows, whole), state.random.step + 1
     reducer.asks_hosts = asked.missed
     check_batch(mesh, given, number, model.input_check_interval, partial(on_parts, model))
     tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
     own, means = options.loss_fn, None
     if own is not None:
-        own = own_loss.OwnLoss(own, own_loss.divisor_of(said, asked.totals, parts), runtime)
+        own = own_loss.OwnLoss(own, own_loss.divisor_of(said, asked.totals, parts), runtime, cut)
     elif parts > 1 or said is not None:
         counted = targets_of(runtime.head_name(model), tensors) if said is None else None
         means = GlobalMeans(asked.totals, counted, mesh.group("loss"))
     times = runtime.data_parallel.loss_scale
     beside = InputGradients(mesh, tensors, reducer.beyond, options.loss_fn, times)
-    kept = LogitsKept() if options.return_logits else None
+    tokens = tokens_of("logits", {**given, **whole}) if cut else 0
+    kept = LogitsKept(None if own else cut, tokens) if options.return_logits else None
     return Step(model, tensors, whole, count, parameters, number, asked, means, own, beside, options.scaler, kept)  # fmt: skip
 
 
@@ -213,10 +217,8 @@ def _targets(
     if options.loss_fn is None:
         items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
         said = [items / model.mesh.size("batch")] if items is not None and said is None else said
-    if (
-        said is not None and (ranks := model.mesh.size("cp")) > 1
-    ):  # it counts all tokens of the rows
-        said = [n / ranks for n in said]
+        ranks = model.mesh.size("cp")  # the count is that of all tokens of the rows
+        said = said if said is None or ranks == 1 else [n / ranks for n in said]
     if said is not None or options.loss_fn is not None or parts == 1:
         return said, said or []
     return None, count_targets(model._slapo.head_name(model), tensors)
@@ -311,10 +313,14 @@ class LogitsKept:
     """Logits of all micro-batches, on the ranks of the last stage.
 
     rewrite:  logits of micro-batch 0, 1, ...  -->  logits of the batch, on every pp and tp rank
+
+    Args:
+        cut: how the tokens of the logits are cut over cp; None for logits of all tokens.
+        tokens: number of tokens of a row whose tokens are cut.
     """
 
-    def __init__(self) -> None:
-        self.cls: Any = None
+    def __init__(self, cut: TokenCut | None = None, tokens: int = 0) -> None:
+        self.cut, self.tokens, self.cls = cut, tokens, None
         self.parts: dict[int, dict[str, Tensor]] = {}
 
     def add(self, first_row: int, output: Any) -> None:
@@ -322,6 +328,9 @@ class LogitsKept:
         self.cls = type(output)
         found = {k: v for k, v in output.items() if k.endswith("logits") and v is not None}
         whole = {k: v.gathered() if isinstance(v, VocabLogits) else v for k, v in found.items()}
+        if self.cut is not None:
+            gathered = {k: self.cut.whole_of_numbers(v.detach(), 1) for k, v in whole.items()}
+            whole = {k: v.narrow(1, 0, self.tokens) for k, v in gathered.items()}
         self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
 
     def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:

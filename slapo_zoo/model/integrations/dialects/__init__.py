@@ -5,8 +5,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from slapo_zoo.errors import ScheduleError
-from slapo_zoo.parallel.token_cut import refuse_cp
+from slapo_zoo.errors import MeshError, ScheduleError
 
 Engine = Callable[..., Any]
 HOMES = {  # an engine is imported when it is asked for
@@ -59,8 +58,10 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
         target: name of the engine; None means "torch".
         **kwargs: options of the engine.
     """
-    if hasattr(sch, "mesh"):
-        refuse_cp(sch.mesh, "init_target_engine", target or "torch")
+    if hasattr(sch, "mesh") and sch.mesh.cp > 1:
+        problem = f"it and cp={sch.mesh.cp} together are not built yet"
+        hint = "leave the engine out: dp_shard= and precision= compose with cp; or load with cp=1"
+        raise MeshError("init_target_engine", target or "torch", problem, hint)
     return get_dialect_cls("runtime_engine", target or "torch")(sch, **kwargs)
 
 

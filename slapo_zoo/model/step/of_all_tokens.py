@@ -1,0 +1,110 @@
+"""Outputs of all tokens from a forward whose tokens are cut over cp, for losses that the user computes.
+
+A rank computes its own tokens; logits are all-gathered, and a loss is the sum of the ranks' shares. In the backward
+both sum the gradients of all ranks, as every rank computes the same loss: their mean over dp and cp is the gradient.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.model.step.cut_batch import cut_batch
+from slapo_zoo.model.step.outputs import LAYERS, asked
+from slapo_zoo.model.step.own_loss import of_model, whole_output
+from slapo_zoo.model.step.runtime import takes_cache
+from slapo_zoo.parallel.collectives import reduce_backward, reduce_forward
+from slapo_zoo.parallel.losses.loss_means import GlobalMeans, count_targets
+from slapo_zoo.parallel.token_cut import TokenCut, cutting
+from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, split_batch
+
+
+def cut_of_call(model: Any) -> TokenCut | None:
+    """Return how a call of a model in the user's own loop cuts its tokens; None where every rank computes all of them.
+
+    Tokens are cut where a backward will follow. Evaluation, parts called alone and pipelines compute all tokens.
+    """
+    follows = model.training and torch.is_grad_enabled() and model._slapo.pipeline is None
+    return TokenCut.of(model.mesh) if follows else None
+
+
+def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's tokens of the arguments of a call in the user's own loop."""
+    if asked(model, batch, LAYERS[1]):
+        problem = f"a rank of cp={cut.n} computes the attention of its own tokens only"
+        raise SlapoError(
+            "forward", f"{LAYERS[1]}=True", problem, "leave it out, or call it in eval()"
+        )
+    part, others = cut_batch(model, cut, *split_batch(batch))
+    cached = {"use_cache": False} if takes_cache(model._slapo) else {}  # of some tokens' keys alone
+    return {**part, **others, **cached}
+
+
+def cut_step(
+    model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any], own: bool
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return what `cut_batch` does; for a loss of the user's own (`own`) the batch with all tokens beside it."""
+    part, others = cut_batch(model, cut, of_model(tensors), of_model(whole))
+    if own:
+        part |= {FOR_LOSS + name.removeprefix(FOR_LOSS): x for name, x in tensors.items()}
+        others |= {FOR_LOSS + name.removeprefix(FOR_LOSS): x for name, x in whole.items()}
+    return part, others
+
+
+def run_cut(
+    model: Any, cut: TokenCut, run: Callable[[Any], Any], part: Mapping[str, Any], given: Mapping[str, Any]
+) -> Any:  # fmt: skip
+    """Run a forward of this rank's tokens `part` of the batch `given`; return the output of all tokens."""
+    with cutting(model._slapo.schedule.state.random, cut), means_of_all(model, given):
+        return of_all_tokens(cut, run(part), given)
+
+
+def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager[None]:
+    """Context in which the model's loss is this rank's share of the mean over the targets of all its tokens.
+
+    `given` holds the labels of all tokens; a model that is told `num_items_in_batch` divides by it itself.
+    """
+    if given.get("labels") is None or given.get("num_items_in_batch") is not None:
+        return nullcontext()
+    counts: Any = count_targets(model._slapo.head_name(model), given)
+    return GlobalMeans(counts).over(model, {})
+
+
+def tokens_of(name: str, given: Mapping[str, Any]) -> int:
+    """Return the number of tokens of an output of the batch `given`, without the padding that made them divide."""
+    source = given["input_ids"].shape[1]
+    if name.startswith("encoder"):
+        return source
+    labels = given.get("decoder_input_ids")
+    labels = given.get("labels") if labels is None else labels
+    return source if labels is None else labels.shape[1]
+
+
+def of_all_tokens(cut: TokenCut, output: Any, given: Mapping[str, Any]) -> Any:
+    """Return a model's output for all tokens: logits and hidden states [B, s, D] gathered, shares of the loss summed.
+
+    Args:
+        cut: how the tokens are cut.
+        output: the model's output for this rank's tokens.
+        given: the batch with all tokens.
+    """
+
+    def of_all(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if x.ndim == 3:
+            return cut.whole(x, 1).narrow(1, 0, tokens_of(name, given))
+        if x.ndim:
+            problem = f"found an output of {x.ndim} axes, expected [rows, tokens, width]"
+            raise SlapoError("forward", "an output with cp > 1", problem, "use cp=1 for this model")
+        return reduce_forward(reduce_backward(x, cut.group), cut.group)
+
+    output = whole_output(output)
+    for name in list(output) if hasattr(output, "keys") else ():
+        output[name] = tree_map(partial(of_all, name), output[name])
+    return output

@@ -1,0 +1,215 @@
+"""Context parallelism in a loop of one's own, with a loss of one's own, an adapter, and where all tokens are run."""
+
+import peft
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from cut_rows import case_of, require_equal, rows_of
+from parity import batch_of, tiny_config
+from slapo_zoo import AutoScheduledModel, emulate, load_checkpoint, save_checkpoint
+
+FAMILIES = ("GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration", "LlamaForCausalLM")
+
+
+def of_logits(output, batch):
+    """A loss of all tokens that the model does not compute, and half of its own."""
+    logits, labels = output.logits, batch["labels"]
+    share = cross_entropy(logits[:, 1:].flatten(0, 1), labels[:, :-1].flatten())
+    return share + logits.square().mean(1).max() + output.loss / 2
+
+
+def forward_and_backward(model, batch, way):
+    """Loss of a step; gradients are in .grad."""
+    if way == "loss_fn":
+        return model.train_step(batch, micro_batches=1, loss_fn=of_logits)
+    if way == "part":  # called alone, it computes all tokens on every rank
+        part = model.get_encoder() if model.config.is_encoder_decoder else model.base_model
+        states = part(batch["input_ids"], attention_mask=batch["attention_mask"])
+        loss = states.last_hidden_state.square().mean()
+    else:
+        output = model(**batch)
+        loss = output.loss if way == "loss" else of_logits(output, batch)
+    loss.backward()
+    return loss.detach()
+
+
+def looped(case, mask, way, **layout):
+    """Return what `cut_rows.trained` returns, by another way to train; then logits, hidden states and tokens of generate."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3, eps=1e-3)
+    losses, first = [], None
+    for step in range(3):
+        optimizer.zero_grad()
+        losses.append(float(forward_and_backward(model, rows_of(case, mask, step), way)))
+        first = model.consolidated_state_dict(grads=True) if first is None else first
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+    return (losses, first, float(norm), model.consolidated_state_dict()), shown(model, case, mask)
+
+
+def shown(model, case, mask):
+    """Outputs of all tokens: in training, as `train_step` returns them, in evaluation, and generated tokens."""
+    batch, kept = rows_of(case, mask, 3), {"output_hidden_states": True}
+    odd = {
+        name: x[:, : x.shape[1] - 1].contiguous() for name, x in batch.items()
+    }  # cp does not divide them
+    output = model(**batch, **(kept if model.mesh.pp == 1 else {}))
+    states = output.get("hidden_states") or output.get("decoder_hidden_states") or ()
+    found = [*(x.detach() for x in states), output.logits.detach()]
+    found += [model.train_step(batch, micro_batches=1, return_logits=True).logits]
+    logits = model.train_step(odd, micro_batches=1, return_logits=True).logits, model(**odd).logits
+    found += [torch.tensor(x.shape) for x in logits]  # their dropout is that of padded rows
+    with torch.no_grad():
+        output = model.eval()(**batch)
+        found += [output.logits, output.loss]
+    if model.can_generate():
+        tokens = {"max_new_tokens": 3, "do_sample": False}
+        found.append(model.generate(batch["input_ids"][:, :4], **tokens))
+    return found
+
+
+# way to train, kind of rows, sizes of the mesh, options of the loader
+WAYS = {
+    "loss": ("loss", "padded", {}, {"checkpoint_ratio": 1.0}),
+    "logits": ("logits", "left", {"tp": 2}, {}),
+    "loss_fn": ("loss_fn", "padded", {}, {}),
+    "loss-sp": ("loss", "padded", {"tp": 2}, {"sequence_parallel": True, "checkpoint_ratio": 0.5}),
+    "logits-dp_shard2": ("logits", "bare", {}, {"dp_shard": 2}),
+    "part": ("part", "padded", {}, {"checkpoint_ratio": 1.0}),
+    "loss_fn-pp2": ("loss_fn", "left", {"pp": 2}, {}),
+}
+ALWAYS = {("GPT2LMHeadModel", "loss"), ("BertForMaskedLM", "loss_fn")}
+
+
+def ways():
+    for cls in FAMILIES:
+        for name in WAYS:
+            marks = () if (cls, name) in ALWAYS else pytest.mark.slow
+            yield pytest.param(cls, name, marks=marks)
+
+
+@pytest.mark.parametrize(("cls", "name"), list(ways()))
+def test_own_loops_and_losses_see_all_tokens_and_train_as_one_process(cls, name):
+    """Losses, gradients, norm and weights after three steps, with dropout; outputs are whole on every rank."""
+    way, mask, sizes, options = WAYS[name]
+    case, mesh = case_of(cls), (sizes.get("tp", 1), sizes.get("pp", 1), 2)
+    alone, outputs = looped(case, mask, way)
+    found = emulate(looped, case, mask, way, mesh=mesh, cp=2, **sizes, **options)
+    require_equal(found[0][0], alone, rtol=1e-4, atol=1e-6)  # losses of fp32 logits
+    for each, mine in found:
+        assert each[0] == found[0][0][0]
+        for ours, one in zip(reversed(mine), reversed(outputs), strict=False):
+            torch.testing.assert_close(ours, one, rtol=1e-4, atol=1e-6)
+
+
+def counted(case, **layout):
+    """Gradients of a sum over two micro-batches, told the number of its terms."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+
+    def summed(output, batch):
+        assert "shift_labels" not in batch  # made before the cut, for the model
+        return (output.logits.square().mean(-1) * batch["weights"]).sum()
+
+    batch = {**batch_of(case), "weights": torch.arange(48).view(4, 12) / 7}
+    loss = model.train().train_step(batch, 2, loss_fn=summed, targets=[31])
+    return [float(loss)], model.consolidated_state_dict(grads=True), 0.0, {}
+
+
+def test_summed_loss_with_entries_for_itself_divides_by_targets_once():
+    case = case_of("GPT2LMHeadModel")
+    found = emulate(counted, case, mesh=(1, 1, 2), cp=2)
+    require_equal(found[0], counted(case))
+
+
+def adapted(case, **layout):
+    """Losses and weights of a LoRA adapter after three steps, its files' keys, and which parameters are trained."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+    torch.manual_seed(0)
+    targets, conv1d = TARGETS[case.cls], case.cls.startswith("GPT2")
+    config = peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=targets, fan_in_fan_out=conv1d)
+    model.add_adapter(config)
+    optimizer = torch.optim.AdamW(
+        (p for p in model.train().parameters() if p.requires_grad), lr=1e-2, eps=1e-3
+    )
+    losses = []
+    for step in range(3):
+        optimizer.zero_grad()
+        losses.append(float(model.train_step(rows_of(case, "padded", step))))
+        grads = model.get_adapter_state_dict(grads=True)
+        norm = model.clip_grad_norm_(1.0)
+        optimizer.step()
+    return losses, grads, float(norm), model.get_adapter_state_dict()
+
+
+TARGETS = {
+    "GPT2LMHeadModel": ["c_attn", "c_proj"], "BertForMaskedLM": ["query", "value"],
+    "T5ForConditionalGeneration": ["q", "v", "wo"], "LlamaForCausalLM": ["q_proj", "v_proj", "down_proj"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cls", "sizes"),
+    [
+        ("GPT2LMHeadModel", {}),
+        *(pytest.param(cls, sizes, marks=pytest.mark.slow) for cls in FAMILIES for sizes in ({"tp": 2}, {"pp": 2})),
+    ],
+)  # fmt: skip
+def test_adapters_train_on_cut_tokens_as_in_one_process(cls, sizes):
+    """LoRA with its own dropout: losses, every gradient, and the matrices after three steps."""
+    case, mesh = case_of(cls), (sizes.get("tp", 1), sizes.get("pp", 1), 2)
+    alone = adapted(case)
+    found = emulate(adapted, case, mesh=mesh, cp=2, **sizes)
+    require_equal(found[0], alone, rtol=1e-4, atol=1e-6)
+    assert alone[1]
+    assert all(each[0] == found[0][0] for each in found)
+
+
+def carried(case, source, target, steps, **layout):
+    """Load a training checkpoint if given, train so many steps, save; losses of these steps."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-3, eps=1e-3)
+    first = load_checkpoint(model, source, optimizer).step if source else 0
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        losses.append(float(model.train_step(rows_of(case, "padded", step))))
+        optimizer.step()
+    save_checkpoint(model, target, optimizer, step=first + steps)
+    states = [x for state in optimizer.state_dict()["state"].values() for x in state.values()]
+    return losses, states, model.consolidated_state_dict()
+
+
+MESHES = [({"cp": 2}, {"tp": 2}), ({"cp": 2, "pp": 2}, {"cp": 2}), ({"cp": 2, "dp_shard": 2}, {"tp": 2, "cp": 2})]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("cls", "first", "second"),
+    [
+        pytest.param(cls, *meshes, marks=() if (cls, i) == ("GPT2LMHeadModel", 0) else pytest.mark.slow)
+        for cls in FAMILIES
+        for i, meshes in enumerate(MESHES)
+    ],
+)  # fmt: skip
+def test_training_goes_on_from_a_cut_mesh_on_another_and_back(cls, first, second, tmp_path):
+    """Saved at cp=2, resumed on another mesh and saved, resumed at cp=2: weights, optimizer and dropout go on."""
+    case = case_of(cls)
+
+    def on(mesh, source, target, steps):
+        sizes = mesh.get("tp", 1), mesh.get("pp", 1), mesh.get("cp", 1)
+        return emulate(carried, case, source, tmp_path / target, steps, mesh=sizes, **mesh)[0]
+
+    began = on(first, None, "a", 1)
+    moved = on(second, tmp_path / "a", "b", 0)
+    ended = on(first, tmp_path / "b", "c", 2)
+    alone = carried(case, None, tmp_path / "alone", 3)
+    require_equal((began[0] + ended[0], {}, 0.0, ended[2]), (alone[0], {}, 0.0, alone[2]))
+    for name, x in began[2].items():
+        assert torch.equal(moved[2][name], x), name
+    kept = [carried(case, tmp_path / folder, tmp_path / "again", 0)[1] for folder in ("a", "b")]
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+    assert kept[0]
