@@ -218,23 +218,22 @@ def cut_page(outcomes: list[Outcome]) -> str:
     """docs/coverage_cp.md: types whose tokens can be cut over cp, and why the others cannot."""
     tried = sorted((o for o in outcomes if not o.problem and "cp2" in o.layouts), key=lambda o: o.model_type)  # fmt: skip
     equal = [o for o in tried if o.layouts["cp2"] == EQUAL]
-    reasons = [f"- `{o.model_type}` ({o.cls}): {_short(o.layouts['cp2'])}" for o in tried if o not in equal]  # fmt: skip
+    reasons = [f"- `{o.model_type}` ({o.cls}): {_short(o.layouts['cp2'], 300)}" for o in tried if o not in equal]  # fmt: skip
     untried = sorted(model_types().keys() - {o.model_type for o in outcomes})
-    share = f"{len(equal) / max(len(tried), 1):.1%}"
     lines = [
         "# Coverage of cp", "",
         "Which model types have tokens that can be cut over two ranks of cp, by the leak probe: a tiny model of the type, outputs, the positions "
         "that each changed token reaches, loss, every gradient and dropout compared with the plain model. Made by "
-        "`ci/run.py coverage --layout cp2 --page docs/coverage_cp.md`.", "",
-        "| tried | equal | refused | wrong |", "|--:|--:|--:|--:|",
-        f"| {len(tried)} | {len(equal)} ({share}) | {len(tried) - len(equal)} | 0 |", "",
-        "A type that is not equal is refused at the load with its reason, so none is wrong. ", "",
+        "`ci/run.py coverage NAMES --layout cp2 --page docs/coverage_cp.md`.", "",
+        "| tried | equal | refused |", "|--:|--:|--:|",
+        f"| {len(tried)} | {len(equal)} ({len(equal) / max(len(tried), 1):.1%}) | {len(tried) - len(equal)} |", "",
+        "The same probe runs at the load of a class that no table names, so a type that differs from the plain model is refused, not trained.", "",
         "## Equal", "", ", ".join(f"`{o.model_type}` ({o.cls})" for o in equal), "",
         "## What is refused, and why", "", *reasons,
     ]  # fmt: skip
     if untried:
         lines += ["", "## Not tried", "", ", ".join(f"`{name}`" for name in untried)]
-    return "\n".join(lines).replace(". \n", ".\n") + "\n"
+    return "\n".join(lines) + "\n"
 
 
 def page(outcomes: list[Outcome]) -> str:
@@ -294,9 +293,10 @@ def _counted(equal: int, tried: int, trained: int) -> str:
     return f"{equal} of {tried} tried | " if tried else "unmeasured | "
 
 
-def _short(text: str) -> str:
+def _short(text: str, most: int = 160) -> str:
     text = text.removeprefix(f"{REFUSED}: ").rpartition("no table is right here: ")[2]
-    return text.replace("|", "/").replace("<", "").replace(">", "")[:160]
+    text = text.rpartition("its tokens cannot be cut over cp: ")[2]
+    return text.replace("|", "/").replace("<", "").replace(">", "")[:most]
 
 
 def coverage(

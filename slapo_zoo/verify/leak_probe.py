@@ -155,7 +155,8 @@ def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
     uneven = {name: x[:, :-1].contiguous() for name, x in case.batch.items()}
     found = {"padded": case.batch, "bare": _bare(case.batch), "uneven": _bare(uneven)}
     if accepts(case.cls, "position_ids") and head_of(case.cls.__name__).shifts:
-        found["packed"] = _packed(uneven)
+        told = getattr(case.config, "is_decoder", True)  # else such rows are refused
+        found["packed"] = _packed(uneven if told else case.batch)
     return found
 
 

@@ -53,6 +53,8 @@ def cut_batch(
         batch["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
     found = {}
     packed = "position_ids" in tensors and head_of(model._slapo.head_name(model)).shifts
+    if packed and MASK not in batch and batch["input_ids"].shape[1] % cut.n:
+        _require_decoder(model, cut.n)
     for name, x in _padded(model, batch, cut.n, packed).items():
         axis = 2 if x.ndim == 4 else 1
         found[name] = cut.part(x, axis).expand(rows, *x.shape[1:axis], -1, *x.shape[axis + 1 :])
@@ -74,6 +76,14 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
     if wrong:
         problem = f"found {ndim[wrong[0]]} axes, expected [rows, tokens]"
         raise SlapoError(WHERE, wrong[0], problem, "pass one number per token, or load with cp=1")  # fmt: skip
+
+
+def _require_decoder(model: Any, n: int) -> None:
+    """Raise SlapoError unless the config says nothing against a causal model: its tokens could see the padding."""
+    if not getattr(model.config, "is_decoder", True):
+        problem = f"cp={n} does not divide the tokens, and with is_decoder=False they may see padding after them"
+        hint = f"pass an attention_mask too, or pad the rows to a multiple of {n}"
+        raise SlapoError("train_step", "position_ids", problem, hint)
 
 
 def _padded(model: Any, batch: dict[str, Tensor], n: int, packed: bool) -> dict[str, Tensor]:
