@@ -69,7 +69,9 @@ def error_of(found, truth):
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("cls", "precision", "sizes", "options"), PRECISE)
-def test_cut_tokens_in_16_bits_are_as_near_to_fp64_as_one_process(cls, precision, sizes, options):
+def test_context_parallel_results_in_16_bits_are_as_near_to_fp64_as_one_process(
+    cls, precision, sizes, options
+):
     """With fp32 parameters: at most twice the error of one process, with the same dropout."""
     case, narrow = case_of(cls), {"dtype": torch.float32, "precision": precision}
     truth, own = trained(case, "padded"), trained(case, "padded", **narrow)

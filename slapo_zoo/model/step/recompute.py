@@ -59,11 +59,11 @@ class Recomputes:
 
 def _require_no_options(function: Callable[..., Any] | None) -> None:
     options = set(getattr(function, "keywords", ())) - WITHOUT_MEANING
-    if getattr(function, "func", checkpoint) is not checkpoint:
+    if getattr(function, "func", checkpoint) is not checkpoint:  # as for the argument offload=True
         options.add("offload")
     if options:
-        problem = f"found {sorted(options)}, expected use_reentrant at most"
-        hint = 'leave them out; checkpoint_policy="save_matmuls" keeps the results of products'
+        problem = f"found the options {sorted(options)}, expected use_reentrant or preserve_rng_state at most"
+        hint = 'leave them out; from_pretrained has checkpoint_policy="save_matmuls" and "offload" instead'
         raise SlapoError("gradient_checkpointing_enable", "its options", problem, hint)
 
 
