@@ -40,7 +40,7 @@ class Given(NamedTuple):
     wide: bool
 
     def runs_in_tiles(self, q: Tensor) -> bool:
-        """Return whether the Triton kernels run for queries `q`; they support no `bias` and no `drawn` masks."""
+        """Return whether the Triton kernels run for `q`; they support neither `bias` nor masks that a CPU draws."""
         return in_triton(q) and self.bias is None and not self.drawn
 
     def of_tiles(self) -> tuple:
@@ -295,7 +295,7 @@ class _Blocks:
         return slice(min(first, self.T), min(stop + later, self.T))
 
     def weights(self, heads: slice, rows: slice, keys: slice) -> Tensor:
-        """Return the softmax of a block's scores [heads, rows, keys], in a shared buffer; 0 without visible keys."""
+        """Return the softmax of a block's scores [heads, rows, keys], 0 where no key is visible; later calls overwrite it."""
         queries, given, row = self.queries[heads, rows], self.given, self.row
         s = _first(self.scores, (*queries.shape[:2], keys.stop - keys.start))
         torch.bmm(queries, self.keys[heads, keys].transpose(1, 2), out=s)
@@ -329,7 +329,7 @@ class _Blocks:
         return torch.bmm(a, b.transpose(1, 2), out=out).to(self.dtype)
 
     def narrow(self, x: Tensor) -> Tensor:
-        """Return `x` cast from the dtype of the scores to that of the model, in a shared buffer."""
+        """Return `x` cast from the dtype of the scores to that of the model; later calls overwrite the result."""
         return x if x.dtype == self.rounded.dtype else _first(self.rounded, x.shape).copy_(x)
 
     def mask(self, heads: slice, rows: slice, keys: slice) -> Tensor | None:
@@ -349,8 +349,8 @@ class _Blocks:
         return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
 
     def _draw(self, seeds: list[int]) -> Tensor:
-        """Draw the dropout masks of a batch row for `drawn` tokens, one per head from `seeds`; with `places`
-        return their rows and columns alone.
+        """Draw the dropout masks of a batch row, [heads, queries, keys], one per head from `seeds`, for a row of
+        `drawn` tokens; with `places` return the rows and columns of these tokens alone.
         """
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)

@@ -65,7 +65,7 @@ def is_plain(module: nn.Module) -> bool:
 def _install(site: Any, **options: Any) -> None:
     """Replace the forward of the linear `site.module` by the kernel's, if oneDNN is faster on this CPU.
 
-    A forward that the schedule has set before (row-parallel: bias after the all-reduce) is kept.
+    A forward that the schedule has set before (row-parallel: bias after the all-reduce) is kept. `options` are ignored.
     """
     if products.is_faster_here() and "forward" not in vars(site.module):
         site.module.forward = _forward.__get__(site.module)

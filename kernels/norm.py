@@ -34,7 +34,7 @@ def norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y, z), both in the shape of x; z is x when nothing is added to x.
+    """Compute (y, z) in the shape of x: z = mask * (x + x_bias) + residual, without what is None, and y = LayerNorm(z).
 
     Args:
         x: [..., N].

@@ -24,7 +24,7 @@ from slapo_zoo.zoo.table import Table, table_for
 def zoo_card(
     config: Any, auto_class: Any, mesh: Mesh, base_model: str, any_size: bool = False, **knobs: Any
 ) -> Card:
-    """Return a schedule card (schedule.json, README) of the zoo's table, with nothing measured.
+    """Return a schedule card (schedule.json, README) with the zoo's schedule for a model; nothing is measured.
 
     Args:
         config: `transformers` config of the model.

@@ -40,7 +40,7 @@ def card_of_module(sch: Schedule) -> Card:
 
 
 def publish(mesh: Mesh, make: Callable[[], Card], place: str | Path, **options: Any) -> str:
-    """Write a schedule card from rank 0 to a folder or the Hub; all return folder or org/name@sha.
+    """Write a schedule card from rank 0 to a folder or the Hub; every rank returns the folder or org/name@sha.
 
     Args:
         mesh: mesh of the ranks, all of which call this function.

@@ -46,8 +46,8 @@ def validator() -> Any:
     from jsonschema.validators import extend
 
     def all_of(validator: Any, rules: Any, instance: Any, rule: Any) -> Iterator[Any]:
-        """Yield the errors of one directive, `instance`, by the rule for its own primitive among
-        `rules`; trying all rules would be slow.
+        """Yield the errors of a directive, `instance`, as `allOf` of jsonschema (same arguments), but
+        only by the rule for its primitive; trying all `rules` would be slow.
         """
         for index, each in enumerate(rules):
             if isinstance(instance, list) and instance[1:2] != [_primitive_of(each)]:

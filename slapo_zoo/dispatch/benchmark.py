@@ -266,7 +266,7 @@ def run(
 
 
 def quick_table(names: Sequence[str], device: str) -> Table:
-    """Return the device's table, after measuring the second shape of each named kernel that it lacks.
+    """Return the device's table of measured kernels, after measuring each named kernel that it lacks, at one shape.
 
     Args:
         names: names of kernels; those without a benchmark are ignored.

@@ -80,11 +80,11 @@ class CoreAttention(nn.Module):
     """softmax(q k^T * scaling + mask) v, with dropout masks that depend on the global head number.
 
     Args:
-        stream: random stream of the model.
+        stream: random stream of the model, from which the masks or their seeds come.
         site: path of this module.
         heads: global indices of the query heads that this rank holds.
         backend: name in `attention_backends` of what runs without dropout.
-        device: attention and dropout with masks from seeds; None makes masks in memory.
+        device: functions whose kernels make the masks from seeds; None: masks are tensors in memory.
     """
 
     def __init__(

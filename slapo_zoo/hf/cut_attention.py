@@ -58,7 +58,10 @@ def _causal(cut: TokenCut, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return a position bias for `total` keys; T5 gives zeros for the `own` keys of this rank where it has no bias."""
+    """Return the position bias for all `total` keys, or None.
+
+    A T5 layer without a bias of its own passes zeros for the `own` keys of this rank, which become None.
+    """
     if bias is None or bias.shape[-1] == total:
         return bias
     if bias.shape[-1] == own and not attention.has_relative_attention_bias:
@@ -106,7 +109,7 @@ def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[
 
 def bias_by_place(attention: Any, stream: Any) -> None:
     """Let an attention of T5 compute its relative bias [1, H, s, S] for the s of S tokens that this
-    cp rank holds; `stream`, the model's random stream, says which.
+    cp rank holds. `stream`, the model's random stream, follows the running step and knows which.
     """
     own = attention.forward
 
@@ -126,7 +129,7 @@ def bias_by_place(attention: Any, stream: Any) -> None:
 
 def positions_by_place(embedding: Any, stream: Any) -> None:
     """Let a position embedding of BART or Pegasus count from the first token of this cp rank, not from 0;
-    `stream`, the model's random stream, says which tokens the rank holds.
+    `stream`, the model's random stream, follows the running step and knows which tokens the rank holds.
     """
     own = embedding.forward
 
@@ -143,8 +146,8 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
 
 
 def scores_by_place(attention: Any, stream: Any) -> None:
-    """Let an attention that computes its own scores (GPT-Neo, GPT-J) see the keys of all cp ranks; `stream`, the
-    model's random stream, says how tokens are sharded.
+    """Let an attention that computes its own scores (GPT-Neo, GPT-J) see the keys of all cp ranks. `stream`, the
+    model's random stream, follows the running step and knows how its tokens are sharded.
 
     Its method `_attn` gets the keys and values [B, H, S, d] of all tokens. In its buffer with the causal mask
     of P positions, [1, 1, P, P], this rank's queries find their own rows.

@@ -294,7 +294,7 @@ def init_own(model: Any, path: str) -> None:
 
 
 def initialized_as(module: Any) -> Any:
-    """Return the module to initialise: `module`, or the original that it replaces on another pipeline stage."""
+    """Return the module to initialise: `module`, or the module of another pipeline stage for which it stands here."""
     return module.__dict__.get("_original", module)
 
 

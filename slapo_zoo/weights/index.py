@@ -92,7 +92,9 @@ def _weight_map(path: Path) -> dict[str, str]:
 
 
 def index_name(stem: str) -> str:
-    """Return an index's file name: "model" --> model.safetensors.index.json, "model.fp16" --> ....index.fp16.json."""
+    """Return the file name of an index: "model" --> model.safetensors.index.json, and
+    "model.fp16" --> model.safetensors.index.fp16.json.
+    """
     base, _, variant = stem.partition(".")
     return (
         f"{base}.safetensors.index.{variant}.json" if variant else f"{base}.safetensors.index.json"

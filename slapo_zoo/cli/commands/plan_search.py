@@ -12,7 +12,7 @@ from slapo_zoo.errors import SlapoError
 
 
 def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None, str, str]) -> Any:
-    """Return the planner of a model on some hardware.
+    """Return the planner of a model on some hardware; it simulates training steps.
 
     Args:
         model: a checkpoint folder, a Hub id or a family.

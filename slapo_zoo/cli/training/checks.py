@@ -136,7 +136,7 @@ def check_parent(path: Path, option: str) -> None:
 
 
 def check_evaluation(options: TrainOptions) -> None:
-    """Raise ConfigError for options that need evaluation rows, a checkpoint or a schedule that is missing.
+    """Raise ConfigError for an option without what it needs, e.g. `patience` without evaluation rows.
 
     The evaluation rows must differ from the training rows.
     """
@@ -170,7 +170,7 @@ def check_evaluation(options: TrainOptions) -> None:
 
 
 def check_pairs(options: TrainOptions) -> None:
-    """Raise ConfigError for options with which a pair would not be compared with all others of its step."""
+    """Raise ConfigError for options with which the task `pairs` would not compare a pair with all others of its step."""
     problem = f"found --engine {options.engine}, expected torch"
     _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
     count, hint = options.micro_batches, "leave it out, or take a larger --dp"
@@ -209,7 +209,7 @@ def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> Non
     """Raise an error if the mesh cannot shard the model; the schedule is applied on the meta device.
 
     Args:
-        mesh: mesh of the processes, or the virtual mesh of an exact run.
+        mesh: mesh of the processes; with the option `exact`, the mesh whose ranks they compute.
         options: options of the run.
         head: name of the auto class that selects the model's head.
         config: config of the model.
