@@ -155,7 +155,7 @@ class StageModule(nn.Module):
     Args:
         pipeline: pipeline of this rank.
         plan: plan of the stage for the shapes of a micro-batch.
-        run: (batch, rows) --> loss, through the model's own forward.
+        run: (batch, global indices of its rows) --> loss, through the model's own forward.
         others: arguments that are not split into micro-batches.
         device: device of the received tensors.
     """
@@ -208,7 +208,7 @@ def pipeline_step(
 
     Args:
         pipeline: pipeline of this rank.
-        run: (batch, rows) --> loss of a micro-batch, through the model's own forward.
+        run: (micro-batch, global indices of its rows) --> loss, through the model's own forward.
         tensors: arguments [B, ...] that are split along axis 0.
         others: arguments that every micro-batch gets unsplit.
         micro_batches: number of micro-batches.

@@ -31,9 +31,10 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Verify a schedule, or derive a table if the request has "sizes"; return the outcome as JSON
-    data. Other keys: "config", "cls", "mesh"; maybe "program", "knobs", "quick", "layers",
-    "folder".
+    """Return, as JSON data, the outcome of verifying a schedule; of deriving a table of sharding rules
+    if the request has "sizes"; or of finding how cp shards tokens if it has "cut" (the tp size).
+
+    Other keys: "config", "cls", "mesh"; maybe "program", "knobs", "quick", "layers", "folder".
     """
     import transformers
 

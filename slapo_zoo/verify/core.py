@@ -200,7 +200,10 @@ class _Verification:
 
 
 def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:
-    """Record the tensors of one step of the plain model on one rank, with its attention core as a child module."""
+    """Return {Event: Seen}, the recorded tensors of one step of the plain model on one rank.
+
+    Its attentions get the child `core_attn`, as in the scheduled model, so that the tensors of both can be compared.
+    """
 
     def seam(sch: Any) -> None:
         for pattern, directive in trial.outline().schedule.history:

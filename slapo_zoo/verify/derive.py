@@ -125,7 +125,8 @@ class Search:
         """Yield functions that make a table of sharding rules, first the one that shards most, last the one that shards
         least.
 
-        When the first tables are wrong, `left_whole` is set: the groups of modules that the next ones leave unsharded.
+        When the first tables are wrong, this generator sets `left_whole`: the groups of modules that the next ones
+        leave unsharded.
         """
         for undivided in self._ways_to_sum():
             self.undivided = undivided
@@ -157,7 +158,9 @@ class Search:
         return [*plan, *structural, self._gathered]
 
     def _has_plan(self) -> bool:
-        """Return whether a table can be made from `transformers`' tp plan, for this config and its dropout rates."""
+        """Return whether a table of sharding rules can be made from the tp plan of `transformers`: there is one, and
+        it covers the modules and the dropout of this config. With tp = 1 the table must also be right with tp = 2.
+        """
         if not plan_of(self.case.config):
             return False
         with suppress(SlapoError):

@@ -119,8 +119,8 @@ def find_positions(case: Case, table: Table, tp: int = 1) -> str:
 
 
 def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
-    """Run a trial with tokens sharded over cp = 2; return (number of passed checks, first difference
-    from `plain`, the results of the plain model for `rows`, or "").
+    """Run a trial on `rows` with tokens sharded over cp = 2; return (number of passed checks, first
+    difference from `plain` or ""), where `plain` holds the results of the plain model.
     """
     try:
         ranks = on_mesh(_cut, trial, rows, plain.logits)[:: trial.sizes[0]]
@@ -290,7 +290,10 @@ def _equal(found: Tensor, want: Tensor) -> bool:
 
 
 def reached(logits: Tensor) -> Tensor:
-    """Return [changes, S] of logits [1 + changes, S, ..]: 1 where a change reaches, -1 where not, 0 if rounding hides it."""
+    """Return [changes, S]: 1 where a changed token alters the logits of a position, -1 where not, 0 if rounding hides it.
+
+    `logits` [1 + changes, S, ..] are those of a row, then of its copies with one changed token each.
+    """
     apart = (logits[1:] - logits[:1]).abs().flatten(2).amax(-1) / logits.abs().max()
     return (apart > CHANGED).long() - (apart < SAME).long()
 

@@ -60,7 +60,7 @@ def tiny_case(
 
 
 def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
-    """Make the test case of a small config: write its weights to `folder`, and run the model without and with
+    """Make the test case of the small config `given`: write its weights to `folder`, and run the model without and with
     dropout.
 
     With `padded` text rows have different lengths. The forward with the dropout of `given` is

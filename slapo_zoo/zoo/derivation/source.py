@@ -13,7 +13,7 @@ NAMED = ("vocab", "vocab_head", "whole", "dropout", "enter", "enter_once", "ente
 
 
 def to_source(table: Table, per_rank: Mapping[str, str]) -> str:
-    """Return the Python source of a table's file.
+    """Return the Python source of schedules/<family>.py for a table of sharding rules.
 
     Args:
         table: a table whose numbers are `Dim`s, which carry names.

@@ -54,7 +54,7 @@ def find_spelling(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> S
 
 
 def _explains(keys: KeyMap, pairs: Mapping[str, str], same: Iterable[str]) -> bool:
-    """Return whether the renames map each key of `pairs` to its name and back, and leave the keys `same` unchanged."""
+    """Return whether `keys` maps each file key in `pairs` to its name and back, and leaves the keys `same` unchanged."""
     if any(LAYER.search(old) for old, _ in keys.renames):
         return False
     wanted = [*pairs.items(), *((key, key) for key in same)]

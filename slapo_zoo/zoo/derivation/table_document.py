@@ -15,8 +15,8 @@ KEPT = ("model_type", "source", "blocks", "after_blocks", "order", "everywhere",
 
 
 def freeze(table: Table, model: Any) -> Table:
-    """Return a copy of a table for one model only, without code: patterns become full paths, and
-    names of config numbers (`Dim`) become the numbers.
+    """Return a copy of a table of sharding rules for one model only, which holds no function: patterns
+    become full paths, and names of config numbers (`Dim`) become the numbers.
     """
     return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
 
@@ -32,7 +32,7 @@ def _plain(directive: Any) -> Any:
 
 
 def to_document(table: Table) -> dict[str, Any]:
-    """Return a table that `freeze` has made as JSON data for the cache."""
+    """Return, as JSON data for the cache, a table of sharding rules that `freeze` has made."""
     rows = [[path, [[type(d).name, d.arguments()] for d in rule]] for path, rule in table.heads]
     fields = {name: getattr(table, name) for name in KEPT}
     pieces = [[piece.tensor, list(piece.names)] for piece in table.pieces]
