@@ -126,7 +126,7 @@ class DataParallel:
         return value
 
     def gives(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send gathered tensors to others; under ZeRO, True in the first group only."""
+        """Return whether this rank may send gathered tensors to others; under ZeRO only one group of dp ranks may."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:

@@ -81,7 +81,7 @@ class Calls:
         take_over(self.reducer, self.named)
 
     def _partial(self) -> set[str]:
-        """Return the names of parameters whose gradient is a partial sum on each tp rank in some step."""
+        """Return the names of parameters whose gradient is a partial sum per tp rank when tokens are sharded over tp."""
         rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 
@@ -119,7 +119,10 @@ class Calls:
             reducer.uses.note(output, summed)
 
     def _arrived(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
-        """Begin the backward of a call: restore the call's forward context and its position in dropout's random numbers."""
+        """Begin the backward of a call: restore its ForwardContext, and `position`, from which dropout masks follow.
+
+        `position` is (step, first row, rows) of the call.
+        """
         if self.task != torch._C._current_graph_task_id():
             self.open()
         self.reducer.token_modes.add(forward.tokens_divided)

@@ -253,5 +253,5 @@ class GradientReducer:
 
 
 def is_taken(p: Any) -> bool:
-    """Return whether the user's post-accumulate hook on a parameter may use up its gradient at once."""
+    """Return whether parameter `p` has a post-accumulate hook, which may step `p` and drop its gradient at once."""
     return bool(p._post_accumulate_grad_hooks)

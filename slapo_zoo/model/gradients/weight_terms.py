@@ -119,7 +119,10 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
 
 
 class Uses:
-    """Record of which gradients come from the model's use of its parameters, in a loop without `train_step`."""
+    """Record of the gradients of parameters through the model's output, apart from those of weight terms (L2-SP).
+
+    It serves loops without `train_step`.
+    """
 
     def __init__(self) -> None:
         self.found: dict[int, list[Tensor]] = {}

@@ -78,7 +78,7 @@ class ScheduledTrainer(Trainer):
         self._is_checkpoint = False
 
     def _read_signature(self, model: Any) -> None:
-        """Read the names of inputs and labels from the models of an exact model's ranks; equalize their `use_cache`."""
+        """Do for a model of `exact=` what Trainer does for others: read names of inputs and labels, set `use_cache`."""
         if not is_exact(model):
             return  # Trainer has read them
         hosted = model.hosted

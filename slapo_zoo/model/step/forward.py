@@ -138,7 +138,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def require_together(model: Any) -> None:
-    """Raise MeshError if some ranks do not call the model in eval mode, though its forward needs them.
+    """Raise MeshError if some ranks do not call the model in eval mode, though each computes a part of the output.
 
     Ranks check this in the first ALWAYS calls, and then in every `input_check_interval`-th call.
     """

@@ -87,7 +87,7 @@ class Runtime:
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
     def head_name(self, model: Any) -> str:
-        """Return the class name that decides whether labels are shifted: the model's own, or one from its table."""
+        """Return the class name from which losses know if labels are shifted; the family's table may replace it."""
         if self.table.shifts_labels is None:
             return model.unscheduled_class.__name__
         return SHIFTED if self.table.shifts_labels else ""

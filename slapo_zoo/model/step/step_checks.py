@@ -87,11 +87,10 @@ def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
 
 
 def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
-    """Raise SlapoError for a tensor whose axis 0 is no multiple of `rows`, if the batch is split
-    into `count` micro-batches.
+    """Raise SlapoError for entries of a batch that cannot be split into `count` micro-batches, if `count` > 1.
 
-    `tensors` are split by rows, `whole` are the other entries of the batch. Several images per row
-    are allowed.
+    These are tensors whose axis 0 is no multiple of `rows` (several images per row are allowed), and in `whole`,
+    the other entries, outputs of an encoder and KV caches.
     """
     other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip

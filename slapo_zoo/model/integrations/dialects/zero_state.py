@@ -101,7 +101,10 @@ class WholeZero(Whole):
         self._put_state_back(base)
 
     def _put_state_back(self, base: Any) -> None:
-        """Allocate ZeRO's flat optimizer state as its first step would, and fill in the loaded values."""
+        """Allocate ZeRO's flat optimizer state as its first step would, and fill in the loaded values.
+
+        `base` is the torch optimizer inside ZeRO's, which holds that state.
+        """
         first = next(iter(self.optimizer.state.values()), None)
         if first is None:
             base.state.clear()
