@@ -44,7 +44,8 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
     """Copy a function of slapo_zoo and all that its closure holds; return functions of other packages unchanged.
 
-    `memo` is that of `copy.deepcopy`: id of an original --> its copy, to which the new function is bound.
+    `memo` is that of `copy.deepcopy`: id of an object --> its copy. Where the closure holds such an object, or the
+    function is its method, the new function has the copy.
     """
     if isinstance(value, MethodType):  # copy.deepcopy would keep the original's function
         return MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))

@@ -179,7 +179,7 @@ def unpack(kept: Any) -> Tensor:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Return the storage ids of a module's parameters and buffers, and of tensors that replace parameters."""
+    """Return the storage ids of a module's parameters and buffers, and of what it reads in their place (a cast)."""
     found: set[int] = set()
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values()]

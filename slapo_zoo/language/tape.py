@@ -347,7 +347,7 @@ class Tape(TorchDispatchMode):
             raise _Done
 
     def _summed(self, parameter: Tensor) -> None:
-        """Record that autograd has accumulated a gradient into `parameter.grad`, in a row that names the gradient tensor."""
+        """Append a row that reads `parameter.grad`, because autograd has just accumulated a gradient into it."""
         if parameter.grad is not None:
             self.note(SUMMED, reads=self._refs(parameter.grad))
 

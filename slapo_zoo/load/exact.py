@@ -94,7 +94,7 @@ def _check_size(name: str, real: int, virtual: Any) -> None:
 
 
 def _check(options: LoaderOptions) -> None:
-    """Raise SlapoError for options whose results depend on more than the virtual mesh."""
+    """Raise SlapoError for options with which the bits would differ between meshes, or from run to run."""
     device = pick_device(options.device)
     if device.type != "cpu":
         problem = f"found device {device}: virtual ranks talk by gloo, which is built for the CPU"
@@ -186,7 +186,7 @@ class ExactModel(nn.Module):
 
     @property
     def _slapo(self) -> Any:
-        """Raise SlapoError: the calling function supports models of one rank only, and this process hosts several."""
+        """Raise SlapoError: functions that read this attribute of a model support one rank per process, not several."""
         problem = "exact models (from_pretrained(..., exact=...)) do not support this call"
         raise SlapoError("ExactModel", "exact", problem, BUILT)
 

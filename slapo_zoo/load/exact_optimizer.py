@@ -46,12 +46,12 @@ def give_back(optimizer: Any, copied: Any) -> None:
 def split_over_ranks(optimizer: Any, args: Any, models: Iterable[nn.Module]) -> list[Any] | None:
     """Return one optimizer for each model, or None if the optimizer has to step all parameters in one call.
 
-    Optimizers that are not torch's own may keep state that a copy lacks, a closure computes new gradients, and
-    a fused step reads the factor of a gradient scaler.
+    The result is None for optimizers that are not torch's own (a copy may lack some of their state) or not
+    element-wise, for a closure (it computes new gradients), and if a fused step reads a gradient scaler's factor.
 
     Args:
         optimizer: optimizer over the parameters of all models.
-        args: positional and named values that its `step` was called with.
+        args: values of the arguments that its `step` was called with, named ones too.
         models: models of the virtual ranks of this process.
     """
     scaled = (getattr(optimizer, name, None) for name in ("grad_scale", "found_inf"))

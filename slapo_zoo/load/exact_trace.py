@@ -75,8 +75,9 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note_results(self, taken: Sequence[Tensor]) -> None:
-        """Add a row for each collective whose result is among the tensors `taken`, if the operation that
-        reads them is the first to read this result.
+        """Add a row for the result of each collective that an operation is the first to read.
+
+        `taken` are the tensors that this operation reads.
         """
         for x in taken:
             if known := self.sent.pop(x.untyped_storage().data_ptr(), None):

@@ -89,9 +89,10 @@ def _bound(
 
 
 def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a schedule card's plan for these devices adds to the user's; a collective call.
+    """Return arguments of `from_pretrained` that a schedule card recommends and the user did not give.
 
-    `asked` are the user's arguments, with `schedule` the card. The result is {} where no plan fits.
+    A collective call. A card may have plans: such arguments for some kinds and numbers of devices. `asked` are
+    the user's arguments, with `schedule` the card. The result is {} if no plan fits model, devices and arguments.
     """
     name = str(asked["schedule"])
     if name.endswith(".json") or asked.get("trust_remote_code"):

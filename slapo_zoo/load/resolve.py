@@ -65,8 +65,9 @@ def resolve_schedule(
 
 
 def _of_zoo(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> BuildOptions:
-    """Return `options` for a family that has a table; with cp > 1 their `schedule` may become a table that
-    also says how the tokens of the class are cut. ArchitectureError if there is no table.
+    """Return `options` for a family that has sharding rules (a `Table`); ArchitectureError if it has none.
+
+    With cp > 1 their `schedule` becomes rules that also say how cp ranks shard the tokens, if the family's do not.
     """
     table = find_table(config)
     if mesh.size("cp") == 1:

@@ -26,7 +26,7 @@ def of_world() -> dict[str, list[int]]:
 
 
 def note_step() -> None:
-    """Count the beginning of a training step, which all ranks begin together."""
+    """Count the beginning of a training step like that of a collective, because all ranks begin it together."""
     if dist.is_initialized():
         of_world().setdefault(STEPS, [0])[0] += 1
 

@@ -86,7 +86,7 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Measure a job on this rank: set the memory limit, check the loss of a probe batch, then time the steps."""
+    """Measure a job on this rank: limit memory, compare a probe batch's loss with `job.probe`, time the steps."""
     limit_memory(job)
     torch.set_num_threads(int(job.point.get("threads") or 1))
     with AnonymousPeak(exact=False) as peak:

@@ -81,7 +81,7 @@ def check_changes(model: str, changes: Mapping[str, Any]) -> None:
 
 
 def default_symbols(model: str) -> dict[str, list[Any]]:
-    """Return {symbol: values} searched by default: batch sizes, and options that the family's table marks tunable."""
+    """Return {symbol: values} searched by default: batch sizes, and options that are tunable in the model's family."""
     config, _ = config_of(model)
     tunable = table_for(config.model_type).tunable
     found: dict[str, list[Any]] = {"batch_size": [1, 2, 4, 8, 16, 32]}

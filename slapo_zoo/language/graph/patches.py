@@ -48,7 +48,7 @@ _isinstance = isinstance
 def _is_instance(value: Any, classes: Any) -> bool:
     """Replacement of `isinstance` during a trace, which tests the example value of a proxy instead of the proxy.
 
-    A false `__class__` would not do, because torch's C code would take the proxy for a tensor.
+    A proxy whose `__class__` is that of its value would not do, since torch's C code would take it for a tensor.
     """
     if type(value) is ValueProxy and not _isinstance(value, classes):
         value = value.node.meta["value"]

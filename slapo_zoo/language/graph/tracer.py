@@ -186,8 +186,8 @@ class ValueTracer(fx.Tracer):
     def create_args_for_root(self, root_fn: Any, is_module: bool, concrete_args: Any = None) -> Any:
         """Create the placeholders of the graph, with names and defaults of the example call.
 
-        This overrides a method of fx.Tracer; `concrete_args` is the function that does the work
-        (`Call.record`).
+        This overrides a method of fx.Tracer: `concrete_args` is `Call.record`, and the result is the pair that
+        fx.Tracer expects, (function to trace, its arguments).
         """
         return concrete_args(self)  # pyright: ignore[reportOptionalCall]
 

@@ -41,8 +41,8 @@ class ForkRng(Directive):
         axis: for a Dropout whose input is sharded over tp: the sharded axis (1: heads; -1: last).
         size: global size of that axis; 0: that of the result of `after`, a sharded linear.
         after: for a module that calls F.dropout: name of the child (BART's `fc1`) whose output, sharded along its
-            last axis, is the input of the next F.dropout. For a Dropout that is called twice: name of the sibling
-            whose output is the input of its next call. Needs `axis=-1`.
+            last axis, is the input of the next F.dropout. For a Dropout that its parent calls twice: name of the
+            sibling whose sharded output is the input of one call; the other has an unsharded input. Needs `axis=-1`.
         tokens: with sequence parallelism, the input holds only the tokens of this rank.
         rows: axis 0 of the input is the batch; False (DeBERTa's distances): every micro-batch and dp
             rank draws the same mask.
@@ -134,7 +134,7 @@ class ForkRng(Directive):
 
 
 class _AfterChild:
-    """Record of the child module that `ForkRng.after` names; `ran` is True when that child has just run.
+    """Record of the child (or sibling) that `ForkRng.after` names; `ran` is True when that module has just run.
 
     `run` is the range of its output columns on this rank, `size` the number of columns on all ranks.
     """
@@ -266,7 +266,7 @@ def _is_whole(x: Tensor, child: _AfterChild | None, size: int) -> bool:
 
     Args:
         x: input of the Dropout.
-        child: module whose sharded output the Dropout drops when it has just run, or None.
+        child: record of a module whose output is sharded; if it has just run, x is that output. None without one.
         size: global size of the last axis, compared with that of `x` when `child` is None.
     """
     if child is None:

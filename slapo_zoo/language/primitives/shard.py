@@ -28,7 +28,7 @@ class ShardRule:
 
 
 def _divide_depthwise(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """Set `groups` and `in_channels` of a depthwise convolution to the number of its sharded output channels."""
+    """Set `groups` and `in_channels` of a depthwise convolution to the number of output channels on this rank."""
     module: Any = site.module
     if directive.axis == 0 and param_name == "weight" and module.groups == module.in_channels:
         module.groups = module.in_channels = module.out_channels
@@ -142,7 +142,7 @@ class Shard(Directive):
             raise self.fail(site, problem, hint)
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
-        """Return whether the tensor was already sharded through a tied module, with the placement of this directive."""
+        """Return whether the tensor was sharded before, as `earlier` records, through a tied module and in the same way."""
         by_hand = self.param_name in site.state.applied.get(site.path, set())
         return not by_hand and earlier.placement == self.placement
 

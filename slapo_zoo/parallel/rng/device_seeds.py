@@ -65,7 +65,7 @@ def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
 
 
 def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
-    """Return seeds [n * parts] of the mask that `seeds` [n] make, with each block cut into `parts` blocks of `size`."""
+    """Return seeds [n * parts] of the same mask as `seeds` [n], one for every `size` elements of a block."""
     if parts == 1:
         return seeds
     if torch.compiler.is_compiling():

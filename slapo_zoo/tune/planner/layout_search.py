@@ -313,8 +313,8 @@ class Planner:
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
         """Return (recompute policies; an integer per unit, equal for units of equal cost; a dict that caches
-        the memory and time of each stage by the integers of its units). The result is itself cached
-        under `what`, so that stages of equal cost are computed once.
+        the memory and time of each stage by the integers of its units, so that stages of equal cost are
+        computed once). The result is cached under the key `what`.
         """
         if what in self._stages:
             return self._stages[what]

@@ -124,7 +124,7 @@ def _note(found: dict[str, str], best: Mixture | None) -> None:
 
 
 def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("inf")) -> Any:
-    """Return the forecast of a layout whose blocks have the fastest policies with which it fits, or None.
+    """Return the forecast of `layout` with the fastest recompute policy per block that fits into memory, or None.
 
     `limit` is the bytes of memory per rank. The result is None if nothing fits, if one policy for all blocks
     is best, or if the step takes `seconds` or longer.

@@ -220,7 +220,10 @@ def _cost(stage: StageTime, kind: str) -> float:
 
 
 def _transfer(received: float, layout: Layout, how: How) -> float:
-    """Return the seconds that a stage needs to receive `received` bytes from the stage before."""
+    """Return the seconds that a stage needs to receive `received` bytes from the stage before.
+
+    `how` has the hardware and the runtime, `layout` the number of ranks.
+    """
     if not received:
         return 0.0
     hardware = how.hardware
@@ -239,7 +242,8 @@ def _gradients(
     Only time that does not overlap with compute counts. Collectives of a micro-batch overlap with its compute.
     The all-reduce overlaps with the last backward, except for the last group of gradients that it sends.
 
-    The rank has `parameters` parameters, stages `mine`, and takes `micro_batch_s` per micro-batch.
+    The rank has `parameters` parameters, stages `mine`, and takes `micro_batch_s` per micro-batch; `how` are the
+    hardware, runtime, precision and tp.
     """
     precision, stage, shards = how.precision, layout.zero_stage, layout.dp_shard
     weights, gradients = parameters * precision.weights, parameters * precision.gradients
