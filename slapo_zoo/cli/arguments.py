@@ -44,7 +44,8 @@ def command(
 
     `work` returns None, (data, text) or (data, text, status). The command prints the text, or with
     `--json` the data; all other output then goes to stderr. The status is an exit code, or an error that
-    is raised after printing. A parameter `layout` becomes the flags of LAYOUT; `work` gets their dict.
+    is raised after printing. A parameter `layout` of `work` stands for the flags in
+    LAYOUT (--tp, --pp, ...), whose values `work` gets as a dict.
 
     Args:
         work: the function; its docstring is the command's help.

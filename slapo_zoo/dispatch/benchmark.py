@@ -127,7 +127,7 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
     """Return {alternative: function that runs a step with arguments `given`, or why it cannot}.
 
     Alternatives are "ours" (the kernel), "eager" (usual torch operations), "expert" (faster torch operations
-    that an expert would use, from baselines.EXPERT), "compile" (torch.compile) and "liger".
+    that an expert would use, from baselines.EXPERT), "compile" (torch.compile, if `compile`) and "liger".
     """
     kernel: Any = KERNELS[name]
     plain = PLAIN.get(name, kernel.reference)

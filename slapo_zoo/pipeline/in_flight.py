@@ -82,7 +82,7 @@ class Sends:
         self._works[action], self._given_up[action] = _batch_p2p(operations), give_up
 
     def release(self, action: Action) -> None:
-        """Finish, and free the memory of, the sends that have arrived, as the input of `action` here proves."""
+        """Finish the sends that must have arrived because the input of `action` is here; free their memory."""
         self._wait(self.arrived.get(action, ()))
 
     def finish(self) -> None:

@@ -124,7 +124,7 @@ class _Verification:
         return (path,) if known else ()
 
     def _where_it_raises(self) -> tuple[str, ...]:
-        """Run the schedule again; return the module that runs when the error is raised, and the module that ran before."""
+        """Run the schedule again; return the paths of the module that runs when it raises and of the module that ran before."""
         try:
             on_mesh(recorded, self.trial, DTYPES[1])
         except Exception as error:

@@ -145,7 +145,10 @@ def require_columns(name: str, cls: type[Task], options: TrainOptions) -> None:
 
 
 def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
-    """Return tokenized rows; the user's column names are ignored for an evaluation file of plain text."""
+    """Return the tokenized rows of `data`, the opened data set `name`.
+
+    The user's column names are ignored for an evaluation file of plain text.
+    """
     is_other_text = name != options.data and read.kind_of(name) == "text"
     given = {} if is_other_text else options.columns
     return read.rows_of_table(data, task, read.columns_of(type(task), given, data.column_names))

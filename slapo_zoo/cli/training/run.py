@@ -91,7 +91,7 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
 
 
 class Run(ScheduledTrainer):
-    """Trainer that steps through an engine (torch, deepspeed or megatron), with equal batches on every mesh.
+    """Trainer of `transformers` whose steps an engine (torch, deepspeed, megatron) runs, on equal batches on every mesh.
 
     Trainer provides the loop, callbacks and trackers, and decides when to evaluate, save and end. This
     class adds optimizer steps of the engine, an exact position in the data on any mesh, means over all
