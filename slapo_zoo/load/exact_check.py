@@ -86,7 +86,7 @@ def _runs(case: Case, real: Sizes, virtual: Sizes, knobs: Mapping[str, Any], tra
 
 def _train(case: Case, real: Sizes, virtual: Sizes, knobs: dict[str, Any], traced: bool) -> Any:
     """Train some steps of the test case as one process of mesh `real`, with the results of mesh
-    `virtual`; return the digests of the steps, or with `traced` the trace. `knobs` are as in `_runs`.
+    `virtual`; return the digests of the steps, or with `traced` the trace. `knobs` are arguments of `from_pretrained`.
     """
     names = ("tp", "pp", "dp")
     model = AutoScheduledModel.from_pretrained(

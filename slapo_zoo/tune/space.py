@@ -187,7 +187,7 @@ class Space:
         return found
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:
-        """Log every configuration of the space and their number; arguments as in `points`."""
+        """Log every configuration of the space and their number; the arguments are those of `Space.points`."""
         from slapo_zoo.parallel.rng.seeds import get_logger
 
         say, count = get_logger("slapo_zoo").info, 0

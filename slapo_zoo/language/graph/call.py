@@ -108,7 +108,7 @@ class Call:
         return {**values, f"**{self.others}": {}}
 
     def record(self, tracer: ValueTracer) -> tuple[Callable, list[Any]]:
-        """Create the placeholder nodes; return (function, []), which `fx.Tracer.trace` calls to run the forward."""
+        """Create the placeholder nodes; return (function that runs the forward, []), as fx.Tracer.trace expects."""
         proxies, optional = [], False
         for a in self.arguments:
             optional = optional or a.default is not NO_DEFAULT

@@ -114,8 +114,9 @@ def _replace(
 ) -> fx.Node:  # fmt: skip
     """Replace a subgraph by one call, and return the new node.
 
-    `single` says that the call returns the only output itself, not a sequence of outputs. With `joined`, parameters that
-    `carry` hands over are concatenated. The other arguments are those of `replace_vertical`.
+    `single` says that the call returns the only output itself, not a sequence of outputs. `carry` gives `new` the
+    parameters of the replaced modules, with `joined` concatenated. `constants` are keyword arguments of `new`, `name`
+    is that of its child module.
     """
     owner, before = subgraph.module, insertion_point(subgraph)
     check_hooks(subgraph.nodes, owner, subgraph.path)

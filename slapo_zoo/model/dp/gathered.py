@@ -191,7 +191,7 @@ class Group:
         return found
 
     def sum_waiting(self) -> None:
-        """Reduce-scatter the gradients that ZeRO-1 has accumulated unsharded, into `.grad`."""
+        """Reduce-scatter the gradients that ZeRO-1 has accumulated unsharded; add this rank's rows to `.grad`."""
         like = self.parameters[0].detach()
         found = self.shards.scatter(self.sums, self.shapes, like)
         self.sums = [None] * len(self.sums)

@@ -113,7 +113,7 @@ def require_known_order(model: Any) -> None:
 
 
 class Structure:
-    """Methods of `nn.Module` and `transformers` that behave differently in a scheduled model."""
+    """Mixin with the methods of `nn.Module` and `transformers` that behave differently in a scheduled model."""
 
     mesh: Any
     _slapo: Any

@@ -19,7 +19,7 @@ class Head:
 
     Attributes:
         ending: ending of the names of its classes.
-        labels: argument of the forward that takes labels --> what its numbers mean.
+        labels: argument of the forward that takes labels --> text that says what a label is.
         shifts: True if the loss compares the output at a position with the label of the next
             position.
         takes_choices: True if token ids have the shape [rows, choices, tokens].

@@ -90,7 +90,7 @@ class Heart:
         return [r for r in range(self.size) if int(self._get(_key(f"at/{place}", r), "0")) < number]  # fmt: skip
 
     def come(self, place: str) -> None:
-        """Add one to the number of times that ranks have reached the step named `place`, counted over all ranks."""
+        """Count that this rank has reached the step named `place`, in a counter that all ranks share."""
         self.store.add(f"slapo_zoo/met/{place}", 1)
 
     def came(self, place: str) -> int:

@@ -27,7 +27,7 @@ LOOK_S = 1.0
 
 
 class _Waiting:
-    """State for one gloo group with a long timeout: how often this rank has waited in each step."""
+    """Gloo group with a long timeout, and a count per step (by name) of how often this rank has waited in it."""
 
     def __init__(self) -> None:
         self.group, self.steps = None, Counter[str]()

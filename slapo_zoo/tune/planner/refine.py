@@ -45,7 +45,10 @@ def refine(
 
 @dataclass(frozen=True)
 class Climb:
-    """Hill climbing from a layout to faster layouts, changing one knob at a time; arguments as in `refine`."""
+    """Hill climbing from a layout to faster ones, changing one argument of `from_pretrained` at a time.
+
+    `forecast` and `fits` map a layout to its forecast, and to whether it fits into memory.
+    """
 
     forecast: Forecast
     fits: Fits
@@ -53,7 +56,7 @@ class Climb:
     orders: Sequence[str]
 
     def from_here(self, best: Any) -> Any:
-        """Change the knobs of forecast `best` one at a time while the step gets faster; return the
+        """Change the layout of forecast `best`, one argument at a time, while steps get faster; return the
         last forecast, or `best` itself if no change helps.
         """
         while True:
