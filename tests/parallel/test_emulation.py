@@ -15,6 +15,7 @@ from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError, RankError, StageError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.parallel.ranks.hosted_ranks import called_once
 from slapo_zoo.parallel.ranks.launch import run_local
 
 CONFIG = transformers.GPT2Config(
@@ -256,3 +257,24 @@ def test_start_of_ranks_raises_when_a_peer_is_lost_twice(monkeypatch):
     losing_first(monkeypatch, 2)
     with pytest.raises((RankError, RuntimeError), match="closed by peer"):
         emulate(summed, mesh=(2, 1, 1), timeout_s=5)
+
+
+def test_called_once_runs_the_body_once_when_threads_call_it_at_the_same_time():
+    """functools.cache alone ran it in each thread: hooks of optimizers were installed twice, and steps taken twice."""
+    gate, ran = threading.Barrier(4), []
+
+    @called_once
+    def install():
+        time.sleep(0.05)  # long enough for every thread to come
+        ran.append(1)
+
+    def work():
+        gate.wait()
+        install()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(ran) == 1

@@ -6,7 +6,6 @@ orthogonalises it: for their step each sharded parameter is gathered, and its sh
 rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->  this rank's shard again
 """
 
-import functools
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -25,6 +24,7 @@ from slapo_zoo.model.gradients.of_models import parameters_of, place_of, runtime
 from slapo_zoo.parallel.local_tensors import part_of, put_part
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import TensorPlan
+from slapo_zoo.parallel.ranks.hosted_ranks import called_once
 
 ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop",
@@ -72,7 +72,7 @@ def is_elementwise(optimizer: Any) -> bool:
     return any(cls.__name__ in ELEMENTWISE for cls in type(optimizer).__mro__)
 
 
-@functools.cache
+@called_once
 def watch_steps() -> None:
     """Install once per process the hooks that gather parameters before an optimizer step and shard them after it."""
     register_optimizer_step_pre_hook(_before)

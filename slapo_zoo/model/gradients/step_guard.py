@@ -4,7 +4,6 @@ gradients by the same factor.
 `torch.nn.utils.clip_grad_norm_` and torch's GradScaler see one rank's shards: ranks would diverge silently.
 """
 
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.parallel.ranks.heartbeat import names_of
+from slapo_zoo.parallel.ranks.hosted_ranks import called_once
 from slapo_zoo.parallel.ranks.patience import meet
 from slapo_zoo.parallel.ranks.process_group import rank_guard
 
@@ -283,7 +283,7 @@ def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
     return MeshError("optimizer.step", "parameters outside the model", problem, hint)
 
 
-@functools.cache
+@called_once
 def watch_steps() -> None:
     """Install this file's check before every optimizer step of the process, once."""
     register_optimizer_step_pre_hook(_before_step)

@@ -156,6 +156,21 @@ def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def called_once(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap a function without arguments: its first call runs the body, and every call returns that result.
+
+    `functools.cache` alone lets two threads run the body when both call it first.
+    """
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call() -> Any:
+        with BUILDING:
+            return cached()
+
+    return call
+
+
 class RankTracebackError(Exception):
     """Traceback, as text, of the failed rank (a thread); it is the cause of the rank's error."""
 
