@@ -38,8 +38,8 @@ class StepMeter:
         """Return the measurements of the step that just ended; call it after the step's loss was read.
 
         `memory` is in bytes. `mfu` counts 6 operations per parameter and token (arXiv:2204.02311), without
-        attention. With a pipeline `bubble` is averaged over pp ranks, so all ranks must call this function; an exact
-        model has none.
+        attention. With a pipeline `bubble` is averaged over pp ranks, so all ranks must call this function; it is
+        None without a pipeline, and for a model of `exact=`.
         """
         seconds = time.perf_counter() - self.begin
         names = ("input_ids", "labels") if self.parameters is None else ("input_ids",)
@@ -58,5 +58,5 @@ def peak_of(device: torch.device) -> float:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the step's peak bytes on a GPU; on a CPU the bytes of the process without mapped files."""
+    """Return the step's peak bytes on a GPU; on a CPU those of the process without mapped files, None if unknown."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else anonymous_bytes() or None  # fmt: skip

@@ -127,9 +127,7 @@ def _beside(model: Any, name: str) -> dict[str, Tensor]:
 
 
 def saved_config(folder: Path, is_trainable: bool) -> Any:
-    """Return the peft config of a saved adapter, for training if `is_trainable`; SlapoError if the folder has
-    none.
-    """
+    """Return the peft config of a saved adapter, for training if `is_trainable`; SlapoError if the folder has none."""
     from peft import PeftConfig
 
     if not (folder / CONFIG).exists():

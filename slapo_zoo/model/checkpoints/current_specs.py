@@ -89,7 +89,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Return the tensors of `found` (name --> tensor) that are neither in `known` (the checkpoint's) nor of adapters."""
+    """Return the tensors of `found` (name --> tensor) that neither the checkpoint (names `known`) nor an adapter has."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip
@@ -105,13 +105,12 @@ def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, T
 
 
 def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:
-    """Return a function that writes the other files of a save into a folder: configs, tokenizer,
-    schedule card.
+    """Return a function that writes the files of a save other than weights into a folder: configs and tokenizer.
 
     Args:
         model: a scheduled model.
-        target: folder that the save replaces.
-        published: write the card, a README and the schedule as JSON, too.
+        target: folder that the save will replace; tokenizer files that it has are not copied again.
+        published: write the schedule card (JSON) and a README for the Hub, too.
         dtype: dtype of the saved weights, for config.json; None: that of the model.
     """
     write_configs = configs_of(model, target, dtype)

@@ -102,7 +102,7 @@ class DataParallel:
         return norm
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Return {name: tensor} of this rank's parameters and buffers, or its gradients, gathered over dp.
+        """Return {name: tensor gathered over dp} of this rank's parameters and buffers or, with `grads`, its gradients.
 
         A collective call over dp under ZeRO; a missing gradient is 0.
         """
@@ -126,7 +126,7 @@ class DataParallel:
         return value
 
     def gives(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send gathered tensors to others; under ZeRO only one group of dp ranks may."""
+        """Return whether this rank may send gathered tensors to others; True, but under ZeRO in one dp group only."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:

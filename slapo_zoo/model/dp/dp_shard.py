@@ -61,7 +61,7 @@ class Sharded(DataParallel):
             yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Context in which the gradients of one step are computed; it first drops the gradients of a step that failed."""
+        """Context in which one step computes the gradients of `parameters`; first drops those of a failed step."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
@@ -108,7 +108,7 @@ class Sharded(DataParallel):
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Return {name: tensor} of parameters (or gradients) and buffers, gathered over dp."""
+        """Return {name: tensor gathered over dp} of parameters and buffers or, with `grads`, of gradients."""
         found = super().tensors(model, grads)
         named = dict(model.named_parameters(remove_duplicate=False))
         whole: dict[int, Tensor] = {}
@@ -194,7 +194,9 @@ def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Hook modules outside `blocks` (paths) with sharded parameters: a call of one raises MeshError."""
+    """Hook all modules but `blocks` (paths) and those that contain them: outside a call of the model, or of a block,
+    a call of one that has sharded parameters raises MeshError.
+    """
     gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
     for path, module in model.named_modules():
         if path not in gather:

@@ -21,7 +21,7 @@ class Shards(RowsOfRank):
     """Process groups over which ZeRO shards parameters along axis 0, and when gradients are reduced.
 
     Args:
-        group: process group of those ranks.
+        group: process group of the ranks of one replica, each of which holds some rows of every parameter.
         copies: process group of the ranks that hold the same rows as this rank; None if no other rank does.
         stage: ZeRO stage: 1 reduces gradients after the last micro-batch, 2 after each; 3 is like 2, and
             gathers the parameters of a block only while it runs.
@@ -70,8 +70,7 @@ class Shards(RowsOfRank):
         return self.finish(self.begin(parts, shapes, dtype), shapes)
 
     def begin(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> Any:
-        """Start an all-gather of several tensors; return (work, receive buffer, send buffer), which
-        `finish` needs.
+        """Start an all-gather of several tensors; return (work, receive buffer, send buffer), which `finish` needs.
 
         `parts` are this rank's rows of the tensors, `shapes` their unsharded shapes, `dtype` is
         that of the result.

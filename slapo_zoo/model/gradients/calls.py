@@ -121,7 +121,7 @@ class Calls:
     def _arrived(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
         """Begin the backward of a call: restore its ForwardContext, and `position`, from which dropout masks follow.
 
-        `position` is (step, first row, rows) of the call.
+        `position` is (step, first row, number of rows) of the call.
         """
         if self.task != torch._C._current_graph_task_id():
             self.open()

@@ -142,7 +142,10 @@ def nodes_of(output: Any) -> list[Any]:
 
 
 def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list[Any]:
-    """Return `nodes` and all autograd nodes below them, breadth first; enter a node if `goes_on(node)`."""
+    """Return `nodes` and all autograd nodes that a backward reaches from them, breadth first.
+
+    A node for which `goes_on(node)` is false is left out, and so is what only that node leads to.
+    """
     seen = dict.fromkeys(nodes)
     for node in (waiting := list(seen)):
         new = [e for e, _ in node.next_functions if e is not None and e not in seen and goes_on(e)]

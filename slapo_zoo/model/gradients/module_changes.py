@@ -86,7 +86,7 @@ def _problem(
 
 
 def _is_within(name: str, other: str) -> bool:
-    """Return whether `other` equals `name` but for wrapper modules on its path."""
+    """Return whether the parameter name `other` is `name`, possibly with the names of wrapper modules inserted."""
     parts, way = (re.split(r"\.(?!\d)", path) for path in (name, other))  # a number with its list
     left = iter(way)
     return parts[-1] == way[-1] and all(part in left for part in parts)
@@ -129,7 +129,7 @@ class Structure:
         return ((own_name(name), x) for name, x in found)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a submodule by path; BERT's path of the embedding, which peft uses, finds it in every family."""
+        """Return a submodule by path; "embeddings.word_embeddings", which peft uses, is the embedding of any family."""
         try:
             return super().get_submodule(target)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError:

@@ -122,8 +122,7 @@ class StepGuard:
         return dict(zip(whole, found, strict=True))
 
     def before_step(self) -> None:
-        """Raise MeshError on all ranks if the user's code scaled gradients by different factors on
-        different ranks.
+        """Raise MeshError on all ranks if the user's code scaled gradients by different factors on different ranks.
 
         Gradients are compared with the samples that `complete` took at the end of the last
         backward.

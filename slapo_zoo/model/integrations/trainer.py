@@ -78,7 +78,7 @@ class ScheduledTrainer(Trainer):
         self._is_checkpoint = False
 
     def _read_signature(self, model: Any) -> None:
-        """Do for a model of `exact=` what Trainer does for others: read names of inputs and labels, set `use_cache`."""
+        """Read names of inputs and labels of a model of `exact=`, and set `use_cache`, as Trainer does for others."""
         if not is_exact(model):
             return  # Trainer has read them
         hosted = model.hosted
@@ -208,8 +208,7 @@ class ScheduledTrainer(Trainer):
 
 
 def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
-    """Return the name of the option that replaces the model's loss, e.g. "compute_loss_func"; "" if
-    none does.
+    """Return the name of the option that replaces the model's loss, e.g. "compute_loss_func"; "" if none does.
 
     `args` are TrainingArguments, `kwargs` the other arguments of the Trainer class `cls`.
     """
@@ -222,8 +221,7 @@ def _own_loss(cls: type, args: Any, kwargs: dict[str, Any]) -> str:
 
 
 def prepare(accelerator: Any, model: Any, optimizer: Any, *loaders: Any) -> tuple[Any, ...]:
-    """Replace `accelerator.prepare` for a scheduled model in a loop of your own; return (model,
-    optimizer, *loaders).
+    """Replace `accelerator.prepare` for a scheduled model in a loop of your own; return (model, optimizer, *loaders).
 
     rewrite:  accelerator.backward(model(**batch).loss)  -->  loss = model.train_step(batch)
 

@@ -25,11 +25,11 @@ WHERE = "a batch with cp > 1"
 def cut_batch(
     model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (this rank's tokens of all rows, entries that all rows share) of a batch with all tokens.
+    """Return (entries with this rank's tokens of each row, entries that all rows share) of a batch with all tokens.
 
     Args:
         model: a scheduled model.
-        cut: how the tokens are cut.
+        cut: how the tokens are cut over cp.
         tensors: entries of the batch that have its rows: [B, S], or a mask [B, 1 or H, S, S].
         whole: the other entries.
 
@@ -79,7 +79,10 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
 
 
 def _require_decoder(model: Any, n: int) -> None:
-    """Raise SlapoError unless the config says nothing against a causal model: its tokens could see the padding."""
+    """Raise SlapoError if the config says is_decoder=False: tokens of such a model could see padding after them.
+
+    `n` is the number of cp ranks, for the error.
+    """
     if not getattr(model.config, "is_decoder", True):
         problem = f"cp={n} does not divide the tokens, and with is_decoder=False they may see padding after them"
         hint = f"pass an attention_mask too, or pad the rows to a multiple of {n}"
@@ -93,8 +96,8 @@ def _padded(model: Any, batch: dict[str, Tensor], n: int, packed: bool) -> dict[
         model: a scheduled model.
         batch: entries [B, S], or a mask [B, 1 or H, S, S].
         n: ranks of cp.
-        packed: positions tell documents of a causal row apart, which a mask would switch off; the padding is
-            then a document of its own.
+        packed: True if `position_ids` separate the documents of a row. A mask would make transformers ignore
+            them, so none is added, and the padding is one more document.
     """
     ids = batch["input_ids"]
     if ids.shape[1] % n and MASK not in batch and not packed:
@@ -115,14 +118,16 @@ def _padded(model: Any, batch: dict[str, Tensor], n: int, packed: bool) -> dict[
 
 
 def _padded_mask(mask: Tensor, count: int) -> Tensor:
-    """Return a mask [B, H, S + count, S + count] of which no row sees the new columns; the new rows see all others."""
+    """Return `mask` [B, H, S, S] padded to [B, H, S + count, S + count].
+
+    The queries of `mask` see none of the new keys; the new queries see all keys.
+    """
     hidden, seen = (torch.finfo(mask.dtype).min, 0.0) if mask.is_floating_point() else (0, 1)
     return nn.functional.pad(nn.functional.pad(mask, (0, count), value=hidden), (0, 0, 0, count), value=seen)  # fmt: skip
 
 
 def require_seam(model: Any) -> None:
-    """Raise SlapoError if an attention was replaced since the load: it would see only the keys of
-    this cp rank.
+    """Raise SlapoError if an attention was replaced since the load: it would see only the keys of this cp rank.
 
     An attention is right if it still calls its child `core_attn`, which gathers the keys.
     """

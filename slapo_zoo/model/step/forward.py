@@ -138,7 +138,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def require_together(model: Any) -> None:
-    """Raise MeshError if some ranks do not call the model in eval mode, though each computes a part of the output.
+    """Raise MeshError in eval mode if this call is not made on all ranks that compute a part of its output.
 
     Ranks check this in the first ALWAYS calls, and then in every `input_check_interval`-th call.
     """

@@ -25,7 +25,7 @@ from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, split_batch
 
 
 def cut_of_call(model: Any) -> TokenCut | None:
-    """Return how a call of a model in the user's own loop cuts its tokens; None where every rank computes all of them.
+    """Return how a call in the user's own loop cuts its tokens over cp; None where every rank computes all tokens.
 
     Tokens are cut where a backward will follow. Evaluation, parts called alone and pipelines compute all tokens.
     """
@@ -34,7 +34,7 @@ def cut_of_call(model: Any) -> TokenCut | None:
 
 
 def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's tokens of the arguments of a call in the user's own loop."""
+    """Return the arguments `batch` of a call in the user's own loop, cut to this rank's tokens."""
     if asked(model, batch, LAYERS[1]):
         problem = f"a rank of cp={cut.n} computes the attention of its own tokens only"
         raise SlapoError(
@@ -48,7 +48,10 @@ def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, A
 def cut_step(
     model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any], own: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return what `cut_batch` does; for a loss of the user's own (`own`) the batch with all tokens beside it."""
+    """Return the two dicts of `cut_batch` for a batch (`tensors` are split by rows, `whole` is not).
+
+    With `own`, for a loss of the user's own, each also has its entries with all tokens, under FOR_LOSS + name.
+    """
     part, others = cut_batch(model, cut, of_model(tensors), of_model(whole))
     if own:
         part |= {FOR_LOSS + name.removeprefix(FOR_LOSS): x for name, x in tensors.items()}
@@ -59,15 +62,16 @@ def cut_step(
 def run_cut(
     model: Any, cut: TokenCut, run: Callable[[Any], Any], part: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:  # fmt: skip
-    """Run a forward of this rank's tokens `part` of the batch `given`; return the output of all tokens."""
+    """Run the forward `run(part)` of this rank's tokens; return the output for all tokens of the batch `given`."""
     with cutting(model._slapo.schedule.state.random, cut), means_of_all(model, given):
         return of_all_tokens(cut, run(part), given)
 
 
 def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager[None]:
-    """Context in which the model's loss is this rank's share of the mean over the targets of all its tokens.
+    """Context in which the model's loss is its sum over this rank's targets, divided by the targets on all cp ranks.
 
-    `given` holds the labels of all tokens; a model that is told `num_items_in_batch` divides by it itself.
+    `given` is the batch with all tokens. Without labels, or with `num_items_in_batch`, by which the model
+    divides without help, the context does nothing.
     """
     if given.get("labels") is None or given.get("num_items_in_batch") is not None:
         return nullcontext()
@@ -76,7 +80,7 @@ def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager
 
 
 def tokens_of(name: str, given: Mapping[str, Any]) -> int:
-    """Return the number of tokens of an output of the batch `given`, without the padding that made them divide."""
+    """Return the tokens per row of the output `name`, e.g. "logits", for the batch `given`, without padding for cp."""
     source = given["input_ids"].shape[1]
     if name.startswith("encoder"):
         return source
@@ -89,7 +93,7 @@ def of_all_tokens(cut: TokenCut, output: Any, given: Mapping[str, Any]) -> Any:
     """Return a model's output for all tokens: logits and hidden states [B, s, D] gathered, shares of the loss summed.
 
     Args:
-        cut: how the tokens are cut.
+        cut: how the tokens are cut over cp.
         output: the model's output for this rank's tokens.
         given: the batch with all tokens.
     """

@@ -74,8 +74,8 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """Return 1 without a pipeline; else the smallest number of at least 2 * pp that the pipeline's
-    order allows. The number divides `rows`.
+    """Return 1 without a pipeline, and the number of a CSV order. Other orders: the smallest divisor of
+    `rows` from 2 * pp on that the order allows; if none, the largest allowed divisor; if none, `rows`.
     """
     if pipeline is None:
         return 1

@@ -124,8 +124,7 @@ class Step:
 
 
 def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> Any:
-    """Run forward and backward of one batch on all ranks; return the loss, or with `return_logits`
-    the output object.
+    """Run forward and backward of one batch on all ranks; return the loss, or with `return_logits` the output object.
 
     `options` are the step's other arguments, such as the number of micro-batches.
     """
@@ -249,8 +248,8 @@ def reduce(step: Step) -> None:
 
 
 def share(step: Step, loss: Tensor) -> Any:
-    """Return on every rank the loss of the whole batch, or the output object with loss and logits.
-    `loss` is this rank's share of the loss.
+    """Return on every rank the loss of the whole batch or, with `return_logits`, the output object
+    with loss and logits. `loss` is this rank's share of the loss.
     """
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])

@@ -186,8 +186,7 @@ class _ZeroPipeline(Zero):
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run forward, backward and optimizer step of all micro-batches; return this rank's share
-        of the loss.
+        """Run forward, backward and optimizer step of all micro-batches; return this rank's share of the loss.
 
         `run` maps (batch, row indices) of a micro-batch to its loss. `tensors` are the entries of
         the batch that are split by rows, `others` the entries that all `count` micro-batches share.

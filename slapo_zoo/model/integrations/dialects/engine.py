@@ -103,6 +103,6 @@ def require_scheduled(sch: Any, target: str) -> Any:
 
 
 def made_optimizer(optimizer: Any, parameters: Iterable[Any]) -> Any:
-    """Return `optimizer`, or its result for the engine's parameters if it is a function parameters --> optimizer."""
+    """Return `optimizer(parameters)` if `optimizer` is a function that makes one, else `optimizer` itself."""
     is_maker = callable(optimizer) and not hasattr(optimizer, "param_groups")
     return optimizer(parameters) if is_maker else optimizer

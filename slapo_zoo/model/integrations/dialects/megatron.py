@@ -35,7 +35,7 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
 
     Args:
         sch: a scheduled model.
-        optimizer: torch optimizer, or a function parameters --> optimizer.
+        optimizer: torch optimizer, or a function parameters --> optimizer; None: the caller steps.
         clip: largest global gradient norm of `update`; 0 does not clip.
     """
     model = require_scheduled(sch, "megatron")

@@ -114,8 +114,7 @@ def _ddp(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
 
 
 def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
-    """Apply `fully_shard`, with its `options`, to each block, then to the model, and return the
-    model.
+    """Apply `fully_shard`, with its `options`, to each block, then to the model, and return the model.
 
     A block is gathered while it runs; parameters outside the blocks stay gathered from forward to backward.
     """
