@@ -34,7 +34,7 @@ def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether a module's `forward` attribute computes what its class does: None, or a kernel for Linear."""
+    """Return whether a `forward` set on a module computes what its class does: None (not set) or a Linear kernel."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 

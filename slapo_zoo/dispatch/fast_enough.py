@@ -66,7 +66,7 @@ def _any(table: Table, rows: Mapping[int, str], between: tuple[int, int]) -> boo
 
 
 def _between(known: list[int], size: int) -> tuple[int, int] | None:
-    """Return the nearest measured sizes (`known`) below and above `size`; None if measured itself, or outside."""
+    """Return the nearest measured sizes (`known`) below and above `size`; None if `size` is measured or beyond all."""
     below, above = [n for n in known if n < size], [n for n in known if n > size]
     return (below[-1], above[0]) if below and above and size not in known else None
 

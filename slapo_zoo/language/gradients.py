@@ -70,8 +70,7 @@ def global_norm(named: Iterable[tuple[str, nn.Parameter]], plan: RankPlan) -> Te
 
 
 def _copies(p: Tensor, row: TensorPlan | None, mesh: Mesh) -> int:
-    """Return the number of ranks with the same elements of parameter `p` but different batch rows
-    or tokens.
+    """Return the number of ranks with the same elements of parameter `p` but different batch rows or tokens.
 
     `row` says how the parameter is sharded; None if the plan does not name the parameter.
     """

@@ -44,8 +44,7 @@ class Product(NamedTuple):
 
 
 def product_of(func: Any, args: Any, kwargs: Mapping[str, Any], out: Any) -> Product | None:
-    """Return sizes and cost of the matrix product, convolution or attention that an operator call
-    computes, or None.
+    """Return sizes and cost of the matrix product, convolution or attention that an operator call computes, or None.
 
     Args:
         func: the torch operator, e.g. `aten.mm.default`.

@@ -63,10 +63,10 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
 
 
 def cut_zoo_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Table:
-    """Return the zoo's sharding rules of a family, with those by which cp ranks shard the tokens of class `cls`.
+    """Return the zoo's sharding rules of a family; they tell how cp ranks shard the tokens of a model of class `cls`.
 
-    A collective call. If the rules do not name the class, a tiny model is probed for leaks
-    (`slapo_zoo.verify.leak_probe`) in a process of its own, and the answer is cached on disk.
+    A collective call. If the rules do not name the class, a tiny model runs in a separate process, to find modules
+    that mix the tokens of different ranks (`slapo_zoo.verify.leak_probe`); the answer is cached on disk.
 
     Raises:
         ArchitectureError: the model mixes tokens in a way that cannot be cut; the module is named.

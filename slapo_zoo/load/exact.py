@@ -152,9 +152,7 @@ def _deterministic() -> Iterator[None]:
 
 
 class NotBuiltError(SlapoError, AttributeError):
-    """Error for an attribute that a usual model has and a model of `exact=` lacks; `hasattr` is
-    False.
-    """
+    """Error for an attribute that a usual model has and a model of `exact=` lacks; `hasattr` is False."""
 
 
 class ExactModel(nn.Module):

@@ -21,7 +21,7 @@ from slapo_zoo.parallel.ranks.hosted_ranks import HostedRanks
 def joined(
     outputs: Mapping[int, Any], host: HostedRanks, virtual: Mesh, after: Callable[[], None]
 ) -> Any:
-    """Return one output of those of this process's virtual ranks: rows joined, scalars averaged.
+    """Return the output for all rows of this process: those of its virtual dp ranks, rows joined and scalars averaged.
 
     Args:
         outputs: virtual rank of this process --> output of its model.

@@ -37,12 +37,12 @@ def with_options(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator for a function of which only the signature counts: calls of it become calls of `load`.
 
-    rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name, revision="x")
+    rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name=name, revision="x")
 
     Where `schedule=` is a card, its plan for these devices gives the arguments that the call leaves out.
 
     Args:
-        load: takes a LoaderOptions, and by name all arguments that LoaderOptions has no field for.
+        load: function of a LoaderOptions and, by name, of all arguments for which LoaderOptions has no field.
         like: a class method whose loader options the function takes too, in the same order; None: the function
             names its options itself.
     """

@@ -67,7 +67,7 @@ def resolve_schedule(
 def _of_zoo(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> BuildOptions:
     """Return `options` for a family that has sharding rules (a `Table`); ArchitectureError if it has none.
 
-    With cp > 1 their `schedule` becomes rules that also say how cp ranks shard the tokens, if the family's do not.
+    If cp > 1 and the rules of the family do not say how cp ranks shard the tokens, `schedule` becomes rules that do.
     """
     table = find_table(config)
     if mesh.size("cp") == 1:

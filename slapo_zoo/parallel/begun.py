@@ -45,9 +45,7 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run `run(*args, **options)`, which waits for peers; RankError says which peer is lost and
-    why.
-    """
+    """Run `run(*args, **options)`, which waits for peers; RankError says which peer is lost and why."""
     try:
         return run(*args, **options)
     except RuntimeError as error:

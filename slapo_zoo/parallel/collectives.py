@@ -164,8 +164,8 @@ def _along(x: Tensor, axis: int, group: Group, there: Any, back: Any) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True) -> Tensor:
-    """All-gather x along an axis; with group None, return x. With `sharded_gradient` the gradient
-    of x is reduce-scattered. Without, it is equal on all ranks and is sliced.
+    """All-gather x along an axis; with group None, return x. The backward reduce-scatters the gradient
+    of the result or, without `sharded_gradient`, when that is equal on all ranks, takes a slice of it.
     """
     back = reduce_scatter_along if sharded_gradient else slice_along
     return _along(x, axis, group, gather_along, back)

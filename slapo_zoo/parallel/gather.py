@@ -16,8 +16,7 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """Return {name: this rank's tensor, or with `grads` its gradient} for the `specs` of this
-    rank's pipeline stage.
+    """Return {name: this rank's tensor, or with `grads` its gradient} for the `specs` of this rank's pipeline stage.
 
     The tensors are gathered over dp. With `rows` they are not: each is this dp rank's slice of axis
     0 (ZeRO), marked so that `rows_of` finds it.
@@ -36,8 +35,7 @@ def local_tensors(
 def gather(
     local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh
 ) -> dict[str, Tensor]:
-    """Gather shards from all ranks; return {name: unsharded tensor} on rank 0, {} on others. A
-    collective call.
+    """Gather shards from all ranks; return {name: unsharded tensor} on rank 0, {} on others. A collective call.
 
     Args:
         local: name --> this rank's tensor.

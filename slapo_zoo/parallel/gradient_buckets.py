@@ -92,8 +92,8 @@ class Bucket:
         return base if same and base.numel() == sum(self.sizes) + len(self.sizes) else None
 
     def _copy(self, grads: list[Any]) -> None:
-        """Copy the gradients `grads` (None: zeros) into a new flat tensor. Each `.grad` that is no
-        view and not sharded becomes a view of the flat tensor.
+        """Copy the gradients `grads` (None: zeros) into a new flat tensor. A `.grad` becomes a view of
+        that tensor, unless it is a view of another one already, or sharded over dp.
         """
         like = held_here(self.parameters[0])
         size = sum(self.sizes) + len(self.sizes)

@@ -77,8 +77,7 @@ def rows_of(tensor: Any) -> Rows | None:
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Copy the mark that a tensor holds rows of one dp rank (ZeRO) from `part` to `tensor`; return
-    `tensor`.
+    """Copy the mark that a tensor holds rows of one dp rank (ZeRO) from `part` to `tensor`; return `tensor`.
 
     `first` is the index of its first row in the tensor unsharded over dp; None takes that of
     `part`.

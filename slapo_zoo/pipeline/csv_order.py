@@ -165,8 +165,8 @@ def _check_runs(places: _Places, ranks: list[list[Action]], num_stages: int) -> 
 
 
 def _blamed(positions: dict[int, int], ranks: list[list[Action]], num_stages: int) -> int:
-    """Return the rank to name in a deadlock: the first that waits for its own later action, else
-    the first. `positions` maps each waiting rank to the index of its next action.
+    """Return the rank to name in a deadlock: the first that waits for its own later action; if
+    there is none, the first that waits. `positions` maps each waiting rank to the index of its next action.
     """
     for rank, at in positions.items():
         later = set(ranks[rank][at:])

@@ -65,7 +65,8 @@ def _whole(action: Action, step: int = 0) -> Action:
 class Sends:
     """Sends of one rank in one pipeline step that may not have arrived yet.
 
-    `arrived` maps an action to the sends that have arrived when its input has (result of `arrivals`).
+    `arrived`, the result of `arrivals`, maps an action to the sends that have surely arrived once this rank has
+    received the input of the action.
     """
 
     def __init__(self, arrived: Mapping[Action, Sequence[Action]]):

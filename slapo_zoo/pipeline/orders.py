@@ -214,10 +214,10 @@ def _with_communication(places: StageMap, micro_batches: int) -> Any:
 
 @lru_cache(maxsize=64)
 def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
-    """Return the actions of each rank as a schedule class of torch.distributed.pipelining orders them.
+    """Return the actions of each rank in the order of torch's schedule class `places.order.name`.
 
-    The class is called with dummy stages. Two actions that it overlaps are listed one after the other, as its
-    runtime runs them. `pipeline_order` is semi-private in torch.
+    The class is made with dummy stages, and its attribute `pipeline_order`, which torch does not document, is read.
+    Two actions that it overlaps are listed one after the other, as its runtime runs them.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 

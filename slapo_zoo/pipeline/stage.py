@@ -75,8 +75,9 @@ class Stage(InFlightStage):
         """Run the part `backward_type` ("input", "weight" or "full") of a backward; run all of it
         in the first part, "input", where torch 2.13 computes two parts wrong.
 
-        Torch groups weights whose gradients meet. A weight that is used in several places of a stage (ALBERT's
-        block, T5's position bias) is put into two groups, or into none if only an output of the stage depends on it.
+        Torch groups weights whose gradients pass through common autograd nodes. A weight that is used in several places
+        of a stage (ALBERT's block, T5's position bias) is put into two groups, or into none if only an output of the
+        stage depends on it.
         """
         run = super().backward_maybe_with_nosync
         if last_backward and self.before_last is not None:

@@ -236,7 +236,7 @@ class Cursor:
 
 
 class Foreign(nn.Module):
-    """Replacement of a unit (block, embedding, head) of another stage; it has only parameters tied to this stage's.
+    """Replacement of a unit (block, embedding, head) of another stage; of its parameters only tied ones are kept.
 
     rewrite:  h.3(x, ...)  -->  the received output, or zeros that nothing on this stage uses
     """

@@ -185,7 +185,7 @@ def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
     """Replace block forwards so that equal blocks run twice only; each later call appends the recorded rows of the
     second call to the tape.
 
-    rewrite:  y = block(x)  -->  y of the shape of the second call's, whose rows are written again
+    rewrite:  y = block(x)  -->  a tensor of the shape of y; the tape gets the rows of the second call again
 
     Args:
         tape: tape that records the forward.

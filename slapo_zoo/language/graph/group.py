@@ -29,8 +29,7 @@ class GroupModule(TracedModule):
 
 
 def group(subgraph: Subgraph, name: str) -> tuple[str, GroupModule]:
-    """Move the nodes of a subgraph into a new child module `<name>_<k>`; return (name of the child,
-    child).
+    """Move the nodes of a subgraph into a new child module `<name>_<k>`; return (name of the child, child).
 
     rewrite:  t = f(a); y = g(t, b)  -->  y = self.<name>_0(a, b)
     """

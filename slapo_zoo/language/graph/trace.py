@@ -159,8 +159,7 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
 
 
 def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool) -> Any:
-    """Trace the module of an example call in the mode `training`, with `flatten` also into its
-    children.
+    """Trace the module of an example call in the mode `training`, with `flatten` also into its children.
 
     `leaves` (paths, class names, classes or predicates) stay single nodes. Returns (graph, {name:
     tensor that became a constant of the graph}, tracer).

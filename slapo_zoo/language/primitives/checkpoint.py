@@ -41,7 +41,8 @@ class Checkpoint(Directive):
 
     rewrite:  y = f(x)               -->  y = checkpoint(f, x)
               t = f(a); y = g(t, b)  -->  y = checkpoint(self.Checkpoint_0, a, b)   (a subgraph)
-    note:     the recomputation draws the same dropout masks; a live KV cache would double
+    note:     the recomputation draws the same dropout masks. A model of AutoScheduledModel trains without a KV
+              cache, which a recomputation would fill twice; for other models pass use_cache=False
     errors:   checkpointed already; an unknown policy; a subgraph that is not there
     source:   Chen et al. 2016, arXiv:1604.06174
 

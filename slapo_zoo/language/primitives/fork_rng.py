@@ -245,8 +245,7 @@ def _dropout_arguments(
 
 
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
-    """Return the keyword arguments of `dropout` for the mask of `x`: `keep` (the mask), or `seeds`
-    and `p`.
+    """Return the keyword arguments of `dropout` for the mask of `x`: `keep` (the mask), or `seeds` and `p`.
 
     Args:
         site: the module that drops, with its path.

@@ -89,8 +89,8 @@ class Shard(Directive):
         pad: give every rank the same length, zeros beyond the end (vocabularies).
         replicate: several ranks hold the same unit when there are fewer units than ranks (KV heads).
         together: number of units (query heads) that share a KV head and stay on one rank if they can.
-        shared: number of outputs at the end that all ranks use (k and v of the only KV head): they are
-            sharded one by one, gathered after the forward of a Linear, and their gradient is summed.
+        shared: number of outputs at the end that all ranks use (k and v of the only KV head): each rank
+            computes a part; all are gathered after the forward of a Linear, and their gradient is summed.
         mesh_dim: name of the mesh dim that the tensor is sharded over.
     """
 

@@ -17,7 +17,7 @@ class ShardArgument(Directive):
 
     rewrite:  attention(x, alibi=a [B * H, 1, T])  -->  attention(x, alibi=a_r [B * H/n, 1, T])
               every group of `size` entries along the axis is sharded alike; da is all-reduced;
-              beyond axis 0, None or an axis of length 1 (a mask for all heads) is left as it is
+              if `axis` > 0, None and an axis of length 1 (one mask for all heads) stay unchanged
     why:      BLOOM computes the biases of all heads once, before its blocks; Falcon adds them to its mask
     errors:   fewer units than ranks; a call in which the argument is no tensor, or its axis has another length
 

@@ -189,10 +189,10 @@ class DeviceSeeds:
         self, device: torch.device, seed: int, position: tuple[int, int, int], site: int,
         count: int, heads: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """Return the seeds [count * heads] of one module's dropout in one micro-batch.
+        """Return the seeds of one module's dropout in one micro-batch: [count * len(heads)], [count] without heads.
 
-        `position` is (step, first row, rows) of the micro-batch, `site` the hash of the module's path, `count` the
-        rows of the tensor, a multiple of the micro-batch's; `heads` are global indices, or empty.
+        `position` is (step, first row, number of rows) of the micro-batch, `site` the hash of the module's path,
+        `count` the number of rows of the tensor, a multiple of that of the micro-batch; `heads` are global indices.
         """
         step, first_row, num_rows = position
         if detect_fake_mode() is not None:  # a dry run: what it makes must not be met again

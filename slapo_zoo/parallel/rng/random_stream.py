@@ -267,11 +267,10 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """Return a module path in the form that custom operators take: (hash of the path as a tensor,
-    text after it).
+    """Return a module path as custom operators take it: (hash of its beginning as a tensor, the rest
+    as text) for a SiteName; (None, path) for a path that is a str.
 
-    A plain text gives (None, path). The blocks of a model, whose hashes are tensors, share one
-    compiled graph.
+    Blocks of a model, whose hashes are tensors, share one compiled graph.
     """
     return (site.key, site.suffix) if isinstance(site, SiteName) else (None, str(site))
 
@@ -287,10 +286,10 @@ def drawn_mask(
 ) -> Tensor:  # fmt: skip
     """Return the dropout mask (0 or 1/(1-p)) of a tensor of `shape` on a CPU; a custom op.
 
-    `at`, int64 [3], is (step, first row, rows) of the micro-batch; `rows` is True if axis 0 holds
-    rows of the batch; `real` [B, S] marks tokens that are no padding, or is None; `key`, an int64
-    scalar on the host or None, is the hash of the path's beginning, `site` the rest of it; `heads`
-    are the global indices of the heads on axis 1, or empty.
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis
+    0 is the batch, False if all micro-batches draw alike; `real` [B, S] marks tokens that are no
+    padding, or is None; `key` and `site` are the path of the module, as `in_graph` returns it;
+    `heads` are the global indices of the heads on axis 1, or empty.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     return _stream(at, seed, rows, real).keep_mask(whole, p, _whole(key, site), list(heads)).clone()
@@ -308,9 +307,9 @@ def drawn_uniform(
 ) -> Tensor:  # fmt: skip
     """Return numbers in [0, 1) in `shape` on `device`, drawn from one seed per row; a custom op.
 
-    `at`, int64 [3], is (step, first row, rows) of the micro-batch; `rows` is True if axis 0 holds
-    rows of the batch; `key`, an int64 scalar or None, is the hash of the path's beginning, `site`
-    the rest of it.
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis
+    0 is the batch, False if all micro-batches draw alike; `key` and `site` are the path of the
+    module that draws, as `in_graph` returns it.
     """
     whole = torch.empty((), dtype=dtype, device=device).expand(list(shape))
     return _stream(at, seed, rows, None).uniform(whole, _whole(key, site))
@@ -326,12 +325,11 @@ def drawn_seeds(
     at: Tensor, seed: int, rows: bool, key: Tensor | None, site: str,
     count: int, heads: Sequence[int], device: torch.device,
 ) -> Tensor:  # fmt: skip
-    """Return the dropout seeds [count * len(heads)] of a module path in the micro-batch; a custom
-    op.
+    """Return the dropout seeds [count * len(heads)] of a module for `count` rows; a custom op.
 
-    `at`, int64 [3], is (step, first row, rows) of the micro-batch; `rows` is True if seeds depend
-    on rows of the batch; `key`, an int64 scalar or None, is the hash of the path's beginning,
-    `site` the rest of it; `heads` are global indices, or empty for one seed per row.
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is False if all
+    micro-batches draw alike; `key` and `site` are the path of the module, as `in_graph` returns it;
+    `heads` are global indices, or empty for one seed per row.
     """
     return (
         _stream(at, seed, rows, None).found(device, _whole(key, site), count, list(heads)).clone()

@@ -65,7 +65,9 @@ class RngTracker:
 
     @contextmanager
     def at(self, states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> Iterator[None]:
-        """Context in which `fork` uses `states` in the place of the tracker's own."""
+        """Context in which `fork` uses `states`, {name: (state of the CPU's generator, those of the GPUs)}, instead of
+        the states that the tracker holds.
+        """
         before, self.states = self.states, dict(states)
         try:
             yield

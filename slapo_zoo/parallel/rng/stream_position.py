@@ -16,7 +16,7 @@ from slapo_zoo.parallel.rng.seeds import advance_generator, mark_of_generator
 
 
 class SiteName:
-    """Path of a dropout module, with its hash as a tensor, so that equal blocks at different paths share a graph.
+    """Path of a dropout module, with its hash as a tensor, so that equal blocks share a compiled graph.
 
     Args:
         base: a path, or the SiteName with which this name begins.
@@ -112,7 +112,7 @@ class StreamPosition:
             self.real_tokens = self.real_at = None
 
     def position(self) -> Position:
-        """Return (step, first row, rows) for masks drawn now; in a backward it is the position of its forward."""
+        """Return (step, first row, number of rows) for masks drawn now; in a backward, those of its forward."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
@@ -177,8 +177,8 @@ class StreamPosition:
         self._seen[mark] = position or self.position()
 
     def place(self, site: Where, rows: int) -> Position:
-        """Return the stream position (step, first row, rows) at which the module `site` draws for
-        `rows` rows. Outside a call of the model each draw is a step of its own.
+        """Return (step, first row, number of rows), the stream position at which the module `site`
+        draws for a tensor of `rows` rows. Outside a call of the model each draw is a step of its own.
         """
         found = self._place(site, rows)
         return found if self.has_rows else (found[0], 0, 0)
@@ -203,7 +203,7 @@ class StreamPosition:
 
     @contextmanager
     def without_rows(self) -> Iterator[None]:
-        """Context in which random draws do not depend on the batch rows; micro-batches and dp ranks draw the same."""
+        """Context in which draws do not depend on the batch rows; all micro-batches and dp ranks draw equal numbers."""
         self.has_rows = False
         try:
             yield
