@@ -41,7 +41,7 @@ TOGETHER = [
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("cls", "mask", "sizes", "options"), TOGETHER)
-def test_cut_tokens_beside_other_ranks_and_options(cls, mask, sizes, options):
+def test_cp_with_tp_dp_and_other_options_trains_as_one_rank(cls, mask, sizes, options):
     """Over tp and dp, in micro-batches, recomputed, and by the family's own attention."""
     case, ranks = case_of(cls), sizes.get("dp", 1) * sizes["cp"]
     alone = trained(case, mask, attention=options.get("attention"))
@@ -100,7 +100,7 @@ def looked_at(case):
     return output.logits, output.loss, tokens
 
 
-def test_evaluation_and_generation_run_whole_on_every_rank():
+def test_evaluation_and_generation_use_all_tokens_on_every_cp_rank():
     case = case_of("GPT2LMHeadModel")
     found = emulate(looked_at, case, mesh=(1, 1, 2))
     model = AutoScheduledModel.from_config(
