@@ -35,8 +35,8 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
     """Return [3, N] in fp32: log-sum-exp of each row, its target's logit (0 for -1), and the sum of its logits.
 
     Args:
-        logits: [N, C].
-        target: [N], a column of this shard, or -1.
+        logits: [N, C], all classes or a shard of them.
+        target: [N], the target's column in `logits`, or -1 if it is in another shard or ignored.
     """
     if in_triton(logits):
         from slapo_zoo.kernels import cross_entropy_triton
@@ -101,9 +101,9 @@ def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tens
 
     Args:
         logits: [N, C].
-        target: [N], a column of this shard, or -1.
-        log_sum: [N], log-sum-exp of this shard.
-        d_statistics: [3, N], gradient of the statistics.
+        target: [N], the target's column in `logits`, or -1 if it is in another shard or ignored.
+        log_sum: [N], log-sum-exp of each row of `logits`.
+        d_statistics: [3, N], gradient of the result of `statistics`.
     """
     out = padded_columns(logits, *logits.shape)
     if in_triton(logits):

@@ -116,14 +116,14 @@ def _row_losses(
 
 
 def own_columns(vocab_size: int, group: Any) -> tuple[int, int]:
-    """Return (first, end): this rank computes classes first..end-1 of `vocab_size`, over `group`."""
+    """Return (first, end): this rank has classes first..end-1 of the `vocab_size` classes that `group` shards."""
     n, r = collectives.group_size(group), collectives.group_rank(group)
     runs = Placement(0, pad=True).runs(vocab_size, n, r)
     return runs[0] if runs else (0, 0)
 
 
 def _local(target: Tensor, start: int, stop: int) -> Tensor:
-    """Return target - start, the column on this rank, which holds classes start..stop-1; -1 for other classes."""
+    """Return the column `target - start` on this rank, which holds classes start..stop-1; -1 for other classes."""
     return torch.where((target >= start) & (target < stop), target - start, -1)
 
 
@@ -300,9 +300,8 @@ def _loss_and_gradient_(
 def _rows_in_cache_(
     logits: Tensor, target: Tensor, counts: Tensor, smoothing: float, scale: Tensor
 ) -> Tensor:
-    """Overwrite logits by the gradient of `scale` times their losses; return the sum of the losses.
-    The rows are few and fit the cache of a CPU; `counts` is False for ignored ones, `smoothing` is the
-    label smoothing.
+    """Overwrite logits by the gradient of `scale` times their losses; return the sum of the losses. The rows are few
+    and fit the cache of a CPU; `counts` is False for ignored ones, `smoothing` is the label smoothing.
     """
     wide = logits.to(cross_entropy.wide_dtype(logits))
     at = target.clamp(min=0)[:, None]

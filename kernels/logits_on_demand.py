@@ -153,7 +153,7 @@ class LogitsOnDemand(torch.Tensor):
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return these logits as those of `vocab_size` classes sharded over the ranks of `group`; unchanged for None."""
+        """Return these logits as those of `vocab_size` classes sharded over `group`; unchanged if `group` is None."""
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
@@ -223,7 +223,7 @@ class LogitsOnDemand(torch.Tensor):
             raise SlapoError("output", "logits", problem, hint)
 
     def cross_entropy_over(self, items: float, target: Tensor, **options: Any) -> Tensor:
-        """Return the summed cross-entropy divided by `items`; `options` are those of F.cross_entropy."""
+        """Return the summed cross-entropy of `target` [N] divided by `items`; `options` are those of F.cross_entropy."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.untouched() and _common(self, target, **options):
                 return _cross_entropy(self, target, items=items, **options)
@@ -307,7 +307,7 @@ def _whole(logits: Any, head: Head) -> Tensor:
 
 
 def _require_all(ranks: list[int]) -> None:
-    """Raise MeshError if some of `ranks` do not compute the sharded logits, which takes all of them."""
+    """Wait until all of `ranks`, which shard the vocabulary, compute the logits; raise MeshError if some do not."""
     if gone := meet("output.logits", ranks):
         problem = f"{names_of(gone)} did not read the logits, and each tp rank has some of their columns only"
         hint = (

@@ -170,7 +170,7 @@ def _backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of z, x (empty if that of z), weight, bias and x_bias; `mean`, `rstd`
+    """Return the gradients of z, x (empty if equal to that of z), weight, bias and x_bias; `mean`, `rstd`
     are the statistics of the forward (`rstd` is 1 / std). Other arguments: see `norm`.
     """
     if in_triton(z):

@@ -56,9 +56,8 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
     RMS: tl.constexpr, DZ: tl.constexpr, X_BIAS: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of tiles i, i + k, i + 2k, ... of rows in Triton program i of k, which
-    writes its sums to row i of dw, db and dx_bias. Arguments: tensors and sizes of `backward`;
-    dropout as in `mask_of_tile`.
+    """Compute the gradients of tiles i, i + k, i + 2k, ... of rows in Triton program i of k, which writes its sums to
+    row i of dw, db and dx_bias. Arguments: tensors and sizes of `backward`; dropout as in `mask_of_tile`.
     """
     n = tl.arange(0, BLOCK_N)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -102,9 +101,7 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
 
 
 def tile(N: int) -> dict[str, int]:
-    """Return the launch options {"ROWS", "BLOCK_N", ...} for N columns: about 16 elements per
-    thread.
-    """
+    """Return the launch options {"ROWS", "BLOCK_N", ...} for N columns: about 16 elements per thread."""
     block = triton.next_power_of_2(max(N, 16))
     rows = max(1, 2048 // block)
     return {
@@ -161,7 +158,7 @@ def backward(
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward kernel for `dy` and `dz`, gradients of y and z; return those of z, x
-    (empty if that of z), weight, bias, x_bias. `mean` and `rstd` (1 / std) come from `forward`.
+    (empty if equal to that of z), weight, bias, x_bias. `mean` and `rstd` (1 / std) come from `forward`.
     """
     M, N = z.shape
     dy, dz, z, weight, keep = contiguous(dy, dz, z, weight, keep)

@@ -29,7 +29,7 @@ class Reference:
 
     @staticmethod
     def parse(text: str) -> "Reference":
-        """Return the Reference for a text `org/name@revision`; raise CardError for any other text."""
+        """Return the Reference for `org/name@revision` or `org/name` (revision main); CardError for any other text."""
         found = _REFERENCE.match(text)
         if not found or ".." in text:
             hint = 'pass a folder, "org/name@<sha>" or "org/name@<tag>"'

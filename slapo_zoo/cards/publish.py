@@ -47,7 +47,7 @@ def publish(mesh: Mesh, make: Callable[[], Card], place: str | Path, **options: 
         make: function that returns the card; called on rank 0 alone.
         place: folder, or Hub repository org/name; a text is a folder if it begins with `.`, `/` or
             `~`, or if the folder exists.
-        options: further arguments of `hub.push`; an error for a folder.
+        options: further arguments of `hub.push`; refused if `place` is a folder.
     """
 
     def first() -> str:

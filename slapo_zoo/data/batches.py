@@ -46,7 +46,7 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def in_order(self, most: int | None = None) -> int:
-        """Return the number of batches in an evaluation of all rows, at most `most`; the last one may be short."""
+        """Return the number of batches in an evaluation of all rows, at most `most` (None: all); the last may be short."""
         size = self.batch_size
         count = len(self.rows) // size if self.task.couples else -(-len(self.rows) // size)
         return count if most is None else min(count, most)

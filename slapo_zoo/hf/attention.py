@@ -83,8 +83,9 @@ class CoreAttention(nn.Module):
         stream: random stream of the model, from which the masks or their seeds come.
         site: path of this module.
         heads: global indices of the query heads that this rank holds.
-        backend: name in `attention_backends` of what runs without dropout.
-        device: functions whose kernels make the masks from seeds; None: masks are tensors in memory.
+        backend: name of the attention back end (see `attention_backends`) for calls that drop nothing.
+        device: attention and dropout functions that make masks from seeds within a kernel; None: masks are
+            always made as tensors.
     """
 
     def __init__(
@@ -168,9 +169,8 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """Compute attention of packed tokens [1, H, S, d] by unpacking them to rows with padding,
-        so that the host need not know row lengths. `p` is the dropout probability, `scaling` the factor of
-        the scores.
+        """Compute attention of packed tokens [1, H, S, d] by unpacking them to rows with padding, so that the host
+        need not know row lengths. `p` is the dropout probability, `scaling` the factor of the scores.
         """
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
@@ -189,8 +189,8 @@ class CoreAttention(nn.Module):
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
         """Compute attention with our dropout masks, which torch's fused attention cannot take.
-        `p` is the dropout probability, `bias` is added to the scores; `cap` bounds the scores:
-        cap * tanh(scores / cap), None does not.
+        `p` is the dropout probability; `bias` is added to the scores. `cap` bounds the scores to
+        cap * tanh(scores / cap); None sets no bound.
         """
         groups = q.shape[1] // k.shape[1]
         if groups > 1:

@@ -23,7 +23,8 @@ from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 def of_all_tokens(
     cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:  # fmt: skip
-    """Return (keys, values, mask, options) of an attention of this rank's queries to all tokens.
+    """All-gather keys and values over cp; return (keys, values, mask, options) with which this rank's queries
+    attend to all tokens.
 
     Args:
         cut: number of ranks (cp) that shard the tokens of each row, and this rank's index.
@@ -184,13 +185,14 @@ def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[N
 
 
 def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> None:
-    """Let modules that count tokens or compute scores themselves begin at this cp rank's first
-    token.
+    """Change the modules of a model that count tokens or compute scores themselves, so that they
+    begin at this cp rank's first token.
 
     Args:
         modules: path --> module of a model.
         stream: random stream of the model, which says how the running step's tokens are sharded.
-        positions: value in `Table.cut_tokens`: "relative" (T5's bias), "placed" (BART's embedding), or another.
+        positions: value in `Table.cut_tokens`: "relative" changes T5's biases, "placed" BART's embeddings;
+            with any value modules that compute scores are changed.
     """
     for path, module in modules.items():
         if positions == "relative" and hasattr(module, "compute_bias"):

@@ -14,9 +14,8 @@ def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
 
     rewrite:  make(..., attention_mask)  -->  make(..., None) if the step knows that no token is padding
 
-    The original reads the mask once or twice per forward to see if all tokens are real. The wrapper
-    takes this from counts made before the step; if they are unknown, it builds the mask without
-    reading it.
+    The original reads the mask once or twice per forward to see if all tokens are real. The wrapper takes this from
+    counts made before the step; if they are unknown, it builds the mask without reading it.
     """
 
     @wraps(make)

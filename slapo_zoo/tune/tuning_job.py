@@ -24,8 +24,8 @@ from slapo_zoo.zoo.tuned import machine_name, model_name
 
 
 def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
-    """Return the valid configurations: rows are a multiple of micro-batches, and a recompute policy comes with a
-    ratio.
+    """Return the configurations with a `batch_size` that `micro_batches` divides, and no `checkpoint_policy` without
+    a `checkpoint_ratio`.
 
     Args:
         ranks: number of processes of a measurement, the product of tp, pp and dp.
@@ -124,7 +124,7 @@ class Workers:
     The loss must agree with that of one rank with `kernels="reference"`, which is measured first.
 
     Args:
-        job: request for one measurement; its configuration, steps and probe are replaced.
+        job: request for one measurement; each measurement replaces its configuration, steps and probe.
         timeout_s: seconds after which a measurement is stopped.
     """
 

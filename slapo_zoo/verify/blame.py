@@ -48,7 +48,7 @@ class Blame:
     def first(self, wrong_parameters: Sequence[str]) -> Divergence | None:
         """Return the first difference from the plain model, forward before backward; None if every module agrees.
 
-        `wrong_parameters` are the names of parameters whose gradients are wrong.
+        `wrong_parameters` are the names of parameters whose gradients are already known to be wrong.
         """
         return self._forward() or self._backward(wrong_parameters)
 

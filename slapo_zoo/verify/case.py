@@ -150,7 +150,10 @@ class Trial:
 def case_for(
     config: Any, cls: Any, sizes: tuple[int, int, int], folder: Path, seed: int = 0
 ) -> Case:
-    """Make the test case of a config, with enough micro-batches for all stages and enough tokens for all tp ranks."""
+    """Make the test case of a config, with enough micro-batches for all stages and enough tokens for all tp ranks.
+
+    `sizes` are those of tp, pp and dp; the runs will read their weights from `folder`; `seed` is that of all draws.
+    """
     tp, pp, dp = sizes
     rows, drops = max(2, 2 * pp), tuple(dropouts(config))
     tokens = -(-LEAST_TOKENS // (2 * tp)) * 2 * tp

@@ -34,7 +34,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return, as JSON data, the outcome of verifying a schedule; of deriving a table of sharding rules
     if the request has "sizes"; or of finding how cp shards tokens if it has "cut" (the tp size).
 
-    Other keys: "config", "cls", "mesh"; maybe "program", "knobs", "quick", "layers", "folder".
+    Other keys: "config" (a dict), "cls" (name of the class), "mesh" (tp, pp, dp); optional are "program" (text of a
+    schedule.json), "knobs" and "folder" (of `core.verify`), "quick" and "layers" (small model, a few layers at a time).
     """
     import transformers
 

@@ -219,7 +219,7 @@ class FixedTolerance(Tolerance):
         self.relative = relative
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """Return 0, since the plain model itself ran in this dtype."""
+        """Return 0 for any `what`, since the truth is the only plain run and ran in the dtype of the scheduled model."""
         return 0.0
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
@@ -348,7 +348,7 @@ def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterab
 def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
     """Check that ranks which hold the same tensor hold equal bytes, and that tied parameters are one tensor.
 
-    Weights after the step are compared, else gradients. The outcome goes into `into`.
+    Weights are compared, or gradients if there was no step; the outcome goes into `into` as that of `check`.
     """
     held = [result.digests or result.grad_digests for result in found]
     wrong: list[tuple[bool, str, int, int]] = []
@@ -369,7 +369,7 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
     """Check that training with dropout gives the same loss and gradients on the mesh as on one rank.
 
-    A correct schedule passes, because the same masks are drawn on every mesh. The outcome goes into `into`.
+    The same masks are drawn on every mesh. `near` has the runs on one rank; the outcome goes into `into`.
     """
     truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]

@@ -34,10 +34,10 @@ LEAST = -1e4  # what additive masks hold: this, the least number of a dtype, or 
 class Verify:
     """Context that compares what a module computes before and after a block of scheduling steps.
 
-    Outputs and every gradient are compared on all ranks, in the dtype of the model, with a tolerance
-    of twice its own error against fp64. Dropout is switched off. Afterwards the module has its former
-    values, gradients, buffers and mode, and torch's generator its former state. A model on the meta
-    device gets random values inside the block.
+    Outputs and every gradient are compared on all ranks, in the dtype of the model, with a tolerance of twice the
+    rounding error that they had before the block, measured against fp64. Dropout is switched off. Afterwards the
+    module has its former values, gradients, buffers and mode, and torch's generator its former state. A model on the
+    meta device gets random values inside the block.
 
     Gradients of inputs are compared too: of the inputs that require one or, where none does, of all
     floating-point inputs except additive masks (only zeros and very negative numbers).

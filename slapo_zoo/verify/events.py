@@ -45,7 +45,8 @@ class Recorder:
     Args:
         model: the model; the recording hooks run after those of the schedule.
         stream: random stream of the model, which knows the rows of the current micro-batch; or None.
-        units: pipeline units of this rank; modules outside are not recorded, as they get placeholders. Empty: all are.
+        units: paths of the blocks, embeddings and heads of this rank's stages; only modules within them are
+            recorded. Empty: all modules are.
     """
 
     def __init__(self, model: nn.Module, stream: Any = None, units: Sequence[str] = ()):

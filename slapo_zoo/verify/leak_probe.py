@@ -241,9 +241,7 @@ def _cut(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
 
 
 def _watched(model: nn.Module, forward: Any, batch: Mapping[str, Any]) -> Seen:
-    """Run `forward(**batch)` of a model in eval mode; return its logits and the outputs of all
-    modules.
-    """
+    """Run `forward(**batch)` of a model in eval mode; return its logits and the outputs of all modules."""
     seen: dict[str, Tensor] = {}
 
     def note(path: str, output: Any) -> None:
@@ -299,7 +297,7 @@ def reached(logits: Tensor) -> Tensor:
 
 
 def first_unlike(plain: Mapping[str, Tensor], ranks: list[dict[str, Tensor]]) -> str:
-    """Return the path of the first module to end whose output on the ranks of cp is not the plain model's part."""
+    """Return the first path in `plain` whose output differs from those of cp `ranks`, concatenated, or "the head"."""
     for path, want in plain.items():
         parts = [seen[path] for seen in ranks if path in seen]
         if len(parts) != len(ranks) or any(x.ndim != want.ndim for x in parts):

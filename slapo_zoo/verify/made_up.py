@@ -37,9 +37,7 @@ def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return a tensor with `values`, of the class of `tensor`: a parameter for a parameter,
-    annotations included.
-    """
+    """Return a tensor with `values`, of the class of `tensor`: a parameter for a parameter, annotations included."""
     found = like(tensor, values)
     if isinstance(tensor, nn.Parameter):
         found.__dict__.update(tensor.__dict__)

@@ -51,9 +51,8 @@ class Report:
         cls: type, mesh: Mesh, found: Comparison, divergence: Divergence | None, schedule: Any,
         error: str | None, seed: int, seconds: float = 0.0,
     ) -> "Report":  # fmt: skip
-        """Make the report of a comparison `found`; `schedule` has the directives to blame (None if it could not
-        be made), `divergence` is the first module that differs, `error` the exception that the schedule
-        raised, as text.
+        """Make the report of a comparison `found`; `schedule` has the directives to blame (None if it could not be
+        made), `divergence` is the first module that differs, `error` the exception that the schedule raised, as text.
         """
         suspects = divergence.suspects if divergence and schedule else ()
         directives = directives_at(schedule, suspects)

@@ -38,8 +38,7 @@ def carry_tokenizer(source: Path | None, target: Path, folder: Path) -> None:
 
 
 def carry_over(old: Path, new: Path) -> None:
-    """Hard-link or copy all files of the folder `old` except weights into `new`, unless `new` has a file of that
-    name.
+    """Hard-link or copy all files of the folder `old` except weights into `new`, unless `new` has a file of that name.
 
     Hard links are used where the file system allows them: they are fast, and a log that another process is writing
     continues in the new folder.

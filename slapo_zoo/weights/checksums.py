@@ -68,7 +68,7 @@ def _of_body(body: Mapping[str, Any]) -> int:
 
 
 def save_id(sums: Mapping[str, int], stamp: str) -> str:
-    """Return the id of a save: a digest of `sums` (tensor --> CRC-32) and of `stamp`, a text for the other files."""
+    """Return the id of a save: a digest of `sums` (tensor --> CRC-32) and of `stamp`, a text that identifies other files."""
     return digest(json.dumps([sorted(sums.items()), stamp]))[:32]
 
 
@@ -131,7 +131,7 @@ def raise_first(damages: Iterable[WeightsError]) -> None:
 def damaged_files(
     folder: Path, kept: Checksums, only: re.Pattern[str] = ANY
 ) -> Iterator[WeightsError]:
-    """Yield an error for each small file and safetensors header whose CRC-32 differs from the saved one.
+    """Yield an error for each file without weights, and each safetensors header, whose CRC-32 is not the saved one.
 
     Args:
         folder: checkpoint folder.

@@ -111,7 +111,7 @@ class CheckpointFolder:
         return self._file(self._name(key)).view(key)
 
     def piece(self, key: str, part: Tensor) -> Tensor | None:
-        """Return a tensor over the mapped bytes of `part` that has a storage of its own; None for a pickle file.
+        """Return a tensor with a storage of its own over the mapped bytes of `part`; None for a pickle file.
 
         Writing to it leaves the file unchanged (copy-on-write).
 

@@ -16,8 +16,8 @@ STEP = re.compile(r"step-\d{8,}")
 def latest(folder: Path) -> Path | None:
     """Return the checkpoint to resume from, or None if there is no checkpoint.
 
-    It is the target of the link `last`, else the folder itself, else the newest step folder. A folder that a
-    killed save had moved away is moved back first.
+    It is the first of these that holds a checkpoint: the target of the link `last`, `folder` itself, the newest
+    step folder. A folder that a killed save had moved away is moved back first.
     """
     if (folder / LAST).is_symlink():
         linked = folder / os.readlink(folder / LAST)
@@ -51,7 +51,7 @@ def place_of(folder: Path, step: int, keep: int | None) -> Path:
 
 
 def keep_newest(folder: Path, saved: Path, keep: int | None) -> None:
-    """Point the link `last` to the saved step folder, and delete all but the newest `keep`; called by one rank."""
+    """Point the link `last` to step folder `saved`; delete all but the newest `keep` (None: none). Called by one rank."""
     if saved == folder:
         return
     link = folder / f".{LAST}.{os.getpid()}"

@@ -76,7 +76,7 @@ def load_tensors(
 ) -> Loaded:
     """Fill every target from its checkpoint key, with zeros for padding; return what was read.
 
-    rewrite:  w [..., size, ...] in the file  -->  tensor [..., local_size(size, n, r), ...]
+    rewrite:  w [..., size, ...] in the file  -->  tensor [..., local_size(size, n, r), ...] on rank r of n
 
     All targets are checked first: missing keys, wrong shapes and dtypes are listed in one WeightsError, and no
     tensor is changed. On the CPU only the pages of the slices are read, without an intermediate copy. A

@@ -202,9 +202,9 @@ class Restored:
 
 
 def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None:
-    """Raise WeightsError unless the saved options of a parameter group fit the optimizer's own group.
+    """Raise WeightsError unless the saved `options` of a parameter group fit `group`, that of the optimizer.
 
-    Each saved option must exist in the own group, have the same kind of value, and be finite.
+    Each saved option must exist in `group`, have the same kind of value, and be finite.
     """
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:

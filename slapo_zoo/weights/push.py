@@ -49,7 +49,7 @@ class Push:
 
     @contextmanager
     def _answered(self, hint: str) -> Iterator[None]:
-        """Return a context for calls of the Hub: one that fails raises WeightsError, whose hint is `hint`."""
+        """Return a context for calls of the Hub, in which a call that fails raises WeightsError with this `hint`."""
         from huggingface_hub import errors
 
         refused = errors.HfHubHTTPError, errors.HFValidationError, errors.LocalTokenNotFoundError

@@ -47,7 +47,7 @@ def save_folder(
 ) -> None:
     """Write a checkpoint that plain `transformers` loads; a collective call of all ranks.
 
-    rewrite:  w_r [..., local_size(size, n, r), ...]  -->  w [..., size, ...] in the file
+    rewrite:  w_r [..., local_size(size, n, r), ...] on rank r of n  -->  w [..., size, ...] in the file
 
     A failure on one rank raises on all ranks and leaves the old folder unchanged. Files of the old folder that
     are not weights are kept, unless `write_extras` wrote them anew.
@@ -217,7 +217,7 @@ class _Save:
 def _check_spec(
     spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh, rows: Rows | None
 ) -> None:
-    """Raise WeightsError if this rank has to write a tensor but lacks it, or has another shape or dtype of it."""
+    """Raise WeightsError if this rank has to write a tensor but lacks it, or has it in another shape or dtype."""
     if not 0 <= spec.stage < mesh.pp:
         problem = f"found stage {spec.stage}, expected 0..{mesh.pp - 1}"
         raise WeightsError(STEP, spec.name, problem, "name a stage of this mesh in its spec")

@@ -28,7 +28,8 @@ class Staging:
 
     Args:
         target: absolute path of the folder to be published.
-        mark: name of a file that every older folder of this kind has; None recognises a model's folder.
+        mark: name of a file that an older folder at `target` must contain to be replaced; None: it must be the
+            folder of a model.
 
     Attributes:
         path: hidden sibling of the target, which `create` makes.
@@ -115,7 +116,7 @@ def check_target(target: Path, mark: str | None = None, option: str = "") -> Non
 
     Args:
         target: folder that a save would replace.
-        mark: name of a file that every folder of this kind has; None recognises a model's folder.
+        mark: name of a file that the folder must contain; None: it must be the folder of a model.
         option: name of the option that gave the target, for errors.
     """
     if not os.path.lexists(target):

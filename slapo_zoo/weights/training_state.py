@@ -68,7 +68,7 @@ def _problem(check: Callable[[Any], str], value: Any) -> str:
 
 
 def _check_together(place: str, state: Mapping[str, Any]) -> None:
-    """Raise WeightsError, which names `place`, if fields of a training state contradict each other,
+    """Raise WeightsError, which names the file `place`, if fields of a training state contradict each other,
     e.g. states for too few ranks.
     """
     mesh = Mesh(**state["mesh"])
@@ -171,8 +171,8 @@ def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
 
 def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the values of field `name`, one per dp rank of the saved mesh. A list of one value is
-    returned for the field "extra" if it was equal on all ranks.
+    """Return the values of field `name` of a training `state`, one per dp rank of the saved mesh; for
+    the field "extra" a single one if all ranks had the same.
     """
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:

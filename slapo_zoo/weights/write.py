@@ -119,7 +119,7 @@ def _write(
     own: Rows | None,
 ) -> tuple[int, int]:  # fmt: skip
     """Write the slices `held` of one CPU tensor whose unsharded first byte lies at `start` of the
-    file; `own` are the rows that this rank has under ZeRO.
+    file; `own` are the rows that this rank has under ZeRO, else None.
 
     Returns:
         The number of bytes, and their contribution to the tensor's CRC-32.

@@ -237,8 +237,8 @@ OF_FAMILIES = HEADS[:3]  # what a bare family has; its published cards are for t
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
-    """Return `head` if given; else, if the config names no class, the first head of `heads` with a
-    loss as the name of its auto class ("AutoModelForCausalLM"). Return None if there is none.
+    """Return the name of the auto class to load: `head` if given; else None if the config names a class; else the
+    first "AutoModelFor" + name, of the names `heads`, that has a class with a loss for the config, or None.
     """
     import transformers
 

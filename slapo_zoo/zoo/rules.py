@@ -174,7 +174,7 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # of what all batch rows share
 
 
 def dropout_after(child: str, size: str) -> Rule:
-    """Return the rule of a dropout on unsharded tokens and on the sharded output of module `child`;
-    `size` is the name of the config number that gives this output's unsharded width.
+    """Return the rule of a module that calls F.dropout on the output of its `child`, whose last axis is
+    sharded over tp, and on unsharded tensors. `size` names the config number that is the axis's unsharded length.
     """
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

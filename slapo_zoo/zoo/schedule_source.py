@@ -25,7 +25,7 @@ class Extended:
 
 
 def extend(function: Callable[[Any], Any]) -> Extended:
-    """Return a `schedule=` that applies the zoo's table, then a function: `extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
+    """Return a value of `schedule=` that applies the zoo's table, then a function: `extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
 
     Args:
         function: called with the schedule after the family's table; paths are those of `model.schedule`.

@@ -83,10 +83,10 @@ class Sizes:
 
 
 def few_heads(heads: Sequence[int], kv_heads: Sequence[int], ranks: int) -> int:
-    """Return a small number of query heads that is sharded over `ranks` ranks in the same way as the given number.
+    """Return a small number of query heads that is sharded over `ranks` ranks as the largest number in `heads` is.
 
     The remainder over ranks stays the same, so do the query heads per KV head, and whether there are fewer KV heads
-    than ranks.
+    than ranks. `kv_heads` are the config's numbers of KV heads; [] if heads are not grouped.
     """
     most = max(heads, default=0)
     kv = min(kv_heads, default=most)

@@ -319,7 +319,7 @@ def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -
 
 @on_each_rank
 def ledgers_of(model: Any) -> list[Ledger]:
-    """Return what each rank (with the option `exact`, of the mesh that it names) read while loading; a collective call."""
+    """Return what each rank (with `exact`: of the mesh that this option names) read while loading; a collective call."""
     return together(model.mesh, "load", lambda: model.ledger)
 
 

@@ -88,8 +88,8 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
 
 
 def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
-    """Return the plain model's loss on `batch` on rank 0; NaN on other ranks, or if the model needs over half the
-    free memory.
+    """Load the checkpoint `name` unscheduled on rank 0, in float32 on the CPU, and return its loss on `batch`; NaN on
+    other ranks, or if this would take over half the free memory. `model` is the scheduled model.
     """
     plain_class: Any = model.unscheduled_class
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -24,7 +24,8 @@ class Worth:
         tokens_per_s: tokens per second of the whole cluster.
         mfu: model flops per second divided by the peak rate; None where the device's peak is unknown.
         gpu_hours: device hours to train on 10^9 tokens.
-        binds: dict: "compute", "bubble", "transfers" or "optimizer" --> share of the step's time, 0 to 1.
+        binds: dict: "compute", "bubble", "sums over dp and transfers" or "optimizer" --> share of the step's
+            time, 0 to 1.
         faster_link: share of the step that links and network of twice the rate would save.
         spare: bytes of device memory that stay free on the fullest rank.
         error: mean relative error of such forecasts against published runs; None if never compared.

@@ -242,7 +242,7 @@ class Planner:
         ]
 
     def most_memory(self, layout: Layout) -> float:
-        """Return the bytes of the fullest rank; of ranks with equal stages, only the first is computed if possible."""
+        """Return the bytes of the fullest rank; for the usual orders, ranks with equal stages are computed once."""
         stages, places = self.stages_of(layout), places_of(layout)
         seen: set[Any] = set()
         most = 0.0

@@ -115,7 +115,7 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
 
 def _note(found: dict[str, str], best: Mixture | None) -> None:
     """Add one rank's policies, those of `best`, to `found` (block --> policy); a block on several ranks gets the
-    one that saves least. None for `best` adds nothing.
+    policy that is last in CHOICES, which keeps least. None for `best` adds nothing.
     """
     chain = best.choices if best else None
     while chain is not None:

@@ -161,7 +161,7 @@ def shorter(config: Any, counts: set[int]) -> Any:
 
     Args:
         config: config of the whole model.
-        counts: values of config fields that are numbers of layers.
+        counts: numbers of blocks in the stacks of the model; config fields with one of these values are reduced.
     """
     small = copy.deepcopy(config)
     if hasattr(config, "attention_types"):

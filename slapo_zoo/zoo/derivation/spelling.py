@@ -123,8 +123,7 @@ def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
 def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     """Return the rule for a model tensor `name` that files store in pieces under `keys`.
 
-    The rule holds the ends of the name and of each key, from the last of the dotted parts with
-    which all of them begin.
+    The rule holds the end of the name and of each key: from the last dotted part of their common beginning on.
 
     With `numbered` the first number in a key is the index of an expert.
     """
