@@ -161,7 +161,7 @@ def _forward(
     drawn: int,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return (output [B, S, H, D], log-sum-exp [B, H, S]); see `attention`, but q is [B, S, H, D]."""
+    """Return (output [B, S, H, D], log-sum-exp [B, H, S]); see `attention`, but q, k, v are [B, S, H, D]."""
     tensors = (table, classes, bias, key_mask, keep, seeds, places)
     given = Given(*tensors, p, scale, causal, window, drawn, wide)
     if given.runs_in_tiles(q):
@@ -315,7 +315,7 @@ class _Blocks:
         return s.masked_fill_(s[..., :1].isnan(), 0.0)
 
     def _hide_(self, s: Tensor, rows: slice, keys: slice) -> None:
-        """Set scores of keys that a query may not see to -inf: later keys and, with a window, keys before the window."""
+        """Set scores `s` of queries `rows` to -inf where causality hides one of `keys`: later keys, or before the window."""
         window, later = self.given.window, self.T - self.S
         first = keys.start if window else max(keys.stop - s.shape[1], keys.start)
         i = torch.arange(rows.start, rows.stop)[:, None] + later

@@ -97,7 +97,7 @@ def _stages(schedule: Schedule) -> str:
 def _steps(schedule: Schedule, used: set[str]) -> tuple[tuple[str, str, Mapping[str, Any]], ...]:
     """Return (pattern, primitive, arguments) of each directive, except kernels that this device chose.
 
-    `used` is a set; the names of model sizes that occur in the arguments are added to it.
+    The names of model sizes that occur in the arguments are added to the set `used`.
     """
     chosen = {(c.pattern, c.kernel) for c in schedule.kernels if c.accepted and c.by_device}
     return tuple(

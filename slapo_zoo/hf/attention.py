@@ -189,8 +189,8 @@ class CoreAttention(nn.Module):
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
         """Compute attention with our dropout masks, which torch's fused attention cannot take.
-        `p` is the dropout probability; `bias` is added to the scores. `cap` bounds the scores to
-        cap * tanh(scores / cap); None sets no bound.
+        `p` is the dropout probability, `bias` is added to the scores. `cap` bounds scores to cap * tanh(scores / cap);
+        None sets no bound. The other arguments are those of `forward`; `causal`: no query sees a later key.
         """
         groups = q.shape[1] // k.shape[1]
         if groups > 1:

@@ -82,7 +82,7 @@ def _xformers(
 def _aligned_bias(
     q: Tensor, k: Tensor, mask: Tensor | None, position_bias: Tensor | None, causal: bool
 ) -> Tensor:
-    """Return mask and position bias as one additive tensor [B, H, S, T] with rows aligned to 8 elements."""
+    """Return mask (if None and `causal`, a causal mask) plus position bias as [B, H, S, T], rows aligned to 8 elements."""
     (rows, heads, length, _), width = q.shape, k.shape[-2]
     bias = q.new_zeros(rows, heads, length, -(-width // 8) * 8)[..., :width]
     if position_bias is not None:

@@ -56,7 +56,7 @@ def _images(config: Any, batch_size: int) -> dict[str, Tensor]:
 
 
 def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return an example batch with labels and random content from a fixed seed."""
+    """Return an example batch as `example_batch` does, but with labels and random content from a fixed seed."""
     batch, g = example_batch(model, batch_size, seq_len), torch.Generator().manual_seed(0)
     for name, value in batch.items():
         if name.endswith("input_ids"):

@@ -299,7 +299,7 @@ def initialized_as(module: Any) -> Any:
 
 
 def mark_initialized(tensor: torch.Tensor, value: bool = True) -> None:
-    """Mark a tensor so that the initialisation of `transformers` leaves it unchanged."""
+    """Mark a tensor so that the initialisation of `transformers` leaves it unchanged (`value` False: changes it)."""
     tensor._is_hf_initialized = value  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -249,7 +249,7 @@ class Model:
         """Return the expected gain [points] in log throughput times the probability to fit,
         averaged over the prior guesses of throughput.
 
-        `ran` are the numbers of configurations that ran.
+        `ran` are the numbers of configurations that ran, `known` maps each measured number to its outcome.
         """
         values = np.log([known[i].throughput for i in ran])
         gain = np.zeros(len(self.grid.points))

@@ -88,7 +88,7 @@ def cut_table(config: Any, cls: Any, table: Table, tp: int = 1) -> Table:
 
 
 def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
-    """Return the tiny test case of a class for `tp` tp ranks, with windows and chunks shorter than a rank's tokens."""
+    """Return a class's tiny test case for `tp` tp ranks, saved in `folder`; windows are shorter than a cp rank's tokens."""
     small = Sizes(heads=max(4, 2 * tp), window=NEAR)
     try:
         return tiny_case(nearer(config), cls, folder, small)

@@ -154,7 +154,7 @@ def _allocate(
     """Allocate all parameters and persistent buffers of a model on meta; tied ones stay one parameter.
 
     Returns:
-        name --> local tensor; a tied parameter only under its first name on this stage.
+        name --> local tensor (under ZeRO the rows that `over_dp` gives); tied ones only under their first name here.
     """
     local, made = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):

@@ -141,8 +141,8 @@ def _verdict(
 
 
 def measured(sch: Schedule, kernel: Kernel, device: str) -> tuple[bool, str]:
-    """Decide whether to use a kernel on a device for a model of this size; return (decision, reason). Measurements
-    decide, or an estimate where none exist.
+    """Return (whether to use a kernel on a device in the model of `sch`, the reason). Measurements at the size of this
+    model decide, or an estimate where none exist.
     """
     dtype, size = _dtype(sch), _size(sch.model.config, kernel)
     found = decide(kernel.name, str(dtype).removeprefix("torch."), size, device)

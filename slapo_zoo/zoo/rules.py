@@ -121,7 +121,7 @@ def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
 
 
 def column_joined(axis: int = 0) -> Rule:
-    """Return the rule of a linear whose outputs are sharded over tp and then all-gathered, for a module that needs all."""
+    """Return the rule of a linear whose outputs (`axis` of the weight) are sharded over tp and then all-gathered."""
     divided = (Shard("weight", axis, pad=True), Shard("bias", 0, pad=True))
     return (*divided, Sync("bwd_post", "all_reduce"), Sync("fwd_post", "join_columns"))
 

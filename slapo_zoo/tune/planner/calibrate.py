@@ -83,7 +83,7 @@ def host_memory() -> int:
 
 
 def sum_rate(device: str) -> float:
-    """Measure an all-reduce over all ranks; return the bytes per second that one rank sends, as in a ring."""
+    """Measure an all-reduce over all ranks; return the bytes per second that one rank sends if it runs as a ring."""
     on = torch.empty(0, device=device).device
     x = torch.ones(BUCKET_BYTES // 4, device=on)
     seconds = best_time(lambda: dist.all_reduce(x), on, 3)
