@@ -64,7 +64,7 @@ def t5_attention(
     causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute T5's attention by torch's fused attention, with the position bias [B, H, S, T] in memory."""
+    """Compute T5's attention by torch's fused attention; the position bias [1, H, S, T] is looked up in `weight`."""
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)
     if weight is not None:
@@ -86,7 +86,7 @@ def local_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute causal attention within a window by torch's fused attention and a mask, faster than GPT-Neo's own."""
+    """Compute causal attention over the last `window` keys by torch's fused attention, faster than GPT-Neo's own."""
     S, T = q.shape[-2], k.shape[-2]
     hidden = _hidden(q, S, T, causal=True, window=window)[None, None]
     hidden = hidden if key_mask is None else hidden | ~key_mask[:, None, None]
@@ -97,7 +97,7 @@ def eager_local_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute GPT-Neo's own windowed attention, with its scores [B, H, S, T] in memory in fp32."""
+    """Compute attention over the last `window` keys as GPT-Neo does, with scores [B, H, S, T] in memory in fp32."""
     S, T = q.shape[-2], k.shape[-2]
     scores = q.float() @ k.float().transpose(-1, -2) * scale
     scores = scores.masked_fill(_hidden(q, S, T, True, window), torch.finfo(torch.float32).min)
@@ -114,7 +114,7 @@ def batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Ten
 def bias_dropout_residual_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor, p: float = 0.0, **_: Any
 ) -> Tensor:  # fmt: skip
-    """Compute the end of a BERT block by torch's operations: bias, dropout, residual sum, layer norm."""
+    """Compute the end of a BERT block by torch's operations: sum with `x_bias`, dropout, residual sum, layer norm."""
     z = functional.dropout(x + x_bias, p) + residual
     return functional.layer_norm(z, x.shape[-1:], weight, bias)
 

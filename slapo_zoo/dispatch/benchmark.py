@@ -93,7 +93,7 @@ def step(function: Any, given: dict[str, Any]) -> Callable[[], None]:
 
 
 def timed(steps: dict[str, Callable[[], None]], device: str) -> dict[str, list[float]]:
-    """Time functions in turn, several times each; return the sorted milliseconds of each."""
+    """Time the functions in `steps` in turn, several times each; return {name: sorted milliseconds}."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     waste = torch.empty(FLUSH if device == "cuda" else 0, dtype=torch.uint8, device=device)
     begin = time.perf_counter()
@@ -169,9 +169,9 @@ def measure(
 
 
 def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
-    """Return ({bucket: `path` or "torch"}, {bucket: smallest time of an alternative over the kernel's}).
+    """Return ({bucket: `path` or "torch"}, {bucket: smallest time of an alternative over the kernel's}) of `rows`.
 
-    A bucket is a kernel, dtype and size (`kernel_registry.bucket`). It gets `path`, which runs the kernel, if no
+    `rows` are results of `measure`; a bucket is a kernel, dtype and size. It gets `path`, which runs the kernel, if no
     alternative (eager, expert or liger of `alternatives`) was faster in any measurement, and one was slower by
     GAIN in some measurement. torch.compile is not compared, since the model around the kernel is not compiled.
     """

@@ -353,7 +353,7 @@ class ExactModel(nn.Module):
         self.on_each_rank(lambda model: model.save_pretrained(save_directory, **kwargs))
 
     def consolidated_state_dict(self, grads: bool = False) -> dict[str, Tensor]:
-        """Return {HuggingFace name: unsharded tensor or gradient} on process 0, {} elsewhere."""
+        """Return {HuggingFace name: unsharded tensor, or with `grads` its gradient} on process 0, {} elsewhere."""
         return self.on_each_rank(lambda model: model.consolidated_state_dict(grads))
 
 

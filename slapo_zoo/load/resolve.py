@@ -34,7 +34,8 @@ def resolve_schedule(
 ) -> BuildOptions:
     """Return the options with a `schedule` that can be applied: a card becomes its directives or its function.
 
-    A derived table of sharding rules is proven first, on a tiny model. Other kinds of schedules stay unchanged.
+    "auto" becomes a table of sharding rules that was proven on a tiny model. Other kinds of schedules stay unchanged.
+    `auto_class` is the head class (None: the one in the checkpoint), `trust` says how far a card is trusted.
 
     Raises:
         SlapoError: the family has no table and none can be derived; or the card does not fit.
@@ -80,7 +81,7 @@ def _of_zoo(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> 
 def _card_steps(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> Any:
-    """Return the directives of a schedule card, or the function of a trusted `schedule.py`; nothing is applied yet.
+    """Return the directives of a schedule card, or the function of its `schedule.py` if `trust` allows that.
 
     Raises:
         CardError: the card does not fit, or the model that it schedules differs from the plain one.

@@ -177,7 +177,7 @@ class Scheduled(Structure, Generates, Recomputes):
             return self._slapo.data_parallel.clip_grad_norm_(model, max_norm)
 
     def consolidated_state_dict(self, grads: bool = False) -> dict[str, Tensor]:
-        """Return {HuggingFace name: unsharded tensor or gradient} on rank 0, {} elsewhere; a collective call."""
+        """Return {HuggingFace name: unsharded tensor, with `grads` gradient} on rank 0, else {}; a collective call."""
         with rank_guard("consolidated_state_dict"):
             refresh_specs(self, "consolidated_state_dict")
             local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads)
@@ -262,7 +262,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
     ) -> dict[str, Tensor]:
-        """Return {key in files: unsharded matrix or gradient} of an adapter (None: the active one) on rank 0, else {}."""
+        """Return {key in files: unsharded matrix (`grads`: gradient)} of an adapter (None: active) on rank 0, else {}."""
         with rank_guard("get_adapter_state_dict"):
             return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
 
@@ -384,7 +384,7 @@ def _on_first(mesh: Mesh, action: Callable[[], None] | None) -> None:
 
 @functools.cache
 def scheduled_class(cls: type) -> type:
-    """Return the class of a scheduled model: `cls` with the methods of `Scheduled`, under its own name."""
+    """Return the class of a scheduled model: `cls` with the methods of `Scheduled`, under the name of `cls`."""
 
     @functools.wraps(cls.forward)  # pyright: ignore[reportAttributeAccessIssue]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -109,14 +109,14 @@ class Mesh:
         return name in ALWAYS or getattr(self, name) > 1
 
     def named(self, mesh_dim: str) -> str:
-        """Return the names of the mesh dims that "batch", "loss" or a dim stands for, joined by "+": "dp+cp" for "loss"."""
+        """Return the mesh dims that a name stands for: "dp" for "batch" or "dp", "dp+cp" for "loss" if cp > 1."""
         if (divides := ROLES.get(mesh_dim)) is None:
             return mesh_dim
         names = [dim.name for dim in self.DIMS if dim.divides in divides]
         return "+".join(name for name in names if self._is_in_use(name))
 
     def _parts(self, mesh_dim: str) -> list[tuple[str, int, int]]:
-        """Return (name, size, stride) of each mesh dim that a name such as "batch" stands for."""
+        """Return (name, size, stride) of each mesh dim that a name stands for, e.g. of dp and cp for "loss"."""
         places = self.__dict__["_places"]
         if mesh_dim not in places:
             names = self.named(mesh_dim).split("+")
@@ -127,7 +127,7 @@ class Mesh:
         return places[mesh_dim]
 
     def size(self, mesh_dim: str) -> int:
-        """Return the size of a mesh dim, or of "batch" or "loss"; MeshError for an unknown name."""
+        """Return the size of a mesh dim, of "batch" (dp) or of "loss" (dp times cp); MeshError for an unknown name."""
         product = 1
         for _, size, _ in self._parts(mesh_dim):  # a loop: torch.compile traces no generator
             product *= size

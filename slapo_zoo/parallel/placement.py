@@ -91,7 +91,7 @@ class Placement:
         return ""
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:
-        """Return the ranges of unsharded indices that rank `r` of `n` holds, in local order."""
+        """Return the ranges of indices of an axis of length `size` that rank `r` of `n` holds, in local order."""
         runs, start = [], 0
         for group, units in zip(self._groups(size), self.units(size), strict=True):
             beside = start > 0 and self.together > 1
@@ -103,10 +103,9 @@ class Placement:
         return [run for run in runs if run.stop > run.start]
 
     def owned(self, size: int, n: int, r: int) -> list[tuple[Run, int]]:
-        """Return (range of unsharded indices, its offset in the local axis) that rank `r` of `n`
-        writes to files and sends.
+        """Return (range of indices, its offset in the local axis) of all that rank `r` of `n` writes and sends.
 
-        If several ranks hold the same range (KV heads), only the first of them has it here.
+        The axis has the length `size`. If several ranks hold a range (KV heads), only the first of them lists it.
         """
         before = {run for rank in range(r) for run in self.runs(size, n, rank)}
         found: list[tuple[Run, int]] = []
@@ -130,13 +129,13 @@ class Placement:
         return _balanced(units, n, r)
 
     def local_size(self, size: int, n: int, r: int) -> int:
-        """Return the length of the sharded axis on rank `r` of `n`, padding included."""
+        """Return the length on rank `r` of `n`, padding included, of an axis of unsharded length `size`."""
         if self.pad:
             return -(-self.units(size)[0] // n) * self.unit
         return sum(run.stop - run.start for run in self.runs(size, n, r))
 
     def replicas(self, size: int, n: int, r: int) -> int:
-        """Return how many of `n` ranks hold the same elements as `r`; 1 unless KV heads are replicated."""
+        """Return how many of `n` ranks hold the same part as `r` of an axis of length `size`; 1 but for KV heads."""
         mine = self.runs(size, n, r)
         return sum(self.runs(size, n, other) == mine for other in range(n))
 

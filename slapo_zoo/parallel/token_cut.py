@@ -37,11 +37,11 @@ class TokenCut:
         return x.narrow(axis, self.r * size, size).contiguous()
 
     def whole(self, x: Tensor, axis: int) -> Tensor:
-        """All-gather x [.., s, ..] to the tokens of all ranks; its gradient is summed over ranks and cut again."""
+        """All-gather x [.., s, ..] along `axis` to all n * s tokens; the backward reduce-scatters the gradient."""
         return all_gather(x, axis, self.group)
 
     def whole_of_numbers(self, x: Tensor, axis: int) -> Tensor:
-        """All-gather an x without a gradient, such as a mask or position ids, to the tokens of all ranks."""
+        """All-gather x [.., s, ..], such as a mask or position ids, along `axis` to all n * s tokens; no gradient."""
         return gather_along(x, axis, self.group)
 
 

@@ -30,7 +30,7 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextmanager
 def recording(tracer: ValueTracer) -> Iterator[None]:
-    """Context in which torch factories leave graph nodes, and a forward that stores a proxy in a module raises."""
+    """Context in which calls of torch factories become nodes of `tracer`, and storing a proxy in a module raises."""
     with ExitStack() as stack:
         for name in FACTORIES + RANDOM:
             new = recorded(tracer, getattr(torch, name), always=name in RANDOM)

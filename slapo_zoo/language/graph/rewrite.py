@@ -171,7 +171,7 @@ def check_hooks(nodes: Iterable[fx.Node], owner: nn.Module, path: str) -> None:
 
 
 def finish(owner: fx.GraphModule) -> None:
-    """Remove unused nodes, check the graph, and regenerate the module's code."""
+    """Remove unused nodes from the graph of `owner`, check the graph, and regenerate the code of `owner`."""
     owner.graph.eliminate_dead_code(is_impure_node=has_effect)
     owner.graph.lint()
     owner.recompile()

@@ -157,7 +157,7 @@ class Group:
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
-        """Return the dtype in which the group is gathered: `computes`, the dtype of the forward, or its own dtype."""
+        """Return the dtype to gather in: `computes`; with `is_wide` or without `computes`, that of the parameters."""
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:

@@ -137,7 +137,9 @@ def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
 
 
 def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield (module, name, cast to `dtype`) of all parameters to cast; tied ones share one cast."""
+    """Yield (module, name, cast to `dtype`) of the floating parameters that have another dtype and do not have to keep
+    it (`stays_wide`); tied ones share one cast.
+    """
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():
         if stays_wide(model, path, module, dtype):

@@ -147,8 +147,7 @@ class GlobalMeans(TorchFunctionMode):
         return loss
 
     def _divisor(self, func: Any, x: Tensor, y: Tensor, options: Mapping[str, Any]) -> float:
-        """Return the divisor of the current mean loss: targets (or sum of class weights) in the
-        whole batch.
+        """Return the divisor of the current mean loss: targets (or sum of class weights) in the whole batch.
 
         Args:
             func: the loss function of torch.

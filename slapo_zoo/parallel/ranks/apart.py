@@ -96,8 +96,7 @@ class ProcessApart:
 
 
 def python_apart(module: str, request: Mapping[str, Any]) -> ProcessApart:
-    """Start a Python process that runs `module` on the CPU, with the JSON of `request` on its
-    stdin.
+    """Start a Python process that runs `module` on the CPU, with the JSON of `request` on its stdin.
 
     Variables of launchers are removed and GPUs hidden, so that the process is no rank of a running
     job.
