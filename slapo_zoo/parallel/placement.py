@@ -170,7 +170,7 @@ class HeldBy(Placement):
     index: int = 0
 
     def problem(self, size: int, n: int) -> str:
-        """Return the reason why the axis of experts cannot be sharded over `n` ranks; "" if it can."""
+        """Return the reason why the experts cannot be sharded over `n` ranks, whatever `size` is; "" if they can."""
         return self.of.problem(self.count, n)
 
     def offset(self, n: int, r: int) -> int | None:

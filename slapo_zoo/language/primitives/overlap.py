@@ -26,7 +26,7 @@ class Overlap(Directive):
 
     rewrite:  backward: dx, dw, sum of dx  -->  dx, start the sum of dx, dw, wait for the sum
     note:     applies to every sync("bwd_post", "all_reduce") at or below the module, in steps in which
-              tokens are not sharded, outside of autocast and torch.compile. Results are the same.
+              tokens are not sharded, outside of autocast and torch.compile. No result changes.
               Without this directive the back end of the group decides: it is on for those in
               slapo_zoo.language.primitives.overlap.DEFAULT_BACKENDS
     errors:   no such sync at or below it

@@ -28,7 +28,7 @@ class ShardRule:
 
 
 def _divide_depthwise(site: Site, param_name: str, directive: "Shard", runs: list[Run]) -> None:
-    """Set `groups` and `in_channels` of a depthwise convolution to the output channels of this rank."""
+    """Set `groups` and `in_channels` of a sharded depthwise convolution to its `out_channels` (`ShardRule.divided`)."""
     module: Any = site.module
     if directive.axis == 0 and param_name == "weight" and module.groups == module.in_channels:
         module.groups = module.in_channels = module.out_channels

@@ -17,7 +17,7 @@ class TraceUntil(Traces):
     """Trace a module and its descendants above `paths`; the modules at `paths` stay as they are.
 
     rewrite:  f(x) = ... g(h(x)) ...  -->  graph with `g` and `h` as nodes  (paths = g, h)
-    errors:   a path that is no module below this one, and those of trace
+    errors:   a path that is no module below this one, and the errors of `trace`
 
     Args:
         paths: paths of modules below this one, in full or relative to it.

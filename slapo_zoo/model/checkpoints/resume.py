@@ -37,7 +37,7 @@ def load_checkpoint(
     other (tp, pp, dp).
 
     Weights, optimizer, scheduler and random generators are overwritten, after all files were parsed
-    and compared with their checksums on all ranks. A collective call; returns step and data position.
+    and compared with their checksums on all ranks. A collective call; returns step, data positions and extras.
 
     Args:
         model: a scheduled model of the saved architecture and size.

@@ -59,7 +59,7 @@ class Passed(Kept):
     unpack: Callable[[Any], Tensor]
 
     def again(self) -> Tensor:
-        """Return the saved tensor, which the other library restores."""
+        """Return the saved tensor, restored by the library that packed it."""
         return self.unpack(self.kept)
 
 

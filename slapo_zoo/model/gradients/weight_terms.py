@@ -138,8 +138,8 @@ class Uses:
             self.found.setdefault(key, []).append(grads[index])
 
     def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (gradient from the model's own uses of a parameter, the rest or None); the rest is
-        complete on all ranks. `grad` is the whole gradient of the parameter in this backward.
+        """Split a parameter's gradient `grad`; return (part from its uses in the model's output, part
+        from weight terms or None). The second part is complete on all ranks.
         """
         came = self.found.pop(id(parameter), [grad])
         own = came[0] if len(came) == 1 else sum(came[1:], came[0])

@@ -348,7 +348,7 @@ def dropout(
     p = 0.
 
     `stream` draws the mask for the path `site`; `heads` are the global indices of the H heads, ()
-    if all are here.
+    if x has all heads.
     """
     return x * stream.keep_queries(x, p, site, heads) if p > 0.0 else x
 

@@ -161,7 +161,7 @@ def mark_counted(model: Any) -> None:
 
 
 class MeshUnit:
-    """Adapter of our mesh to DeepSpeed's `mpu` object: `get_data_parallel_group()` and its like."""
+    """Adapter of our mesh to DeepSpeed's `mpu` object: `get_data_parallel_group()` and similar methods."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh

@@ -50,7 +50,7 @@ def torch_engine(
         optimizer: torch optimizer; or a function parameters --> optimizer, which FSDP2 needs, since it
             makes new parameters.
         data_parallel: None averages gradients by our own hooks, "ddp" by torch's DDP; "fsdp2" shards parameters,
-            gradients and optimizer over dp as well. With pp > 1 the latter two need one stage per rank.
+            gradients and optimizer over dp as well. With pp > 1 "ddp" and "fsdp2" need one stage per rank.
         clip: largest global gradient norm of `update`; 0 does not clip.
         **options: options of DistributedDataParallel, or of fully_shard.
     """
