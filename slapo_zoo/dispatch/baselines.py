@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """Compute GELU of `x + bias` as transformers does: gelu_new in eight operations, the exact form in one."""
+    """Compute GELU of `x + bias` as transformers does: exact ("none") in one operation, "tanh" in eight."""
     from slapo_zoo.dispatch.kernel_registry import KERNELS
 
     if approximate == "none":
@@ -41,14 +41,17 @@ def linear_loss(
     x: Tensor, weight: Tensor | None, target: Tensor, bias: Tensor | None = None,
     label_smoothing: float = 0.0, num_items: Any = 1, reduction: str = "sum", **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute the cross-entropy of x W^T + bias, or of logits x without a weight, with all logits in memory."""
+    """Compute the cross-entropy of x W^T + bias, or of logits x without a weight, with all logits in memory.
+
+    The reduced value (torch's `reduction`) is divided by `num_items`.
+    """
     logits = (x if weight is None else functional.linear(x, weight, bias)).float()
     options: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
     return functional.cross_entropy(logits, target, **options) / num_items
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Compute attention by torch's scaled_dot_product_attention, as most models do."""
+    """Compute attention of q, k, v [B, H, S, D] by torch's scaled_dot_product_attention; return it as [B, S, H, D]."""
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     return out.transpose(1, 2)
 
@@ -64,7 +67,10 @@ def t5_attention(
     causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute T5's attention by torch's fused attention; the position bias [1, H, S, T] is looked up in `weight`."""
+    """Compute T5's attention by torch's fused attention; the position bias [1, H, S, T] is looked up in `weight`.
+
+    `weight` is [buckets, H], or None for no bias; `key_mask` [B, T] is False at keys that no query may see.
+    """
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)
     if weight is not None:
@@ -86,7 +92,10 @@ def local_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute causal attention over the last `window` keys by torch's fused attention, faster than GPT-Neo's own."""
+    """Compute causal attention over the last `window` keys by torch's fused attention, faster than GPT-Neo's own.
+
+    `key_mask` [B, T] is False at keys that no query may see.
+    """
     S, T = q.shape[-2], k.shape[-2]
     hidden = _hidden(q, S, T, causal=True, window=window)[None, None]
     hidden = hidden if key_mask is None else hidden | ~key_mask[:, None, None]
@@ -97,7 +106,10 @@ def eager_local_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute attention over the last `window` keys as GPT-Neo does, with scores [B, H, S, T] in memory in fp32."""
+    """Compute attention over the last `window` keys as GPT-Neo does, with scores [B, H, S, T] in memory in fp32.
+
+    `key_mask` [B, T] is False at keys that no query may see.
+    """
     S, T = q.shape[-2], k.shape[-2]
     scores = q.float() @ k.float().transpose(-1, -2) * scale
     scores = scores.masked_fill(_hidden(q, S, T, True, window), torch.finfo(torch.float32).min)

@@ -39,7 +39,7 @@ def computes_as_class(forward: Any) -> bool:
 
 
 def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return a @ b + bias, [M, N], computed by the faster library; the result carries no autograd graph."""
+    """Return a [M, K] @ b [K, N] + bias, by the faster of oneDNN and torch's BLAS; the result has no autograd graph."""
     if suits(a, b):
         if bias is None and a.numel() >= LARGE and not a.is_contiguous():
             return mm_into(a.new_empty((a.shape[0], b.shape[1])), a, b)  # avoids a copy of a
@@ -48,7 +48,7 @@ def mm(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Compute a @ b into `out` [M, N] without a temporary of that size."""
+    """Compute a @ b into `out` [M, N] without a temporary of that size, and return `out`."""
     if not suits(a, b):
         return torch.mm(a, b, out=out)
     if b.is_contiguous():  # slices of its columns would not be contiguous

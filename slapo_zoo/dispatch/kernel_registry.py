@@ -237,10 +237,10 @@ def as_written(cls: type) -> bool:
 
 
 def _is_of(cls: type, value: Any) -> bool:
-    """Return whether `value`, an attribute of `cls`, is unpatched: a function defined in the file of `cls`, or no
-    function (and not the forward).
+    """Return whether `value`, an attribute of `cls`, is unpatched: a function is, if the file of `cls` defines it.
 
-    A function that another library has wrapped by a decorator counts as defined in the file of `cls`.
+    A decorator of a package in KNOWN, or of that of `cls`, around the function changes nothing. An object that is
+    no function is unpatched too, unless it is the `forward` of `cls`.
     """
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):

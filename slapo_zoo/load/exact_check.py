@@ -77,9 +77,8 @@ def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]
 
 
 def _runs(case: Case, real: Sizes, virtual: Sizes, knobs: Mapping[str, Any], traced: bool) -> Any:
-    """Start the processes of mesh `real`, train the test case in each on the virtual mesh, and
-    return the result of process 0: digests of steps, or if `traced` the trace. `knobs` are further
-    arguments of `from_pretrained`.
+    """Start the processes of mesh `real`, train the test case in each on the virtual mesh, and return the result of
+    process 0: digests of steps, or if `traced` the trace. `knobs` are further arguments of `from_pretrained`.
     """
     return run_local(_train, prod(real), (case, real, virtual, dict(knobs), traced), threads=1, device="cpu")[0]  # fmt: skip
 

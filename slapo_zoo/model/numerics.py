@@ -96,7 +96,7 @@ class NumericsWatch:
         raise NumericsError(f"rank {rank}", f"{path}, {what}", problem, hint)
 
     def step(self, loss: Tensor | float) -> bool:
-        """Record the loss of a step; if it is a spike or not finite, warn and return True."""
+        """Record the loss of a step, and warn if it is a spike or not finite; return whether it is."""
         value = float(loss)
         usual = statistics.median(self._losses) if len(self._losses) >= LEAST else None
         jumped = not math.isfinite(value) or (usual is not None and value > self.spike * usual)

@@ -36,8 +36,8 @@ def group_rank(group: Group) -> int:
 
 
 def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
-    """Report a collective to the group's `note` function and to observers; return True in a dry
-    run, where nothing is sent.
+    """Report a collective, in a dry run to the group's `note` function, else to OBSERVERS.
+    Return whether this is a dry run, in which nothing is sent.
 
     Args:
         group: process group, or its replacement in a dry run.
@@ -133,7 +133,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(x: Tensor, there: Any, back: Any) -> Tensor:
-    """Return `there(x)`; the backward maps its gradient to that of x by `back`. Both are functions of one tensor."""
+    """Return `there(x)`; `back` maps the gradient of this result to that of x. Both are functions of one tensor."""
     return _WithGradient.apply(x, there, back)  # pyright: ignore[reportReturnType]
 
 
@@ -164,8 +164,8 @@ def _along(x: Tensor, axis: int, group: Group, there: Any, back: Any) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True) -> Tensor:
-    """All-gather x along an axis; with group None, return x. The backward reduce-scatters the gradient
-    of the result or, without `sharded_gradient`, when that is equal on all ranks, takes a slice of it.
+    """All-gather x along an axis; with group None, return x. The backward reduce-scatters the result's gradient,
+    or takes this rank's slice of it if `sharded_gradient` is False: the gradient is then equal on all ranks.
     """
     back = reduce_scatter_along if sharded_gradient else slice_along
     return _along(x, axis, group, gather_along, back)

@@ -79,8 +79,7 @@ def rows_of(tensor: Any) -> Rows | None:
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
     """Copy the mark that a tensor holds rows of one dp rank (ZeRO) from `part` to `tensor`; return `tensor`.
 
-    `first` is the index of its first row in the tensor unsharded over dp; None takes that of
-    `part`.
+    `first` is the index of its first row in the tensor unsharded over dp; None takes that of `part`.
     """
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)

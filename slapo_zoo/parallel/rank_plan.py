@@ -225,7 +225,7 @@ def without_peft(name: str) -> str:
 
 
 def partition(coords: Sequence[int], same: Mapping[int, object]) -> tuple[tuple[int, ...], ...]:
-    """Group mesh coordinates `coords` by their values in `same`, which are equal where they hold the same elements.
+    """Group the mesh coordinates `coords` that `same` (coordinate --> which elements its rank holds) maps to equal values.
 
     >>> partition(range(4), {0: "a", 1: "a", 2: "b", 3: "b"})
     ((0, 1), (2, 3))

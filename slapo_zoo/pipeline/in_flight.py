@@ -55,7 +55,7 @@ def _moves(action: Action) -> bool:
 
 
 def _whole(action: Action, step: int = 0) -> Action:
-    """Return the action of stage + `step` for the same micro-batch; a backward of inputs alone
+    """Return the action of the same micro-batch `step` stages later; a backward of inputs alone
     becomes the backward of inputs and weights together.
     """
     kind = FORWARD if action.kind == FORWARD else BACKWARD

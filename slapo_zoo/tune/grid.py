@@ -61,15 +61,11 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return a bool mask [points]: configurations that need at least the memory of number
-        `small`, which is an index in `points`.
-        """
+        """Return a bool mask [points]: configurations that surely need at least the memory of points[small]."""
         return self._against(small, 1)
 
     def takes_less(self, large: int) -> np.ndarray:
-        """Return a bool mask [points]: configurations that need at most the memory of number
-        `large`, which is an index in `points`.
-        """
+        """Return a bool mask [points]: configurations that surely need at most the memory of points[large]."""
         return self._against(large, -1)
 
     def _against(self, number: int, sign: int) -> np.ndarray:

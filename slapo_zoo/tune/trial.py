@@ -140,7 +140,7 @@ def _batch(model: Any, rows: int, seq_len: int, device: torch.device) -> dict[st
 def limit_memory(job: Job) -> None:
     """Let this process allocate at most `job.memory` bytes; 0 sets no limit.
 
-    On a GPU torch's allocator sets the limit, on a CPU the kernel does, beyond what the process uses now.
+    On a GPU torch's allocator sets the limit, on a CPU the operating system does, beyond what the process uses now.
     """
     if not job.memory:
         return

@@ -142,7 +142,7 @@ class ValueTracer(fx.Tracer):
         return value
 
     def check(self, node: fx.Node, expected: Any) -> None:
-        """Add the node `expect(node, expected)` to the graph, at most once per node."""
+        """Add a check to the graph, once per node: at run time ScheduleError unless `node` has the value `expected`."""
         if node in self.checked:
             return
         self.checked.add(node)
@@ -150,7 +150,7 @@ class ValueTracer(fx.Tracer):
         self.create_node("call_function", guards.expect, args, {})
 
     def check_length(self, proxy: ValueProxy) -> None:
-        """Add a check of the length of a proxy's value (e.g. of a shape) to the graph, at most once."""
+        """Add a check to the graph, once per proxy: at run time ScheduleError if its value (a shape) has another length."""
         if proxy.node not in self.ranks:
             self.ranks.add(proxy.node)
             length: Any = self.create_proxy("call_function", len, (proxy,), {})

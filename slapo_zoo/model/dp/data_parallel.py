@@ -126,7 +126,7 @@ class DataParallel:
         return value
 
     def gives(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send gathered tensors to others; True, but under ZeRO in one dp group only."""
+        """Return whether this rank may send gathered tensors; under ZeRO only ranks of the first `dp_shard` group may."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:

@@ -69,10 +69,9 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return the factor for a gradient that is equal on all ranks, so that later sums over ranks count it once.
+    """Return the number by which to multiply a gradient that every rank has in full, before it is summed over ranks.
 
-    `row` is the entry of parameter `p` in the plan, which lists the ranks over which the gradient
-    is summed.
+    `row` is the entry of parameter `p` in the plan, which lists the ranks over which its gradient is summed.
     """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0
@@ -128,7 +127,10 @@ class Uses:
         self.found: dict[int, list[Tensor]] = {}
 
     def note(self, output: Any, wanted: set[int]) -> None:
-        """Hook each autograd node of the graph of `output` that uses a parameter whose id() is in `wanted`."""
+        """Register hooks on the graph of `output` that record, in its backward, the gradients of parameters.
+
+        The parameters are those whose id() is in `wanted`; each use of one adds a part of its gradient to the record.
+        """
         for node, index, p in _leaves(reached(nodes_of(output)) if wanted else ()):
             if id(p) in wanted:
                 node.register_hook(partial(self._came, id(p), index))

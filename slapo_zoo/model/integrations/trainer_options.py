@@ -57,7 +57,10 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
 
 
 def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
-    """Raise SlapoError for the first option that would not have the same bits on every mesh."""
+    """Raise SlapoError for the first of the TrainingArguments `args` with which an exact run would depend on the mesh.
+
+    `own_loss` names the option that replaces the model's loss, and is refused too; "" if none does.
+    """
     if own_loss:
         hint = (
             "use the model's own loss, or a loop of your own: model.train_step(batch, loss_fn=...)"

@@ -46,8 +46,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return {argument that takes labels: the labels that a loss term compares with}, in the order of the loss terms.
 
-    `class_name` is that of the model; it tells if the loss compares with the labels of the next
-    position.
+    `class_name` is that of the model; it tells if the loss compares with the labels of the next position.
     """
     found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
     cut = batch.get("shift_labels")  # shifted before the tokens were cut over cp

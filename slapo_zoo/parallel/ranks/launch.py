@@ -108,8 +108,7 @@ def run_local(
 def _start_all(
     ranks: list[LocalRank], nprocs: int, start: str | None, threads: int | None, job: tuple
 ) -> Any:
-    """Start `nprocs` processes and append them to `ranks`; return the store through which they
-    connect.
+    """Start `nprocs` processes and append them to `ranks`; return the store through which they connect.
 
     Args:
         ranks: list that gets the processes.

@@ -137,8 +137,7 @@ def meet(what: str, ranks: Sequence[int]) -> list[int]:
 
 
 def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> None:
-    """Wait until `is_done()`, and log the ranks that are late. Raises RankError if another rank
-    failed or is silent.
+    """Wait until `is_done()`, and log the ranks that are late. Raises RankError if another rank failed or is silent.
 
     Args:
         what: name of the step for messages.
@@ -161,8 +160,7 @@ def _watch(what: str, place: str, number: int, is_done: Callable[[], bool]) -> N
 
 
 def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int]:
-    """Return the ranks that have reached the step less than `number` times; RankError if one has
-    failed or is silent.
+    """Return the ranks that have reached the step less than `number` times; RankError if one has failed or is silent.
 
     Args:
         what: name of the step for messages.

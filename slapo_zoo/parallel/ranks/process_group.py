@@ -124,9 +124,8 @@ def init_distributed(timeout_s: float | None = None, device: str | None = None) 
 def join_group(store: Any, rank: int, size: int, **options: Any) -> None:
     """Create the default process group, and return when every rank has joined; try twice if a peer was lost.
 
-    A rank that returned earlier could fail and close connections that other ranks still open.
-    `store` is the key-value store through which ranks connect, `options` are those of
-    init_process_group.
+    A rank that returned earlier could fail and close connections that other ranks still open. `store` is the
+    key-value store through which ranks connect, `options` are those of init_process_group.
     """
     for attempt in (1, 2):
         tried, error = PrefixStore(f"slapo_zoo/start/{attempt}", store), None

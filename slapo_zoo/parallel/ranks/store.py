@@ -20,7 +20,7 @@ POLL_S = 0.02
 
 
 def is_restartable() -> bool:
-    """Return whether torchrun started this process and holds the store itself."""
+    """Return whether torchrun started this process, and the store is in torchrun's process, not in rank 0's."""
     kept = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return kept and "TORCHELASTIC_RUN_ID" in os.environ
 
@@ -51,8 +51,7 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> Any:
 
 
 def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
-    """Wait until every process of the job has written its rank to `store`, for at most `timeout_s`
-    seconds.
+    """Wait until every process of the job has written its rank to `store`, for at most `timeout_s` seconds.
 
     Raises:
         torch.distributed.DistError: some processes did not start in time; the error names their ranks.
@@ -69,8 +68,7 @@ def meet(store: Any, rank: int, world_size: int, timeout_s: float) -> None:
 
 
 def local_store() -> Any:
-    """Return a key-value store for the ranks of this machine that listens on the loopback interface
-    only.
+    """Return a key-value store for the ranks of this machine that listens on the loopback interface only.
 
     A TCPStore listens on all interfaces by default, and anyone who can connect to it can forge addresses.
     """

@@ -90,8 +90,7 @@ def _(seeds, parts, size, first):
 
 
 def hashed_cells(x: Tensor, p: float, seeds: Sequence[int] | Tensor) -> Tensor:
-    """Return a dropout mask of 0 and 1 in the shape and dtype of x; an element is 0 with
-    probability `p`.
+    """Return a dropout mask of 0 and 1 in the shape and dtype of x; an element is 0 with probability `p`.
 
     x is cut into as many equal blocks as there are seeds, and the mask of a block is hashed from its seed.
     """
@@ -141,8 +140,7 @@ def hashed_mask(seeds: Tensor, p: float, shape: Sequence[int], dtype: torch.dtyp
     """Return a dropout mask of 0 and 1 in `shape` and `dtype`, in which an element is 0 with
     probability `p`; a custom op.
 
-    The elements are cut into as many equal blocks as there are `seeds`, and each block is hashed
-    from its seed.
+    The elements are cut into as many equal blocks as there are `seeds`, and each block is hashed from its seed.
     """
     whole = torch.empty((), dtype=dtype, device=seeds.device).expand(list(shape))
     return hashed_cells(whole, p, seeds)

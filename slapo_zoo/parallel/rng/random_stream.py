@@ -160,8 +160,7 @@ class RandomStream(StreamPosition):
         """Return the seeds from which operators hash the dropout mask of an x that holds the r-th
         of n equal slices of the tokens.
 
-        x is [rows, tokens / n, ...] or [rows * tokens / n, width]; `site` is the path of the module
-        that drops.
+        x is [rows, tokens / n, ...] or [rows * tokens / n, width]; `site` is the path of the module that drops.
         """
         if x.ndim > 2:
             return later(self.seeds(x, site), r * (x.numel() // max(x.shape[0], 1)))
@@ -210,8 +209,7 @@ class RandomStream(StreamPosition):
         return self.cut.part(self.keep_mask(whole, p, site, heads), 2)
 
     def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
-        """Return the seeds from which operators hash the dropout mask of attention weights x [B, H,
-        s, T].
+        """Return the seeds from which operators hash the dropout mask of attention weights x [B, H, s, T].
 
         Under context parallelism the s queries are only this rank's part of each row. `heads` are
         the global indices of the H heads, `site` is the path of the attention.
@@ -220,8 +218,7 @@ class RandomStream(StreamPosition):
         return found if self.cut is None else later(found, self.cut.r * x.shape[2] * x.shape[3])
 
     def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
-        """Return the dropout mask (0 or 1/(1-p)) of an x that holds the r-th of n equal slices of
-        the tokens.
+        """Return the dropout mask (0 or 1/(1-p)) of an x that holds the r-th of n equal slices of the tokens.
 
         x is [rows, tokens / n, ...], or [rows * tokens / n, width]; `site` is the path of the
         module that drops. The mask of all tokens is drawn, then sliced.
@@ -344,11 +341,9 @@ def _(at, seed, rows, key, site, count, heads, device):
 def dropout(
     x: Tensor, p: float, stream: RandomStream, site: Where, heads: Sequence[int] = ()
 ) -> Tensor:
-    """Return attention weights x [B, H, s, T] times their dropout mask (0 or 1/(1-p)); x itself for
-    p = 0.
+    """Return attention weights x [B, H, s, T] times their dropout mask (0 or 1/(1-p)); x itself for p = 0.
 
-    `stream` draws the mask for the path `site`; `heads` are the global indices of the H heads, ()
-    if x has all heads.
+    `stream` draws the mask for the path `site`; `heads` are the global indices of the H heads, () if x has all heads.
     """
     return x * stream.keep_queries(x, p, site, heads) if p > 0.0 else x
 

@@ -134,9 +134,8 @@ class StreamPosition:
     def call(self, trains: bool, first_row: int, num_rows: int) -> Iterator[None]:
         """Context of a call of the model, or of one of its submodules; each call draws its own dropout masks.
 
-        If a call starts from a state of torch's generator from which an earlier call started (a
-        recomputation, or the same seed set again), it draws the same masks. A call that draws
-        advances the generator.
+        If a call starts from a state of torch's generator from which an earlier call started (a recomputation, or the
+        same seed set again), it draws the same masks. A call that draws advances the generator.
 
         Args:
             trains: True for a training forward of the whole model, which counts a step.

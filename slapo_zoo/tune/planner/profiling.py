@@ -121,7 +121,7 @@ class Family:
         return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
-        """Return the costs of the full model's units: blocks of `units` repeated up to its depth."""
+        """Return the costs of the full model's units: those in `units`, blocks repeated up to the model's depth."""
         named = {unit.name: unit for unit in units}
         if not self.is_small:
             return units

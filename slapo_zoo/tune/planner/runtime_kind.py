@@ -79,7 +79,7 @@ class Precision:
 
     @property
     def update(self) -> int:
-        """Return the bytes of one element of one optimizer state, in which the update is computed."""
+        """Return the bytes of one element of an optimizer state; the update is computed in the same dtype."""
         return 4 if self.optimizer >= 8 else 2
 
     @property
