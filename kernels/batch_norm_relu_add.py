@@ -43,7 +43,7 @@ def reference(
 
 
 def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for images [B, C, h, w], for B = 0 in eval mode. `like`: dtype, device."""
+    """Return random arguments for images [B, C, h, w]; an empty batch (B = 0) is in eval mode. `like`: dtype, device."""
     x, residual = (torch.randn(B, C, h, w, **like) for _ in range(2))
     last = torch.channels_last
     given = {"x": x.to(memory_format=last) * 2 + 1, "residual": residual.to(memory_format=last),

@@ -333,7 +333,7 @@ class _Blocks:
         return x if x.dtype == self.rounded.dtype else _first(self.rounded, x.shape).copy_(x)
 
     def mask(self, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-        """Return a block's dropout mask [heads, rows, keys], 0 or 1 if made from seeds; None without dropout."""
+        """Return a block's dropout mask [heads, rows, keys]: the one given, or 0 and 1 from seeds; None without dropout."""
         given, first = self.given, self.row * self.heads
         if given.keep is not None:
             return given.keep[self.row, heads, rows, keys]

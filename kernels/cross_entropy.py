@@ -148,7 +148,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def chunk_rows(x: Tensor, columns: int, chunk_bytes: int | None = None) -> int:
-    """Return the number of rows of x whose logits [rows, columns] fit into `chunk_bytes`.
+    """Return the number of rows of x whose logits [rows, columns] fit into `chunk_bytes`; at least 64, on a GPU 2048.
 
     By default a chunk has 1 GiB of logits on a GPU: with chunks as small as Liger's (V/H) the weight's gradient
     would be read and written so often that it costs more than the GEMMs. On a CPU a chunk has 128 MiB where BLAS

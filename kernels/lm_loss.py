@@ -39,16 +39,16 @@ def lm_loss(
     group: Any = None,
     summed: bool = False,
 ) -> Tensor:
-    """Return the cross-entropy in fp32, reduced as by F.cross_entropy; NaN when no target counts.
+    """Return the cross-entropy in fp32, reduced as by F.cross_entropy; the mean over no targets is NaN.
 
     Args:
         x: hidden states [N, H], equal on all ranks; without a weight the logits [N, C].
         weight: this rank's rows [C, H] of the head, tied to the embedding or not; None for logits.
         target: [N], class indices in 0..V-1, or ignore_index.
         bias: [C], or None.
-        ignore_index: target of rows that do not count.
+        ignore_index: target of rows without a loss.
         label_smoothing: as in F.cross_entropy, over V classes.
-        num_items: divisor of the sum; None for the number of targets that count.
+        num_items: divisor of the sum; None for the number of targets that are not ignored.
         chunk_bytes: most bytes of logits at a time; None chooses by device and dtype.
         reduction: "mean" or "sum"; for logits also "none". `num_items` is used with "mean" only.
         vocab_size: number of classes V; None for the number of columns on this rank.
@@ -85,8 +85,8 @@ def lm_loss(
 
 
 def _mean(total: Tensor, counts: Tensor, items: Tensor | float | None) -> Tensor:
-    """Return total / items; items None takes the number of True in `counts`. If all are False, the
-    result is NaN with zero gradients.
+    """Return total / items; items None takes the number of True in `counts`: if that is 0, the result is
+    NaN with zero gradients.
     """
     if items is not None:
         return total / items
@@ -196,7 +196,7 @@ def _mean_loss(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (sum of the losses / divisor, and its gradients with respect to x, weight and bias).
 
-    Rows with target -1 do not count. `rows` is the number of rows per chunk, `smoothing` the label
+    Rows with target -1 have no loss. `rows` is the number of rows per chunk, `smoothing` the label
     smoothing; with `graded` False the gradients are empty tensors.
     """
     return _one_pass(x, weight, bias, target, divisor, smoothing, rows, graded, len(weight), None)

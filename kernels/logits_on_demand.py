@@ -230,7 +230,7 @@ class LogitsOnDemand(torch.Tensor):
         return functional.cross_entropy(self, target, **{**options, "reduction": "sum"}) / items
 
     def untouched(self) -> bool:
-        """Return whether neither these logits nor those that they are a view of were computed."""
+        """Return True while neither these logits nor those that they are a view of have been computed."""
         nobody = self.made is None and self.read is None
         return nobody and (self.parent is None or self.parent.untouched())
 

@@ -1,6 +1,6 @@
 """Kernel sparse_mlm_head_loss: the loss of a masked-language model, computed from the masked rows only.
 
-About 15 % of the rows count, while `transformers` runs the head on all. B batch rows, S tokens, H hidden size,
+About 15 % of the rows are masked, while `transformers` runs the head on all. B batch rows, S tokens, H hidden size,
 V classes.
 """
 

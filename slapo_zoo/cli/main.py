@@ -89,7 +89,7 @@ def renamed(arguments: Sequence[str]) -> list[str]:
 
 
 def _away_from_stdout(record: logging.LogRecord) -> bool:
-    """Redirect a DeepSpeed log record from stdout to stderr, and drop one message; used as a logging filter."""
+    """Redirect the handlers of DeepSpeed's log to stderr; as a logging filter, drop "Setting accelerator to CPU"."""
     for handler in logging.getLogger(record.name).handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)

@@ -97,7 +97,7 @@ class Stream:
         self.reader: Iterator[Any] | None = None  # stands where the next block begins
 
     def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """Return the rows of a step for data-parallel rank `dp_coord` of `dp`; steps must be asked in order."""
+        """Return the rows of a step for data-parallel rank `dp_coord` of `dp`; calls must have ascending steps."""
         block, turn = divmod(step, self.steps)
         if self.next is None:
             self._read()

@@ -265,7 +265,7 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
 
 def _one_by_one(data: Any, key: str) -> Any:
     """Return a lock, named by the cache `key`, with which one process per node tokenizes the data
-    while the others wait and then read its cache.
+    while the others wait and then read its cache; a context without a lock if `data` is not on disk.
     """
     if not data.cache_files:
         return nullcontext()

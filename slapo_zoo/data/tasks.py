@@ -386,7 +386,7 @@ def _width(lists: Sequence[Sequence[int]], most: int) -> int:
 
 
 def _inputs(task: Task, rows: Columns) -> dict[str, Tensor]:
-    """Return input_ids, attention_mask and, if the tokenizer made them, token_type_ids: [rows, tokens]."""
+    """Return padded input_ids, attention_mask and, if the tokenizer made them, token_type_ids: each [rows, tokens]."""
     ids = rows["input_ids"]
     held = {"input_ids": (ids, pad_id(task.tokenizer)), "attention_mask": ([[1] * len(one) for one in ids], 0)}  # fmt: skip
     held |= {name: (rows[name], 0) for name in ASIDE if name in rows}

@@ -21,9 +21,9 @@ class Backend:
 
     Args:
         run: (attention module, q, k, v, mask, **kwargs) --> ([B, S, H, d], None or attention weights).
-        mask: name of the `transformers` mask function whose masks it takes.
-        flag: attribute of a model class that is True when the family supports it, or "".
-        drops: True if our dropout masks can be applied to its attention weights.
+        mask: name of the `transformers` mask function whose masks `run` takes.
+        flag: attribute of a model class that is True if the class supports this back end; "" if there is none.
+        drops: True if our dropout masks can be applied to its attention weights; False refuses dropout.
         problem: function: (device type, dtype) --> reason why the back end cannot run there, or "".
     """
 

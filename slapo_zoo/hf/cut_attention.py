@@ -59,9 +59,9 @@ def _causal(cut: TokenCut, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return the position bias for all `total` keys, or None.
+    """Return the position bias `bias`, which must be None or for all `total` keys; SlapoError otherwise.
 
-    A T5 layer without a bias of its own passes zeros for the `own` keys of this rank, which become None.
+    For the zeros of a T5 layer without a bias, which are for the `own` keys of this rank, None is returned.
     """
     if bias is None or bias.shape[-1] == total:
         return bias
@@ -129,7 +129,7 @@ def bias_by_place(attention: Any, stream: Any) -> None:
 
 
 def positions_by_place(embedding: Any, stream: Any) -> None:
-    """Let a position embedding of BART or Pegasus count from the first token of this cp rank, not from 0;
+    """Let a position embedding of BART or Pegasus begin with the position of this cp rank's first token, not with 0;
     `stream`, the model's random stream, follows the running step and knows which tokens the rank holds.
     """
     own = embedding.forward
@@ -185,7 +185,7 @@ def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[N
 
 
 def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> None:
-    """Change the modules of a model that count tokens or compute scores themselves, so that they
+    """Change the modules of a model that number tokens or compute scores themselves, so that positions
     begin at this cp rank's first token.
 
     Args:
@@ -205,6 +205,6 @@ def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> No
 
 
 def counts_by_place(path: str, module: Any) -> bool:
-    """Return whether a module is a position embedding that counts the tokens that it gets (BART, Pegasus)."""
+    """Return whether the module at `path` is a position embedding that numbers its tokens from 0 itself (BART, Pegasus)."""
     takes = signature(module.forward).parameters if path.endswith("embed_positions") else ()
     return "past_key_values_length" in takes and not {"attention_mask", "inputs_embeds"} & {*takes}

@@ -160,7 +160,7 @@ def given_numbers(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _forget_loose_ties(model: Any) -> None:
-    """Remove listed parameter ties that `tie_weights` does not make (XLM-RoBERTa's causal head) from the list."""
+    """Remove from `all_tied_weights_keys` pairs that `tie_weights` did not tie (XLM-RoBERTa's causal head)."""
     held = dict(model.named_parameters(remove_duplicate=False))
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     loose = [a for a, b in ties.items() if a in held and b in held and held[a] is not held[b]]
@@ -294,7 +294,7 @@ def init_own(model: Any, path: str) -> None:
 
 
 def initialized_as(module: Any) -> Any:
-    """Return the module to initialise: `module`, or the module of another pipeline stage for which it stands here."""
+    """Return the module to initialise: `module`, or the one that it replaces if it is a placeholder (of another stage)."""
     return module.__dict__.get("_original", module)
 
 

@@ -22,7 +22,7 @@ def without_waits(model: nn.Module) -> None:
 
 
 def _is_of_its_file(module: nn.Module, name: str) -> bool:
-    """Return whether a method of a module's class was written in the file of that `transformers` class."""
+    """Return whether method `name` of a `transformers` module is unpatched: defined in the file of the module's class."""
     cls = type(module)
     own: Any = vars(cls).get(name)
     return (

@@ -40,7 +40,7 @@ class Result:
     tied: dict[str, str] = field(default_factory=dict)  # another name of a parameter --> its first
 
     def rename(self, tied: Mapping[str, str]) -> None:
-        """Give the tied parameters in `grads` and `weights` the plain model's names; `tied`: any name --> that name."""
+        """Rename tied parameters in `grads` and `weights`; `tied`: another name of a parameter --> the plain model's name."""
         self.grads = {tied.get(name, name): x for name, x in self.grads.items()}
         self.weights = {tied.get(name, name): x for name, x in self.weights.items()}
 

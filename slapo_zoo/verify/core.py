@@ -132,8 +132,8 @@ class _Verification:
         return ()
 
     def _located(self) -> Divergence | None:
-        """Return the first difference from the plain model; if only the check with dropout failed, the search
-        runs with dropout.
+        """Return the first difference from the plain model, None if none is found; if only the check with dropout
+        failed, the search runs with dropout.
         """
         wrong = [f.what for f in self.comparison.findings if f.check == "gradients"]
         divergence = None

@@ -221,8 +221,8 @@ def _plain(case: Case, rows: Rows) -> Seen:
 
 
 def _cut(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
-    """Run the model on this rank of cp: a forward on the perturbed rows, and training steps if the
-    logits on all ranks are those in `plain`.
+    """Run the model on this cp rank and return the results: a forward on the perturbed rows,
+    and training steps if the logits of all cp ranks equal `plain`, those of the plain model.
     """
     model = load(trial, trial.case.changes(), trial.case.dtype)
     silence(model)
@@ -297,7 +297,7 @@ def reached(logits: Tensor) -> Tensor:
 
 
 def first_unlike(plain: Mapping[str, Tensor], ranks: list[dict[str, Tensor]]) -> str:
-    """Return the first path in `plain` whose output differs from those of cp `ranks`, concatenated, or "the head"."""
+    """Return the first path in `plain` whose output differs from the concatenated ones of cp `ranks`; "the head" if none does."""
     for path, want in plain.items():
         parts = [seen[path] for seen in ranks if path in seen]
         if len(parts) != len(ranks) or any(x.ndim != want.ndim for x in parts):

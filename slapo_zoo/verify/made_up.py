@@ -9,7 +9,7 @@ SEED = 20
 
 
 def give_values(model: nn.Module) -> bool:
-    """Replace parameters and buffers on meta by random CPU tensors, equal on all ranks; return whether any was."""
+    """Replace parameters and buffers on meta by random CPU tensors, equal on all ranks; return whether there were any."""
     generator, made = torch.Generator().manual_seed(SEED), []
 
     def new(tensor: Tensor) -> Tensor:

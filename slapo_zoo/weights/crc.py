@@ -49,13 +49,12 @@ def zeros(count: int) -> int:
 
 
 def linear(piece: "memoryview | bytes") -> int:
-    """Return L of a piece: its CRC-32 without the term that depends on its length; pieces combine by XOR."""
+    """Return the part of the CRC-32 of `piece` that is linear over GF(2): its CRC-32 XOR that of as many zero bytes."""
     return zlib.crc32(piece) ^ zeros(len(piece))
 
 
 def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
-    """Return L (see `linear`) of rows that lie `stride` bytes apart in a file, as if the bytes between them were
-    zeros.
+    """Return `linear()` of rows that lie `stride` bytes apart in a file, as if the bytes between them were zeros.
 
     Args:
         piece: bytes of the rows, one after the other.
@@ -88,7 +87,7 @@ def _times_each(sums: np.ndarray, factor: int) -> np.ndarray:
 
 
 def combined(sums: Sequence[int], size: int) -> int:
-    """Return the CRC-32 of a tensor of `size` bytes from the values of `linear` of all ranks that wrote to it."""
+    """Return the CRC-32 of a tensor of `size` bytes; `sums` has the contribution of each rank that wrote parts of it."""
     total = 0
     for one in sums:
         total ^= one

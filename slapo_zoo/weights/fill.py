@@ -200,7 +200,7 @@ def _draw(
 def _refuse_foreign(
     names: NameMap, units: Sequence[str], folder: CheckpointFolder, prefix: str
 ) -> None:
-    """Raise WeightsError when missing or unexpected keys mean another architecture or size.
+    """Raise WeightsError if missing or unexpected keys (in `names`) show that `folder` is for another architecture or size.
 
     A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
     surplus block, or part of a unit, is an error.

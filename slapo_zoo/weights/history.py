@@ -51,7 +51,7 @@ def place_of(folder: Path, step: int, keep: int | None) -> Path:
 
 
 def keep_newest(folder: Path, saved: Path, keep: int | None) -> None:
-    """Point the link `last` to step folder `saved`; delete all but the newest `keep` (None: none). Called by one rank."""
+    """Point the link `last` to step folder `saved`; keep the newest `keep` (None: all), delete others. Called by one rank."""
     if saved == folder:
         return
     link = folder / f".{LAST}.{os.getpid()}"

@@ -63,10 +63,7 @@ def initialize_weights(
 
 
 def _tensors(module: nn.Module, whole: bool = True) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of a module's parameters and buffers, a tied tensor under each name.
-
-    `whole` includes its submodules.
-    """
+    """Return (name, tensor) of parameters and buffers of a module (`whole`: and its submodules), tied ones by each name."""
     return [
         *module.named_parameters(recurse=whole, remove_duplicate=False),
         *module.named_buffers(recurse=whole, remove_duplicate=False),
@@ -79,7 +76,7 @@ def _on_cpu(tensor: Tensor) -> Tensor:
 
 
 def _poisoned(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return storage filled with NaN for a meta tensor, so that a tensor which is never initialised is noticed."""
+    """Return a tensor like a meta tensor, filled with NaN (integers: 0), so that a missing initialisation is noticed."""
     empty = torch.empty_like(tensor, device=device)
     return empty.fill_(torch.nan) if empty.is_floating_point() else empty.zero_()
 

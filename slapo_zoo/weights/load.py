@@ -219,8 +219,8 @@ def check_targets(
     if len(problems) > MOST_SHOWN:
         shown.append(f"... and {len(problems) - MOST_SHOWN} more")
     what = f"{len(problems)} of {len(targets)} tensors do not fit the model"
-    hint = "pass a checkpoint of this architecture, size and vocabulary"
-    hint += " ignore_mismatched_sizes=True draws what differs anew (a head of another num_labels)"
+    hint = "pass a checkpoint of this architecture, size and vocabulary, or"
+    hint += " ignore_mismatched_sizes=True to initialise tensors of another shape at random"
     raise WeightsError(str(folder.path), what, "\n    ".join(["", *shown]), hint)
 
 

@@ -63,7 +63,7 @@ def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[s
             record[key] = {"$like": str(value.dtype).removeprefix("torch.")}
         elif isinstance(value, Tensor) and value.numel() > 1:
             problem = f"found a tensor of {list(value.shape)}, expected {list(p.shape)} or a number"
-            hint = "an optimizer that factors its state cannot be saved from a sharded model"
+            hint = "use an optimizer whose state has the shape of the parameter, such as AdamW"
             raise WeightsError(SAVE, f"{name}.{key}", problem, hint)
         else:
             record[key] = encode(value, f"{name}.{key}")

@@ -78,7 +78,7 @@ class Staging:
 def _turn(parent: Path) -> Iterator[None]:
     """Context that holds a lock on the folder `parent`, so that saves into its subfolders publish one at a time.
 
-    Without locks on the file system, or after waiting TURN_S seconds, the save continues without it.
+    If the file system has no locks, or another save holds the lock for over TURN_S seconds, the block runs unlocked.
     """
     lock, end = os.open(parent, os.O_RDONLY), time.monotonic() + TURN_S
     try:
@@ -90,7 +90,7 @@ def _turn(parent: Path) -> Iterator[None]:
 
 
 def _has_locked(lock: int) -> bool:
-    """Try to take a lock; return True when it is taken, or the file system has no locks."""
+    """Try to lock the open file `lock` (a descriptor); return False if another process has locked it, else True."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -61,7 +61,7 @@ def apply_table(
         sch: schedule of a model on the meta device to which nothing was applied yet.
         table: table of the model's family.
         options: build options; `schedule` is ignored.
-        num_stages: number of pipeline stages; None takes pp.
+        num_stages: number of pipeline stages; None takes the pp size of the schedule's mesh.
         tuned_kernels: value of `kernels=` that a tuning search found fastest for this very model, used instead of
             "auto"; None if there was no search.
     """

@@ -58,7 +58,7 @@ def local_folder(
     name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Path:  # fmt: skip
     """Return the folder `name_or_path`, or download the Hub model of that name (at `revision`) and return its
-    folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too, `hub` says how.
+    folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token and the cache folder.
     """
     if Path(name_or_path).exists():
         return Path(name_or_path) / hub.subfolder
@@ -168,7 +168,7 @@ def _without_quantization(folder: Path, config: Any) -> Any:
 
 
 def config_of(name: str) -> tuple[Any, str | None]:
-    """Return (config, head class to use or None) of a family, folder or Hub id; a bare family has default sizes."""
+    """Return (config, head class to use or None) of a folder, Hub id or family; that of a family has default sizes."""
     from transformers import CONFIG_MAPPING
 
     hf.register_models()
@@ -237,8 +237,8 @@ OF_FAMILIES = HEADS[:3]  # what a bare family has; its published cards are for t
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
-    """Return the name of the auto class to load: `head` if given; else None if the config names a class; else the
-    first "AutoModelFor" + name, of the names `heads`, that has a class with a loss for the config, or None.
+    """Return the name of the auto class to load: `head` if given; else None if the config itself names a class;
+    else "AutoModelFor" + the first of `heads` that has a class with a loss for the config; None if none has.
     """
     import transformers
 

@@ -60,7 +60,7 @@ class HubArguments:
 
     @staticmethod
     def taken(given: dict[str, Any]) -> "HubArguments":
-        """Take the arguments that are fields of this class out of `given`, and return them as an object.
+        """Remove the arguments that are fields of this class from `given`, and return them as an object.
 
         Arguments of transformers that have no effect here are removed from `given` too.
         """
@@ -100,7 +100,7 @@ def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any
     Args:
         given: further arguments; `attn_implementation` and `torch_dtype` are removed.
         attention: value of slapo_zoo's own argument; SlapoError if the user gave both.
-        dtype: value of slapo_zoo's own argument.
+        dtype: value of slapo_zoo's own argument, used if `torch_dtype` is not given.
     """
     theirs = given.pop("attn_implementation", None)
     if theirs is not None:

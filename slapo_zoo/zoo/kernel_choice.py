@@ -53,7 +53,7 @@ def device_name(device: torch.device | str) -> str:
 
 
 def asked_names(asked: Any) -> list[str] | None:
-    """Return the kernel names in a value `asked` of the argument `kernels=`, or None for "auto" and "measure".
+    """Return the kernel names in a value `asked` of `kernels=`: None for "auto" and "measure", [] for "reference".
 
     Raises:
         ScheduleError: an unknown name; the error lists all names.

@@ -131,8 +131,8 @@ class BuildOptions:
     """Options that shape a model once its mesh, config and class are known.
 
     Args:
-        schedule: "zoo", "auto", a Table, a card, a .json of `to_json`, a Schedule or its steps, a
-            function that gets the schedule, or `extend(function)`.
+        schedule: "zoo", "auto" (derive a table if the zoo has none), a Table, a card, a .json of `Schedule.to_json`,
+            a Schedule or its steps, a function to use instead of the zoo's, or `extend(function)`: after the zoo's.
         device: device for which kernels="auto" chooses.
     """
 

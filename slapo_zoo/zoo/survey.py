@@ -69,7 +69,7 @@ def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
 
 
 def rank_sizes(outline: Outline) -> list[RankSize]:
-    """Return number and bytes of the parameters on every (stage, tp coordinate); a tensor of several stages counts on each."""
+    """Return number and bytes of the parameters on every (stage, tp coordinate); a tensor that several stages hold is counted on each."""
     mesh = outline.mesh
     parameters = {name for name, _ in outline.skeleton.named_parameters()}
     sizes = {(stage, r): [0, 0] for stage in range(mesh.pp) for r in range(mesh.tp)}

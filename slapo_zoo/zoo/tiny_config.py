@@ -63,7 +63,7 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return the upper bounds for one config with the fields `own`: this object itself unless `ranks` is set."""
+        """Return the bounds for a config with the fields `own`: unchanged if `ranks` is 0, else adapted to its heads and layers."""
         if not self.ranks:
             return self
         heads = _counts(own, _heads)

@@ -163,7 +163,9 @@ def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "da
 
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
-    """Return the task, with attention masks between documents if `document_masks` is set and the model supports them."""
+    """Return the task, with attention masks between documents if `document_masks` is True (ConfigError if the model
+    does not support them), or if it is None, the model supports them and a row holds several documents.
+    """
     if not isinstance(task, Causal):
         if options.document_masks:
             problem = f"found task {options.task}, which packs no documents into one row"

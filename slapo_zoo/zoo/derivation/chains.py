@@ -38,8 +38,8 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """Record which linears' output columns are in the arguments `args` of a module that is
-        called. `linear` is True if the module at `path` is a linear.
+        """Record, before the module at `path` is called, which linears' output columns its arguments
+        `args` have, if it is a dropout or (`linear` is True) a linear.
         """
         held = self._columns(args)
         if linear:
@@ -77,7 +77,7 @@ class Chains:
         return set().union(*found)
 
     def found(self) -> dict[str, list[str]]:
-        """Return {row-parallel linear: the column-parallel linears before it}, whose columns no other module reads."""
+        """Return {row-parallel linear: the column-parallel linears whose columns only this row-parallel linear reads}."""
         return {
             taker: sorted(names)
             for taker, names in self.feeds.items()

@@ -56,7 +56,7 @@ class Observation:
 
     @property
     def wanted_everywhere(self) -> set[str]:
-        """Return the modules that every stage must hold: another module reads their weights (LayoutLMv3) or calls a child."""
+        """Return paths of modules that every stage must hold: another module reads their weights (LayoutLMv3) or calls a child."""
         readers = {name.rpartition(".")[0] for name in self.foreign} - self.calls.keys()
         return readers | (self.called_in_part & self.calls.keys())
 

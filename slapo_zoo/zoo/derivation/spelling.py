@@ -113,7 +113,7 @@ def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[P
 
 
 def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield each way to split a tensor into pieces: (its first expert or itself, number of equal slices along axis 0)."""
+    """Yield (a tensor or its first expert, n) for each way to split a tensor into pieces: n equal slices along axis 0."""
     for part in (tensor[0], tensor) if tensor.ndim and len(tensor) else ():
         for parts in (1, 2, 3):
             if part.ndim and part.shape[0] % parts == 0 and (part is not tensor or parts > 1):

@@ -49,7 +49,7 @@ def _once(path: str, seen: Observation | None) -> bool:
 
 
 def _deepest(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the path pattern of a list's modules, or of the layers inside them if each holds one list of layers."""
+    """Yield the pattern of the modules in the list `module` at `path`, or of the layers in the list that each contains."""
     inner = {}
     for name, stage in module.named_children():
         lists = [(n, m) for n, m in stage.named_children() if _is_stack(m)]
