@@ -95,7 +95,8 @@ def test_undo_removes_the_last_pipeline_cut():
     sch.undo()
     assert (sch.state.cuts, str(sch)) == (before, lines)
     with pytest.raises(
-        ScheduleError, match=r"changed the model in place and cannot be undone\n.*replay\(sch.history\[:-1\]\)"
+        ScheduleError,
+        match=r"changed the model in place and cannot be undone\n.*replay\(sch.history\[:-1\]\)",
     ):
         sch.undo()
     assert str(sch) == lines

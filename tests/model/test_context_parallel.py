@@ -135,7 +135,10 @@ def test_accumulated_batches_count_their_targets_once():
 
 def uneven(case, mask, **layout):
     """Loss and gradients of a step whose rows have 11 tokens, or of an encoder 11 and of a decoder 9."""
-    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    # plain GPT-Neo adds a mask of fp64 to scores of fp32: padding on the left hides nothing there
+    neo = case.cls.startswith("GPTNeo") and mask == "left"
+    dtype = torch.float32 if neo else torch.float64
+    layout = {"dp": 1, "dtype": dtype, "seed": 3, "kernels": "reference", **layout}
     model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
     cut = {n: x[..., :11, :11] if x.ndim == 4 else x[:, :11] for n, x in rows_of(case, mask).items()}  # fmt: skip
     batch = {name: x.contiguous() for name, x in cut.items()}
@@ -151,8 +154,6 @@ def uneven(case, mask, **layout):
         pytest.param(cls, mask, cp, marks=() if (mask, cp) == quick.get(cls) else pytest.mark.slow)
         for quick in [{"GPT2LMHeadModel": ("packed", 4), "T5ForConditionalGeneration": ("bare", 2)}]
         for cls, (_, masks, _) in FAMILIES.items() for mask in masks for cp in (2, 4)
-        # in fp64 a token of GPT-Neo that sees nothing sees all columns alike, also the new ones
-        if (cls, mask) != ("GPTNeoForCausalLM", "left")
     ],
 )  # fmt: skip
 def test_rows_whose_length_does_not_divide_are_padded_inside(cls, mask, cp):
