@@ -61,7 +61,7 @@ def _deberta_positions(
 
 
 def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
-    """Return distances up to `mid` unchanged and longer ones, up to `most`, in logarithmic buckets."""
+    """Return DeBERTa's bucket of each distance: the distance itself up to `mid`, logarithmic from there to `most`."""
     far = torch.where(distance.abs() < mid, mid - 1, distance.abs())
     whole = torch.log(torch.tensor((most - 1) / mid))  # on the CPU: a scalar needs no copy
     buckets = torch.ceil(torch.log(far / mid) / whole * (mid - 1)) + mid

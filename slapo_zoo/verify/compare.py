@@ -306,7 +306,7 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
-    """Compare weights of `result` after AdamW with those in `near`, loosely where the gradient is 0, into `into`."""
+    """Compare weights of `result` after AdamW with those in `near`, loosely where gradients are 0; record it in `into`."""
     truth = near.truth
     largest = largest_of(truth.grads)
     noise = {n for n, g in truth.grads.items() if float(g.abs().max()) < 1e-12 * largest}

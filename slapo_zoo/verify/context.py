@@ -173,7 +173,7 @@ def _compare_all(
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
     """Compare two dicts of tensors by name and record the outcome in `into`; `check` is "outputs"
-    or "gradients", `near` the tolerance, `rank` that of `found`. A name that only one dict has is skipped.
+    or "gradients", `near` the tolerance, `rank` that of `found`. Other names of outputs are recorded as wrong; of gradients they are skipped.
     """
     largest = largest_of(want)
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]

@@ -225,7 +225,7 @@ def check_targets(
 
 
 def _problem(target: Target, folder: CheckpointFolder, key: str, mesh: Mesh) -> str:
-    """Return why a checkpoint key cannot fill a target, or ''."""
+    """Return why the checkpoint tensor `key` cannot fill a target (wrong shape or dtype), or "" if it can."""
     shape, placement = tuple(target.shape), target.placement
     if folder.shape(key) != shape:
         return f"found shape {list(folder.shape(key))}, expected {list(shape)}"

@@ -58,7 +58,7 @@ def local_folder(
     name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Path:  # fmt: skip
     """Return the folder `name_or_path`, or download the Hub model of that name (at `revision`) and return its
-    folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token and the cache folder.
+    folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token, for example.
     """
     if Path(name_or_path).exists():
         return Path(name_or_path) / hub.subfolder

@@ -207,7 +207,7 @@ def measure_here(sch: Schedule, device: str) -> None:
 def apply_kernels(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> None:
-    """Apply the kernels that `choose` (same arguments) accepts; `sch.kernels` lists all decisions."""
+    """Apply the kernels that `choose` (same arguments) accepts, and list all decisions in `sch.kernels`; "reference" does nothing."""
     if asked == "reference":
         return
     if asked == "measure":

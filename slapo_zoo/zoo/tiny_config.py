@@ -108,7 +108,7 @@ IMAGES, STACKS = (1, 4), (1, 3)  # times the size of an image, the layers: some 
 
 
 def sizes_in_turn(sizes: Sizes) -> Iterator[Sizes]:
-    """Yield sizes of a tiny model to try, smallest first, since not every family runs at every size."""
+    """Yield `sizes`, then larger ones (image, layers, other widths) to try, since not every family runs at every size."""
     for layers in STACKS:
         for image in IMAGES:
             for widths in (ROUNDED, HALVED, KEPT):
