@@ -172,8 +172,8 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
     """Return ({bucket: `path` or "torch"}, {bucket: smallest time of an alternative over the kernel's}) of `rows`.
 
     `rows` are results of `measure`; a bucket is a kernel, dtype and size. A bucket gets `path`, which runs the kernel,
-    if no alternative (eager, expert or liger of `alternatives`) was faster in any measurement, and one was slower
-    by GAIN in some measurement. torch.compile is not compared, since the model around the kernel is not compiled.
+    if no alternative (eager, expert or liger of `alternatives`) was over 2 % faster in any measurement, and one was
+    slower by GAIN in some measurement. torch.compile is not compared, since the model around the kernel is not compiled.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:

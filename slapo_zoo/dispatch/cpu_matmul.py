@@ -34,7 +34,7 @@ def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether a `forward` set on a module computes what its class does: None (not set) or a Linear kernel."""
+    """Return whether `forward`, set on a module, computes what its class does: it is None (not set) or a Linear kernel."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 
@@ -61,7 +61,7 @@ def mm_into(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def add_mm_(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add a @ b to `total` [M, N] in place, without a temporary of that size."""
+    """Add a @ b to `total` [M, N] in place, without a temporary of that size, and return `total`."""
     if not suits(a, b):
         return total.addmm_(a, b)
     for part in _blocks(a.shape[0], b.shape[1]):

@@ -44,8 +44,8 @@ class Kernel:
         paths: device type --> path that runs there unless another was measured to be faster.
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
         runs_inside: whether the kernel calls the modules inside the served one, so that they may have kernels too.
-        innermost: whether modules inside one that another kernel serves may have this kernel too, because
-            every kernel calls them as modules.
+        innermost: whether this kernel may also serve modules inside a module that another kernel serves, because
+            every kernel calls such inner modules.
         limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
     """
 

@@ -30,7 +30,7 @@ class Table:
 
     Args:
         device: name of the measured device; "" when there is no table.
-        dispatch: bucket --> "triton" (on a CPU "ours") where the kernel did not lose, else "torch".
+        dispatch: bucket --> "triton" (on a CPU "ours") where no alternative was over 2 % faster, else "torch".
         ratios: bucket --> time of the best alternative, divided by that of the kernel.
         capability: compute capability of the device, e.g. "9.0".
     """

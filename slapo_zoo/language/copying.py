@@ -42,7 +42,7 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Copy a function of slapo_zoo and all that its closure holds; return functions of other packages unchanged.
+    """Return a deep copy of `value`, closures of slapo_zoo's functions included; other functions are not copied.
 
     `memo` is that of `copy.deepcopy`: id of an object --> its copy. Where the closure holds such an object, or the
     function is its method, the new function has the copy.

@@ -144,7 +144,7 @@ class StageMap:
         return True
 
     def runtime(self, stages: Sequence[Any], micro_batches: int, **options: Any) -> Any:
-        """Return the torch.distributed.pipelining runtime that performs `actions` on this rank's stages.
+        """Return the torch.distributed.pipelining runtime that runs the actions of the order on this rank's stages.
 
         Args:
             stages: stage objects of this rank.
