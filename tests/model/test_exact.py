@@ -19,7 +19,7 @@ BERT = Case("BertForMaskedLM", ("tokens",), dropout=0.1, rows=8)
 T5 = Case("T5ForConditionalGeneration", ("tokens",), dropout=0.1, rows=8)
 LLAMA = Case("LlamaForCausalLM", ("tokens",), (("num_key_value_heads", 1),), dropout=0.1, rows=8)
 OPT = Case("OPTForCausalLM", ("tokens",), dropout=0.1, rows=8)
-VIT = Case("ViTForImageClassification", ("class",), dropout=0.1, rows=8)
+VIT = Case("ViTForImageClassification", ("class",), (("num_labels", 3),), dropout=0.1, rows=8)
 FAMILIES = (GPT2, BERT, T5, LLAMA, OPT, VIT)
 SP, ZERO = {"sequence_parallel": True}, {"dp_shard": 2}
 # Each row: case, options, and the virtual mesh as tp, pp, dp.
