@@ -5,16 +5,14 @@ published error. So a stopped rank can be named, and an error is known even afte
 """
 
 import atexit
-import faulthandler
 import json
-import re
+import sys
 import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch.distributed as dist
@@ -54,16 +52,15 @@ class Heart:
 
     def _work(self) -> None:
         count, line, since, told = 0, "", 0, {}
-        # the store goes with the process that holds it
-        with suppress(RuntimeError), TemporaryFile() as file:
+        with suppress(RuntimeError):  # the store went with the process that held it
             while True:
                 self.store.set(_key("beat", self.rank), str(count := count + 1))
-                if (counts := {name: n for name, (n,) in list(self.begun.items())}) != told:
+                counts, before = {name: n for name, (n,) in list(self.begun.items())}, line
+                if counts != told:
                     self.store.set(_key("begun", self.rank), json.dumps(told := counts))
-                line, before = (
-                    _line_of(self._of, file) or line,
-                    line,
-                )  # an error that ends it leaves the line
+                    line = ""  # frames of a thread that runs may be freed while they are read
+                else:
+                    line = _line_of(self._of) or line  # an error that ends it leaves the line
                 since = count if line != before else since
                 if count in (since, since + STILL):  # empty as soon as it goes on
                     self.store.set(_key("line", self.rank), line if count > since else "")
@@ -153,20 +150,12 @@ def _key(kind: str, rank: int) -> str:
     return f"slapo_zoo/{kind}/{rank}"
 
 
-def _line_of(thread: int, file: IO[bytes]) -> str:
-    """Return "FILE:LINE" of the innermost frame in user code of the thread with that id, or "".
-
-    Frames of a thread that runs on while Python code reads them may be freed in between, which ends the process;
-    faulthandler reads them while no thread runs, and writes them to `file`, a temporary one.
-    """
-    file.seek(0)
-    file.truncate()
-    faulthandler.dump_traceback(file)
-    file.seek(0)
-    text = file.read().decode(errors="replace")
-    stack = text.partition(f"0x{thread:016x} (most recent call first):\n")[2].partition("\n\n")[0]
-    frames = re.findall(r'File "(.*)", line (\d+) in', stack)
-    return next((f"{Path(name).name}:{n}" for name, n in frames if not _is_installed(name)), "")
+def _line_of(thread: int) -> str:
+    """Return "FILE:LINE" of the innermost frame in user code of the thread with that id, or ""."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None and _is_installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
 
 
 def _is_installed(file: str) -> bool:
