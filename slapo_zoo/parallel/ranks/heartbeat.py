@@ -21,6 +21,7 @@ from slapo_zoo.errors import RankError
 from slapo_zoo.parallel import begun
 
 BEAT_S = 1.0
+QUIET = 5  # beats without a new collective before a rank's line is read: frames of a thread that runs may be freed meanwhile
 STILL = 3  # beats at one line, after which a rank tells it
 LEAVE_S = 2.0  # longer, and the store does not answer
 ERROR_KEY = "slapo_zoo/first_error"
@@ -51,15 +52,15 @@ class Heart:
         _ALIVE.add(self)
 
     def _work(self) -> None:
-        count, line, since, told = 0, "", 0, {}
+        count, line, since, moved, told = 0, "", 0, 0, {}
         with suppress(RuntimeError):  # the store went with the process that held it
             while True:
                 self.store.set(_key("beat", self.rank), str(count := count + 1))
                 counts, before = {name: n for name, (n,) in list(self.begun.items())}, line
                 if counts != told:
                     self.store.set(_key("begun", self.rank), json.dumps(told := counts))
-                    line = ""  # frames of a thread that runs may be freed while they are read
-                else:
+                    line, moved = "", count
+                elif count - moved >= QUIET:
                     line = _line_of(self._of) or line  # an error that ends it leaves the line
                 since = count if line != before else since
                 if count in (since, since + STILL):  # empty as soon as it goes on
