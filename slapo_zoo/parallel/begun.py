@@ -1,11 +1,16 @@
-"""Counts of the collectives that this rank has begun, so that peers can tell which ranks have gone ahead.
+"""Counts of the collectives that this rank has begun, and the line of the user's program that began the last one.
 
 All ranks of a group begin its collectives in one order. Heartbeats carry the counts: a waiting rank sees from them
 that another rank has begun later collectives, and so will not take part in this one (for example because it alone
-evaluates).
+evaluates). The rank notes the line itself: another thread must not read its frames, which Python 3.11 may free meanwhile.
 """
 
+import sys
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,20 +20,57 @@ import torch.distributed as dist
 STEPS = "train_step"
 EXPLAIN: list[Callable[[Exception], None]] = []  # raises in words what gloo says of a lost peer
 
+_NOT_OF_USER = (str(Path(__file__).parents[1]), str(Path(threading.__file__).parent), "<")
+
+
+@dataclass
+class Begun:
+    """Collectives that this rank has begun in the groups of one world.
+
+    Attributes:
+        counts: name of a process group --> [number of collectives begun in it], updated in place.
+        line: (file, line number) in the user's program that began the last one or waits for peers; None before the first.
+    """
+
+    counts: dict[str, list[int]] = field(default_factory=dict)
+    line: tuple[str, int] | None = None
+
+    def add(self, count: list[int]) -> None:
+        """Add 1 to `count`, a value of `counts`, and note the line that begins a collective."""
+        count[0] += 1
+        self.note_line()
+
+    def note_line(self) -> None:
+        """Note the innermost running line of the user's program in `line`."""
+        frame = sys._getframe(1)
+        while frame is not None:
+            if _is_of_user(frame.f_code.co_filename):
+                self.line = frame.f_code.co_filename, frame.f_lineno
+                break
+            frame = frame.f_back
+
+
+@lru_cache(4096)
+def _is_of_user(file: str) -> bool:
+    """Return whether `file` belongs to neither this package, the standard library nor an installed package."""
+    return not (file.startswith(_NOT_OF_USER) or "site-packages" in file)
+
+
 # By process group, and no longer than it lives; ranks may be threads, each with groups of its own.
-_OF_WORLD: WeakKeyDictionary[Any, dict[str, list[int]]] = WeakKeyDictionary()
-_OF_GROUP: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+_OF_WORLD: WeakKeyDictionary[Any, Begun] = WeakKeyDictionary()
+_OF_GROUP: WeakKeyDictionary[Any, tuple[Begun, list[int]]] = WeakKeyDictionary()
 
 
-def of_world() -> dict[str, list[int]]:
-    """Return {name of a process group: [number of collectives that this rank has begun in it]}, updated in place."""
-    return _OF_WORLD.setdefault(dist.group.WORLD, {})
+def of_world() -> Begun:
+    """Return the collectives that this rank has begun in the current world."""
+    return _OF_WORLD.setdefault(dist.group.WORLD, Begun())
 
 
 def note_step() -> None:
     """Count the beginning of a training step like that of a collective, because all ranks begin it together."""
     if dist.is_initialized():
-        of_world().setdefault(STEPS, [0])[0] += 1
+        begun = of_world()
+        begun.add(begun.counts.setdefault(STEPS, [0]))
 
 
 def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) -> Any:
@@ -39,8 +81,9 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
         return run(*args, group=group, **options)
     found = _OF_GROUP.get(group)
     if found is None:
-        found = _OF_GROUP[group] = of_world().setdefault(group.group_name, [0])
-    found[0] += 1
+        begun = of_world()
+        found = _OF_GROUP[group] = begun, begun.counts.setdefault(group.group_name, [0])
+    found[0].add(found[1])
     return explained(run, *args, group=group, **options)
 
 

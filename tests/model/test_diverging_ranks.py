@@ -3,6 +3,7 @@
 import time
 from contextlib import nullcontext
 from functools import partial
+from inspect import getsourcelines
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import transformers
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError, RankError, SlapoError
+from slapo_zoo.parallel import begun
 from slapo_zoo.parallel.ranks import heartbeat, process_group
 
 CONFIG = transformers.GPT2Config(
@@ -259,9 +261,24 @@ def test_timeout_error_names_the_source_line_of_every_rank(what, monkeypatch):
     monkeypatch.setattr(process_group, "SILENT_S", 0.2)
     with pytest.raises(RankError) as caught:
         emulate(wait_alone, what, mesh=(2, 1, 1), timeout_s=2)
-    told = str(caught.value)
-    assert "rank 0 is at test_diverging_ranks.py" in told, told
-    assert "rank 1 is at test_diverging_ranks.py" in told, told
+    told, (source, first) = str(caught.value), getsourcelines(wait_alone)
+    waits = "output.logits" if what == "logits" else "output.loss.backward"
+    lines = [
+        next(first + n for n, line in enumerate(source) if begin in line)
+        for begin in (waits, "model(")
+    ]
+    for rank, line in enumerate(lines):  # rank 1 sleeps after its forward
+        assert f"of rank {rank} at test_diverging_ranks.py:{line}" in told, told
+
+
+def test_line_of_the_last_collective_is_that_of_the_user_program():
+    def run():
+        made(tp=2).train_step({"input_ids": IDS, "labels": IDS})
+        return begun.of_world().line
+
+    file, line = emulate(run, mesh=(2, 1, 1))[0]
+    source, first = getsourcelines(run)
+    assert (file, line) == (__file__, first + 1), source
 
 
 def test_accumulated_gradients_are_added_in_place():

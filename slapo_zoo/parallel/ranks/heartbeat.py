@@ -6,7 +6,6 @@ published error. So a stopped rank can be named, and an error is known even afte
 
 import atexit
 import json
-import sys
 import threading
 import time
 from collections.abc import Iterable
@@ -18,15 +17,13 @@ from weakref import WeakKeyDictionary, WeakSet, finalize
 import torch.distributed as dist
 
 from slapo_zoo.errors import RankError
-from slapo_zoo.parallel import begun
+from slapo_zoo.parallel.begun import Begun, of_world
 
 BEAT_S = 1.0
-QUIET = 5  # beats without a new collective before a rank's line is read: frames of a thread that runs may be freed meanwhile
-STILL = 3  # beats at one line, after which a rank tells it
+STILL = 3  # beats without a new collective, after which a rank publishes the line that began its last one
 LEAVE_S = 2.0  # longer, and the store does not answer
 ERROR_KEY = "slapo_zoo/first_error"
 ENDED = "ended"
-_INSTALLED = (str(Path(__file__).parents[2]), str(Path(threading.__file__).parent))
 
 
 class Heart:
@@ -36,35 +33,33 @@ class Heart:
         store: key-value store of the process group.
         rank: this rank.
         size: number of ranks.
-        counts: name of a process group --> [number of collectives that this rank has begun in it], kept current.
+        begun: collectives that this rank has begun, kept current by the rank itself.
 
     Attributes:
         error: JSON of the first error that a rank has published, or "".
     """
 
-    def __init__(self, store: Any, rank: int, size: int, counts: dict[str, list[int]]):
-        self.store, self.rank, self.size, self.begun = store, rank, size, counts
+    def __init__(self, store: Any, rank: int, size: int, begun: Begun):
+        self.store, self.rank, self.size, self.begun = store, rank, size, begun
         self.error = ""
-        self._stopped, self._of = threading.Event(), threading.get_ident()
+        self._stopped = threading.Event()
         self._seen: dict[int, tuple[str, float]] = {}
         self._thread = threading.Thread(target=self._work, name="heartbeat", daemon=True)
         self._thread.start()
         _ALIVE.add(self)
 
     def _work(self) -> None:
-        count, line, since, moved, told = 0, "", 0, 0, {}
+        count, moved, told, line = 0, 0, {}, None
         with suppress(RuntimeError):  # the store went with the process that held it
             while True:
                 self.store.set(_key("beat", self.rank), str(count := count + 1))
-                counts, before = {name: n for name, (n,) in list(self.begun.items())}, line
-                if counts != told:
+                if (counts := self._counts()) != told:
                     self.store.set(_key("begun", self.rank), json.dumps(told := counts))
-                    line, moved = "", count
-                elif count - moved >= QUIET:
-                    line = _line_of(self._of) or line  # an error that ends it leaves the line
-                since = count if line != before else since
-                if count in (since, since + STILL):  # empty as soon as it goes on
-                    self.store.set(_key("line", self.rank), line if count > since else "")
+                    self.store.set(_key("line", self.rank), "")
+                    moved, line = count, None
+                elif count >= moved + STILL and self.begun.line != line:
+                    file, number = line = self.begun.line
+                    self.store.set(_key("line", self.rank), f"{Path(file).name}:{number}")
                 if not self.error and self.store.check([ERROR_KEY]):
                     self.error = self.store.get(ERROR_KEY).decode()
                     self.store.set(_key("told", self.rank), "1")
@@ -100,7 +95,7 @@ class Heart:
 
     def past(self, ranks: Iterable[int]) -> list[int]:
         """Return those of `ranks` that have begun more collectives in a common group than this rank."""
-        mine = {name: n for name, (n,) in list(self.begun.items())}
+        mine = self._counts()
         theirs = ((rank, json.loads(self._get(_key("begun", rank), "{}"))) for rank in ranks)
         return [rank for rank, found in theirs if any(found.get(name, 0) > n for name, n in mine.items())]  # fmt: skip
 
@@ -114,14 +109,18 @@ class Heart:
         return {rank: now - when for rank, (_, when) in self._seen.items()}
 
     def lines(self) -> str:
-        """Return "rank N is at FILE:LINE, ..." for every rank that stands still; the line is in user code if possible."""
+        """Return "last collective of rank N at FILE:LINE, of rank M at ..." for the ranks that begin no new one, or ""."""
         found = ((rank, self._get(_key("line", rank), "")) for rank in range(self.size))
-        return ", ".join(f"rank {rank} is at {line}" for rank, line in found if line)
+        told = ", ".join(f"of rank {rank} at {line}" for rank, line in found if line)
+        return told and f"last collective {told}"
 
     def not_told(self) -> list[int]:
         """Return the ranks that are alive and have not read the first published error yet."""
         waiting = [r for r in range(self.size) if not self._get(_key("told", r), "")]
         return [r for r in waiting if self._get(_key("beat", r), "") not in ("", ENDED)]
+
+    def _counts(self) -> dict[str, int]:
+        return {name: n for name, (n,) in list(self.begun.counts.items())}
 
     def _get(self, key: str, default: str) -> str:
         with suppress(RuntimeError):
@@ -149,18 +148,6 @@ def _stop_all() -> None:
 def _key(kind: str, rank: int) -> str:
     """Return the key in the store of `rank` and one `kind` of message, such as "beat"."""
     return f"slapo_zoo/{kind}/{rank}"
-
-
-def _line_of(thread: int) -> str:
-    """Return "FILE:LINE" of the innermost frame in user code of the thread with that id, or ""."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and _is_installed(frame.f_code.co_filename):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame else ""
-
-
-def _is_installed(file: str) -> bool:
-    return file.startswith((*_INSTALLED, "<")) or "site-packages" in file
 
 
 def parse_error(text: str | bytes) -> RankError:
@@ -193,8 +180,8 @@ def _start(world: Any) -> Heart | None:
     from torch.distributed.distributed_c10d import _get_default_store
 
     with suppress(RuntimeError, AttributeError, NotImplementedError):
-        store, counts = _get_default_store().clone(), begun.of_world()
-        heart = Heart(store, dist.get_rank(), dist.get_world_size(), counts)
+        store = _get_default_store().clone()
+        heart = Heart(store, dist.get_rank(), dist.get_world_size(), of_world())
         finalize(world, heart.leave)
         return heart
     return None

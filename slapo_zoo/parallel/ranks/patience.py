@@ -118,6 +118,7 @@ def meet(what: str, ranks: Sequence[int]) -> list[int]:
         return []
     place, steps = f"{what}/{ranks[0]}/{len(ranks)}", _waiting().steps
     steps[place] += 1
+    heart.begun.note_line()
     heart.come(place)
     begin = looked = time.monotonic()
     pause, others = 2e-5, [rank for rank in ranks if rank != heart.rank]
