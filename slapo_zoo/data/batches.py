@@ -14,8 +14,8 @@ from torch import Tensor
 from slapo_zoo.data.tasks import IGNORED, DataError, Task
 from slapo_zoo.parallel.ranks.agreement import once_for_all
 
-ORDER, CHANCE, EVALUATION = 0, 1, 2  # what a number is drawn for
-SAMPLE = 4096  # rows that tell one text from another
+ORDER, CHANCE, EVALUATION = 0, 1, 2  # purposes of `generator_of`
+SAMPLE = 4096  # rows in the checksum
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,10 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def in_order(self, most: int | None = None) -> int:
-        """Return the number of batches in an evaluation of all rows, at most `most` (None: all); the last may be short."""
+        """Return the number of batches that `part_in_order` has for an evaluation, at most `most` (None: all rows).
+
+        The last batch may be short; a task whose rows are compared with each other leaves it out.
+        """
         size = self.batch_size
         count = len(self.rows) // size if self.task.couples else -(-len(self.rows) // size)
         return count if most is None else min(count, most)
@@ -66,7 +69,7 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def position(self, step: int) -> dict[str, Any]:
-        """Return what a checkpoint keeps to recognize the data: settings, number of rows and a checksum."""
+        """Return what a checkpoint keeps to recognize the data: settings, row count and checksum, the same for any `step`."""
         return {"rows": len(self.rows), **_settings(self), "text": checksum(self.rows)}
 
     def resume(self, position: Any) -> None:
@@ -90,11 +93,11 @@ class Stream:
     def __init__(self, source: Any, task: Task, batch_size: int, seed: int, block: int):
         self.source, self.task = source, task
         self.batch_size, self.seed = batch_size, seed
-        self.steps = max(1, block // batch_size)  # of a block
+        self.steps = max(1, block // batch_size)  # steps per block
         self.start: dict[str, Any] = {"block": 0, "epoch": 0, "source": None}
         self.next: dict[str, Any] | None = None
         self.rows: list[dict[str, Any]] = []
-        self.reader: Iterator[Any] | None = None  # stands where the next block begins
+        self.reader: Iterator[Any] | None = None  # its next row begins the next block
 
     def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
         """Return the rows of a step for data-parallel rank `dp_coord` of `dp`; calls must have ascending steps."""

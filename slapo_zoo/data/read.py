@@ -15,7 +15,7 @@ from slapo_zoo.parallel.ranks.slurm import is_first
 
 KINDS = {".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv",
          ".parquet": "parquet"}  # fmt: skip
-MOST_CLASSES = 100_000  # a larger number is an id, of which nobody wants all below it
+MOST_CLASSES = 100_000  # a column with larger numbers holds ids, not classes
 
 
 def format_of(path: Path) -> str | None:
@@ -126,7 +126,7 @@ def ask_the_hub(name: str) -> None:
     from huggingface_hub.errors import HfHubHTTPError
 
     if not constants.HF_HUB_OFFLINE:
-        with suppress(HfHubHTTPError):  # an answer: `datasets` puts it into better words
+        with suppress(HfHubHTTPError):  # the Hub answered: `datasets` has a better error
             HfApi().dataset_info(name, timeout=10)
 
 
@@ -137,7 +137,7 @@ def _library() -> Any:
         hint = "pip install slapo-zoo[train]"
         raise DataError("data", "", "the library `datasets` is not installed", hint) from None
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it logs, it raises too
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # it raises what it logs
     return datasets
 
 

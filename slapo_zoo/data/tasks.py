@@ -11,8 +11,8 @@ from torch import Tensor
 
 from slapo_zoo.errors import SlapoError
 
-IGNORED = -100  # a label that counts for nothing, as everywhere in transformers
-ASIDE = ("token_type_ids",)  # what a tokenizer may make beside tokens
+IGNORED = -100  # label that losses ignore, as in transformers
+ASIDE = ("token_type_ids",)  # other outputs of a tokenizer
 Columns = Mapping[str, Any]
 
 
@@ -32,8 +32,8 @@ class Task:
     tokenizer: Any
     seq_len: int
     head: ClassVar[str]  # an auto class of transformers
-    roles: ClassVar[Mapping[str, tuple[str, ...]]]  # what it reads --> usual names of the column
-    kinds: ClassVar[Mapping[str, str]] = {}  # of a column that holds other than texts
+    roles: ClassVar[Mapping[str, tuple[str, ...]]]  # role --> usual names of its column
+    kinds: ClassVar[Mapping[str, str]] = {}  # role --> its type, if not text
     optional: ClassVar[tuple[str, ...]] = ()
     packs: ClassVar[bool] = False  # rows are cut from one stream of tokens
     couples: ClassVar[bool] = False  # the loss of a row depends on the others: no micro-batches

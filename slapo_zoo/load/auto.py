@@ -225,7 +225,7 @@ def within_budget(
         raise SlapoError(where, what, problem, 'leave it out, or use schedule="zoo"')
     width = getattr(config.get_text_config(), "hidden_size", 0)
     least = width * (options.compute_dtype or dtype).itemsize // mesh.tp
-    if budget < least:  # whatever the rows: said before they are asked for
+    if budget < least:  # too little for any micro-batch shape
         problem = f"a block keeps {least} bytes for one token, even with full recomputation"
         raise SlapoError(where, what, problem, 'give gigabytes, e.g. activation_memory="8GiB"')
     shape = require_shape(options.micro_batch_shape)

@@ -1,4 +1,5 @@
-"""The argument `schedule="auto"`: get a derived and proven table from memory, a cache or a proving process."""
+"""The argument `schedule="auto"`: get derived and proven sharding rules (a table) from a cache, or from a process that
+derives and proves them."""
 
 import copy
 import hashlib
@@ -63,13 +64,13 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
 
 
 def cut_zoo_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Table:
-    """Return the zoo's sharding rules of a family; they tell how cp ranks shard the tokens of a model of class `cls`.
+    """Return the family's sharding rules, completed by how cp ranks shard the tokens of a model of class `cls`.
 
     A collective call. If the rules do not name the class, a tiny model runs in a separate process, to find modules
     that mix the tokens of different ranks (`slapo_zoo.verify.leak_probe`); the answer is cached on disk.
 
     Raises:
-        ArchitectureError: the model mixes tokens in a way that cannot be cut; the module is named.
+        ArchitectureError: a module, which is named, mixes tokens in a way that does not allow to shard them.
     """
     table, tp = find_table(config), min(mesh.tp, 2)
     if cls.__name__ in table.cut_tokens:
@@ -101,7 +102,7 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
                 return found
             time.sleep(EVERY_S)
     finally:
-        if process is not None and process.process.poll() is None:  # nobody waits any more
+        if process is not None and process.process.poll() is None:  # this call has failed
             process.end()
 
 

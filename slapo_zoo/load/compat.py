@@ -61,7 +61,7 @@ def init_empty_weights(enable: bool = True, include_buffers: bool = False) -> It
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        if param is not None and not param.is_meta:  # one on meta is shared: keep the tie
+        if param is not None and not param.is_meta:  # one on meta is tied: keep it
             meta = nn.Parameter(param.detach().to("meta"), param.requires_grad)
             module._parameters[name] = meta
 

@@ -36,7 +36,7 @@ from slapo_zoo.zoo.options import LoaderOptions
 WHERE = "from_pretrained"
 BUILT = "call the model, train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
 _HOSTS: dict[tuple[Mesh, Mesh], HostedRanks] = {}  # (real mesh, virtual mesh) --> threads
-_WITHIN = ExitStack()  # what holds in the process while it hosts ranks
+_WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 
 
 def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) -> "ExactModel":
@@ -64,8 +64,9 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
 
 
 def virtual_mesh(real: Mesh, asked: Any) -> Mesh:
-    """Return the virtual mesh: the largest mesh, whose results the run reproduces on any smaller
-    one. Its sizes come from `asked`; a dim not named there, or `asked=True`, keeps the real size.
+    """Return the virtual mesh: the largest mesh, whose results are reproduced bit by bit on every smaller one.
+
+    Its sizes are those in `asked` (`exact=`); a dim not named there, or `asked=True`, keeps the size of `real`.
     """
     if asked is not True and not isinstance(asked, Mapping):
         problem = f'found {asked!r}, expected True, or sizes as in {{"tp": 4, "dp": 2}}'
@@ -108,7 +109,7 @@ def _check(options: LoaderOptions) -> None:
 
 
 def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
-    """Return the threads of the virtual ranks of this process; they live until `close`, or the process's end."""
+    """Start, or find, the threads of this process's virtual ranks; they live until `close` or the end of the process."""
     key = real, virtual
     if key in _HOSTS:
         return _HOSTS[key]
@@ -173,7 +174,7 @@ class ExactModel(nn.Module):
         self._gradients: dict[Tensor, tuple[int, int]] = {}
         self._tracing: dict[int, list[Row]] | None = None  # virtual rank --> its rows
         self._last: tuple[float, float] = (0.0, 0.0)  # loss and norm of the step
-        self._stepping = False  # True while the optimizers of the ranks run, within a step of all
+        self._stepping = False  # True while the optimizers of single ranks step
         for model in self.hosted:
             model._slapo.calls.guard.on_ranks = self._before_step
 
@@ -217,9 +218,9 @@ class ExactModel(nn.Module):
         close()
 
     def on_each_rank(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call `function(model, ...)` for each rank of this process; return the first result.
+        """Call `function(model, ...)` in the thread of each virtual rank of this process; return the first rank's result.
 
-        An optimizer among the arguments becomes a copy with the parameters of the rank only.
+        An optimizer among the arguments is replaced by a copy that has the rank's parameters only.
         """
 
         def call(rank: int) -> Any:

@@ -28,7 +28,7 @@ class Exactness:
         sizes: sizes of tp, pp and dp.
         digests: digest of each step on the mesh.
         of_one: digest of each step in one process.
-        difference: operation at which the two runs part; "" for runs that are equal.
+        difference: first operation in which the two runs differ; "" for runs that are equal.
     """
 
     sizes: Sizes

@@ -1,4 +1,4 @@
-"""Record of the operations of a step on every virtual rank, to find where two runs of an exact model part.
+"""Record of the operations of a step on every virtual rank, to find the first one in which two exact runs differ.
 
 with model.tracing() as mine:
     model.train_step(batch); model.clip_grad_norm_(1.0)
@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
             handle.remove()
 
     def _begin(self, module: nn.Module, _args: Any) -> None:
-        if module in self.paths:  # other threads run modules of their own
+        if module in self.paths:  # not of another thread's rank
             self.within.append(self.paths[module])
 
     def _end(self, module: nn.Module, _args: Any, _output: Any) -> None:
@@ -62,9 +62,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, taken = str(func.name()), _tensors((args, kwargs))
         self._note_results(taken)
-        if name.startswith(
-            "c10d::"
-        ):  # its results come later: they are noted when something reads them
+        if name.startswith("c10d::"):  # a collective: its result is recorded when it is read
             self.rows.append((name, self._place(), ""))
             self.sent |= {x.untyped_storage().data_ptr(): (name, self._place(), x) for x in taken}
             return func(*args, **(kwargs or {}))
@@ -127,7 +125,7 @@ class ExactTrace:
         return cls({int(rank): [tuple(row) for row in rows] for rank, rows in found.items()})
 
     def first_difference(self, other: "ExactTrace") -> str:
-        """Return where the two runs part first, as text: virtual rank, row, operation and module; "" if nowhere.
+        """Return where the runs first differ, as text: virtual rank, row, operation and module; "" if nowhere.
 
         Ranks wait for each other at collectives, so the smallest row over all ranks is the earliest.
         """

@@ -22,7 +22,7 @@ from slapo_zoo.zoo.options import LoaderOptions, unknown_knob
 from slapo_zoo.zoo.schedule_source import kind_of
 from slapo_zoo.zoo.tuned import CARDS, machine_name, model_name, shape_name
 
-# whoever gives one of these decides about all of them
+# groups of arguments: if the user gives one of a group, the card's plan sets none of the group
 TOGETHER = (
     ("checkpoint_ratio", "checkpoint_policy", "activation_memory"), ("pipeline_order", "stages_per_rank"),
     ("dp_shard", "zero_stage"), ("precision", "dtype", "torch_dtype"),
@@ -96,7 +96,7 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
     """
     name = str(asked["schedule"])
     if name.endswith(".json") or asked.get("trust_remote_code"):
-        return {}  # no card with reports, or a program in Python
+        return {}  # plain directives, or a `schedule.py`: no plans
     mesh = make_mesh(dp=None)
     read = together(mesh, "card", lambda: _read(name) if mesh.rank == 0 else ({}, False))
     tuning, is_own = read[0]  # rank 0 reads for all
@@ -124,12 +124,12 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
         )
         return {}
     left = {n for group in TOGETHER if given.keys() & set(group) for n in group} | given.keys()
-    left |= set() if is_own else set(SHAPES_PROGRAM)  # which a program of its own says itself
+    left |= set() if is_own else set(SHAPES_PROGRAM)  # these are part of its directives
     found = {n: value for n, value in knobs.items() if n not in left or n in ("tp", "pp", "dp")}
     if mesh.rank == 0:
         text = ", ".join(f"{n}={value!r}" for n, value in found.items())
         get_logger("slapo_zoo").info("the card's plan (%s) is taken: %s", source, text)
-    # the zoo's own card holds one layout of the family's table; the table gives it in any other
+    # a card of this package has the directives of one mesh; the family's table gives those of any
     return found | ({"schedule": "zoo"} if is_own else {})
 
 

@@ -1,4 +1,4 @@
-"""Resolve `schedule=` of a model: the zoo's table, a derived one, a card, steps, or a function."""
+"""Resolve `schedule=` of a loader: a family's sharding rules (zoo or derived), a card, directives, or a function."""
 
 from typing import Any, NamedTuple
 
@@ -51,12 +51,12 @@ def resolve_schedule(
     if (steps := plain_steps(str(options.schedule), mesh)) is not None:
         return options.but(schedule=steps)
     steps = _card_steps(options, config, auto_class, mesh, trust)
-    if callable(steps):  # a Python program that is trusted
+    if callable(steps):  # from the `schedule.py` of a trusted card
         return options.but(schedule=steps)
     late = next((i for i, (_, d) in enumerate(steps) if d.name in AFTER_KERNELS), len(steps))
 
     def program(sch: Schedule) -> None:
-        # a card names no kernels that "auto" chose where it was made: they are chosen where it runs
+        # a card lists no kernels that "auto" chose on its author's device: "auto" chooses on this one
         sch.replay(steps[:late])
         if options.kernels == "auto":
             apply_kernels(sch, "auto", device_name(options.device))

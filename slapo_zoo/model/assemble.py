@@ -1,4 +1,4 @@
-"""Assemble a scheduled model from its outline on the meta device: this rank's stage, groups, weights, class."""
+"""Build a scheduled model: on the meta device first, then this rank's stages, process groups, weights and class."""
 
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,9 @@ class Assembly(Outline):
             require_backend(name, self.cls, found, device, dtype)
 
     def weights_of(self, checkpoint: CheckpointFolder, load: LoadOptions) -> Ledger:
-        """Read this rank's bytes of a checkpoint into the model; return a record of bytes, files
-        and seconds. `load` holds the memory limit and the checks of the load.
+        """Read this rank's slices of a checkpoint into the model; return a record of bytes, files and seconds.
+
+        `load` holds the memory limit and the checks of the load.
         """
         return fill_from_folder(
             self.model, lambda: self.skeleton, self.plan, checkpoint,
@@ -78,10 +79,11 @@ class Assembly(Outline):
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
-        """Raise MeshError if ranks hold different values of one weight, or other schedules; a
-        collective call. `what` names the load in the error.
+        """Raise MeshError if replicas of a weight, or the schedules, differ between ranks; a collective call.
+
+        `what` names the load in the error.
         """
-        if self.pipeline is not None and ranks_are_threads():  # in a step others compute meanwhile
+        if self.pipeline is not None and ranks_are_threads():  # threads compute in a step
             self.pipeline.prepare()
         history = "\n".join(f"{path} {step}" for path, step in self.schedule.history)
         program = digest(history, self.plan.digest())
@@ -115,11 +117,13 @@ class Assembly(Outline):
         return model
 
     def divide(self, model: Any) -> None:
-        """Shard parameters over dp for `dp_shard=` (ZeRO), and let users call submodules (an encoder) by themselves."""
+        """Shard parameters over dp if `dp_shard=` is given (ZeRO), let users call submodules (an encoder) outside the
+        model's forward, and hook gradients.
+        """
         blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
             shard_over_dp(model, blocks, self.shards)
-        if self.pipeline is None:  # a part of a stage is refused by its cursor
+        if self.pipeline is None:  # with a pipeline, calls of submodules raise
             self.state.index()
             divided = self.shards is not None or self.schedule.state.sequence_parallel
             call_parts_alone(model, blocks, blocks_too=divided)

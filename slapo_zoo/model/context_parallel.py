@@ -1,4 +1,4 @@
-"""Checks at the load of what cp > 1 can run; what is not built is refused with what fits."""
+"""Checks when a model is loaded with cp > 1: errors for unsupported models and options, which say what to use."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ GROWING = ("dynamic", "longrope")  # rotary frequencies depend on the longest po
 
 
 def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
-    """Return the options with which a model is built; with cp > 1, options without Triton kernels.
+    """Return the user's options; with cp > 1 a copy that takes no Triton kernels (`kernels="reference"`).
 
     Args:
         where: name of the load, for errors.
@@ -29,7 +29,7 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
         options: the user's options.
 
     Raises:
-        MeshError: an option that does not compose with cp > 1.
+        MeshError: an option is not supported with cp > 1.
     """
     if mesh.size("cp") == 1:
         return options
@@ -46,8 +46,9 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
 
 
 def require_cut_table(table: Table, cls: Any, config: Any) -> None:
-    """Raise ArchitectureError unless training with cp > 1 is known to give exact results for a model class and
-    its config. `table` is the table of the family, which lists such classes.
+    """Raise ArchitectureError unless the model class `cls` with this config is known to train right with cp > 1.
+
+    `table` has the sharding rules of the family, and lists the classes whose tokens may be sharded over cp.
     """
     name, what = cls.__name__, "cp > 1"
     if name not in table.cut_tokens:

@@ -47,7 +47,7 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
 @torch.no_grad()
 def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Evaluate this dp rank's rows of a batch; return [sum of losses, number of labels, number of right predictions]."""
-    cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # masks of documents need it
+    cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # or documents mix
     output = model(**batch, **cache)
     targets = float(count_targets(model._slapo.head_name(model), batch)[0])
     if not targets:

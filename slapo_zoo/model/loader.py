@@ -1,4 +1,4 @@
-"""Load a model whose schedule is known: the same steps for weights from files and for new ones."""
+"""Build a scheduled model and fill it, with weights from files or with new ones."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -108,7 +108,8 @@ def load_checkpoint(
         step: name of the running step for error messages.
         options: options of the model.
         source: the checkpoint.
-        prepare: (options, config, mesh, dtype) --> options whose schedule can be applied; None leaves them.
+        prepare: (options, config, mesh, dtype) --> options to build with, e.g. with a card replaced by its
+            directives; None leaves the options unchanged.
     """
     with checked(step, options) as (mesh, options):
         folder = source.find()
@@ -132,8 +133,7 @@ def new_model(
         step: name of the running step for error messages.
         options: options of the model.
         config: config of `transformers`.
-        prepare: (options, config, mesh, dtype) --> options whose schedule can be applied; None
-            leaves them.
+        prepare: as in `load_checkpoint`.
     """
     with checked(step, options) as (mesh, options):
         fill = Assembly.new_weights
@@ -155,8 +155,7 @@ def _build(
         stored: returns the dtype of the parameters for dtype="auto" without a precision.
         fill: gives the parameters their values; returns a record of the load.
         folder: folder of the checkpoint, or None.
-        prepare: (options, config, mesh, dtype) --> options whose schedule can be applied; None
-            leaves them.
+        prepare: as in `load_checkpoint`.
     """
     require_same_facts(step, mesh, facts_of(config, mesh, options))
     asked = stored() if options.dtype == "auto" else options.dtype

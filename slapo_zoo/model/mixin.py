@@ -156,8 +156,8 @@ class Scheduled(Structure, Generates, Recomputes):
 
         Args:
             optimizer: optimizer whose states are counted.
-            batch: argument of `train_step`, on all ranks: the peak of a step with it is counted
-                too. The step is run once, and leaves no trace.
+            batch: argument of `train_step`, on all ranks: one step is run on it, and its peak is counted too.
+                Afterwards gradients, buffers, dropout's step count and the loss scale are restored.
             micro_batches: number of micro-batches of that step.
         """
         with rank_guard("memory"):
@@ -243,7 +243,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     def _add_adapter(self, config: Any, name: str, folder: Path | None) -> None:
         def inject() -> None:
-            self._slapo.peft_config = self._slapo.peft_config or {}  # peft is let in
+            self._slapo.peft_config = self._slapo.peft_config or {}  # None: peft_config raises
             super(Scheduled, self).add_adapter(config, name)  # pyright: ignore[reportAttributeAccessIssue]
 
         with rank_guard("add_adapter"):
@@ -345,7 +345,7 @@ class Scheduled(Structure, Generates, Recomputes):
             folder = together(self.mesh, "push_to_hub", lambda: mine)[0]
             place = Path(folder) / repo_id.rpartition("/")[2]
             self.save_pretrained(place, push_to_hub=True, repo_id=repo_id, **kwargs)
-            together(self.mesh, "push_to_hub", lambda: None)  # nobody removes it before the end
+            together(self.mesh, "push_to_hub", lambda: None)  # before rank 0 deletes it
 
     def push_schedule_to_hub(
         self,
@@ -392,6 +392,6 @@ def scheduled_class(cls: type) -> type:
             return uncompiled()(self, args, kwargs)
         return forward_of(self, args, kwargs)
 
-    # object.__init_subclass__ of transformers reads annotations; the name serves its look-ups.
+    # transformers resolves annotations in `__module__`, and looks classes up by name.
     own = {"forward": forward, "__module__": cls.__module__, "unscheduled_class": cls}
     return type(cls.__name__, (Scheduled, cls), own | features_alone(cls))

@@ -21,7 +21,7 @@ from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.zoo.options import LoaderOptions
 
 SAMPLES = 4  # values of each tensor that are compared
-# May differ: the device is each rank's own; what a schedule is made of is compared once it is made.
+# Arguments that may differ: each rank has its own device; the schedule is compared after it was applied.
 OWN = ("device", "schedule", "target_options")
 
 
@@ -64,7 +64,7 @@ def require_same_weights(
     what: str, mesh: Mesh, tensors: Mapping[str, Tensor], specs: Sequence[TensorSpec], history: str,
     dp_shard: int = 1,
 ) -> None:  # fmt: skip
-    """Raise MeshError on all ranks where schedules, or samples of replicated tensors, differ; a collective call.
+    """Raise MeshError on all ranks if schedules, or sampled values of replicated tensors, differ; a collective call.
 
     Args:
         what: name of the running step for error messages.

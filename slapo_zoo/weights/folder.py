@@ -161,7 +161,7 @@ class CheckpointFolder:
         return digest(known)
 
     def position(self, key: str) -> tuple[str, int]:
-        """Return (file, offset) of a tensor; reading in this order is fastest."""
+        """Return (file, offset) of a tensor: a sort key, since tensors are read fastest in this order."""
         name = self._name(key)
         return name, self._file(name).entries[key].start
 

@@ -100,7 +100,7 @@ def fill_buffers(model: Any, device: torch.device) -> None:
         own = hf.initialized_as(module)
         for name in names:
             own._buffers[name] = module._buffers[name] = _poisoned(module._buffers[name], device)
-        for parameter in own.parameters():  # CLIP would draw its children's weights again
+        for parameter in own.parameters():  # CLIP's initialiser would draw those of children
             hf.mark_initialized(parameter)
         with torch.no_grad():
             hf.init_own(model, path)

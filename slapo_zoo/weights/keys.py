@@ -54,7 +54,7 @@ class Piece:
     def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
         """Return the view of this piece in the rank's local tensor; an empty tensor when another rank holds it."""
         held, length, place = self.spec.placement, self.spec.shape[0], self.number
-        rows = rows_of(tensor)  # where dp ranks divide it
+        rows = rows_of(tensor)  # under ZeRO, this dp rank's rows
         own = rows.first if rows else 0
         if place is None:
             begin = self.part * length

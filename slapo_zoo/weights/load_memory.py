@@ -17,7 +17,7 @@ from slapo_zoo.parallel.local_tensors import Rows
 from slapo_zoo.parallel.placement import Placement
 
 LARGE_PAGE = 2 << 20
-MOST_UNUSED = 0.03  # of a tensor's bytes, unused in its last large page
+MOST_UNUSED = 0.03  # largest share of the memory that may be unused, in the last large page
 LEAST_MAPPED = 64 << 10  # bytes; mapping smaller tensors saves nothing
 
 

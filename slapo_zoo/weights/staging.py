@@ -43,7 +43,7 @@ class Staging:
     def create(self) -> None:
         """Check the target, remove the remains of killed saves, and create the temporary folder."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        with _turn(self.target.parent):  # else another save may sweep it before it is locked
+        with _turn(self.target.parent):  # else another save may delete it before its lock
             _sweep(self.target)
             check_target(self.target, self._mark)
             self.path.mkdir()

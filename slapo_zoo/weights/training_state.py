@@ -177,5 +177,5 @@ def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:
         return [decode(one) for one in kept[BY_DP]]
-    # an equal data position is still per rank: rows are redistributed at another dp
+    # an equal data position is listed per rank, since another dp redistributes the rows
     return [decode(kept)] * (1 if name == "extra" else state["mesh"]["dp"])

@@ -1,4 +1,4 @@
-"""LoRA adapters of peft on a sharded model: each matrix is sharded like the weight beside it.
+"""LoRA adapters of peft on a sharded model: each matrix is sharded like the weight that it adapts.
 
 With y = W x + s B A x, h = A x of a few columns:
     W column-parallel   B is sharded as W along its outputs, A replicated; dA is all-reduced
@@ -42,7 +42,7 @@ from slapo_zoo.weights.load_memory import Target
 STEP = "add_adapter"
 PREFIX = "base_model.model."  # of the keys in the files of peft
 INPUT_AXIS = {"Linear": 1, "Conv1D": 0}  # of the base weight
-# Options whose mathematics needs the whole base weight, or modules that are none of LoRA's matrices.
+# Values of options that shards allow: others need the unsharded weight, or train more than LoRA's matrices.
 PLAIN = {"use_dora": False, "lora_bias": False, "bias": "none"}
 EMPTY = ("modules_to_save", "target_parameters", "layer_replication", "trainable_token_indices")
 INITS = (True, False, "gaussian")
@@ -231,7 +231,7 @@ def _undone_on_error(model: Any, name: str) -> Iterator[None]:
                     setattr(model.get_submodule(parent), leaf, module.original_module)
             model._hf_peft_config_loaded, model._slapo.peft_config = False, None
         for p in model.parameters():
-            p.requires_grad_(trained.get(id(p), False))  # else of the adapter that is left out
+            p.requires_grad_(trained.get(id(p), False))  # False: of the adapter that was removed
         raise
 
 
@@ -303,14 +303,14 @@ def _rule(
         problem = "an adapter of a layer over the sharded vocabulary, or with another sync than all_reduce, is not supported"
         raise _refusal(path, problem)
     how = placed.directive
-    assert isinstance(how, Shard)  # noqa: S101 - only shard places tensors
+    assert isinstance(how, Shard)  # noqa: S101 - no other directive shards tensors
     mode = "bwd_post" if placed.placement.axis != input_axis else "fwd_post"
     here = [replace(s, shared=False) for s in syncs if s.mode == mode]
     in_tokens = (SumGradient("weight", sequence=True),)
     tokens = in_tokens if any(s.sequence_axis is not None for s in here) else ()
     if mode == "bwd_post":
         part = replace(how, axis=0)
-        # Where the input of W itself is no copy whose gradients are summed, that of B is one.
+        # Without an all-reduce in `here` the gradient of h is a partial sum, so that of A is summed.
         return tokens if here else (SumGradient("weight"),), (part, *here)
     if not here:
         problem = "the schedule all-reduces its output at another module, which is not supported"
@@ -321,8 +321,9 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError if LoRA's `dropout` drops `size` input columns that are sharded unevenly
-    over tp. Its mask can be sliced evenly only; `of_a` are the directives that shard matrix A.
+    """Raise SlapoError if LoRA's `dropout` acts on inputs that tp shards unevenly, since its mask is sliced evenly.
+
+    `size` is the number of inputs of the unsharded layer, `of_a` are the directives that shard matrix A.
     """
     placements = [one.placement for one in of_a if isinstance(one, Shard)]
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
@@ -372,7 +373,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
     state.modules[path] = module
     state.owners[id(module.weight)] = [matrix.parameter]
     site = Site(path, module, state)
-    for directive in matrix.directives:  # a sum asks whether what stands before it has sharded
+    for directive in matrix.directives:  # in order: SumGradient checks what Shard did
         directive.check(site)
         directive.apply(site)
     name, stage = matrix.parameter, (model.mesh.coord("pp"),)

@@ -1,6 +1,6 @@
-"""Tensors and files that a save writes: the plan with today's dtypes and modules, and configs, tokenizer and card.
+"""Tensors and files that a save writes: those of the model as it is now, with configs, tokenizer and card.
 
-Since the load a model may have been cast, or got new modules.
+Since the load the user may have cast the model, or added modules to it.
 """
 
 import copy
@@ -23,7 +23,7 @@ from slapo_zoo.zoo.argument_values import to_dtype
 
 
 def refresh_specs(model: Any, step: str) -> None:
-    """Update the dtypes in the plan of a model, and add tensors that the model got since the load.
+    """Update the model's list of tensors to save (its plan): today's dtypes, and tensors added since the load.
 
     A collective call with pp > 1.
 

@@ -88,7 +88,7 @@ class _Held:
         if name not in self.held or not runtime.data_parallel.gives(self.model.mesh):
             return None
         if name != self._name:
-            self._name, self._files = name, {}  # the one before is given up first
+            self._name, self._files = name, {}  # frees the tensor before
             held, shape = self.held[name], runtime.plan.local_shape(name)
             whole = runtime.data_parallel.whole_of(held, held, shape)
             self._files = runtime.keys.to_files({name: whole}, runtime.specs, self.model.mesh)
@@ -178,7 +178,7 @@ def _send(
     source = None if mine is None or rank != run.rank else _cut(mine, run.axis, run.offset, run.length)  # fmt: skip
     target = None if full is None or rank != to else _cut(full, run.axis, run.start, run.length)
     shaped = source if target is None else target
-    assert shaped is not None  # noqa: S101 - one of both is ours
+    assert shaped is not None  # noqa: S101 - this rank sends or receives
     for start, stop in _row_ranges(shaped, dtype):
         part = None if source is None else source[start:stop].to(dtype)
         if target is not None and part is not None:
@@ -287,7 +287,7 @@ def _take(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
     if target.placement is not None:
         axis, dim = target.placement.axis, target.placement.mesh_dim
         runs = target.placement.runs(target.shape[axis], mesh.size(dim), mesh.coord(dim))
-    if axis:  # rows of the piece that we have, and of them our columns
+    if axis:  # this rank's rows of the piece; below, their columns that this rank holds
         low, high = max(first, kept.first), min(first + len(piece), kept.first + kept.count)
         if low >= high:
             return

@@ -25,8 +25,8 @@ class Whole:
     """Parameters and optimizer state gathered over dp: what a checkpoint is written from, and read into.
 
     Args:
-        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp; or only this dp rank's
-            rows of it (a slice of axis 0, under ZeRO), with a mark that says which rows.
+        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp; or under ZeRO a tensor of
+            this dp rank's rows (a slice of axis 0), which has the range of rows as an attribute.
         optimizer: torch optimizer over these parameters, or None.
     """
 
@@ -40,8 +40,8 @@ class Whole:
 class DataParallel:
     """Default data parallelism: hooks average gradients over dp in the backward of a step's last micro-batch."""
 
-    loss_scale: float = 1.0  # what averages over dp gets losses that are dp times larger
-    clips_itself: bool = False  # an engine that steps within train_step has clipped by then
+    loss_scale: float = 1.0  # factor of the loss: dp where an average over dp follows
+    clips_itself: bool = False  # True: the engine clips, steps and clears gradients
     reducer: GradientReducer
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
@@ -50,8 +50,8 @@ class DataParallel:
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Context in which the gradients of one training step are computed, apart from earlier
-        ones, and reduced. `parameters` are those of this rank.
+        """Context of one training step: `.grad` of this rank's `parameters` is empty at its start, and earlier
+        gradients are added at its end, after the reduction; an error restores them.
         """
         at_once = any(is_taken(p) for p in parameters)
         with self.reducer.one_step(at_once), gradients.only_new(parameters):
@@ -82,7 +82,10 @@ class DataParallel:
         return loss / self.loss_scale
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Average over dp this rank's gradients that neither backward nor engine has averaged."""
+        """Average over dp this rank's gradients that neither the backward nor the engine has reduced yet.
+
+        Losses were multiplied by `loss_scale`, so the average is the sum of the ranks' gradients.
+        """
         self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
@@ -126,7 +129,7 @@ class DataParallel:
         return value
 
     def gives(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send gathered tensors; under ZeRO only ranks of the first `dp_shard` group may."""
+        """Return whether `stream_weights` may send tensors from this rank; under ZeRO, from the first `dp_shard` group."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:

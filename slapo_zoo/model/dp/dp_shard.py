@@ -40,7 +40,7 @@ class Sharded(DataParallel):
         the backward, not `train_step`. Raises MeshError if parameters were replaced since the load.
         """
         self.shards.averages = in_own_loop
-        self.blocks.forget()  # a backward that failed, or that of a block alone, left some
+        self.blocks.forget()  # left by a failed backward, or by one of a block called alone
         whole: dict[int, Tensor] = {}
         for group in self.groups:
             made = group.traced(group.dtype_of(dtype))
@@ -131,10 +131,10 @@ class Sharded(DataParallel):
             return value.clone() if isinstance(value, Tensor) else value
         (found,) = self.shards.gather([value.detach()], [shape], value.dtype)
         is_padded = found.untyped_storage().nbytes() > found.nbytes
-        return found.clone() if is_padded else found  # a gather holds its buffers a moment longer
+        return found.clone() if is_padded else found  # a padded buffer would stay alive as a whole
 
     def gives(self, mesh: Mesh) -> bool:
-        """Return whether this rank may send gathered tensors: only the first group of `dp_shard` ranks does."""
+        """Return whether `stream_weights` may send tensors from this rank: only from the first `dp_shard` group."""
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
@@ -161,7 +161,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
         if p.ndim == 0:
             continue
         part: Any = p
-        if not is_divided(p):  # else it was filled as a part
+        if not is_divided(p):  # else the load has filled only this rank's rows
             part = nn.Parameter(shards.part(p.detach()), p.requires_grad)
             part.__dict__.update({k: v for k, v in p.__dict__.items() if k[0] != "_"})
             shards.note(part, p.shape)
@@ -194,8 +194,8 @@ def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Hook all modules but `blocks` (paths) and those that contain them: outside a call of the model, or of a block,
-    a call of one that has sharded parameters raises MeshError.
+    """Hook the modules that neither are nor contain a block, so that a call outside the model's or a block's forward
+    raises MeshError if the module has sharded parameters. `blocks` are paths.
     """
     gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
     for path, module in model.named_modules():

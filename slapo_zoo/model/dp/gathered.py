@@ -150,7 +150,7 @@ class Group:
         self.shapes = [shape for _, shape in parameters]
         self._begun: tuple[Any, Tensor, Any] | None = None
         self._whole: list[Tensor] | None = None
-        self.sums: list[Any] = [None] * len(parameters)  # whole gradients that wait, at stage 1
+        self.sums: list[Any] = [None] * len(parameters)  # unsharded gradients, in ZeRO-1
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state to pickle or copy: everything but the gathered tensors."""
@@ -195,9 +195,7 @@ class Group:
         found = self.shards.scatter(self.sums, self.shapes, like)
         self.sums = [None] * len(self.sums)
         for p, grad in zip(self.parameters, found, strict=True):
-            if (
-                p.requires_grad and grad is not None
-            ):  # a term of a loss on the part is there already
+            if p.requires_grad and grad is not None:  # a loss term may have set `.grad`
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
 
 

@@ -130,7 +130,7 @@ class Block:
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook: put this rank's shards back in place of the gathered parameters."""
-        if self._running:  # else it failed before it began
+        if self._running:  # False if `before` raised
             self._running.pop().close()
             self.blocks.running.pop()
             self.blocks.keeps.pop()
@@ -205,7 +205,9 @@ class Blocks:
         self._kept = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a function that makes contexts in which the running block can be recomputed."""
+        """Return a function that makes contexts in which the block that runs now reads gathered parameters again, for
+        its recomputation in the backward.
+        """
         return self.running[-1].recomputing if self.running else nullcontext
 
 

@@ -33,7 +33,8 @@ def check_batch(
         batch: name --> tensor of the batch.
         step: number of this step, from 1.
         interval: steps from one check to the next; 0 never checks.
-        hooks: returns the number of this rank's hooks that communicate, which is compared too.
+        hooks: returns the number of gradient hooks that the user registered on sharded parameters of this rank.
+            The numbers are compared too, since each such hook gathers a gradient from all ranks.
     """
     if mesh.world_size == 1 or interval < 1 or (step - 1) % interval:
         return
@@ -119,7 +120,7 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
 
 
 def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
-    """Raise MeshError if ranks of a stage have different numbers of hooks (`found`, by rank)."""
+    """Raise MeshError if ranks of a stage have different numbers of the user's gradient hooks (`found`, by rank)."""
     for stage in range(mesh.pp):
         ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:

@@ -1,7 +1,7 @@
-"""State of the calls of a model that their backwards need, and the begin and end of such a backward.
+"""State that a backward needs from the forward call to which it belongs, and what happens when it begins and ends.
 
-A backward runs with the state of its call: recomputation sees the same padding and tokens, and draws the
-same dropout. At its end all gradients are complete, and are checked.
+The state of the call is restored for its backward, so that recomputation sees the same padding and draws the same
+dropout. At the end of the backward all gradients are summed over ranks, and checked.
 """
 
 import copy
@@ -59,7 +59,7 @@ class Calls:
         """Hook the model's current parameters: at the load, and before each forward that is trained
         on. `own_loop` is True if the user's own loop will run the backward, not `train_step`.
         """
-        if torch._C._current_graph_task_id() < 0:  # a backward that failed has not come to its end
+        if torch._C._current_graph_task_id() < 0:  # none runs now: drop a failed one
             self.abandon()
         self.task = -1
         every = list(model.named_parameters())
@@ -86,7 +86,7 @@ class Calls:
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 
     def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
-        """Prepare a call of a model, or of a part of it, in the user's own loop (without `train_step`).
+        """Prepare a forward call of the model or of a submodule in the user's own loop (without `train_step`).
 
         `batch` holds the arguments of the call; `trains` is True if the model is in training mode.
         Trained parameters outside the model, from which the inputs are computed, are hooked too.
@@ -111,9 +111,7 @@ class Calls:
         call = state.forward, state.random.position()
         for node in nodes_of(output):
             node.register_prehook(lambda _grads: self._arrived(*call))
-        if (
-            self.mesh.tp > 1 and not reducer.in_step
-        ):  # there a loss is seen: `weight_terms.count_once`
+        if self.mesh.tp > 1 and not reducer.in_step:  # `train_step` uses `count_once` instead
             rows = [(self.runtime.plan.of(name), p) for name, p in self.named]
             summed = {id(p) for row, p in rows if row and row.sums(sharded, PARTIAL, REPLICAS)}
             reducer.uses.note(output, summed)

@@ -62,13 +62,13 @@ class GradientReducer:
     def forget(self) -> None:
         """Forget all state of a backward, so that the next one can begin."""
         self.buckets: list[Bucket] = []
-        self.waiting: list[Bucket] = []  # those whose sum has not begun
+        self.waiting: list[Bucket] = []  # buckets whose all-reduce has not begun
         self.bucket_of: dict[int, Bucket] = {}
-        self.reached: dict[int, nn.Parameter] = {}  # of `beyond`
-        self.replaced: set[str] = set()  # summed at a tensor in the place of the parameter
-        self.token_modes: set[bool] = set()  # of the calls that this backward goes through
+        self.reached: dict[int, nn.Parameter] = {}  # those of `beyond` with a gradient
+        self.replaced: set[str] = set()  # names with a `functional_call` tensor
+        self.token_modes: set[bool] = set()  # `tokens_sharded` of the calls of this backward
         self.is_open, self.latest = False, None
-        self.stored: bool | None = None  # whether a gradient that has come is in `.grad`
+        self.stored: bool | None = None  # True: one is in `.grad`; None: no gradient yet
 
     def attach(self, named: Iterable[tuple[str, Any]]) -> None:
         """Register gradient hooks for good on a model's parameters, `named` as (name, parameter) pairs."""
@@ -83,13 +83,13 @@ class GradientReducer:
 
         def hook(grad: Tensor | None) -> Tensor | None:
             reducer = mine()
-            if reducer is None or grad is None:  # the model is gone, its parameter lives on
+            if reducer is None or grad is None:  # the model was deleted, its parameter not
                 return None
             found = reducer.gradient(name, parameter(), grad, is_leaf)
             return None if found is grad else found
 
         hook.__torch_unserializable__ = True  # torch.save says nothing of it  # pyright: ignore[reportFunctionMemberAccess]
-        p.requires_grad_()  # a frozen one may be trained later, by a call of one module
+        p.requires_grad_()  # register_hook needs it; a frozen one may be trained later
         p.register_hook(hook)
         p.requires_grad_(trains)
         self.hooked[p] = True
@@ -152,7 +152,7 @@ class GradientReducer:
         """
         bucket = self.bucket_of.get(id(p))
         if is_leaf and not is_taken(p) and (bucket or p in self.beyond):
-            if bucket and bucket.work is not None:  # what is under way must not be written to
+            if bucket and bucket.work is not None:  # its all-reduce still reads the gradients
                 bucket.wait()
                 self.waiting.append(bucket)
             self.latest = p, p.grad, p.grad is not None and p.grad._version
@@ -160,7 +160,7 @@ class GradientReducer:
             return grad
         group, factor = self.mesh.group("loss"), 1.0 / self.mesh.size("loss")
         refuse_graph()
-        if is_leaf and p.grad is not None:  # of backwards within `no_sync`
+        if is_leaf and p.grad is not None:  # accumulated within `no_sync`
             all_reduce_(p.grad.mul_(factor), group)
         return summed(grad * factor, group)
 
@@ -170,7 +170,7 @@ class GradientReducer:
             return
         (p, before, version), self.latest = self.latest, None
         if p.grad is before and (before is None or before._version == version):
-            return  # torch.autograd.grad has it
+            return  # `torch.autograd.grad` returned the gradient, `.grad` is unchanged
         self.stored = True
         if p in self.beyond:
             self.reached[self.beyond[p]] = p

@@ -1,9 +1,9 @@
 """Gradients of tensors outside a model: a soft prompt in `inputs_embeds`, a head of the user's in a loss.
 
-Every rank makes the inputs, and one stage reads them: their gradient is summed over the stages, and that of the
-parameters of which they are made is averaged over dp, in `train_step` and in a user's own loop. A head that
-`loss_fn` applies is reduced over both in `train_step`. A leaf tensor that is no `nn.Parameter` (a perturbation of
-some rows) gets the gradient of this rank's rows only.
+Every rank computes such inputs, and one stage reads them. In `train_step` and in a user's own loop the gradient of the
+inputs is summed over the stages, and the gradient of the parameters behind them is averaged over dp. In `train_step`
+the same happens to the parameters of a head that `loss_fn` applies. A leaf tensor that is no `nn.Parameter` (a
+perturbation of some rows) gets the gradient of this rank's rows only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -92,7 +92,7 @@ class InputGradients:
             torch.autograd.backward([self.given[name] for name in self.leaves], grads)
         for i, p in enumerate((*self.in_loss, *self.beyond)):
             grad = torch.zeros_like(p) if p.grad is None else p.grad
-            if i < len(self.in_loss):  # by the last stage alone
+            if i < len(self.in_loss):  # only the last stage computes it
                 all_reduce_(grad, self.mesh.group("pp"))
             all_reduce_(grad.mul_(1.0 / self.scale), self.mesh.group("loss"))
             old = self.before[id(p)]
@@ -129,14 +129,14 @@ def _asking(value: Any) -> Iterator[Tensor]:
         if isinstance(x, Tensor):
             if x.requires_grad:
                 yield x
-        elif type(x).__module__ == "transformers.cache_utils":  # a learnt prefix of keys and values
+        elif type(x).__module__ == "transformers.cache_utils":  # a trained prefix of keys, values
             yield from _asking(list(vars(x).values()))
 
 
 def nodes_of(output: Any) -> list[Any]:
     """Return the autograd nodes of the tensors in a model's output, where its backward begins."""
     leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
-    # logits on demand: of which they are made, too
+    # logits that are computed on demand have their inputs as `rows`
     tensors = [each for x in leaves for each in (x, getattr(x, "rows", None))]
     return [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
 

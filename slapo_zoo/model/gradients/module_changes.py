@@ -70,7 +70,7 @@ def _problem(
         wanted: shape of this rank's shard.
         found: all parameters of the model by name.
     """
-    if module is None:  # its block is gone, or within something else
+    if module is None:  # removed, or wrapped in another module
         within = [other for other in found if _is_within(name, other)]
         held = found[within[0]] if within else None
         is_row = held is None or is_divided(held)
@@ -79,7 +79,7 @@ def _problem(
     if held is None:
         made = [n for n in (f"{leaf}_orig", "parametrizations") if hasattr(module, n)]
         return f"its part of a rank was replaced by {made[0]}" if made else ""
-    kept_elsewhere = is_divided(held) or held.is_meta or not held.numel()  # by an engine
+    kept_elsewhere = is_divided(held) or held.is_meta or not held.numel()  # in an engine
     if kept_elsewhere or tuple(held.shape) == wanted:
         return ""
     return f"found a parameter {list(held.shape)}, expected this rank's part {list(wanted)}"
@@ -139,14 +139,14 @@ class Structure:
             return model.get_input_embeddings()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of this rank's local shapes; other shapes raise WeightsError before a change."""
+        """Load a state dict of this rank's shards; WeightsError for other shapes, before anything is changed."""
         parent: Any = super()
         own = parent.state_dict() if self.mesh.world_size > 1 else {}
         found = {name: list(getattr(x, "shape", ())) for name, x in state_dict.items()}
         here = {name: list(getattr(x, "shape", ())) for name, x in own.items()}
         for name in [*here, *found] if own else ():
             at = here.get(name), found.get(name)
-            is_same = at[0] == at[1] or at[0] == [0]  # an engine keeps it elsewhere
+            is_same = at[0] == at[1] or at[0] == [0]  # [0]: an engine holds the values
             if not is_same and (strict or None not in at):
                 problem = f"found {at[1] or 'none'}, expected this rank's {at[0] or 'none'}"
                 hint = "for unsharded tensors: model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"

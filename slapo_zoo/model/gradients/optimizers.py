@@ -1,7 +1,7 @@
 """Optimizers that need whole matrices, on sharded parameters.
 
 Most optimizers work element by element, so a shard is enough. Adafactor factors a matrix and Muon
-orthogonalises it: for their step each sharded parameter is gathered, and its shard kept.
+orthogonalises it: each sharded parameter is gathered for their step, and replaced by its shard again afterwards.
 
 rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->  this rank's shard again
 """
@@ -30,11 +30,7 @@ ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop",
     "Lion", "FusedAdam", "DeepSpeedCPUAdam",
 }  # fmt: skip
-WHOLE_MODEL = (
-    "LBFGS",
-    "Prodigy",
-    "DAdapt",
-)  # how names of those begin that look at all parameters at once
+WHOLE_MODEL = ("LBFGS", "Prodigy", "DAdapt")  # prefixes of optimizers that read all parameters
 MATRIX_WISE = {"Adafactor": True, "Muon": False}  # whether the step reads the weights too
 
 
@@ -44,7 +40,7 @@ class OptimizerWarning(UserWarning):
 
 _ASKED: "WeakSet[Any]" = WeakSet()
 _WARNED: "WeakSet[Any]" = WeakSet()
-# (parameter, its row, mesh, local tensor, its gradient) of what a step has replaced by whole ones
+# optimizer --> (parameter, its entry in the plan, mesh, shard, shard of the gradient) while a step has them gathered
 _RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, TensorPlan, Mesh, Tensor, Any]]]" = (
     WeakKeyDictionary()
 )
@@ -138,7 +134,7 @@ def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
     reads = MATRIX_WISE.get(type(optimizer).__name__, True)
     if reads:
         full = whole(p.data, row, mesh)
-    else:  # nothing is sent
+    else:  # its values are not read: no gather
         cut, empty = row.placement, p.new_zeros(row.shape)
         full = put_part(empty, p.data, cut, *mesh.place(cut.mesh_dim))
     gradient = whole(p.grad, row, mesh)

@@ -27,7 +27,7 @@ class OnWhole:
     def __call__(self, grad: Tensor) -> Any:
         """Return this rank's gradient as the user's hook changed it; None in `train_step`, which runs hooks later."""
         reducer = self.reducer()
-        if reducer is None:  # the model is gone, its parameter lives on
+        if reducer is None:  # the model was deleted, its parameter not
             return self.hook(grad)
         return self.on(grad) if reducer.at_once else None
 

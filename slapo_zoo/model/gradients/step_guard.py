@@ -28,9 +28,9 @@ from slapo_zoo.parallel.ranks.process_group import rank_guard
 
 PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
 FEWEST = 4  # elements that tell a common factor from one that clipping by value leaves behind
-COPIES = 1e-6  # of replicas that take the same steps
-LOOSELY = 1e-3  # rounding of kernels that add in any order
-ALWAYS = 16  # the first steps are all looked at, then one in `input_check_interval`
+COPIES = 1e-6  # relative difference allowed between gradients of dp replicas
+LOOSELY = 1e-3  # the same between tp ranks, whose kernels may add in another order
+ALWAYS = 16  # all of the first steps are checked, then one in `input_check_interval`
 
 GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 
@@ -45,15 +45,15 @@ class StepGuard:
         interval: steps between checks, after the first ALWAYS steps; 0 switches checks off.
         divides: True if ranks hold different gradients, because of tp, pp or `dp_shard=`.
         needed: True if checks are made; False where an engine clips and steps by itself.
-        on_ranks: hook before `optimizer.step` that checks and steps each rank, if one process runs several ranks as
-            threads; None otherwise.
+        on_ranks: replacement of this check if one process runs several ranks as threads: it checks and steps the
+            optimizer of each rank; None otherwise.
     """
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.interval, self.steps, self.looks, self.backwards = mesh, ALWAYS, 0, 0, 0
         self.device = torch.device("cpu")
         self.probes: list[tuple[nn.Parameter, Tensor]] = []
-        self.marks: dict[str, Tensor] = {}  # of gradients of what each tp rank holds whole
+        self.marks: dict[str, Tensor] = {}  # of gradients that are replicated over tp
         self.trained: Tensor | None = None  # ranks that have something to train; None: all
         self.fresh, self.needed, self.divides = False, True, mesh.tp * mesh.pp > 1
         self.on_ranks: Callable[[Any, Any, Any], Any] | None = None
@@ -133,7 +133,7 @@ class StepGuard:
         if not self._is_due(self.steps):
             return
         if self.trained is not None and int(self.trained) < self.mesh.pp * self.mesh.size("loss"):
-            return  # a stage without a trained parameter has no optimizer that would ask
+            return  # a stage without trained parameters takes no optimizer step: no collective
         mine = self._factors()
         with rank_guard("optimizer.step, which all ranks take or none"):
             if gone := meet("optimizer.step", range(self.mesh.world_size)):
@@ -259,7 +259,7 @@ def _apart(marks: Sequence[Sequence[float]], loosely: float) -> bool:
 
 
 def _sample(p: nn.Parameter) -> Tensor:
-    assert p.grad is not None  # noqa: S101 - asked for before
+    assert p.grad is not None  # noqa: S101 - checked by the callers
     return p.grad.detach().reshape(-1)[:ELEMENTS].double()
 
 
@@ -309,7 +309,7 @@ def _require_own_scaler() -> None:
     for _ in range(12):
         if frame is None:
             return
-        # asking any other frame would leave a copy of its locals in it, which keeps them alive
+        # f_locals is read in this frame only: elsewhere it would keep the frame's tensors alive
         is_theirs = frame.f_code.co_filename == GRAD_SCALER
         scaler = frame.f_locals.get("self") if is_theirs else None
         if isinstance(scaler, torch.amp.GradScaler):

@@ -3,7 +3,7 @@
 rewrite:  loss = f(output) + g(p)  -->  over tp the gradient of f is summed, that of g is not
 
 `train_step` sees the loss of `loss_fn`, and divides the gradient of g by the factor of later sums. In a
-loop of the user's own the uses of p in the model are recorded, and g is the rest.
+loop of the user's own the gradient of p through the model's output is recorded, and that of g is the rest.
 """
 
 from collections.abc import Iterable, Iterator
@@ -21,7 +21,7 @@ from slapo_zoo.parallel.local_tensors import is_divided, rows_of
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
 
 Place = tuple[Any, int, Any]  # a node, which of its edges leads to a parameter, and the parameter
-# On numbers these add up and scale; on tensors those look beyond one element.
+# Autograd nodes (without "Backward"): ADDING is linear on scalars, MIXING reads several elements of a tensor.
 ADDING = {"Add", "Sub", "Mul", "Div", "Neg", "Sum", "Dot", "Stack", "Cat", "View", "Select", "Index", "Unbind", "Expand",
           "Squeeze", "Unsqueeze", "ToCopy", "Clone", "Alias"}  # fmt: skip
 MIXING = ("Sum", "Mean", "Linalg", "Norm", "ForeachNorm", "Mm", "Bmm", "Mv", "Max", "Min", "Amax", "Amin", "Std", "Var",
@@ -92,7 +92,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
     made = reached(
         [loss.grad_fn], lambda e: not hasattr(e, "variable") and e._sequence_nr() > began
     )
-    for node in sorted(made, key=lambda each: each._sequence_nr()):  # made of older ones
+    for node in sorted(made, key=lambda each: each._sequence_nr()):  # inputs come first
         if all(e is None or e in alone or hasattr(e, "variable") for e, _ in node.next_functions):
             alone.add(node)
     tops = [node for node in alone if torch.Size(node._input_metadata[0].shape).numel() == 1]

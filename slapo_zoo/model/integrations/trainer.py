@@ -33,11 +33,11 @@ class ScheduledTrainer(Trainer):
     """Subclass of `transformers.Trainer` for a scheduled model.
 
     `per_device_train_batch_size` counts the rows of a dp rank; ranks that differ only in tp, pp or cp read the
-    same rows. With gradient accumulation the mean is over all targets of a step, on all dp ranks.
-    A `compute_loss` of your own, `compute_loss_func` and label smoothing see unsharded logits; they need pp=1.
-    A model of `precision="fp16"` scales the loss, whichever way it is computed.
-    It can precede a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`; an
-    adapter given as `peft_config=` is sharded as by `model.add_adapter`.
+    same rows. With gradient accumulation the loss is the mean over all targets of a step, on all dp ranks.
+    A `compute_loss` of your own, `compute_loss_func` and label smoothing get unsharded logits; they need pp=1.
+    If the model has `precision="fp16"`, its own loss and yours are scaled.
+    This class can be combined with a Trainer of another library: `class Mine(ScheduledTrainer, DPOTrainer)`;
+    an adapter given as `peft_config=` is then sharded as by `model.add_adapter`.
     A checkpoint can be resumed on another (tp, pp, dp), and `transformers` loads its weights.
 
     Args:
@@ -59,11 +59,9 @@ class ScheduledTrainer(Trainer):
         refuse_options(model, args, self._own_loss)
         for each in (model, kwargs.get("ref_model")):
             if is_scheduled(each):
-                each._is_accelerate_prepared = (
-                    True  # no DDP around it: it would average over tp as well
-                )
+                each._is_accelerate_prepared = True  # not wrapped in DDP, which averages over tp
         super().__init__(model=model, args=args, **kwargs)
-        if self._own_loss and model._slapo.precision.scales:  # train_step scales its own
+        if self._own_loss and model._slapo.precision.scales:  # without: train_step scales
             self.accelerator.scaler = GradScaler(model, init_scale=FIRST_SCALE)
         for each in (self.model, getattr(self, "ref_model", None)):
             if is_scheduled(each):
@@ -71,7 +69,7 @@ class ScheduledTrainer(Trainer):
         self._read_signature(model)
         if not self._own_loss:
             self.model_accepts_loss_kwargs = False  # our train_step divides by the global counts
-        # The Trainer took its gather_function before: with it, a short last batch would weigh less.
+        # With the function that Trainer.__init__ stored, a short last batch would weigh less.
         self.gather_function = gather_over_dp(self.accelerator, model.mesh)
         self.accelerator.gather_for_metrics = self.gather_function  # pyright: ignore[reportAttributeAccessIssue]
         self._targets: list[float | Tensor] | None = None
@@ -80,7 +78,7 @@ class ScheduledTrainer(Trainer):
     def _read_signature(self, model: Any) -> None:
         """Read names of inputs and labels of a model of `exact=`, and set `use_cache`, as Trainer does for others."""
         if not is_exact(model):
-            return  # Trainer has read them
+            return  # Trainer.__init__ has done it
         hosted = model.hosted
         cls = type(hosted[0])
         self.label_names = self.args.label_names or find_labels(cls)
@@ -113,7 +111,7 @@ class ScheduledTrainer(Trainer):
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
             return batches, items
-        self._targets = None  # a step of one batch counts its own
+        self._targets = None  # with one batch, `train_step` counts its targets
         if len(batches) > 1:
             name = self._scheduled._slapo.head_name(self._scheduled)
             counts = [count_targets(name, batch) for batch in batches]
@@ -127,7 +125,7 @@ class ScheduledTrainer(Trainer):
         if self._own_loss:
             return super().training_step(model, inputs, num_items_in_batch)
         self._scheduled.train()
-        if callable(switch := getattr(self.optimizer, "train", None)):  # one without a schedule
+        if callable(switch := getattr(self.optimizer, "train", None)):  # a schedule-free optimizer
             switch()
         batch = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
@@ -286,7 +284,7 @@ def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
     firsts = mesh.peers("batch")
 
     def pick(tensor: Tensor) -> Tensor:
-        if tensor.ndim == 0:  # a number of one process
+        if tensor.ndim == 0:  # a scalar is not sharded by rows
             return tensor
         parts = tensor.chunk(accelerator.num_processes)
         mine = torch.cat([parts[rank] for rank in firsts])

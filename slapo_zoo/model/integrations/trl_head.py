@@ -1,7 +1,7 @@
 """Replace TRL's fused language-model head on a model whose head is sharded.
 
-Trainers of TRL replace a model's forward by one that multiplies by `lm_head.weight`, which over tp is a
-shard of the vocabulary whose gradient would be incomplete. This one takes the model's own logits.
+Trainers of TRL replace a model's forward by one that multiplies by `lm_head.weight`. Over tp that weight is a
+shard of the vocabulary, and its gradient would be incomplete. The forward of this file takes the model's own logits.
 """
 
 from types import MethodType

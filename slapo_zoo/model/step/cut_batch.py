@@ -1,4 +1,7 @@
-"""Cut a batch over cp: each rank gets its tokens of every row, with what depends on the whole row found before."""
+"""Shard the tokens of a batch over cp: each rank gets some tokens of every row.
+
+Positions and shifted labels, which depend on all tokens of a row, are computed before.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,16 +28,16 @@ WHERE = "a batch with cp > 1"
 def cut_batch(
     model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return (entries with this rank's tokens of each row, entries that all rows share) of a batch with all tokens.
+    """Shard a batch over cp: return (entries with this rank's tokens of each row, entries that all rows share).
 
     Args:
         model: a scheduled model.
-        cut: how the tokens are cut over cp.
-        tensors: entries of the batch that have its rows: [B, S], or a mask [B, 1 or H, S, S].
+        cut: which tokens each cp rank gets.
+        tensors: entries that are split by rows, with all tokens: [B, S], or a mask [B, 1 or H, S, S].
         whole: the other entries.
 
     Raises:
-        SlapoError: an entry that cannot be cut, an attention that was replaced.
+        SlapoError: an entry cannot be sharded, or an attention module was replaced since the load.
     """
     require_seam(model)
     if vars(model).get("_loss_function") is not None:

@@ -49,7 +49,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     batch = with_source({**dict(list(bound.arguments.items())[1:]), **kwargs})
     stream, rows = runtime.schedule.state.random, count_rows(batch)
     if model.training and runtime.schedule.state.checkpointed:
-        batch["use_cache"] = False  # a recomputation would append to the cache once more
+        batch["use_cache"] = False  # a recomputation would append to the cache again
     _keep_documents_apart(model, batch)
     given, cut = batch, cut_of_call(model)
     batch = batch if cut is None else cut_call(model, cut, batch)
@@ -61,7 +61,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     calls = runtime.calls
     draws = stream.call(model.training, rows * mesh.coord("batch"), rows)
     with calling(model, batch, divided, cut), draws:
-        if runtime.pipeline is None:  # whoever calls backward finds complete gradients
+        if runtime.pipeline is None:  # the user's backward will reduce the gradients
             if mesh.tp > 1 and batch.get("past_key_values") is not None:
                 refuse_whole_heads(model, batch)
             calls.begin(model, given, model.training)
@@ -127,7 +127,7 @@ def _without_backward(model: Any, output: Any) -> Any:
 class _NoBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *_asks: Tensor) -> Tensor:
-        ctx.mark_dirty(x)  # the tensor itself: logits are not copied, and may be changed in place
+        ctx.mark_dirty(x)  # returns x itself: logits are not copied, and may be changed in place
         return x
 
     @staticmethod
@@ -138,7 +138,7 @@ class _NoBackward(torch.autograd.Function):
 
 
 def require_together(model: Any) -> None:
-    """Raise MeshError in eval mode if this call is not made on all ranks that compute a part of its output.
+    """Raise MeshError in eval mode if some of the ranks that compute this output together do not make the call.
 
     Ranks check this in the first ALWAYS calls, and then in every `input_check_interval`-th call.
     """
@@ -166,5 +166,5 @@ def computing_with(model: Any) -> list[int]:
     """Return the ranks with which a forward of a model communicates, this one included."""
     mesh, engine = model.mesh, model._slapo.data_parallel
     size = engine.shards.size if isinstance(engine, Sharded) else 1
-    sharing = mesh.coord("loss") // size  # which group of ranks that divide parameters
+    sharing = mesh.coord("loss") // size  # index of this rank's ZeRO group
     return [r for r in range(mesh.world_size) if mesh.coord("loss", r) // size == sharing]

@@ -78,7 +78,7 @@ class Generates:
                 problem = f"pp={model.mesh.pp} keeps no KV cache"
                 raise SlapoError("generate", "use_cache=True", problem, "leave it out, or use pp=1")
             kwargs["use_cache"] = False
-        if model.mesh.tp * model.mesh.pp > 1:  # compiled graphs would hold our collectives
+        if model.mesh.tp * model.mesh.pp > 1:  # its compiled graphs would contain collectives
             kwargs.setdefault("disable_compile", True)
         runtime = model._slapo
         before, runtime.generates = runtime.generates, True

@@ -26,7 +26,7 @@ def explained(model: Any, batch: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (IndexError, RuntimeError) as error:
-        if isinstance(error, SlapoError) or "hint:" in str(error):  # it teaches as it is
+        if isinstance(error, SlapoError) or "hint:" in str(error):  # it already says what to do
             raise
         config = model.config.get_text_config()
         for name in IDS:

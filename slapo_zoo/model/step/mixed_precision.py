@@ -38,8 +38,8 @@ class MixedPrecision:
     def __init__(self, dtype: torch.dtype | None = None, scales: bool = False):
         self.dtype = dtype
         self.scale, self.good_steps, self.scales = (FIRST_SCALE if scales else 1.0), 0, scales
-        self.reads: Reads | None = None  # of ZeRO: whole tensors of sharded parameters
-        self.blocks: Any = None  # of ZeRO-3: what gathers its parameters when it runs
+        self.reads: Reads | None = None  # ZeRO: yields gathered parameters
+        self.blocks: Any = None  # ZeRO-3: `Blocks`, which are gathered when they run
         self._depth = 0
         self._in_step = False
         self._casts: list[tuple[nn.Module, str, Tensor]] = []

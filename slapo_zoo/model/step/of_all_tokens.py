@@ -1,7 +1,8 @@
-"""Outputs of all tokens from a forward whose tokens are cut over cp, for losses that the user computes.
+"""Gather the outputs of a forward whose tokens are sharded over cp, for losses that the user computes.
 
-A rank computes its own tokens; logits are all-gathered, and a loss is the sum of the ranks' shares. In the backward
-both sum the gradients of all ranks, as every rank computes the same loss: their mean over dp and cp is the gradient.
+Each rank computes its own tokens; then logits are all-gathered, and the ranks' shares of a loss are summed. Every cp
+rank computes the same loss of all tokens, so the backward sums the gradients over cp, and the mean over dp and cp at
+its end is the gradient of one process.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,23 +26,23 @@ from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, split_batch
 
 
 def cut_of_call(model: Any) -> TokenCut | None:
-    """Return how a call in the user's own loop cuts its tokens over cp; None where every rank computes all tokens.
+    """Return which tokens each cp rank computes in a call of the user's own loop; None if every rank computes all.
 
-    Tokens are cut where a backward will follow. Evaluation, parts called alone and pipelines compute all tokens.
+    Tokens are sharded if a backward will follow; in evaluation and in a pipeline every rank computes all tokens.
     """
     follows = model.training and torch.is_grad_enabled() and model._slapo.pipeline is None
     return TokenCut.of(model.mesh) if follows else None
 
 
 def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments `batch` of a call in the user's own loop, cut to this rank's tokens."""
+    """Return the arguments `batch` of a call in the user's own loop, with this cp rank's tokens only."""
     if asked(model, batch, LAYERS[1]):
         problem = f"a rank of cp={cut.n} computes the attention of its own tokens only"
         raise SlapoError(
             "forward", f"{LAYERS[1]}=True", problem, "leave it out, or call it in eval()"
         )
     part, others = cut_batch(model, cut, *split_batch(batch))
-    cached = {"use_cache": False} if takes_cache(model._slapo) else {}  # of some tokens' keys alone
+    cached = {"use_cache": False} if takes_cache(model._slapo) else {}  # it would lack others' keys
     return {**part, **others, **cached}
 
 
@@ -70,8 +71,8 @@ def run_cut(
 def means_of_all(model: Any, given: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Context in which the model's loss is its sum over this rank's targets, divided by the targets on all cp ranks.
 
-    `given` is the batch with all tokens. Without labels, or with `num_items_in_batch`, by which the model
-    divides without help, the context does nothing.
+    `given` is the batch with all tokens. The context does nothing without labels, and with `num_items_in_batch`,
+    by which the model's loss already divides.
     """
     if given.get("labels") is None or given.get("num_items_in_batch") is not None:
         return nullcontext()

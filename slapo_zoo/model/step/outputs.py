@@ -39,7 +39,7 @@ def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
 
 
 def as_dict(model: Any, batch: dict[str, Any]) -> bool:
-    """Return whether the caller wants the output as a tuple; if so, set `return_dict=True` in the batch."""
+    """Set `return_dict=True` in the batch, since outputs are read by name; return whether the caller wanted a tuple."""
     given = batch.get("return_dict")
     wants_tuple = not (getattr(model.config, "return_dict", True) if given is None else given)
     if wants_tuple:

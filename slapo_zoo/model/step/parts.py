@@ -18,7 +18,7 @@ from slapo_zoo.model.step.mixed_precision import computing_forward
 from slapo_zoo.model.step.runtime import count_rows
 
 FEATURES = re.compile(r"get_\w+_features")  # methods of CLIP and its kin that compute
-WHOLE = "_slapo_whole"  # of a part: what gives its model
+WHOLE = "_slapo_whole"  # attribute of a Part: function that returns its model
 
 
 class Part:
@@ -44,7 +44,7 @@ def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, A
     calls, state = model._slapo.calls, model.schedule.state
     if state.forward.is_call or (torch.compiler.is_compiling() and not model.training):
         return run(*args, **kwargs)
-    if torch.compiler.is_compiling():  # a graph would draw the same masks for ever
+    if torch.compiler.is_compiling():  # a compiled graph would always draw the same dropout masks
         return torch.compiler.disable(called, recursive=False)(model, run, args, kwargs)
     require_together(model)
     batch = {**{str(i): x for i, x in enumerate(args)}, **kwargs}
@@ -72,7 +72,7 @@ def call_parts_alone(model: Any, blocks: Iterable[str] = (), blocks_too: bool = 
             module.__class__ = type(cls.__name__, (Part, cls), {"__module__": cls.__module__})
     for module in model.modules():
         if isinstance(module, Part):
-            module.__dict__[WHOLE] = lambda: model  # a copy of the part alone has it too
+            module.__dict__[WHOLE] = lambda: model  # so that deepcopy does not copy the model
 
 
 def features_alone(cls: type) -> dict[str, Callable[..., Any]]:

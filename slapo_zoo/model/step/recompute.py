@@ -59,7 +59,7 @@ class Recomputes:
 
 def _require_no_options(function: Callable[..., Any] | None) -> None:
     options = set(getattr(function, "keywords", ())) - WITHOUT_MEANING
-    if getattr(function, "func", checkpoint) is not checkpoint:  # as for the argument offload=True
+    if getattr(function, "func", checkpoint) is not checkpoint:  # transformers' offload=True
         options.add("offload")
     if options:
         problem = f"found the options {sorted(options)}, expected use_reentrant or preserve_rng_state at most"

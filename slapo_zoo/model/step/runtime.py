@@ -87,7 +87,7 @@ class Runtime:
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
     def head_name(self, model: Any) -> str:
-        """Return the class name from which losses know if labels are shifted; the family's table may replace it."""
+        """Return the class name by which losses decide whether to shift labels; the family's table may override it."""
         if self.table.shifts_labels is None:
             return model.unscheduled_class.__name__
         return SHIFTED if self.table.shifts_labels else ""
@@ -100,13 +100,11 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     parallelism, with the same result and a warning in training.
     """
     runtime: Runtime = model._slapo
-    if runtime.schedule.state.sequence_parallel and model.mesh.pp == 1:  # stages refuse any change
+    if runtime.schedule.state.sequence_parallel and model.mesh.pp == 1:  # stages check themselves
         require_known_order(model)
     if not runtime.schedule.state.sequence_parallel or shows_layers(model, batch):
         return False
-    if nodes_of(
-        batch.get("encoder_outputs")
-    ):  # the backward goes on through a call that had whole tokens
+    if nodes_of(batch.get("encoder_outputs")):  # of an encoder call, which had all tokens
         return False
     count = runtime.table.num_tokens
     lengths = [count(model.config)] if count else []
@@ -119,7 +117,9 @@ def tokens_divide(model: Any, batch: Mapping[str, Any]) -> bool:
     if model.config.is_encoder_decoder:
         names["labels"] = -1
     given = {name: batch.get(name) for name in names}
-    given = {name: x for name, x in given.items() if x is not None and x.ndim > 1}  # not a class
+    given = {
+        name: x for name, x in given.items() if x is not None and x.ndim > 1
+    }  # no class labels
     lengths += [x.shape[names[name]] for name, x in given.items()]
     divide = bool(lengths) and all(length % model.mesh.tp == 0 for length in lengths)
     if not divide and model.training:

@@ -17,7 +17,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import TIED
 from slapo_zoo.pipeline.pipeline_runtime import FOR_LOSS, Pipeline
 
-SAMPLED, SAME = 1024, 1e-9  # elements of a copy that are compared; rounding of their sum
+SAMPLED, SAME = 1024, 1e-9  # sampled elements of a tied weight; relative rounding of their norm
 
 
 def no_rows(batch: Mapping[str, Any], mesh: Mesh) -> SlapoError:
@@ -74,8 +74,9 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """Return 1 without a pipeline, and the number of a CSV order. Other orders: the smallest divisor of
-    `rows` from 2 * pp on that the order allows; if none, the largest allowed divisor; if none, `rows`.
+    """Return the number of micro-batches if the user gave none: 1 without a pipeline, for a pipeline order from a
+    .csv file the number in the file. Other orders: the smallest divisor of `rows` from 2 * pp on that the order
+    allows; if none, the largest allowed divisor; if none, `rows`.
     """
     if pipeline is None:
         return 1
@@ -87,10 +88,10 @@ def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
 
 
 def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int) -> None:
-    """Raise SlapoError for entries of a batch that cannot be split into `count` micro-batches, if `count` > 1.
+    """Raise SlapoError if `count` > 1 and an entry of the batch cannot be split into `count` micro-batches.
 
-    These are tensors whose axis 0 is no multiple of `rows` (several images per row are allowed), and in `whole`,
-    the other entries, outputs of an encoder and KV caches.
+    In `tensors`, axis 0 must be a multiple of `rows` (several images per row are allowed). The other entries,
+    `whole`, must have no encoder outputs and no KV cache.
     """
     other = [f"{n.removeprefix(FOR_LOSS)} {list(x.shape)}" for n, x in tensors.items()
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
@@ -144,7 +145,10 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
 
 
 def _state_of_copy(p: nn.Parameter) -> Tensor:
-    """Return [whether p is trained, L1 norm of a sample of p, minus that norm], for a MIN all-reduce."""
+    """Return [1 if the tied weight p is trained, else 0; L1 norm of a sample of p; minus that norm].
+
+    After a MIN all-reduce over the stages these are: trained on all, least norm, minus the largest norm.
+    """
     sample = p.detach().reshape(-1)
     size = sample[:: max(1, len(sample) // SAMPLED)].double().abs().sum()
     return torch.stack([torch.full_like(size, p.requires_grad), size, -size])

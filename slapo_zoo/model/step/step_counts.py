@@ -40,7 +40,7 @@ class StepCounts:
         targets: number of labels other than -100 in each row of this rank; None where labels are not tokens.
         real: number of tokens other than padding in each row of this rank; None if padding must be computed.
         packed: True if a row holds more than one sequence, by its position ids.
-        missed: True if a dp rank missed a gradient in the last step.
+        missed: True if a parameter got no gradient on some dp rank in the last step.
     """
 
     totals: list[float]
@@ -84,7 +84,7 @@ def ask(
     masks = [tensors[name] for name in MASKS if name in tensors and tensors[name].ndim == 2]
     if mesh.size("loss") == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
         packed = None if _positions(tensors, whole) else False
-        return StepCounts([float(n) for n in counts], 0, packed=packed)  # nothing to ask: no wait
+        return StepCounts([float(n) for n in counts], 0, packed=packed)  # the host does not wait
     own = _of_rows(model, tensors, masks, whole)
     each = all_gather(torch.stack(summed)[None], 0, mesh.group("loss"))
     mine = [x.to(torch.float64) for x in own.values()]
@@ -104,7 +104,7 @@ def ask(
     others = _positions(tensors, whole) - {"position_ids"} or "packed" not in found
     packed = None if _positions(tensors, whole) and others else any(found.get("packed", ()))
     padded, targets, real = _read(found, tensors)
-    if mesh.size("cp") > 1:  # what a rank's own tokens tell is not what the row tells
+    if mesh.size("cp") > 1:  # a rank counted its own tokens, not those of the whole row
         padded = packed = None
     return StepCounts(totals, first, padded, targets, real, packed, missing > 0)
 
@@ -179,7 +179,7 @@ def may_unpad(model: Any, batch: Mapping[str, Any]) -> bool:
 def _runs_as_loaded(model: Any) -> bool:
     """Return whether every module between the embeddings and the loss is known and acts token by token.
 
-    Hooks, wrappers, other attention backends and foreign recomputation added since the load make it False.
+    Hooks, wrappers, attention backends or another library's recomputation, if added since the load, make it False.
     """
     modules = list(model.modules())
     if _has_any_global_hook() or any(map(_is_watched, modules)):

@@ -190,7 +190,7 @@ def split(
     asked, number = ask(model, tensors, counts, rows, whole), state.random.step + 1
     reducer.asks_hosts = asked.missed
     check_batch(mesh, given, number, model.input_check_interval, partial(on_parts, model))
-    tensors[ROWS] = asked.rows(rows)  # last: the pipeline's device is the first's
+    tensors[ROWS] = asked.rows(rows)  # last, since the pipeline takes the device of the first entry
     own, means = options.loss_fn, None
     if own is not None:
         own = own_loss.OwnLoss(own, own_loss.divisor_of(said, asked.totals, parts), runtime, cut)
@@ -214,9 +214,9 @@ def _targets(
     """
     said = options.targets
     if options.loss_fn is None:
-        items = whole.pop("num_items_in_batch", None)  # of transformers: on all dp ranks
+        items = whole.pop("num_items_in_batch", None)  # from transformers: over all dp ranks
         said = [items / model.mesh.size("batch")] if items is not None and said is None else said
-        ranks = model.mesh.size("cp")  # the count is that of all tokens of the rows
+        ranks = model.mesh.size("cp")  # it counts all tokens; this rank has 1 / cp of them
         said = said if said is None or ranks == 1 else [n / ranks for n in said]
     if said is not None or options.loss_fn is not None or parts == 1:
         return said, said or []
@@ -253,14 +253,14 @@ def share(step: Step, loss: Tensor) -> Any:
     """
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])
-    for mesh_dim in ("pp", "loss"):  # terms of all micro-batches were divided by global counts
+    for mesh_dim in ("pp", "loss"):  # losses were divided by global counts, so they add up
         if mesh.size(mesh_dim) > 1:
             dist.all_reduce(both, group=mesh.group(mesh_dim))
     loss, trained = both  # `trained`: ranks of pp and dp that have something to train
     step_checks.require_trained(step.trains or bool(trained))
     averaged = not runtime.calls.reducer.paused
     runtime.calls.guard.complete(named, runtime.plan, averaged, trained)
-    runtime.schedule.state.random.step = step.number  # a step that failed has drawn nothing
+    runtime.schedule.state.random.step = step.number  # only now: a failed step can be repeated
     return loss if step.kept is None else step.kept.output(loss, runtime.pipeline)
 
 
@@ -273,7 +273,7 @@ def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Param
         step_checks.agree_on_frozen_ties(runtime, device)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     runtime.calls.prepare(model)
-    if type(runtime.data_parallel) is DataParallel:  # an engine's hooks are its own affair
+    if type(runtime.data_parallel) is DataParallel:  # engines handle such hooks themselves
         step_checks.require_whole_step(model.mesh, parameters, count)
     return parameters
 

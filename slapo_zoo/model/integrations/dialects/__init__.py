@@ -8,7 +8,7 @@ from typing import Any
 from slapo_zoo.errors import MeshError, ScheduleError
 
 Engine = Callable[..., Any]
-HOMES = {  # an engine is imported when it is asked for
+HOMES = {  # engine --> module that is imported on first use
     "torch": "slapo_zoo.model.integrations.dialects.torch",
     "deepspeed": "slapo_zoo.model.integrations.dialects.deepspeed",
     "megatron": "slapo_zoo.model.integrations.dialects.megatron",

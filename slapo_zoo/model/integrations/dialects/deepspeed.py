@@ -58,7 +58,7 @@ def deepspeed_engine(
     settings = read_config(config)
     _check(model, settings)
     deepspeed = import_deepspeed()
-    model.train()  # weights that are pages of a file become memory
+    model.train()  # copies memory-mapped weights into memory
     mark_counted(model)
     if model.mesh.pp > 1:
         from slapo_zoo.model.integrations.dialects.deepspeed_pipeline import pipeline_engine

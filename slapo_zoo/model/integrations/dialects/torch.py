@@ -109,7 +109,7 @@ def _check_stages(model: Any, what: str) -> None:
 def _ddp(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
-    options = {compat.DDP_BUFFERS: False, **options}  # buffers are alike by construction
+    options = {compat.DDP_BUFFERS: False, **options}  # buffers are equal on all ranks already
     return DistributedDataParallel(model, process_group=mesh.group("loss"), **options)
 
 
@@ -178,7 +178,7 @@ class _Fsdp2(DataParallel):
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
         with within_engine(model), warnings.catch_warnings():
-            # it warns of in-place changes of a block's output; the parity tests look for their harm
+            # FSDP2 warns of in-place changes of a block's output; tests of equal results cover them
             warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
             return model(**batch)
 

@@ -141,7 +141,7 @@ def _set_parameter(p: Any, value: Tensor) -> None:
     if hasattr(p, "ds_id"):
         _copy_part(p.ds_tensor, p, value)
         if p.data.shape == value.shape:
-            p.data.copy_(value)  # it is gathered now, and small ones always are
+            p.data.copy_(value)  # gathered now, or small: ZeRO-3 keeps small ones unsharded
     else:
         p.data.copy_(value)
     if p.requires_grad:
