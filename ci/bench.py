@@ -1,7 +1,7 @@
-"""Benchmarks: `ci/run.py bench NAME [--quick] [--out FILE]`; one file per benchmark in benchmarks/.
+"""Run a benchmark: `ci/run.py bench NAME [--quick] [--out FILE]`; each is a file in ci/benchmarks/.
 
-Each prints a table and writes every figure as JSON, to runs/NAME.json unless told otherwise. A limit
-that was not kept makes the exit status 1.
+The tables are printed, and every figure is written as JSON to FILE (default runs/NAME.json). The exit status is 1 if
+a figure is beyond its limit.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def names() -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the measured numbers depend on: device, threads and versions."""
+    """Return the hardware and software that the figures depend on: device, cores, memory and versions."""
     import torch
     import transformers
 
@@ -42,7 +42,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(title: str, rows: list[dict[str, Any]]) -> bool:
-    """Print rows as a table; return False if a value is marked as beyond its limit."""
+    """Print `rows` as a table; return False if a row names columns in its entry "beyond" (beyond their limits)."""
     table = Table(title=title, title_justify="left")
     columns = list(dict.fromkeys(name for row in rows for name in row if name != "beyond"))
     for name in columns:
@@ -63,7 +63,7 @@ def _cell(value: Any) -> str:
 
 
 def main() -> int:
-    """Run one benchmark."""
+    """Run the benchmark that the command line names; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=names())
     parser.add_argument("--out", type=Path, help="JSON file; runs/NAME.json by default")

@@ -1,9 +1,9 @@
-"""The cards of hub_cards/: one per family, at the layout of one node of eight devices.
+"""Write the cards of hub_cards/: one per family, for one node of eight devices (tp=4, pp=2).
 
-`card_collection.py --verify` also runs each card whose program was not verified yet on eight emulated
-ranks, beside plain transformers (half a minute each), and writes the outcome into its verify.json.
-`card_collection.py --tune [FAMILY ...]` searches the fastest layout of the family's size in `card_sizes` on
-each cluster there, and writes it into tuning.json: simulated, and the same when it is run again.
+`card_collection.py --verify` also runs each card that was not verified yet on eight emulated ranks, compares it with
+plain transformers (half a minute each), and writes the outcome into its verify.json. `card_collection.py --tune
+[FAMILY ...]` simulates the fastest layout on each cluster of `card_sizes`, for the size of the family given there,
+and writes it into the card's tuning.json; the result is the same on each run.
 """
 
 import sys
@@ -34,7 +34,7 @@ HEADS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM"
 
 
 def cards() -> Iterator[tuple[str, Card]]:
-    """Yield (family, card), for any model size where the table allows; without measurements."""
+    """Yield (family, card) for every family, for any model size where the table allows; without measurements."""
     for family in families():
         config, head = config_of(family)
         if (CARDS / family).exists():  # a published card goes on with its head
@@ -43,7 +43,10 @@ def cards() -> Iterator[tuple[str, Card]]:
 
 
 def write_all(folder: Path) -> list[Path]:
-    """Write every card; measurements and verification are kept while the program is unchanged."""
+    """Write every card below `folder`, and return their folders.
+
+    Measurements and verification of an existing card are kept if its schedule is unchanged.
+    """
     written = []
     for family, card in cards():
         place = folder / family
@@ -59,13 +62,13 @@ def write_all(folder: Path) -> list[Path]:
 
 
 def is_verified(place: Path) -> bool:
-    """Return True where exactly this program of a card was run and verified."""
+    """Return whether the card in folder `place` was verified with exactly the schedule that it has now."""
     card = read_card(place)
     return card.verify.get("verdict") == "verified" and card.verify["program"] == card.program.hash
 
 
 def sized(family: str) -> tuple[str, Any, str]:
-    """(name, config, head with a loss) of the size that a family is planned in."""
+    """Return (name, config, head class with a loss) of the size in which a family is planned."""
     import transformers
 
     config, own = config_of(family)
@@ -76,7 +79,7 @@ def sized(family: str) -> tuple[str, Any, str]:
 
 
 def plans(family: str) -> Iterator[Plan]:
-    """Return the fastest layout of a family on each cluster; print the clusters where none fits."""
+    """Yield the fastest layout of a family on each cluster; print the clusters where none fits."""
     name, config, head = sized(family)
     tokens = min(getattr(config, "max_position_embeddings", None) or LENGTH, MOST_TOKENS)
     planner = Planner(config, HARDWARE[CLUSTERS[0][0]], tokens, CLUSTERS[0][2], "kernels", head)
@@ -90,7 +93,7 @@ def plans(family: str) -> Iterator[Plan]:
 
 
 def tune(family: str, folder: Path) -> None:
-    """Write the plans of a family into its card."""
+    """Simulate the fastest layouts of a family, and write them into its card below `folder`."""
     card = read_card(folder / family)
     tuning = with_plans(card.tuning, list(plans(family)))
     replace(card, tuning=tuning).write(folder / family)

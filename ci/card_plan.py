@@ -1,4 +1,4 @@
-"""The fastest layout of a cluster as an entry of a card's `tuning.json`: simulated, with the planner's error."""
+"""Fastest layout on a cluster as an entry of a card's `tuning.json`: simulated, with the planner's error."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -18,19 +18,19 @@ KNOBS = ("tp", "pp", "dp", "pipeline_order", "stages_per_rank", "checkpoint_rati
 def plan_for(
     planner: Planner, device: str, gpus: int, rows: int, size: str, precision: str, divided: bool = False
 ) -> Plan:  # fmt: skip
-    """Return the plan that a card holds for some devices.
+    """Simulate all layouts of a cluster, and return the fastest one as a plan for a card.
 
     Args:
-        planner: of the model, on these devices.
-        device: name of their profile.
-        gpus: number of them.
-        rows: of a step.
+        planner: planner of the model on this kind of device.
+        device: name of the device's hardware profile.
+        gpus: number of devices.
+        rows: rows of a step over all replicas.
         size: name of the checkpoint whose sizes the model has.
-        precision: as the planner was given it.
-        divided: whether tp ranks may shard the tokens too.
+        precision: the planner's precision.
+        divided: whether layouts with sequence parallelism are tried too.
 
     Raises:
-        MeshError: nothing fits.
+        MeshError: no layout fits.
     """
     found = planner.search(gpus, rows, ORDERS, divided)
     best = require_feasible(found, f"{gpus} x {device}")
@@ -47,9 +47,9 @@ def plan_for(
 
 
 def with_plans(tuning: Mapping[str, Any], plans: list[Plan]) -> dict[str, Any]:
-    """The document with these plans in place of those of the same devices.
+    """Return the content of a tuning.json with `plans` added; they replace plans for the same devices.
 
-    What was measured for a model stays and goes before what is simulated for it.
+    Other entries, such as measurements, are kept.
     """
     old = {plan.name: plan for plan in plans_of(tuning)}
     merged = old | {plan.name: plan for plan in plans}

@@ -1,4 +1,4 @@
-"""Script that makes `slapo_zoo/cards/schedule.schema.json` from the fields of the primitives that a card may name."""
+"""Make `slapo_zoo/cards/schedule.schema.json` from the fields of the primitives that a card may name."""
 
 import dataclasses
 import types
@@ -48,7 +48,7 @@ _VALUE: dict[str, Any] = {
 
 
 def build_schema() -> dict[str, Any]:
-    """The schema, as committed beside this file."""
+    """Return the JSON Schema of schedule.json, as committed in slapo_zoo/cards."""
     text = {"type": "string", "maxLength": MAX_TEXT}
     digest = {"type": "string", "pattern": "^sha256:[0-9a-f]{64}" + END}
     name = {"type": "string", "pattern": "^[A-Za-z][A-Za-z0-9_-]{0,80}" + END}
@@ -90,7 +90,7 @@ def _object(properties: dict[str, Any], required: list[str] | None = None) -> di
 
 
 def _arguments_of(name: str, left_out: tuple[str, ...]) -> dict[str, Any]:
-    """If a step names the primitive, then its arguments are the fields of the primitive."""
+    """Return a JSON Schema rule: a step that names this primitive has its fields, except `left_out`, as arguments."""
     cls: Any = PRIMITIVES[name]
     fields = [f for f in dataclasses.fields(cls) if f.name not in left_out]
     needed = [f.name for f in fields if f.default is dataclasses.MISSING]
@@ -103,7 +103,7 @@ def _arguments_of(name: str, left_out: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _of_kind(kind: Any, field: tuple[str, str]) -> dict[str, Any]:
-    """The schema of an argument, from the annotation of its field."""
+    """Return the JSON Schema of an argument; `kind` is the annotation of its field, `field` (primitive, field name)."""
     if isinstance(kind, types.UnionType):
         options = [_of_kind(one, field) for one in get_args(kind) if one is not types.NoneType]
         return {"anyOf": [*options, {"type": "null"}]}

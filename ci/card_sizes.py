@@ -1,4 +1,4 @@
-"""The size of each family that its card has plans for: a published checkpoint, as fields of its config.
+"""Sizes in which the families are planned for their cards: a published checkpoint, as fields of its config.
 
 A family that is not listed is planned in the default size of its config class.
 """

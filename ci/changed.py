@@ -1,4 +1,4 @@
-"""Tests that a change reaches, by the import graph: `ci/run.py test --changed [REV]`. Standard library only."""
+"""Find the tests that a change affects, by the import graph: `ci/run.py test --changed [REV]`; standard library only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA = {
 
 
 def changed_files(base: str) -> list[str]:
-    """Files that differ from a commit, and those git does not track yet."""
+    """Return the paths that differ from the commit `base` or are not tracked by git."""
     commands = (["diff", "--name-only", base], ["ls-files", "--others", "--exclude-standard"])
     found: list[str] = []
     for command in commands:
@@ -39,13 +39,16 @@ def module_of(path: Path) -> str:
 
 
 def public_homes() -> dict[str, str]:
-    """Names that slapo_zoo exports --> the module that has them."""
+    """Return {name that slapo_zoo exports: module that defines it}."""
     text = (ROOT / "slapo_zoo" / "__init__.py").read_text(encoding="utf-8")
     return dict(re.findall(r'^    "(\w+)": "([\w.]+)",', text, re.MULTILINE))
 
 
 def imports(path: Path, homes: dict[str, str]) -> set[str]:
-    """Modules of ours that a file names, at its top, in functions, or as public names."""
+    """Return the modules that a file imports, also inside functions; `homes` is a result of `public_homes`.
+
+    A public name, as in `slapo_zoo.verify`, counts as an import of the module that defines it.
+    """
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -61,7 +64,9 @@ def imports(path: Path, homes: dict[str, str]) -> set[str]:
 
 
 def reached(files: list[str]) -> list[str]:
-    """Test files that import a changed file, directly or through others; folders of the house."""
+    """Return the test files that import one of the changed `files`, directly or not, and folders of tests that always
+    run.
+    """
     if any(name in EVERYTHING for name in files):
         return ["tests"]
     homes = public_homes()

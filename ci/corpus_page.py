@@ -1,7 +1,7 @@
-"""The table of published bugs in docs/verification.md, measured: `python3 ci/run.py corpus`.
+"""Measure the table of published bugs in docs/verification.md: `python3 ci/run.py corpus`.
 
-Every bug of tests/corpus runs, about ten minutes on two cores; a test holds the page to the bugs,
-and only the seconds are what this machine took.
+Every bug of tests/corpus runs, about ten minutes on two cores. A test compares the page with the bugs; only the
+seconds depend on the machine.
 """
 
 import re
@@ -19,7 +19,7 @@ NEVER = "-"  # seconds of a bug that was not measured
 
 
 def thread(name: str) -> str:
-    """A link to a thread; a paper stays as it is."""
+    """Return a Markdown link for a GitHub thread `owner/name#number`; any other text is returned unchanged."""
     found = re.fullmatch(r"([\w.-]+/([\w.-]+))#(\d+)( .*)?", name)
     if found is None:
         return name
@@ -28,7 +28,7 @@ def thread(name: str) -> str:
 
 
 def row(bug: Any, seconds: str) -> list[str]:
-    """The cells of a bug."""
+    """Return the table cells of a bug."""
     named = f"`{bug.named}`" if bug.checker else NEVER
     kind = {"schedule": "", "loop": " (loop)", "file": " (file)"}[bug.fault.kind]
     published = ", ".join(map(thread, bug.threads))
@@ -36,7 +36,7 @@ def row(bug: Any, seconds: str) -> list[str]:
 
 
 def table(bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
-    """Return the table of all bugs as markdown, with the counts above it."""
+    """Return the table of all bugs as Markdown, with a summary above it; `seconds` maps a bug's name to its time."""
     rows = [row(bug, seconds.get(bug.name, NEVER)) for bug in bugs]
     lines = ["| " + " | ".join(cells) + " |" for cells in (HEADS, *rows)]
     return "\n".join(
@@ -45,7 +45,7 @@ def table(bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
 
 
 def summary(bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
-    """Summarise how many bugs are found, by which check, and how fast."""
+    """Return one sentence: how many bugs are found, by which check, and the median seconds."""
     found = [bug for bug in bugs if bug.checker]
     by = {name: sum(bug.checker == name for bug in found) for name in dict.fromkeys(b.checker for b in found)}  # fmt: skip
     measured = [float(seconds[b.name]) for b in found if seconds.get(b.name, NEVER) != NEVER]
@@ -55,21 +55,21 @@ def summary(bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
 
 
 def measured(page: str) -> dict[str, str]:
-    """Return name of a bug --> its seconds on the page."""
+    """Return {name of a bug: its seconds} from the table on a page."""
     _, _, rest = page.partition(MARK)
     cells = [line.split(" | ") for line in rest.partition(END)[0].splitlines() if line[:2] == "| "]
     return {re.sub(r" \((loop|file)\)$", "", c[0][2:]): c[-1].rstrip(" |") for c in cells[1:]}
 
 
 def rendered(page: str, bugs: Sequence[Any], seconds: Mapping[str, str]) -> str:
-    """The page with the table of these bugs."""
+    """Return the text of the page with its table replaced by that of `bugs`."""
     before, mark, rest = page.partition(MARK)
     _, end, after = rest.partition(END)
     return before + mark + "\n" + table(bugs, seconds) + "\n\n" + end + after
 
 
 def main() -> int:
-    """Measure every bug; return 1 if one is not detected by the check that its entry names."""
+    """Measure every bug and rewrite the page; return 1 if a bug is not found by the check that its entry names."""
     sys.path[:0] = [str(ROOT / "tests" / "support"), str(ROOT / "tests" / "corpus")]
     from corpus_all import BUGS
     from corpus_checks import first_to_find

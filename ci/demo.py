@@ -1,10 +1,9 @@
 """Demo: training on real text, without a download: `ci/run.py demo [--steps N] [--json]`.
 
-1. A byte-pair tokenizer is trained on the source of Python's standard library.
-2. A small GPT-2 with dropout 0.1 is saved as an ordinary HuggingFace checkpoint.
-3. It is trained in one process, and again on tp=2 x pp=2 = 4 local processes: same batches, same
-   seed, so the two losses of every step must agree.
-4. What the four ranks saved is read by plain `transformers`, which writes a line of code with it.
+1. A byte-pair tokenizer is trained on the source of Python's standard library. 2. A small GPT-2 with dropout 0.1 is
+saved as an ordinary HuggingFace checkpoint. 3. It is trained in one process, and again on tp=2 x pp=2 = 4 local
+processes: same batches, same seed, so the two    losses of every step must agree. 4. Plain `transformers` loads the
+checkpoint that the four ranks saved, and generates a line of code.
 """
 
 import json
@@ -45,7 +44,7 @@ console = Console(highlight=False)
 
 
 def stdlib_sources(most_bytes: int = TEXT_BYTES) -> list[str]:
-    """The first modules of the standard library, by name, up to so many bytes."""
+    """Return the text of the first modules of Python's standard library, by name, up to `most_bytes` in all."""
     folder, texts, size = Path(sysconfig.get_paths()["stdlib"]), [], 0
     for file in sorted(folder.glob("*.py")):
         text = file.read_text(encoding="utf-8", errors="ignore")
@@ -59,7 +58,7 @@ def stdlib_sources(most_bytes: int = TEXT_BYTES) -> list[str]:
 
 
 def train_tokenizer(texts: Sequence[str]) -> Any:
-    """A byte-pair tokenizer as GPT-2 has one, with a smaller vocabulary."""
+    """Return a byte-pair tokenizer like GPT-2's, with a smaller vocabulary, trained on `texts`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -77,7 +76,7 @@ def train_tokenizer(texts: Sequence[str]) -> Any:
 
 
 def write_checkpoint(folder: Path, tokenizer: Any) -> int:
-    """A new small GPT-2, saved by plain `transformers`; return its number of parameters."""
+    """Save a new small GPT-2 and the tokenizer to a folder; return the number of parameters."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -95,14 +94,17 @@ def write_checkpoint(folder: Path, tokenizer: Any) -> int:
 
 
 def train_alone(options: TrainOptions, batches: Batches) -> list[float]:
-    """Train the model in one process: the left column of the table."""
+    """Train the model in one process; return the loss of each step."""
     model = load(options)
     with progress(options.max_steps, every=max(1, options.max_steps // 2)) as on_step:
         return fit(model, Inputs(batches), options, on_step).losses
 
 
 def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) -> list[float]:
-    """Train the same model as one rank of the mesh; rank 0 prints a line per step beside `alone`."""
+    """Train the same model as one rank of the mesh, and save it; return the loss of each step.
+
+    Rank 0 prints a line per step with the loss and that of one process, `alone`.
+    """
     model = load(options)
     ledgers = together(model.mesh, "load", lambda: model.ledger)
     show = None
@@ -116,19 +118,19 @@ def train_beside(options: TrainOptions, batches: Batches, alone: list[float]) ->
 
 
 def loss_line(step: int, alone: float, beside: float) -> str:
-    """One row of the table of losses."""
+    """Format one line of the table of losses: step, loss in one process, loss on the mesh, difference."""
     colour = "green" if relative(alone, beside) <= TOLERANCE else "red"
     return f"{step + 1:>5}{alone:>14.6f}{beside:>14.6f}[{colour}]{beside - alone:>+13.1e}[/]"
 
 
 def relative(alone: float, beside: float) -> float:
-    """Return the difference of the two losses of a step, relative to the first; nan counts as infinite."""
+    """Return the difference of the two losses of a step, relative to the first; NaN becomes infinity."""
     distance = abs(beside - alone) / abs(alone)
     return distance if distance == distance else float("inf")
 
 
 def verdict(alone: Sequence[float], beside: Sequence[float]) -> bool:
-    """Say whether the two columns agree."""
+    """Print whether the losses of one process and of the mesh agree in every step, and return it."""
     worst = max(range(len(alone)), key=lambda step: relative(alone[step], beside[step]))
     distance = relative(alone[worst], beside[worst])
     close = distance <= TOLERANCE
@@ -141,7 +143,9 @@ def verdict(alone: Sequence[float], beside: Sequence[float]) -> bool:
 
 
 def write_code(folder: Path) -> None:
-    """Read the four ranks' checkpoint with plain `transformers` and let it write a line."""
+    """Load the four ranks' checkpoint with plain `transformers`, generate a line of code with it, and print that
+    line.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -158,7 +162,7 @@ def write_code(folder: Path) -> None:
 
 
 def make_inputs(folder: Path) -> tuple[Any, Batches]:
-    """Tokenizer, checkpoint and batches, with a line about each."""
+    """Make tokenizer, checkpoint (in `folder`) and batches, and print a line about each; return (tokenizer, batches)."""
     texts = stdlib_sources()
     tokenizer = train_tokenizer(texts)
     size = sum(map(len, texts)) / 1e6
@@ -178,7 +182,7 @@ def make_inputs(folder: Path) -> tuple[Any, Batches]:
 
 
 def compared(steps: int) -> tuple[list[float], list[float], bool]:
-    """The losses of one process, those of four, and whether they agree."""
+    """Train both ways; return (losses of one process, losses of the mesh, whether they agree)."""
     import transformers
 
     warnings.simplefilter("ignore")

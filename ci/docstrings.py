@@ -1,6 +1,6 @@
-"""Conversion of docstrings into pages: `rewrite:` of a primitive keeps its lines, `<name>` is no HTML tag.
+"""Conversion of docstrings for the site: `rewrite:` of a primitive keeps its line breaks, `<name>` is no HTML tag.
 
-A Griffe extension; mkdocs.yml names it.
+This is an extension of Griffe, which mkdocs.yml names.
 """
 
 import re
@@ -13,7 +13,7 @@ CODE = re.compile(r"(```.*?```|`[^`\n]+`)", re.DOTALL)
 
 
 def as_markdown(text: str) -> str:
-    """A docstring as Markdown."""
+    """Return a docstring as Markdown."""
     fenced = REWRITE.sub(lambda found: f"```text\n{found[0]}\n```", text)
     parts = CODE.split(fenced)  # every second one is code
     parts[::2] = (re.sub(r"<(?=\w)", "&lt;", part) for part in parts[::2])
@@ -21,9 +21,9 @@ def as_markdown(text: str) -> str:
 
 
 class Docstrings(Extension):
-    """Called for every object that is documented."""
+    """Extension of Griffe, which calls it for every documented object."""
 
     def on_object(self, *, obj: Any, **_: Any) -> None:
-        """Rewrite its docstring."""
+        """Replace the docstring of `obj` by its Markdown."""
         if obj.docstring:
             obj.docstring.value = as_markdown(obj.docstring.value)

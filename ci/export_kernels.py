@@ -1,8 +1,8 @@
 """Write the kernels in the layout of the HuggingFace `kernels` package: `ci/run.py export-kernels [FOLDER]`.
 
-FOLDER/build/torch-cuda and FOLDER/build/torch-cpu hold the same Python and Triton sources, which import
-nothing but torch, Triton and each other. Every layer is a stateless module with only a `forward`, to be
-put into a model with `kernelize`. Needs the standard library only.
+FOLDER/build/torch-cuda and FOLDER/build/torch-cpu hold the same Python and Triton sources, which import nothing but
+torch, Triton and each other. Every layer is a module without parameters, whose `forward` `kernelize` puts into a
+model. This script needs the standard library only.
 """
 
 import ast
@@ -51,13 +51,15 @@ class {name}(nn.Module):
 
 
 def source_of(module: str) -> Path:
-    """The file of `kernels.layer_norm`, `dispatch.registry`, ...: a module's name below slapo_zoo."""
+    """Return the file of a module named below slapo_zoo, such as "kernels.layer_norm" or "dispatch.tables"."""
     place = ROOT / module.replace(".", "/") if module.startswith("kernels.") else None
     return (place or ROOT / "slapo_zoo" / module.replace(".", "/")).with_suffix(".py")
 
 
 def imported(text: str) -> set[str]:
-    """Our modules that a source imports, at its top or inside a function, below slapo_zoo."""
+    """Return the modules of slapo_zoo that a source text imports, at its top or inside a function, named below
+    slapo_zoo.
+    """
     names = set()
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("slapo_zoo"):
@@ -70,7 +72,7 @@ def imported(text: str) -> set[str]:
 
 
 def relative(text: str) -> str:
-    """Imports of slapo_zoo --> relative imports of the same names; the export is one flat folder."""
+    """Rewrite imports of slapo_zoo in a source text as relative imports of one flat folder, and return the text."""
     text = re.sub(r"Path\(__file__\)\.parents\[\d\]", "Path(__file__).parent", text)
     inside = (ROOT / "slapo_zoo").glob("**/__init__.py")
     packages = {".".join(path.parent.relative_to(ROOT).parts) for path in inside} | {
@@ -84,7 +86,7 @@ def relative(text: str) -> str:
 
 
 def sources() -> dict[str, str]:
-    """File name -> text of everything that the functions need."""
+    """Return {file name: text} of all modules that the exported functions need, with relative imports."""
     texts, todo = {}, {f"kernels.{name}" for name in FUNCTIONS}
     while todo:
         module = todo.pop()
@@ -95,7 +97,7 @@ def sources() -> dict[str, str]:
 
 
 def generated() -> dict[str, str]:
-    """The layers and the package."""
+    """Return {file name: text} of the generated files: the layers, and `__init__.py` of the package."""
     layers = '"""Layers for `kernelize`."""\n\nfrom torch import nn\n\nfrom .kernel_registry import KERNELS\n'
     for name, (kernel, arguments) in LAYERS.items():
         layers += CLASS.format(name=name, kernel=kernel, arguments=arguments)
@@ -106,7 +108,10 @@ def generated() -> dict[str, str]:
 
 
 def write_variant(folder: Path, backend: str, texts: dict[str, str]) -> None:
-    """One build variant: sources, measured tables, metadata with the digest of every file."""
+    """Write the build for one `backend` ("cuda", "cpu") into a new folder: sources, measured tables, metadata.
+
+    `texts` is {file name: source}; the metadata hold a digest of every file.
+    """
     digest = hashlib.sha256("".join(texts.values()).encode()).hexdigest()
     own = (
         f"slapo_zoo_kernels_{backend}_{digest[:8]}"  # operators of two loaded versions do not meet
@@ -133,7 +138,7 @@ def write_variant(folder: Path, backend: str, texts: dict[str, str]) -> None:
 
 
 def export(folder: Path) -> None:
-    """Write all variants; the folder's old build is replaced."""
+    """Write all build variants below `folder`, in place of an older build."""
     build = folder / "build"
     if build.exists():
         shutil.rmtree(build)

@@ -1,13 +1,12 @@
-"""Feed mutated files to every parser that reads what strangers wrote, and count what goes wrong.
+"""Feed mutated files to every parser of untrusted files, and count findings.
 
-    python ci/fuzz.py --inputs 1000000 [--seed 0] [--only page]
+        python ci/fuzz.py --inputs 1000000 [--seed 0] [--only page]
 
-A corpus of right files is mutated: bits, bytes, numbers, brackets and whole pieces, and in every second
-input that is JSON (or a header of safetensors) values and keys, so that it still is. Coverage guides
-it: what a parser accepts joins the corpus, and so does what is refused by lines that refused nothing
-before. An error of slapo_zoo is an answer; anything else is a finding, and so is an input that takes
-more than 50 ms per 10 kB three times (once may be the machine). Prints one JSON line: inputs, findings,
-and the slowest input per 10 kB. Exit code 1 if there are findings.
+A corpus of valid files is mutated: bits, bytes, numbers, brackets and slices; in half of the inputs that are JSON (or
+a safetensors header) values and keys instead, so that the JSON stays valid. Inputs that a parser accepts join the
+corpus, and so do those that it refuses at a source line where it refused none before. A SlapoError is a correct
+answer. Any other exception is a finding, and so is an input that takes more than 50 ms per 10 kB three times. One
+JSON line is printed: inputs, findings, and the slowest input per 10 kB. The exit code is 1 if there are findings.
 """
 
 import argparse
@@ -45,7 +44,7 @@ Parser = Callable[[Path, bytes], object]
 
 
 def written(name: str, parse: Callable[[Path], object]) -> Parser:
-    """Return a parser that first writes its input to a file of that name."""
+    """Return a parser that writes its input to the file `name` in a folder, then calls `parse` with the path."""
 
     def run(folder: Path, data: bytes) -> object:
         (folder / name).write_bytes(data)
@@ -55,7 +54,7 @@ def written(name: str, parse: Callable[[Path], object]) -> Parser:
 
 
 def targets(folder: Path) -> dict[str, tuple[Parser, bytes]]:
-    """Return name --> (parser, bytes of a valid file)."""
+    """Return {kind of file: (parser, bytes of a valid file)}; the files are made in `folder`."""
     config = GPT2Config(
         n_embd=8, n_head=2, n_layer=1, vocab_size=11, n_positions=8,
         architectures=["GPT2LMHeadModel"],
@@ -88,7 +87,7 @@ def targets(folder: Path) -> dict[str, tuple[Parser, bytes]]:
 
 
 def mutated(data: bytes, corpus: list[bytes], draw: random.Random) -> bytes:
-    """Return one of the corpus with a few random changes."""
+    """Return `data` with a few random changes, some of them slices of other inputs of the corpus."""
     found = bytearray(data)
     for _ in range(draw.randint(1, 4)):
         place, kind = draw.randrange(len(found) + 1), draw.randrange(6)
@@ -111,7 +110,7 @@ def mutated(data: bytes, corpus: list[bytes], draw: random.Random) -> bytes:
 
 
 def places_in(value: object) -> list[tuple[dict | list, object]]:
-    """Every container of a JSON value with a key or an index into it."""
+    """Return (container, key or index) of every value inside a JSON value."""
     if not isinstance(value, dict | list):
         return []
     keys = list(value) if isinstance(value, dict) else list(range(len(value)))
@@ -119,7 +118,7 @@ def places_in(value: object) -> list[tuple[dict | list, object]]:
 
 
 def bent(data: bytes, draw: random.Random) -> bytes | None:
-    """Return the same JSON with a few other values and keys; None if the input is no JSON."""
+    """Return the JSON in `data` with a few other values and keys; None if `data` is no JSON."""
     size = int.from_bytes(data[:8], "little")
     head = (
         8 if 2 <= size <= len(data) - 8 else 0
@@ -146,7 +145,7 @@ def bent(data: bytes, draw: random.Random) -> bytes | None:
 
 
 def refused_at(error: BaseException) -> tuple[tuple[str, int], ...]:
-    """Return the source lines, from the parser inwards, of the traceback of an error."""
+    """Return (file, line) of each frame in the traceback of an error, the outermost first."""
     found, step = [], error.__traceback__
     while step is not None:
         found.append((step.tb_frame.f_code.co_filename, step.tb_lineno))
@@ -155,7 +154,7 @@ def refused_at(error: BaseException) -> tuple[tuple[str, int], ...]:
 
 
 def cost(parse: Parser, folder: Path, data: bytes, begin: float) -> float:
-    """Return milliseconds per 10 kB since `begin`; a slow input is parsed twice more, and the least time counts."""
+    """Return milliseconds of CPU time per 10 kB since `begin`; a slow input is parsed twice more, and the least counts."""
     found = [time.thread_time() - begin]
     scale = 1e3 / max(1.0, len(data) / 1e4)
     while found[0] * scale > LIMIT_MS and len(found) < 3:
@@ -167,7 +166,7 @@ def cost(parse: Parser, folder: Path, data: bytes, begin: float) -> float:
 
 
 def main() -> int:
-    """Mutate, parse, count."""
+    """Parse the mutated inputs, print the report, and return 1 if there are findings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)

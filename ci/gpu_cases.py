@@ -1,6 +1,6 @@
-"""One case of `gpu-day` in this process: `gpu_cases.py STAGE[:what...] OUT [--fake]` prints one JSON line.
+"""Run one case of `gpu-day` in this process: `gpu_cases.py STAGE[:what...] OUT [--fake]` prints one JSON line.
 
-`gpu_cases.py list . [--fake]` prints the names of all cases, what closes the largest distances first.
+`gpu_cases.py list . [--fake]` prints the names of all cases, the most important first.
 """
 
 import importlib.metadata
@@ -34,12 +34,12 @@ FIRST = (
 
 
 def fake_kernels() -> list[str]:
-    """The kernels that a fake run measures: the interpreter is slow."""
+    """Return the kernels that a fake run measures; they are few, since Triton's interpreter is slow."""
     return ["rms_norm", "geglu"]
 
 
 def names(fake: bool) -> list[str]:
-    """All cases, in order."""
+    """Return the names of all cases in the order in which they run; `fake`: of a run without a GPU."""
     from slapo_zoo.dispatch.benchmark import SHAPES
     from slapo_zoo.dispatch.kernel_registry import load_kernels
 
@@ -72,8 +72,8 @@ def wait() -> None:
         torch.cuda.synchronize()
 
 
-def best_of(run: Callable[[], Any], times: int) -> float:
-    """Seconds of the median run, after one to warm up."""
+def median_seconds(run: Callable[[], Any], times: int) -> float:
+    """Run a function once to warm up, then `times` times; return the median seconds of a run."""
     run()
     found = []
     for _ in range(times):
@@ -86,7 +86,9 @@ def best_of(run: Callable[[], Any], times: int) -> float:
 
 
 def env(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Versions, the device, and its two ceilings: a copy and a product of matrices."""
+    """Return versions, the device, and the rates of a copy and of a bf16 matrix product; the first argument is
+    unused.
+    """
     import transformers
 
     side, numbers = (64, 1 << 16) if fake else (8192, 1 << 30)
@@ -96,7 +98,7 @@ def env(what: str, out: Path, fake: bool) -> dict[str, Any]:
     )
     m = m.to(torch.bfloat16).fill_(1.0)
     y = torch.empty_like(x)
-    copy, product = best_of(lambda: y.copy_(x), 5), best_of(lambda: m @ m, 5)
+    copy, product = median_seconds(lambda: y.copy_(x), 5), median_seconds(lambda: m @ m, 5)
     found: dict[str, Any] = {
         "torch": torch.__version__, "transformers": transformers.__version__, "python": sys.version.split()[0],
         "device": "cpu", "copy GB/s": 2 * numbers / copy / 1e9, "bf16 TFLOP/s": 2 * side**3 / product / 1e12,
@@ -109,7 +111,9 @@ def env(what: str, out: Path, fake: bool) -> dict[str, Any]:
 
 
 def compile_(chip: str, out: Path, fake: bool) -> dict[str, Any]:
-    """All launches at real sizes, compiled for a chip: registers, spills, shared memory."""
+    """Compile all launches at real sizes for a chip ("90"), and return their number; RuntimeError if one is beyond a
+    limit.
+    """
     sys.path.insert(0, str(Path(__file__).parent))
     from benchmarks import launches  # pyright: ignore[reportMissingImports]
 
@@ -124,7 +128,11 @@ def compile_(chip: str, out: Path, fake: bool) -> dict[str, Any]:
 
 
 def correct(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """A kernel's output and gradients against its reference in fp64, twice with the same bits."""
+    """Compare output and gradients of a kernel, `what` "NAME:DTYPE", with its reference in fp64; return the largest
+    error.
+
+    RuntimeError is raised for a larger error than allowed, or if a second run gives other bits.
+    """
     from slapo_zoo.dispatch.kernel_registry import force, load_kernels
 
     name, dtype = what.split(":")
@@ -159,7 +167,11 @@ def _with_gradients(function: Any, given: dict[str, Any], dtype: torch.dtype) ->
 
 
 def parity(family: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Loss and gradient norm of three steps on the device, against plain transformers on the CPU."""
+    """Compare loss and gradient norm of a step on the device with plain transformers on the CPU, by `family` (a class
+    name).
+
+    Return {value of kernels=: relative difference}; RuntimeError is raised if one is over 1e-3.
+    """
     import transformers
 
     from slapo_zoo import AutoScheduledModel
@@ -193,7 +205,7 @@ def parity(family: str, out: Path, fake: bool) -> dict[str, Any]:
 
 
 def kernels(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """One row of the table, kept in the folder of this day."""
+    """Measure a kernel, `what` "NAME:SHAPE:DTYPE"; write the row to the table below `out`, and return it."""
     from slapo_zoo.dispatch import benchmark
     from slapo_zoo.dispatch.kernel_registry import load_kernels
 
@@ -212,7 +224,10 @@ KERNEL_TINY: dict[str, tuple] = {"rms_norm": (4, 16), "geglu": (1, 4, 16)}
 
 
 def steps(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """A whole step with AdamW: plain transformers with sdpa, compiled, and ours; time and memory."""
+    """Measure whole steps with AdamW: plain transformers, compiled, and ours; `what` is "CLASS:DROPOUT".
+
+    Return milliseconds and peak bytes of each.
+    """
     family, dropout = what.split(":")
     tokens = 8 if fake else 512
     config = config_of(family, fake, dropout)
@@ -250,13 +265,13 @@ def _step(
 
     if fused:
         torch.cuda.reset_peak_memory_stats()
-    seconds = best_of(run, times)
+    seconds = median_seconds(run, times)
     memory = torch.cuda.max_memory_allocated() if fused else 0
     return seconds, memory
 
 
 def pictures(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Draw bars of the kernels and the code that they replace; nothing without matplotlib."""
+    """Draw bars of eager time over kernel time, from the results in `out`; return {"pictures": 0} without matplotlib."""
     try:
         import matplotlib
     except ModuleNotFoundError:
@@ -289,7 +304,9 @@ RUN: dict[str, Callable[[str, Path, bool], dict[str, Any]]] = {
 
 
 def hide() -> None:
-    """Make the packages that a bare machine lacks impossible to import; slapo_zoo is a checkout there."""
+    """Make packages that a bare GPU machine lacks fail to import; slapo-zoo itself looks not installed, as in a
+    checkout.
+    """
     for name in MISSING:
         sys.modules[name] = None  # pyright: ignore[reportArgumentType]
     installed = importlib.metadata.distribution
@@ -303,7 +320,7 @@ def hide() -> None:
 
 
 def end_with_driver() -> None:
-    """End this process and its children when the driver's end of the pipe closes."""
+    """Start a thread that kills this process and its children when the driver, ci/gpu_day.py, ends."""
     if lifeline := os.environ.pop("GPU_DAY_LIFELINE", ""):
 
         def watch() -> None:
@@ -314,7 +331,7 @@ def end_with_driver() -> None:
 
 
 def main() -> int:
-    """Run one case, or list all."""
+    """Run the case that the command line names, or list all cases; return the exit status."""
     end_with_driver()
     case, out, fake = sys.argv[1], Path(sys.argv[2]), "--fake" in sys.argv
     if fake:

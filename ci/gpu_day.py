@@ -1,14 +1,13 @@
-"""`python3 ci/run.py gpu-day`: every check and measurement that needs a GPU, in one resumable command.
+"""Run every check and measurement that needs a GPU, resumable: `python3 ci/run.py gpu-day`.
 
-    gpu-day --out DIR [--resume STATE] [--budget 540] [--stage NAMES] [--only NAME] [--fake]
-    gpu-day --merge FOLDER
+        gpu-day --out DIR [--resume STATE] [--budget 540] [--stage NAMES] [--only NAME] [--fake]
+        gpu-day --merge FOLDER
 
-Every case runs in a process of its own with a timeout, so a hang, an illegal access or a lack of memory
-costs one case. After each case one line goes to `results.jsonl` and `state.json` is rewritten; a later
-call with `--resume` skips what is done, unless the kernels changed. `--fake` runs the same driver where
-there is no GPU: kernels in Triton's interpreter, tiny sizes, and the packages hidden that a bare machine
-lacks. `--merge` puts what came back into the checkout. A case that failed is tried once more by a later
-call; a case ends when the driver does, killed or not.
+Every case runs in a process of its own with a timeout, so a hang, an illegal access or a lack of memory costs one
+case. After each case a line is added to `results.jsonl`, and `state.json` is rewritten; a later call with `--resume`
+skips finished cases, unless the kernels changed, and tries a failed case once more. `--fake` runs without a GPU:
+kernels in Triton's interpreter, tiny sizes, and without the packages that a bare GPU machine lacks. `--merge` copies
+results from FOLDER into the checkout. A case ends when this process does, even if it is killed.
 """
 
 import argparse
@@ -34,19 +33,19 @@ LINES = 60  # lines of the table that is printed last
 
 
 def digest() -> str:
-    """Return the digest of all kernel sources: an edit makes earlier measurements stale."""
+    """Return a digest of all kernel sources; when it changes, earlier measurements of kernels are repeated."""
     files = sorted((ROOT / "kernels").glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 class Day:
-    """The state of all cases, and the files that come back.
+    """State of all cases of a run, and the files of its results.
 
     Args:
         out: folder for the files.
-        resume: folder or file of the last call's state, or None.
-        fake: no GPU: tiny sizes.
-        budget: seconds of this call.
+        resume: folder or state file of an earlier call, or None.
+        fake: run without a GPU, in tiny sizes.
+        budget: seconds that this call may take.
     """
 
     def __init__(self, out: Path, resume: Path | None, fake: bool, budget: float):
@@ -63,7 +62,7 @@ class Day:
         }  # fmt: skip
 
     def _before(self, resume: Path | None) -> dict[str, Any]:
-        """Read the state of the last call, and copy its results."""
+        """Return the saved state of an earlier call, {} without one; copy its files to `out` if they lie elsewhere."""
         folder = self.out if resume is None else resume if resume.is_dir() else resume.parent
         if folder != self.out:
             shutil.copytree(folder, self.out, dirs_exist_ok=True)
@@ -78,11 +77,11 @@ class Day:
             self.results.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
     def left(self) -> float:
-        """Seconds of this call's budget."""
+        """Return the seconds that remain of this call's budget."""
         return self.budget - (time.monotonic() - self.begin)
 
     def run(self, cases: list[str]) -> bool:
-        """Run the cases that are not done; return True where all are."""
+        """Run the cases that are not finished; return False if the budget ended before all have run."""
         for case in cases:
             expected = EXPECTED[case.partition(":")[0]] / (4 if self.fake else 1)
             if self.done.get(case) == "ok" or self.tries.get(case, 0) >= TRIES:
@@ -93,7 +92,9 @@ class Day:
         return True
 
     def one(self, case: str, timeout_s: float) -> tuple[str, dict[str, Any]]:
-        """Status and result of one case."""
+        """Run a case in a process of its own; return ("ok", "failed" or "timeout", its result or error, with its
+        seconds).
+        """
         command = [
             sys.executable,
             str(CASES),
@@ -115,7 +116,9 @@ class Day:
         return status, found | {"seconds": time.monotonic() - begin}
 
     def keep(self, case: str, status: str, result: dict[str, Any]) -> None:
-        """Append a line to the results, then write the state; a kill between the two repeats the case."""
+        """Append a case's result to the results, then save the state; after a kill between the two the case is
+        repeated.
+        """
         with self.results.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"case": case, "status": status, **result}) + "\n")
         self.done[case], self.tries[case] = status, self.tries.get(case, 0) + 1
@@ -127,10 +130,10 @@ class Day:
 
 
 def ended(command: list[str], env: dict[str, str], timeout_s: float) -> tuple[int | None, str, str]:
-    """Exit code, None after the timeout, and what a case printed.
+    """Run a command; return (exit code, stdout, stderr), or (None, "", "") after `timeout_s` seconds.
 
-    The case leads a process group of its own, which ends with it, and holds one end of a pipe that
-    closes when this process ends, however it does.
+    The command leads a process group, which is killed at the end. It holds one end of a pipe that closes when this
+    process ends in any way (environment GPU_DAY_LIFELINE).
     """
     theirs, ours = os.pipe()
     env = env | {"GPU_DAY_LIFELINE": str(theirs)}
@@ -152,7 +155,7 @@ def ended(command: list[str], env: dict[str, str], timeout_s: float) -> tuple[in
 
 
 def cases(fake: bool, stages: list[str], only: str) -> list[str]:
-    """The names of all cases of some stages, in order."""
+    """Return the names of the cases of some stages whose names contain `only`, in order."""
     command = [sys.executable, str(CASES), "list", ".", *(["--fake"] if fake else [])]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     answer = subprocess.run(command, capture_output=True, text=True, check=True, env=env)
@@ -162,7 +165,9 @@ def cases(fake: bool, stages: list[str], only: str) -> list[str]:
 
 
 def table(day: Day, names: list[str]) -> str:
-    """Return a text table: how many cases of each stage passed, and which did not."""
+    """Return a text table: how many cases of each stage passed, failed or are left, and the names of those that
+    failed.
+    """
     lines = []
     for stage in STAGES:
         of_stage = [name for name in names if name.partition(":")[0] == stage]
@@ -175,7 +180,9 @@ def table(day: Day, names: list[str]) -> str:
 
 
 def merge(folder: Path) -> int:
-    """Copy tables into hub_cards/bench, numbers and pictures into docs/benchmarks."""
+    """Copy tables from `folder` into hub_cards/bench, and results and pictures into docs/benchmarks; return the exit
+    status.
+    """
     state = json.loads((folder / "state.json").read_text("utf-8"))
     if state.get("fake"):
         print("the run was a fake one: nothing to merge")
@@ -191,7 +198,7 @@ def merge(folder: Path) -> int:
 
 
 def main() -> int:
-    """The command."""
+    """Run the cases that the command line selects, or merge; return 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="gpu-day", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu-day")
     parser.add_argument("--resume", type=Path)

@@ -1,4 +1,4 @@
-"""Models that `gpu-day` runs, and their batches: sizes of the published ones, or tiny."""
+"""Models and batches of `gpu-day`, of published sizes or tiny."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def device() -> str:
 
 
 def config_of(family: str, tiny: bool, dropout: str = "0") -> Any:
-    """The config of a family, tiny or of the published size; dropout "0" turns all of it off."""
+    """Return the config of a family (name of a model class); dropout "0" turns all dropout off."""
     import transformers
 
     cls: Any = getattr(transformers, family).config_class
@@ -47,7 +47,7 @@ def config_of(family: str, tiny: bool, dropout: str = "0") -> Any:
 
 
 def batch_of(config: Any, rows: int, tokens: int, padded: bool = False) -> dict[str, Any]:
-    """Random tokens on the device; `padded` rows have lengths from a quarter to all of the tokens."""
+    """Return random tokens and labels on the device; `padded` rows have from a quarter to all of the tokens."""
     ids = torch.randint(3, config.vocab_size, (rows, tokens), device=device())
     batch = {"input_ids": ids, "labels": ids.clone()}
     if padded:

@@ -1,4 +1,4 @@
-"""Stages of `gpu-day` that run full models: masks, several ranks on one device, loading and saving."""
+"""Stages of `gpu-day` that run full models: dropout masks, several ranks on one device, loading and saving."""
 
 import tempfile
 import time
@@ -15,7 +15,10 @@ CLOSE = 1e-4  # tolerance of a loss in fp32 with dropout: equal masks, another o
 
 
 def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Check that dropout seeds and masks of the device equal the host's bits, also for a slice of a row."""
+    """Compare dropout seeds and masks of the device with those of the CPU, bit by bit, also for a slice of a row.
+
+    Return the number of comparisons; RuntimeError if two differ. `what` and `out` are unused.
+    """
     from slapo_zoo.kernels.dropout import dropout
     from slapo_zoo.parallel.rng.device_seeds import hashed_cells, later
     from slapo_zoo.parallel.rng.random_stream import RandomStream
@@ -48,7 +51,10 @@ def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
 
 
 def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Compare two ranks on one device through gloo, or a group of one rank, with no group; dropout on."""
+    """Train on a layout of LAYOUTS (`what`) and without ranks, with dropout; return the largest difference of losses.
+
+    RuntimeError is raised for a difference above CLOSE. Ranks that share one device communicate through gloo.
+    """
     from slapo_zoo.parallel.ranks.launch import run_local
 
     layout = LAYOUTS[what]
@@ -65,7 +71,7 @@ def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
 
 
 def train(layout: dict[str, int]) -> list[float]:
-    """Losses of GPT-2 and BERT in three steps each."""
+    """Train GPT-2 and BERT for three steps each on this rank, and return the losses."""
     return [
         loss for family in ("GPT2LMHeadModel", "BertForMaskedLM") for loss in _train(family, layout)
     ]
@@ -91,7 +97,7 @@ def _train(family: str, layout: dict[str, int]) -> list[float]:
 
 
 def load(what: str, out: Path, fake: bool) -> dict[str, Any]:
-    """Measure loading from a safetensors file to the device in GB/s, and how long an asynchronous save blocks training."""
+    """Return the rate of loading safetensors to the device, and how long an asynchronous save stops training."""
     from transformers import GPT2Config
 
     from slapo_zoo import AutoScheduledModel

@@ -1,6 +1,6 @@
 """Draw the pictures of the documentation as SVG, from the code: `python3 ci/run.py pictures`.
 
-Every picture has light and dark colours. A test draws each one anew and compares it with its file.
+Every picture has light and dark colours. A test draws each again and compares it with its file.
 """
 
 import ast
@@ -32,29 +32,29 @@ RANKS = "ab"  # the colour of each tp rank
 
 
 def svg(width: float, height: float, title: str, parts: list[str]) -> str:
-    """Join the parts of a picture; `title` is read out in place of it."""
+    """Return the SVG text of a picture with these parts; screen readers read out `title`."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img" aria-label="{escape(title)}">'
     marker = '<defs><marker id="tip" markerWidth="8" markerHeight="8" refX="7" refY="4" orient="auto"><path d="M0,0 L8,4 L0,8 z" fill="#57606a"/></marker></defs>'
     return "\n".join([head, f"<title>{escape(title)}</title>", f"<style>{STYLE}</style>", marker, *parts, "</svg>", ""])  # fmt: skip
 
 
 def rect(x: float, y: float, w: float, h: float, kind: str) -> str:
-    """A rectangle of one of the classes of STYLE."""
+    """Return the SVG of a rectangle; `kind` is a class of STYLE."""
     return f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{w:g}" height="{h:g}" rx="2"/>'
 
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
-    """A line of text."""
+    """Return the SVG of a line of text; `kind` is a class of STYLE."""
     return f'<text class="{kind}" x="{x:g}" y="{y:g}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def arrow(x1: float, y1: float, x2: float, y2: float) -> str:
-    """A straight arrow."""
+    """Return the SVG of a straight arrow."""
     return f'<path class="line" d="M{x1:g},{y1:g} L{x2:g},{y2:g}" marker-end="url(#tip)"/>'
 
 
 def shards() -> str:
-    """A checkpoint becomes shards, trains, and is a file again: column and row parallel over tp=2."""
+    """Draw how a checkpoint becomes shards on tp=2 (column and row parallel), trains, and becomes a file again."""
     parts = []
     for i, (name, axis, cuts) in enumerate((("fc1.weight [8, 4]", 0, "rows of the file"), ("fc2.weight [4, 8]", 1, "columns of the file"))):  # fmt: skip
         top = 40 + 150 * i
@@ -91,7 +91,7 @@ def shards() -> str:
 
 
 def layers() -> list[str]:
-    """The floors of the package, low to high, as the test of the imports holds them."""
+    """Return the floors of the package, lowest first, from tests/house/test_layers.py, which checks imports by them."""
     source = (ROOT / "tests" / "house" / "test_layers.py").read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "LAYERS":
@@ -100,7 +100,7 @@ def layers() -> list[str]:
 
 
 def about(package: str) -> str:
-    """The first sentence of a package's docstring."""
+    """Return the first sentence of a package's docstring."""
     place = ROOT / "slapo_zoo" / package.replace(".", "/")
     file = place / "__init__.py" if (place / "__init__.py").exists() else place.with_suffix(".py")
     if not file.exists():
@@ -112,7 +112,7 @@ def about(package: str) -> str:
 
 
 def floors() -> str:
-    """The packages of slapo_zoo: each imports only packages that lie lower."""
+    """Draw the packages of slapo_zoo as floors; each package imports only packages of lower floors."""
     parts, y = [], 16
     for number, floor in reversed(list(enumerate(layers(), 1))):
         for package in floor.split():
@@ -129,7 +129,7 @@ COLOURS = {"forward": "a", "backward": "c", "backward of inputs": "c", "backward
 
 
 def timeline(name: str) -> str:
-    """One step of a pipeline order: 4 ranks, 8 micro-batches, a backward takes twice a forward."""
+    """Draw one step of the pipeline order `name`: 4 ranks, 8 micro-batches, a backward takes twice a forward."""
     places = StageMap.make(name, 4, None)
     share = 1 / places.per_rank
     cost = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
@@ -153,7 +153,7 @@ PARTS = {"weights": "a", "gradients": "c", "optimizer": "d", "activations": "b",
 
 
 def memory() -> str:
-    """Peak memory of each rank of a pipeline, with and without recomputation, as the planner simulates it."""
+    """Draw the simulated peak memory of each pipeline rank, with and without recomputation."""
     planner = Planner(
         GPT2Config(n_layer=24, n_embd=1024, n_head=16),
         HARDWARE["h100"],
@@ -185,7 +185,7 @@ def memory() -> str:
 
 
 def pictures() -> Iterator[tuple[str, str]]:
-    """File name and content of every picture."""
+    """Yield (file name, SVG text) of every picture."""
     yield "shards.svg", shards()
     yield "floors.svg", floors()
     yield "memory.svg", memory()
@@ -194,7 +194,7 @@ def pictures() -> Iterator[tuple[str, str]]:
 
 
 def main() -> None:
-    """Write all pictures."""
+    """Write all pictures to docs/pictures."""
     FOLDER.mkdir(exist_ok=True)
     for name, content in pictures():
         (FOLDER / name).write_text(content, encoding="utf-8")

@@ -1,8 +1,8 @@
 """Every command of the project, for people and for CI: `python3 ci/run.py COMMAND [arguments]`.
 
-Needs a bare checkout, any Python >= 3.11 and a package registry. Makes `.venv` on the first run,
-and again only when pyproject.toml, ci/constraints.txt, the Python or the place changed.
-SLAPO_ZOO_PYTHON names an interpreter to use as it is, e.g. one that has a CUDA build of torch.
+A checkout, Python >= 3.11 and a package index are enough. `.venv` is made on the first run, and again only when
+pyproject.toml, ci/constraints.txt, ci/hashes.txt, the Python or the path of the checkout changed. SLAPO_ZOO_PYTHON
+names an interpreter to use as it is, e.g. one that has a CUDA build of torch.
 """
 
 from __future__ import annotations  # an older Python must get as far as the message below
@@ -32,16 +32,16 @@ OLDEST = (3, 11)
 
 
 class CommandError(Exception):
-    """Error of a command: what went wrong and what to do, in plain sentences."""
+    """Error of a command; its text says what went wrong and what to do."""
 
 
 def say(text: str) -> None:
-    """One line of progress, at once, also when the output is a file."""
+    """Print a line of progress at once, also when the output is a file."""
     print(f"ci/run.py: {text}", flush=True)
 
 
 def wanted_stamp() -> str:
-    """Return a stamp that changes whenever `.venv` has to be made again."""
+    """Return a digest that changes whenever `.venv` must be made again; it is compared with the file STAMP."""
     parts = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), HASHES.read_bytes()]
     # the place counts: the editable install of a copied .venv points at the old checkout
     parts += [sys.version.encode(), str(ROOT).encode()]
@@ -49,12 +49,12 @@ def wanted_stamp() -> str:
 
 
 def is_ready() -> bool:
-    """Return True where this script finished `.venv` and nothing changed since."""
+    """Return whether `.venv` was finished by this script and nothing changed since."""
     return VENV_PYTHON.exists() and STAMP.exists() and STAMP.read_text() == wanted_stamp()
 
 
 def is_usable() -> bool:
-    """Return True where `.venv` is a working environment of this very Python, with pip."""
+    """Return whether `.venv` is a working environment of this very Python, with pip."""
     probe = [str(VENV_PYTHON), "-c", "import pip, sys; sys.stdout.write(sys.version)"]
     try:
         answer = subprocess.run(probe, capture_output=True, text=True, check=False)
@@ -64,7 +64,7 @@ def is_usable() -> bool:
 
 
 def pinned_torch() -> str:
-    """The line `torch==...` of the constraints."""
+    """Return the line `torch==...` of ci/constraints.txt."""
     found = re.search(r"^torch==\S+", CONSTRAINTS.read_text(), flags=re.MULTILINE)
     if not found:
         raise CommandError("ci/constraints.txt has no line torch==VERSION; add it.")
@@ -72,7 +72,7 @@ def pinned_torch() -> str:
 
 
 def make_venv() -> None:
-    """Make an empty `.venv`; remove an older one."""
+    """Make an empty `.venv`, in place of an older one."""
     say("making .venv")
     # the base interpreter: a venv cannot be cleared by the Python that runs from it
     python = getattr(sys, "_base_executable", None) or sys.executable
@@ -85,7 +85,9 @@ def make_venv() -> None:
 
 
 def call(*command: str) -> int:
-    """Run a command at the root of the checkout, which ends with this process; exit with its status."""
+    """Run a command in the root of the checkout and return its exit status; SIGTERM to this process also ends the
+    command.
+    """
     child = subprocess.Popen(command, cwd=ROOT, env=environment())
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     while True:
@@ -97,7 +99,7 @@ def call(*command: str) -> int:
 
 
 def pip_install(*arguments: str) -> None:
-    """Run pip in `.venv` with the pinned versions; a file of hashes names its versions itself."""
+    """Run pip in `.venv` with the pinned versions; with --require-hashes the requirements file pins them itself."""
     start = time.monotonic()
     pinned = [] if "--require-hashes" in arguments else ["-c", str(CONSTRAINTS)]
     say(f"installing {arguments[-1]}")
@@ -113,7 +115,7 @@ def pip_install(*arguments: str) -> None:
 
 
 def prepare() -> str:
-    """Return the interpreter of `.venv`, which is made first if it is missing or stale."""
+    """Return the interpreter for commands: SLAPO_ZOO_PYTHON, or that of `.venv`, which is made if missing or stale."""
     chosen = os.environ.get("SLAPO_ZOO_PYTHON")
     if chosen:
         python = shutil.which(chosen)
@@ -138,7 +140,7 @@ def prepare() -> str:
 
 
 def environment() -> dict[str, str]:
-    """The environment of every command: no download, one thread per rank, real kernels."""
+    """Return the environment variables of every command: no download, one thread per rank, Triton not interpreted."""
     env = dict(os.environ)
     for name in ("TRITON_INTERPRET", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"):
         env.pop(name, None)  # the paths would hide what is, or is not, installed
@@ -148,22 +150,22 @@ def environment() -> dict[str, str]:
 
 
 def demo(python: str, rest: list[str]) -> int:
-    """The main job: GPT-2 on four processes beside one process, step by step."""
+    """Train GPT-2 on four processes and on one, and compare every loss."""
     return call(python, "ci/demo.py", *rest)
 
 
 def beside(python: str, rest: list[str]) -> int:
-    """MODEL REPORT [--tp 2]: steps of a checkpoint in turns with what else divides it."""
+    """MODEL REPORT [--tp 2]: compare training steps of a checkpoint with other libraries that shard it."""
     return call(python, "ci/beside.py", *rest)
 
 
 def coverage(python: str, rest: list[str]) -> int:
-    """Model types of transformers that train equal to the plain model; makes docs/coverage.md."""
+    """Train every model type of transformers, tiny, and compare with the plain model; --page writes docs/coverage.md."""
     return call(python, "ci/type_coverage.py", *rest)
 
 
 def lint(python: str, rest: list[str]) -> int:
-    """Ruff: rules and formatting."""
+    """Run ruff: rules and formatting."""
     rest = rest or ["."]
     return call(python, "-m", "ruff", "check", *rest) or call(
         python, "-m", "ruff", "format", "--check", *rest
@@ -179,18 +181,22 @@ QUICK = [
 
 
 def quick(python: str, rest: list[str]) -> int:
-    """The first look, a minute: the house, goldens, the language, one family on tp 2 and pp 2."""
+    """Run a first selection of tests in a minute: house rules, golden files, directives, one family on tp=2 and pp=2."""
     return call(python, "-m", "pytest", *QUICK, *rest)
 
 
 def several_at_once() -> list[str]:
-    """Return pytest's arguments for parallel files: three on two cores, since some tests wait for a timeout or a disk."""
+    """Return pytest's arguments for parallel files: three on two cores, since some tests wait for a timeout or a
+    disk.
+    """
     cores = len(os.sched_getaffinity(0))
     return ["-n", str(max(3, cores // 2)), "--dist", "loadfile"] if cores > 1 else []
 
 
 def test(python: str, rest: list[str]) -> int:
-    """Lint, the site, pytest; arguments go to pytest, without the site. --changed [REV]: what a change reaches."""
+    """Run lint, site and pytest; with arguments of pytest, no site. --changed [REV]: only tests that a change
+    affects.
+    """
     if rest[:1] == ["--changed"]:
         base = rest[1] if len(rest) > 1 and not rest[1].startswith("-") else "HEAD"
         more = rest[1 + (base in rest[1:]) :]
@@ -212,17 +218,17 @@ def test(python: str, rest: list[str]) -> int:
 
 
 def types(python: str, rest: list[str]) -> int:
-    """Pyright."""
+    """Check types with pyright."""
     return call(python, "-m", "pyright", "--pythonpath", python, *rest)
 
 
 def bench(python: str, rest: list[str]) -> int:
-    """Measurements; arguments go to ci/bench.py."""
+    """Run a benchmark; arguments go to ci/bench.py."""
     return call(python, "ci/bench.py", *rest)
 
 
 def hashes(python: str, rest: list[str]) -> int:
-    """Renew ci/hashes.txt: SHA-256 of every file but torch that ci/constraints.txt makes pip take."""
+    """Renew ci/hashes.txt: the SHA-256 of every file that pip installs for ci/constraints.txt, except torch."""
     lines = [line for line in CONSTRAINTS.read_text().splitlines() if line[:1] not in ("#", "")]
     pip = [
         python,
@@ -251,12 +257,14 @@ def hashes(python: str, rest: list[str]) -> int:
 
 
 def export_kernels(python: str, rest: list[str]) -> int:
-    """The kernels in the layout of the HuggingFace `kernels` package; a folder may follow."""
+    """Write the kernels in the layout of the HuggingFace `kernels` package; a folder may follow."""
     return call(python, "ci/export_kernels.py", *rest)
 
 
 def gpu(python: str, rest: list[str]) -> int:
-    """The tests that need a CUDA device; other files may import what a bare GPU machine lacks."""
+    """Run the tests that need a CUDA device; other test files are skipped, as they may import what a GPU machine
+    lacks.
+    """
     tests = sorted((ROOT / "tests").rglob("test_*.py"))
     files = [str(file.relative_to(ROOT)) for file in tests if "mark.gpu" in file.read_text()]
     return call(python, "-m", "pytest", "-m", "gpu and not soak", *files, *rest)
@@ -268,19 +276,19 @@ def gpu_day(python: str, rest: list[str]) -> int:
 
 
 def grid(python: str, rest: list[str]) -> int:
-    """The whole zoo grid and the other slow tests, minutes long; arguments go to pytest."""
+    """Run all families on all meshes, and the other slow tests, for minutes; arguments go to pytest."""
     return call(python, "-m", "pytest", "-m", "(slow or grid) and not gpu and not soak", *rest)
 
 
 def soak(python: str, rest: list[str]) -> int:
-    """With --minutes N random kills, stops and layouts; else the tests that look for leaks and hangs."""
+    """Run the tests that look for leaks and hangs; with --minutes N kill and stop trainings at random instead."""
     if any(argument.startswith("--minutes") for argument in rest):
         return call(python, "ci/soak.py", *rest)
     return call(python, "-m", "pytest", "-m", "soak", *rest)
 
 
 def cards(python: str, rest: list[str]) -> int:
-    """Write the cards of hub_cards/ anew, one per family; --verify: and run those that were not yet."""
+    """Write the cards of hub_cards/ again, one per family; --verify also verifies those that are not verified yet."""
     return call(python, "ci/card_collection.py", *rest)
 
 
@@ -290,7 +298,7 @@ def corpus(python: str, rest: list[str]) -> int:
 
 
 def docs(python: str, rest: list[str]) -> int:
-    """The documentation as a site, in runs/site; arguments go to zensical build."""
+    """Build the documentation as a site in runs/site; arguments go to zensical build."""
     probe = subprocess.run([python, "-c", "import zensical, mkdocstrings"], capture_output=True)
     if probe.returncode and not os.environ.get("SLAPO_ZOO_PYTHON"):
         pip_install("-e", ".[docs]")
@@ -298,12 +306,12 @@ def docs(python: str, rest: list[str]) -> int:
 
 
 def pictures(python: str, rest: list[str]) -> int:
-    """Draw the pictures of the documentation anew, from the code."""
+    """Draw the pictures of the documentation again, from the code."""
     return call(python, "ci/pictures.py", *rest)
 
 
 def everything(python: str, rest: list[str]) -> int:
-    """The commands test, types and demo; stops at the first that fails."""
+    """Run the commands test, types and demo; stop at the first that fails."""
     return test(python, rest) or types(python, []) or demo(python, [])
 
 
@@ -334,7 +342,7 @@ SCRIPTS = ("bench", "beside", "coverage", "demo", "gpu-day")  # -h is theirs
 
 
 def parse(argv: list[str]) -> tuple[str, list[str]]:
-    """The command and the arguments that it passes on."""
+    """Return (name of the command, arguments for it) from the command line."""
     parser = argparse.ArgumentParser(prog="ci/run.py", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, function in COMMANDS.items():
@@ -345,7 +353,7 @@ def parse(argv: list[str]) -> tuple[str, list[str]]:
 
 
 def main(argv: list[str]) -> int:
-    """Prepare and run one command; the exit status is the command's own."""
+    """Prepare the interpreter and run a command; return its exit status, or 2 after an error."""
     try:
         if sys.version_info < OLDEST:
             found = ".".join(map(str, sys.version_info[:3]))

@@ -1,12 +1,12 @@
-"""Disturb a training at random for minutes, and compare its end with an undisturbed one.
+"""Disturb a training at random for minutes, and compare its result with that of an undisturbed one.
 
-    python ci/soak.py --minutes 30 [--seed 0]
+        python ci/soak.py --minutes 30 [--seed 0]
 
-Half of the trainings keep their layout and must end with the same bits; the others change it at every
-start and must end within 1e-6. On the way processes are killed, also in the middle of a save, stopped for a
-while, asked to end; as root, the checkpoints lie on a small file system of their own that is filled
-up and that stands still for seconds. Prints one JSON line of figures; exit code 1 if anything was
-lost, if a traceback was shown, or if the disks could not be disturbed (--no-disk: not even tried).
+Half of the trainings keep their layout and must end with the same bits; the others change the layout at every start
+and must end within 1e-6. Meanwhile processes are killed, also in the middle of a save, stopped for a while, or asked
+to end. As root, the checkpoints are on a small file system of their own, which is filled up, and blocked for seconds;
+--no-disk leaves that out. One JSON line of figures is printed. The exit code is 1 if steps were lost, weights differ,
+or a traceback was shown.
 """
 
 import argparse
@@ -58,7 +58,7 @@ WORDS = [
 
 
 def make_job(folder: Path) -> list[str]:
-    """A tiny checkpoint with a tokenizer of words, a text, and the command that trains on it."""
+    """Write a tiny checkpoint with a tokenizer of words and a text; return the command that trains on them."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -81,7 +81,9 @@ def make_job(folder: Path) -> list[str]:
 
 
 def start(job: list[str], layout: tuple[int, int, int], out: Path) -> subprocess.Popen:
-    """Start the training in a process group of its own."""
+    """Start the training `job` (a command) on a layout (tp, pp, dp), in a process group of its own; checkpoints go to
+    `out`.
+    """
     names = [f"--{name}={size}" for name, size in zip(("tp", "pp", "dp"), layout, strict=True)]
     more = [
         "--checkpoint",
@@ -101,7 +103,7 @@ def start(job: list[str], layout: tuple[int, int, int], out: Path) -> subprocess
 
 
 def children_of(pid: int) -> list[int]:
-    """The ranks of a training."""
+    """Return the process ids of the children of `pid`: the ranks of a training."""
     try:
         text = Path(f"/proc/{pid}/task/{pid}/children").read_text()
     except OSError:
@@ -110,7 +112,7 @@ def children_of(pid: int) -> list[int]:
 
 
 class Disk:
-    """Small ext4 file system in a file, which can be filled up and frozen."""
+    """Small ext4 file system in an image file, mounted at `folder`, which can be filled up and frozen."""
 
     def __init__(self, image: Path, folder: Path):
         self.folder, self._image = folder, image
@@ -127,7 +129,7 @@ class Disk:
         run("umount", "-l", str(self.folder))
 
     def fill(self, seconds: float) -> None:
-        """Fill the disk for `seconds`, including the blocks reserved for root."""
+        """Keep the file system full for `seconds`, including the blocks reserved for root."""
         ballast = self.folder / "ballast"
         with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while True:
@@ -136,7 +138,7 @@ class Disk:
         ballast.unlink()
 
     def freeze(self, seconds: float) -> None:
-        """Block every write for `seconds`."""
+        """Block every write to the file system for `seconds`."""
         run("fsfreeze", "-f", str(self.folder))
         try:
             time.sleep(seconds)
@@ -145,12 +147,12 @@ class Disk:
 
 
 def run(*command: str) -> None:
-    """A command of the system that must not fail."""
+    """Run a system command, and raise an error if it fails."""
     subprocess.run(command, check=True, capture_output=True)
 
 
 def kill_in_a_save(child: subprocess.Popen, out: Path) -> str:
-    """Kill all ranks as soon as an unpublished folder lies beside the checkpoints."""
+    """Kill all ranks while a checkpoint is being saved; wait up to 20 s for a save. Return the name of what happened."""
     until = time.monotonic() + 20.0
     while child.poll() is None and time.monotonic() < until:
         if any(out.parent.glob(".*partial-*")) or any(out.glob(".*partial-*")):
@@ -160,7 +162,7 @@ def kill_in_a_save(child: subprocess.Popen, out: Path) -> str:
 
 
 def disturb(child: subprocess.Popen, draw: random.Random, out: Path, disk: Disk | None) -> str:
-    """Disturb the training once; return the name of the disturbance."""
+    """Disturb the training once, in a way that `draw` selects; return the name of the disturbance."""
     ranks = children_of(child.pid) or [child.pid]
     kinds = ["kill all", "kill one", "end", "stop a rank", "kill in a save"]
     kind = draw.choice(kinds + (["full disk", "slow disk"] if disk else []))
@@ -190,7 +192,7 @@ def disturb(child: subprocess.Popen, draw: random.Random, out: Path, disk: Disk 
 
 
 def step_of(out: Path) -> int:
-    """Return the step that the next start resumes from; fail where a checkpoint is incomplete."""
+    """Return the step from which the next start resumes, 0 without a checkpoint; RuntimeError if one is damaged."""
     found = latest(out) if out.exists() else None
     if found is None:
         return 0
@@ -200,7 +202,10 @@ def step_of(out: Path) -> int:
 
 
 def disturbed(job: list[str], out: Path, mixed: bool, draw: random.Random, disk: Disk | None) -> Counter:  # fmt: skip
-    """Run one training of STEPS steps, restarted until it is done; return its counts by name."""
+    """Run one training of STEPS steps, disturbed and restarted until it is done; return counts of all events by name.
+
+    `mixed`: every start has another layout.
+    """
     found, before = Counter(), 0
     while before < STEPS:
         child = start(job, draw.choice(LAYOUTS) if mixed else LAYOUTS[1], out)
@@ -223,7 +228,9 @@ def disturbed(job: list[str], out: Path, mixed: bool, draw: random.Random, disk:
 
 
 def soak(job: list[str], folder: Path, mixed: bool, minutes: float, draw: random.Random, disk: Disk | None) -> dict:  # fmt: skip
-    """Trainings one after the other until the time is up, each beside an undisturbed one."""
+    """Run disturbed trainings until the time is up, and compare each with one undisturbed training; return the
+    figures.
+    """
     alone = folder / f"alone-{mixed}"
     start(job, LAYOUTS[0 if mixed else 1], alone).communicate()
     expected, found, worst = weights_of(alone), Counter(), 0.0
@@ -238,18 +245,20 @@ def soak(job: list[str], folder: Path, mixed: bool, minutes: float, draw: random
 
 
 def weights_of(out: Path) -> dict[str, torch.Tensor]:
-    """Read the weights of the last checkpoint."""
+    """Return {name: tensor} of the newest checkpoint in `out`; {} without one."""
     found = latest(out)
     return load_file(found / "model.safetensors") if found is not None else {}
 
 
 def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two sets of weights."""
+    """Return the largest absolute difference between two sets of weights."""
     return max(float((one[n] - other[n]).abs().max()) for n in one)
 
 
 def main() -> int:
-    """Run both trainings, then compare each with an undisturbed one of as many steps."""
+    """Disturb trainings with a fixed layout, then with changing ones; print the figures, and return 1 if something
+    was lost.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, default=0)

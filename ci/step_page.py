@@ -1,6 +1,6 @@
-"""The tables of docs/training_steps.md, from what was measured (hub_cards/bench/cpu.json).
+"""Write the tables of docs/training_steps.md from the measurements in hub_cards/bench/cpu.json.
 
-`python3 ci/step_page.py` writes them anew; a test holds the page to the figures.
+`python3 ci/step_page.py` writes the page; a test compares it with the measurements.
 """
 
 import json
@@ -22,7 +22,7 @@ def _name(row: Row) -> str:
 
 
 def steps(content: Row) -> str:
-    """Whole training steps, by model."""
+    """Return the Markdown table of whole training steps, by model; `content` is the JSON of the measurements."""
     heads = ("model", "dtype", "B x S", "threads", "ours, ms", "plain / ours", "compile / ours", "wanted",
              "in matrix products", "most of the rest")  # fmt: skip
     rows = sorted(content["steps"], key=lambda r: (r["model"], r["dtype"] != "float32"))
@@ -36,7 +36,7 @@ def steps(content: Row) -> str:
 
 
 def memory(content: Row) -> str:
-    """Peaks of the language models."""
+    """Return the Markdown table of the peak memory of the language models."""
     heads = ("model", "dtype", "ours, GiB", "plain, GiB", "ours / plain", "wanted")
     rows = sorted(content.get("memory", []), key=lambda r: r["model"])
     cells = [(_name(r), r["dtype"], *(_number(r[k]) for k in ("ours GiB", "plain GiB", "ours / plain", "wanted")))
@@ -45,7 +45,7 @@ def memory(content: Row) -> str:
 
 
 def kernels(content: Row) -> str:
-    """Each kernel alone."""
+    """Return the Markdown table of single kernels."""
     heads = (
         "kernel",
         "shape",
@@ -73,7 +73,7 @@ TABLES: dict[str, Callable[[Row], str]] = {"steps": steps, "memory": memory, "ke
 
 
 def rendered(page: str, content: Row) -> str:
-    """The page with the tables of `content` between `<!-- NAME -->` and `<!-- end -->`."""
+    """Return the page with the tables of `content` between `<!-- NAME -->` and `<!-- end -->`."""
     for name, table in TABLES.items():
         before, mark, rest = page.partition(f"<!-- {name} -->\n")
         _, end, after = rest.partition("<!-- end -->")

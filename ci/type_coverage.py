@@ -1,4 +1,4 @@
-"""Coverage of schedule="auto": every model type of `transformers`, tiny, on every layout; `ci/run.py coverage`."""
+"""Coverage of schedule="auto": every model type of `transformers`, tiny, on every layout: `ci/run.py coverage`."""
 
 import importlib
 import json
@@ -54,11 +54,11 @@ class Outcome:
     """Result of trying one model type.
 
     Args:
-        model_type: of `transformers`.
-        cls: the class that was tried.
-        problem: why plain `transformers` does not train a tiny one, or "".
-        layouts: layout --> "equal", or "refused: why".
-        share: of the parameters that tp=2 divides.
+        model_type: name of the type in `transformers`.
+        cls: name of the class that was tried.
+        problem: why plain `transformers` does not train a tiny model of the type, or "".
+        layouts: name of a layout --> "equal", or "refused: why".
+        share: share of the parameters that tp=2 shards, 0 to 1.
     """
 
     model_type: str
@@ -69,7 +69,7 @@ class Outcome:
 
 
 def model_types() -> dict[str, list[str]]:
-    """Model type --> its classes with a loss, over all heads, in their order."""
+    """Return {model type: names of its classes with a loss, in the order of HEADS}."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, list[str]] = {}
@@ -80,7 +80,7 @@ def model_types() -> dict[str, list[str]]:
 
 
 def default_config(model_type: str, cls: Any) -> Any:
-    """The default config of a model type, or of its text part where the class wants that."""
+    """Return the default config of a model type, or of its text part if the class takes that."""
     from transformers import CONFIG_MAPPING
 
     config, wanted = CONFIG_MAPPING[model_type](), cls.config_class
@@ -92,7 +92,7 @@ def default_config(model_type: str, cls: Any) -> Any:
 
 
 def outcome_of(model_type: str, names: list[str], layouts: list[str]) -> Outcome:
-    """Try the classes of a type until plain `transformers` trains one, then every layout with it."""
+    """Try the classes `names` of a type until plain `transformers` trains one; then try every layout with that class."""
     import transformers
 
     found = Outcome(model_type, names[0])
@@ -130,7 +130,9 @@ def _try_layouts(found: Outcome, case: Case, given: Any, layouts: list[str]) -> 
 
 
 def _probe(config: Any, cls: Any, sizes: tuple[int, int, int]) -> str:
-    """Probe a class for leaks over cp; raise the error of one whose tokens cannot be cut, else return ""."""
+    """Probe whether cp can shard the tokens of a class; return "", or raise the error of a class whose tokens it
+    cannot.
+    """
     if config.model_type in families():
         cut_table(config, cls, table_for(config.model_type))
     else:
@@ -151,14 +153,14 @@ def cover(
     layouts: list[str],
     done: Callable[[Outcome], None],
 ) -> Iterator[Outcome]:
-    """The outcome of every named type (none: all), each in a process of its own; kept in a file.
+    """Yield the outcome of every named type, and of those in the file; each is tried in a process of its own.
 
     Args:
-        names: model types.
-        file: JSON lines; what it holds already is not tried again.
-        timeout_s: per type.
-        layouts: of LAYOUTS.
-        done: told of each new outcome.
+        names: model types; none: all that are not in the file.
+        file: JSON lines of outcomes, to which new ones are added.
+        timeout_s: seconds for each type.
+        layouts: names in LAYOUTS.
+        done: called with each new outcome.
     """
     hf.register_models()
     _make_once()
@@ -174,7 +176,7 @@ def cover(
 
 
 def _make_once() -> None:
-    """Do what the first type of a process does for all, before the processes fork: imports, and a first save."""
+    """Import slow modules and save a model once before processes are forked, so that each type does not do it again."""
     import transformers
 
     for module in SLOW_IMPORTS:
@@ -188,7 +190,7 @@ def _make_once() -> None:
 
 
 def read_outcomes(file: Path) -> dict[str, Outcome]:
-    """Model type --> its last outcome in a file of JSON lines."""
+    """Return {model type: its last outcome} from a file of JSON lines; {} without the file."""
     text = file.read_text(encoding="utf-8") if file.exists() else ""
     found = (Outcome(**json.loads(line)) for line in text.splitlines())
     return {outcome.model_type: outcome for outcome in found}
@@ -215,7 +217,7 @@ def _apart(name: str, classes: list[str], timeout_s: int, layouts: list[str]) ->
 
 
 def cut_page(outcomes: list[Outcome]) -> str:
-    """docs/coverage_cp.md: types whose tokens can be cut over cp, and why the others cannot."""
+    """Return the text of docs/coverage_cp.md: types whose tokens cp can shard, and why it cannot for the others."""
     tried = sorted((o for o in outcomes if not o.problem and "cp2" in o.layouts), key=lambda o: o.model_type)  # fmt: skip
     equal = [o for o in tried if o.layouts["cp2"] == EQUAL]
     reasons = [f"- `{o.model_type}` ({o.cls}): {_short(o.layouts['cp2'], 300)}" for o in tried if o not in equal]  # fmt: skip
@@ -237,7 +239,7 @@ def cut_page(outcomes: list[Outcome]) -> str:
 
 
 def page(outcomes: list[Outcome]) -> str:
-    """docs/coverage.md."""
+    """Return the text of docs/coverage.md."""
     import transformers
 
     trained = [o for o in outcomes if not o.problem]
@@ -287,7 +289,7 @@ def page(outcomes: list[Outcome]) -> str:
 
 
 def _counted(equal: int, tried: int, trained: int) -> str:
-    """Return the cells "N of M | share"; "N of M tried" where some types were not tried, or "unmeasured"."""
+    """Return the table cells "N of M | share"; "N of M tried" if not all types were tried, "unmeasured" if none was."""
     if tried == trained:
         return f"{equal} of {tried} | {equal / max(tried, 1):.1%}"
     return f"{equal} of {tried} tried | " if tried else "unmeasured | "

@@ -1,1 +1,1 @@
-"""One file per benchmark; a benchmark is a function `run(quick) -> {title: rows}`."""
+"""Benchmarks, one per file: a function run(quick) that returns {title: table rows}."""

@@ -1,7 +1,7 @@
 """Speed-up of each step of a schedule on one device: plain, scheduled, kernels, recomputation, more rows.
 
-The steps of the original's ablation that one device can show (Slapo, ASPLOS'24; its figures are not
-published as numbers). Each line is a process of its own, all lines take turns; the best median counts.
+These are the steps of Slapo's ablation (ASPLOS'24, published without numbers) that one device can show. The lines of
+a table take turns, each in a process of its own; the best median counts.
 """
 
 import time
@@ -20,12 +20,12 @@ FAMILIES = ("bert", "gpt2")
 
 @dataclass(frozen=True)
 class Line:
-    """One step of the ablation.
+    """One line of the ablation's table: a way to run the model.
 
     Args:
-        name: what was added.
-        knobs: of `from_config`; None is plain transformers.
-        rows: times the rows of the first line.
+        name: what this line adds to the one before.
+        knobs: arguments of `from_config`; None runs plain transformers.
+        rows: factor by which the batch is larger than that of the first line.
     """
 
     name: str
@@ -43,7 +43,7 @@ LINES = (
 
 
 def measure(case: Case, line: Line, threads: int) -> tuple[float, int]:
-    """Measure rows per second of the median step, and the peak of anonymous memory."""
+    """Return (rows per second of the median step, peak growth of anonymous memory in bytes) of one line."""
     import transformers
 
     from slapo_zoo import AutoScheduledModel
@@ -72,7 +72,7 @@ def measure(case: Case, line: Line, threads: int) -> tuple[float, int]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Return a table per family."""
+    """Return one table per family; `quick` takes few tokens and one family."""
     tables: dict[str, list[dict[str, Any]]] = {}
     for family in FAMILIES[: 1 if quick else None]:
         case = replace(CASES[family], tokens=16 if quick else 256)

@@ -1,15 +1,16 @@
-"""Aceso's measured GPT runs on V100 beside the planner's figures: simulated; not measured.
+"""Aceso's measured GPT and T5 runs on V100 beside the planner's simulated times; nothing is measured here.
 
-Seconds of a step from the artifact of Aceso (EuroSys 2024; branch EuroSys24AE of microsoft/SuperScaler, README and
-scripts/plot_fig7a.py, plot_fig15a.py): Aceso's own plan, and the best of Megatron-LM's grid, whose times are Aceso's
-times the published ratio of their throughputs. The plans are not published, only the spaces that were searched.
-So each row is set beside the fastest layout of that space: Megatron's grid (tp, pp, dp, 1 to 8 rows of a
-micro-batch over all copies, all or nothing recomputed), and for Aceso any share of recomputation and any rows.
-Devices: V100-32GB, NVLink, and 100 Gb/s a node (assumed). No constant is fitted to these rows.
+Seconds of a step are from the artifact of Aceso (EuroSys 2024; branch EuroSys24AE of microsoft/SuperScaler, README
+and scripts/plot_fig7a.py, plot_fig15a.py): Aceso's own plan, and the best of Megatron-LM's grid, computed from the
+published ratio of their throughputs. The plans are not published, only the spaces that were searched. So each row is
+compared with the fastest simulated layout of that space: Megatron's grid (tp, pp, dp, 1 to 8 rows of a micro-batch
+over all replicas, no or full recomputation), and for Aceso any share of recomputation and any rows. Devices:
+V100-32GB, NVLink, and 100 Gb/s per node (assumed). No constant is fitted to these rows.
 
-T5 has 2048 tokens in the encoder and 512 in the decoder (search/aceso_utils.py). Its Wide-ResNet is not here: each block widens
-inside its 3x3 convolution (runtime/megatron/model/flex_resnet.py), which torchvision's and ours do not, so 1B there is 1.7B here.
-Where the artifact gives what Aceso's own model of cost predicted, it stands beside.
+T5 has 2048 tokens in the encoder and 512 in the decoder (search/aceso_utils.py). Aceso's Wide-ResNet is left out: its
+blocks widen inside the 3x3 convolution (runtime/megatron/model/flex_resnet.py), those of torchvision and of this
+package do not, so its 1B model has 1.7B parameters here. Step times that Aceso's own cost model predicted are shown
+where the artifact has them.
 """
 
 from collections.abc import Iterator
@@ -21,17 +22,17 @@ ROWS = 8  # rows of a micro-batch over all replicas, in Megatron's grid
 
 
 class Setting(NamedTuple):
-    """One model on some devices.
+    """One published measurement: a model, a number of devices, and seconds of a step.
 
     Args:
-        size: of the GPT.
-        gpus: devices.
-        rows: of a step.
-        megabytes: that a device may hold.
-        aceso: seconds of a step of Aceso's plan.
-        megatron: of the best of Megatron's grid; 0 where both are one layout.
-        predicted: seconds that Aceso itself predicted; 0 where they are not published.
-        family: of the model.
+        size: sizes of the model.
+        gpus: number of devices.
+        rows: rows of a step, over all replicas.
+        megabytes: memory that a device may use.
+        aceso: seconds of a step with Aceso's plan.
+        megatron: seconds with the best of Megatron's grid; 0 if that is the same layout.
+        predicted: seconds that Aceso itself predicted; 0 if they are not published.
+        family: "gpt2" or "t5".
     """
 
     size: Size
@@ -56,7 +57,7 @@ SETTINGS = (
 
 
 def planner_for(setting: Setting) -> Any:
-    """Return the planner of the published model on V100, with the published settings."""
+    """Return the planner for a setting's model on V100, with fp16 and Megatron's runtime."""
     from transformers import T5Config
 
     from slapo_zoo.tune.planner.hardware import GIB, data_sheet
@@ -76,7 +77,7 @@ def planner_for(setting: Setting) -> Any:
 
 
 def space(setting: Setting, wide: bool) -> Iterator[Any]:
-    """Return the layouts of Megatron's grid; with `wide` those that Aceso may reach with one plan for all layers."""
+    """Yield the layouts of Megatron's grid; with `wide` those that Aceso may reach with one plan for all layers."""
     from slapo_zoo.tune.planner.layout import Layout, divisors
 
     shares = [i / 8 for i in range(9)] if wide else [0.0, 1.0]
@@ -92,7 +93,11 @@ def space(setting: Setting, wide: bool) -> Iterator[Any]:
 
 
 def fastest(planner: Any, setting: Setting, wide: bool) -> Any:
-    """Return the forecast of the fastest layout of a space that fits; of the smallest where none does."""
+    """Return the forecast of the fastest layout in the space that fits; if none fits, of the one that needs least
+    memory.
+
+    On one device the only layout is the published one.
+    """
     found = [planner.forecast(layout) for layout in space(setting, wide)]
     if setting.gpus == 1:  # the one plan that is published
         found = [f for f in found if f.layout.rows == 8 and f.layout.checkpoint_ratio == 1]
@@ -101,7 +106,7 @@ def fastest(planner: Any, setting: Setting, wide: bool) -> Any:
 
 
 def rows_of(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Return one row per system."""
+    """Yield a table row for each system (Megatron-LM, Aceso) that was measured in a setting."""
     planner, size = planner_for(setting), setting.size
     for system, measured in (("Megatron-LM", setting.megatron), ("Aceso", setting.aceso)):
         if measured:
@@ -115,5 +120,5 @@ def rows_of(setting: Setting) -> Iterator[dict[str, Any]]:
 
 
 def table(quick: bool) -> list[dict[str, Any]]:
-    """Return all rows; with `quick` the one whose plan is published."""
+    """Return the rows of all settings; with `quick` of the first alone, whose plan is published."""
     return [row for setting in SETTINGS[: 1 if quick else None] for row in rows_of(setting)]

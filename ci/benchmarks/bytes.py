@@ -1,7 +1,7 @@
 """Bytes that a training step moves, scheduled against plain transformers with fused sdpa, on meta tensors.
 
-Every operation that is no view counts what it reads and writes, once; a kernel of ours what its launches are
-given. Time on a GPU cannot be below these bytes over its bandwidth. No device is needed.
+Of every operation that is no view, all inputs and outputs are counted once; of this package's kernels, all arguments
+of each launch. Time on a GPU cannot be below these bytes over its bandwidth. No device is needed.
 """
 
 from collections import Counter
@@ -44,7 +44,7 @@ KERNELS = {  # kernels that move fewer bytes, whatever their speed
 
 
 class Bytes(TorchDispatchMode):
-    """Counter of the bytes that each operation reads and writes, by its name."""
+    """Mode that counts the bytes which operations read and write; `moved` maps the name of an operation to its bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Bytes(TorchDispatchMode):
         self.launched = 0
 
     def add(self, name: str, *values: Any) -> None:
-        """Add one launch that reads or writes these tensors."""
+        """Count one launch of operation `name`, with the bytes of all tensors in `values`, its inputs and outputs."""
         self.launched += 1
         tensors = (t for t in tree_leaves(values) if isinstance(t, Tensor))
         self.moved[name] += sum(t.numel() * t.itemsize for t in tensors)
@@ -73,7 +73,7 @@ class Bytes(TorchDispatchMode):
         return out
 
     def _inside(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Count what an operator of this package launches and calls on a GPU."""
+        """Count the launches and operations that an operator of this package, `func`, makes on a GPU."""
         from torch._library.custom_ops import OPDEFS
 
         body = OPDEFS[func.name().split(".")[0]]._init_fn
@@ -83,7 +83,9 @@ class Bytes(TorchDispatchMode):
 
 @contextmanager
 def launches_counted(counter: Bytes) -> Iterator[None]:
-    """Context in which operators take their Triton path, whose launches are counted and not run."""
+    """Context in which this package's operators take their Triton path, whose launches `counter` counts instead of
+    running.
+    """
     before: list[tuple[Any, str, Any]] = []
 
     def put(owner: Any, name: str, value: Any) -> None:
@@ -113,7 +115,7 @@ class _Counted:
 
 
 class _Fused(torch.autograd.Function):
-    """Fused attention: it moves only its operands and results, no scores."""
+    """Autograd function in place of fused attention: it counts the bytes of inputs and outputs, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, counter: Bytes, mask: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -132,7 +134,9 @@ class _Fused(torch.autograd.Function):
 
 @contextmanager
 def fused_sdpa(counter: Bytes) -> Iterator[None]:
-    """Context in which torch's attention is a fused one, with dropout or without."""
+    """Context in which torch's attention counts as fused, with or without dropout: scores are never written to
+    memory.
+    """
     real = nn.functional.scaled_dot_product_attention
 
     def attention(
@@ -148,7 +152,7 @@ def fused_sdpa(counter: Bytes) -> Iterator[None]:
 
 
 def on_meta(model: Any) -> Any:
-    """Return the model on meta, with its weights still tied."""
+    """Move the parameters and buffers of a model to meta; tied weights stay tied. Return the model in training mode."""
     known: dict[int, Tensor] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -163,7 +167,7 @@ def on_meta(model: Any) -> Any:
 
 
 def moved(model: Any, batch: dict[str, Tensor], ours: bool) -> Bytes:
-    """Count the bytes that one training step of a model moves, without the optimizer."""
+    """Count the bytes of one training step (without optimizer) of a model; `ours`: it has `train_step`."""
     from slapo_zoo.dispatch.kernel_registry import force
 
     run = model.train_step if ours else lambda batch: model(**batch).loss.backward()
@@ -174,7 +178,7 @@ def moved(model: Any, batch: dict[str, Tensor], ours: bool) -> Bytes:
 
 
 def row(name: str, config: Any, batch: dict[str, Tensor], most: float) -> dict[str, Any]:
-    """Return one line of the table: a family with the dropout of its config."""
+    """Return the table row that compares the bytes of scheduled and plain model; the ratio may be at most `most`."""
     import transformers
 
     import slapo_zoo
@@ -198,7 +202,7 @@ def row(name: str, config: Any, batch: dict[str, Tensor], most: float) -> dict[s
 
 
 def cases(quick: bool) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
-    """Return families at the width of their base checkpoints, with their own dropout, and batches on meta."""
+    """Yield (class name, config, batch on meta) of each family, as wide as its base checkpoint; with `quick` tiny."""
     import transformers
 
     from slapo_zoo.hf.own.wideresnet import WideResNetConfig
@@ -239,7 +243,7 @@ def cases(quick: bool) -> Iterator[tuple[str, Any, dict[str, Tensor]]]:
 
 
 def without_dropout(config: Any) -> Any:
-    """Return the config with every dropout at 0."""
+    """Set every dropout of a config to 0, and return the config."""
     for name in NO_DROPOUT:
         if hasattr(config, name):
             setattr(config, name, 0.0)
@@ -247,7 +251,7 @@ def without_dropout(config: Any) -> Any:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Return two tables: each family with the dropout of its config, and without dropout."""
+    """Return two tables of bytes per family: with the default dropout of the config, and without dropout."""
     default, none = [], []
     for cls, config, batch in cases(quick):
         if ONLY not in cls:

@@ -1,4 +1,4 @@
-"""Large checkpoints made on the fly: configs, and files of cheap random values."""
+"""Large checkpoints for benchmarks: configs, and files of cheap random values."""
 
 import math
 import shutil
@@ -17,7 +17,7 @@ BLOCK = 4 << 20  # bytes of random values, repeated: drawing them all would take
 
 
 def gpt2(quick: bool = False) -> Any:
-    """The 124M GPT-2 (or a small one)."""
+    """Return the config of the 124M GPT-2 in fp32; with `quick` that of a small one."""
     from transformers import GPT2Config
 
     size: dict[str, Any] = {"n_layer": 12}
@@ -27,7 +27,7 @@ def gpt2(quick: bool = False) -> Any:
 
 
 def gpt2_1b(quick: bool = False) -> Any:
-    """1.02 billion parameters in the shape of GPT-2, bf16."""
+    """Return the config of a GPT-2 with 1.02 billion parameters in bf16; with `quick` that of a small one."""
     from transformers import GPT2Config
 
     size: dict[str, Any] = {"n_layer": 24, "n_embd": 1792, "n_head": 28}
@@ -37,7 +37,7 @@ def gpt2_1b(quick: bool = False) -> Any:
 
 
 def llama_1b(quick: bool = False) -> Any:
-    """A Llama of nearly as many bytes, bf16."""
+    """Return the config of a Llama in bf16 with about as many bytes as `gpt2_1b`; with `quick` that of a small one."""
     from transformers import LlamaConfig
 
     size: dict[str, Any] = {"hidden_size": 1792, "intermediate_size": 4864, "num_hidden_layers": 24,
@@ -52,7 +52,7 @@ def llama_1b(quick: bool = False) -> Any:
 
 
 def llama_70b() -> Any:
-    """The shape of Llama 70B."""
+    """Return the config of Llama 70B in bf16."""
     from transformers import LlamaConfig
 
     return LlamaConfig(
@@ -63,7 +63,7 @@ def llama_70b() -> Any:
 
 
 def specs_of(config: Any) -> list[TensorSpec]:
-    """Return the specs of every tensor of a config's checkpoint, from a model on meta."""
+    """Return (name, shape, dtype) specs of every tensor in a config's checkpoint, from a model on meta."""
     import transformers
 
     with torch.device("meta"):
@@ -80,13 +80,13 @@ def specs_of(config: Any) -> list[TensorSpec]:
 def write_checkpoint(
     folder: Path, config: Any, max_shard_size: str, sparse: bool = False
 ) -> int:  # fmt: skip
-    """Write config and weights in the layout of transformers; return the bytes of the tensors.
+    """Write a checkpoint that `transformers` can load, with random weights; return the bytes of its tensors.
 
     Args:
-        folder: to be made.
-        config: of transformers.
-        max_shard_size: largest file.
-        sparse: only headers and sizes; the values read as zeros and take no disk.
+        folder: new folder.
+        config: config of `transformers`.
+        max_shard_size: size of the largest file, e.g. "450MB".
+        sparse: write only headers and set file sizes; values read as zeros and take no space on disk.
     """
     specs = specs_of(config)
     layout = plan_layout(specs, max_shard_size, {"format": "pt"})
@@ -113,7 +113,7 @@ def write_checkpoint(
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Context that yields a folder and removes it at the end."""
+    """Context that yields a new temporary folder and removes it at the end."""
     path = Path(tempfile.mkdtemp(prefix="slapo-zoo-bench-"))
     try:
         yield path
@@ -122,7 +122,7 @@ def scratch() -> Iterator[Path]:
 
 
 def warm(folder: Path) -> None:
-    """Bring all files of a folder into the page cache."""
+    """Read all files of a folder once, so that they are in the page cache."""
     buffer = bytearray(16 << 20)
     for path in folder.iterdir():
         with path.open("rb", buffering=0) as file:
@@ -131,7 +131,7 @@ def warm(folder: Path) -> None:
 
 
 def describe(config: Any) -> str:
-    """Return a short description such as `gpt2 1.02B bfloat16`."""
+    """Return family, size and dtype of a config's model as text, e.g. `gpt2 1.02B bfloat16`."""
     count = sum(math.prod(spec.shape) for spec in specs_of(config))
     size = f"{count / 1e9:.2f}B" if count >= 1e9 else f"{count / 1e6:.0f}M"
     return f"{config.model_type} {size} {str(config.dtype).removeprefix('torch.')}"

@@ -1,7 +1,7 @@
-"""Cost of the input guard: the time of its check against a training step, on two ranks of tp.
+"""Cost of the input check, which compares a hash of the batch over all ranks, relative to a training step on tp=2.
 
-The check runs once in INTERVAL steps; its share is its own time by the time of so many steps. Both
-are medians of one run, taken in turns, so that other work on the machine slows both.
+The check runs once in INTERVAL steps; its share is its own time divided by the time of INTERVAL steps. Both are
+medians of one run in which they take turns, so that other work on the machine slows both.
 """
 
 import statistics
@@ -18,7 +18,10 @@ SIZES = {
 
 
 def measure(fields: dict[str, Any], repeats: int) -> dict[str, float]:
-    """Median seconds of a step without the check, and of the check."""
+    """Return median seconds on this rank: {"step": a step without the check, "check": the check}.
+
+    `fields` are config fields of the GPT-2, `repeats` is the number of timed steps.
+    """
     import torch
     from transformers import GPT2Config
 
@@ -43,7 +46,7 @@ def measure(fields: dict[str, Any], repeats: int) -> dict[str, float]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """The table."""
+    """Return the table: the check's share of a step for each model of SIZES."""
     from slapo_zoo.model.gradients.batch_check import INTERVAL
 
     rows = []

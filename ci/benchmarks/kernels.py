@@ -1,4 +1,6 @@
-"""Every kernel against the code that it replaces; see slapo_zoo/dispatch/benchmark.py. `--only NAME`: names that begin with NAME."""
+"""Every kernel against the operations that it replaces (slapo_zoo/dispatch/benchmark.py); `--only NAME`: kernels
+whose names begin with NAME.
+"""
 
 from typing import Any
 
@@ -9,5 +11,5 @@ ONLY = ""
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """The table, in the checkout."""
+    """Measure the kernels, and write the results to the table in the checkout; return {title: rows}."""
     return kernel_times.run(quick, ONLY, MEASURED)

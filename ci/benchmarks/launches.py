@@ -1,7 +1,7 @@
-"""Every launch of every Triton kernel at real sizes, compiled without a GPU: registers, spills, shared memory.
+"""Registers, spills and shared memory of every launch of every Triton kernel at real sizes, compiled without a GPU.
 
-`--only 90` takes one chip. The Triton is the installed one; another lies in a folder of its own:
-`pip install --no-deps --target FOLDER triton==3.6.0`, then `PYTHONPATH=FOLDER python ci/bench.py launches`.
+`--only 90` takes one chip (compute capability 9.0). To use another Triton than the installed one: `pip install
+--no-deps --target FOLDER triton==3.6.0`, then `PYTHONPATH=FOLDER python ci/bench.py launches`.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,12 +30,12 @@ Case = tuple[str, Callable[[], Any]]  # label, function that launches it
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-    """A tensor without memory."""
+    """Return a tensor on meta, which has no memory."""
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
 def norms(dtype: torch.dtype) -> Iterator[Case]:
-    """layer_norm, rms_norm, bias_dropout_residual_layer_norm."""
+    """Yield launches of the norms: layer_norm, rms_norm, bias_dropout_residual_layer_norm."""
     from slapo_zoo.kernels import norm_triton as triton_part
     from slapo_zoo.kernels.norm import fits_registers
 
@@ -59,7 +59,7 @@ def norms(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def activations(dtype: torch.dtype) -> Iterator[Case]:
-    """bias_gelu, bias_relu, geglu, swiglu, relu_dropout."""
+    """Yield launches of bias_gelu, bias_relu, geglu, swiglu and relu_dropout."""
     from slapo_zoo.kernels import activation_triton as triton_part
 
     def run(N: int, kind: str, bias: bool, up: bool, mask: str) -> None:
@@ -93,7 +93,7 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def attentions(dtype: torch.dtype) -> Iterator[Case]:
-    """t5_attention, local_causal_attention, and attention with dropout of any model."""
+    """Yield launches of t5_attention, local_causal_attention, and attention with dropout of any model."""
     from slapo_zoo.kernels import attention_triton as triton_part
 
     def run(D: int, S: int, table: bool, causal: bool, window: int, mask: str, keys: bool) -> None:
@@ -124,7 +124,7 @@ def attentions(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def batch_norms(dtype: torch.dtype) -> Iterator[Case]:
-    """batch_norm_relu_add."""
+    """Yield launches of batch_norm_relu_add."""
     from slapo_zoo.kernels import batch_norm_triton as triton_part
 
     def run(C: int) -> None:
@@ -137,7 +137,7 @@ def batch_norms(dtype: torch.dtype) -> Iterator[Case]:
 
 
 def dropouts(dtype: torch.dtype) -> Iterator[Case]:
-    """dropout."""
+    """Yield launches of dropout, with one seed per batch row and one per token."""
     from slapo_zoo.kernels import dropout_triton as triton_part
 
     for N in (HIDDEN[0], HIDDEN[-1]):
@@ -150,7 +150,7 @@ FAMILIES = (dropouts, norms, activations, losses, attentions, batch_norms)
 
 
 def launches(dtypes: tuple[torch.dtype, ...] = (BF16, FP32)) -> dict[Launch, str]:
-    """Return every distinct binary that the launchers need at real sizes, and the first case that needs it."""
+    """Return {launch: label of the first case that needs it} for every distinct binary of the kernels at real sizes."""
     found: dict[tuple, tuple[Launch, str]] = {}
     with recording() as recorded:
         for family in FAMILIES:
@@ -164,7 +164,7 @@ def launches(dtypes: tuple[torch.dtype, ...] = (BF16, FP32)) -> dict[Launch, str
 
 
 def judged(chip: int, launch: Launch, label: str) -> dict[str, Any]:
-    """Return a row of the table, with values beyond their limit marked."""
+    """Compile a launch for a chip; return the table row, in which "beyond" names the values beyond their limit."""
     found = compiled(launch, chip)
     row = {"what": label, "kernel": str(launch), "chip": CHIPS[chip], **found}
     beyond = ["error"] if "error" in found else []
@@ -174,7 +174,7 @@ def judged(chip: int, launch: Launch, label: str) -> dict[str, Any]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """One table per chip; an error, a spilled register or too much shared memory is beyond the limit."""
+    """Return one table per chip; a compile error, a spilled register or too much shared memory is beyond the limit."""
     import triton
 
     chips = [int(ONLY)] if ONLY else [90] if quick else list(CHIPS_HELD)

@@ -1,4 +1,4 @@
-"""Load GPT-2 checkpoints on several layouts: bytes read, peak memory and time per rank."""
+"""Loads of GPT-2 checkpoints on several layouts: bytes read, peak memory and time per rank."""
 
 import functools
 from pathlib import Path
@@ -13,10 +13,9 @@ REPEATS = 3
 
 
 def load_one(folder: Path, tp: int, pp: int) -> dict[str, Any]:
-    """Measure loads on one rank, each followed by the plain read of as many bytes.
+    """Load a checkpoint REPEATS times on this rank; return its figures, and those of plain reads of as many bytes.
 
-    Memory is that of the first load; times are the best of REPEATS, since other work on the machine
-    only ever adds to them.
+    Memory is that of the first load; times are the best, since other work on the machine only adds to them.
     """
     from slapo_zoo import AutoScheduledModel
 
@@ -42,7 +41,10 @@ def load_one(folder: Path, tp: int, pp: int) -> dict[str, Any]:
 
 
 def row(model: str, layout: str, found: list[dict[str, Any]], most: float) -> dict[str, Any]:
-    """One line of the table: the worst rank in every figure."""
+    """Return the table row of a layout: of each figure the worst rank in `found`, the results of `load_one` by rank.
+
+    The peak of memory may be `most` times the bytes of the rank's shard, plus 64 MiB.
+    """
     read = max(r["read"] / r["shard"] for r in found)
     limits = [(r["growth"], most * r["shard"] + 64 * MIB) for r in found]
     growth, limit = max(limits, key=lambda pair: pair[0] / pair[1])
@@ -62,7 +64,7 @@ def row(model: str, layout: str, found: list[dict[str, Any]], most: float) -> di
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """All layouts of both checkpoints."""
+    """Load both checkpoints on all layouts; return one table with a row for each."""
     rows = []
     sizes = ("5MB", "5MB") if quick else ("150MB", "450MB")
     configs = (checkpoints.gpt2(quick), checkpoints.gpt2_1b(quick))

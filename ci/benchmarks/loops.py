@@ -1,4 +1,4 @@
-"""Hand-written loop against `train_step`, and the share of the all-reduce over dp that the backward hides."""
+"""Time of a hand-written training loop against `train_step`, and how much of the dp all-reduce the backward hides."""
 
 import time
 from collections.abc import Callable
@@ -13,7 +13,7 @@ MOST = 1.02  # most time of train_step, relative to a hand-written step
 
 
 def seconds(layout: dict[str, int], width: int, layers: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of forward and backward on this rank, one of each kind in every round."""
+    """Return {kind of loop: seconds on this rank of forward and backward, one per round}; the kinds take turns."""
     model, batch = _model(layout, width, layers)
     found: dict[str, list[float]] = {name: [] for name in _KINDS}
     for i in range(rounds + 2):
@@ -74,7 +74,11 @@ def _slowest(layout: dict[str, int], *sizes: int) -> dict[str, list[float]]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Ratios of the slowest rank's seconds, round by round."""
+    """Return two tables: time of the hand-written loop over that of `train_step`, and the hidden share of the dp
+    all-reduce.
+
+    Of each round the slowest rank counts.
+    """
     sizes = (64, 2, 4) if quick else (512, 6, 30)
     loops, hidden = [], []
     for what, layout in (("tp=2", {"tp": 2}), ("dp=2", {"dp": 2})):

@@ -1,8 +1,8 @@
-"""Predicted against measured memory: families, sizes, layouts and recomputation.
+"""Predicted against measured memory per rank: families, sizes, layouts and recomputation.
 
-Measured is the growth of anonymous memory of fresh processes over two training steps with AdamW. Every
-tensor of 64 KiB or more gets pages of its own there (mallopt M_MMAP_THRESHOLD), as on a GPU with expandable
-segments: by default glibc keeps holes of what was freed, which adds 10 to 100 % and is no property of a model.
+Measured is the growth of anonymous memory of new processes over two training steps with AdamW. Tensors of 64 KiB or
+more get pages of their own (mallopt M_MMAP_THRESHOLD), as on a GPU with expandable segments: by default glibc keeps
+the holes of freed memory, which adds 10 to 100 % and is no property of a model.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
 def config_of(family: str, size: str) -> Any:
-    """A config with the family's own dropouts."""
+    """Return the config of a family in one of SIZES, with its default dropout."""
     import transformers
 
     width, blocks, words, tokens = SIZES[size]
@@ -66,7 +66,15 @@ FAMILIES = ("gpt2", "bert", "t5", "opt", "llama")
 def growth(
     config: Any, mesh: tuple[int, int], tokens: int, count: int, knobs: dict[str, Any]
 ) -> int:
-    """Bytes by which this rank grows at most, from the build of the model to the end of two steps."""
+    """Build a model and run two steps on this rank; return by how many bytes its memory grew at the peak.
+
+    Args:
+        config: config of the model.
+        mesh: sizes (tp, pp).
+        tokens: tokens per row.
+        count: micro-batches per step.
+        knobs: further arguments of `from_config`.
+    """
     from slapo_zoo import AutoScheduledModel
     from slapo_zoo.hf.example_inputs import random_batch
     from slapo_zoo.weights.ledger import AnonymousPeak
@@ -89,7 +97,9 @@ def growth(
 def cells(
     family: str, size: str, layouts: dict[str, Any], recompute: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """One row per layout, recomputation and pipeline rank."""
+    """Return one table row for each layout, recomputation and pipeline rank of a family: predicted and measured
+    memory.
+    """
     config, tokens = config_of(family, size), SIZES[size][3]
     planner = Planner(config, HARDWARE["cpu"], tokens, "fp32")
     rows = []
@@ -115,7 +125,9 @@ def cells(
 
 
 def patiently(fn: Any, nprocs: int, *args: Any) -> list[Any]:
-    """Return the results of ranks, which on a busy machine may lose a peer once and are then started again."""
+    """Run `fn(*args)` on `nprocs` new ranks and return their results; if a rank fails, as on a busy machine, try once
+    more.
+    """
     try:
         return ranks.on_ranks(fn, nprocs, *args)
     except RankError:

@@ -1,4 +1,4 @@
-"""The all-reduce of dx beside the weight gradients, against one after the other, on tp=2."""
+"""Time of training steps on tp=2 with the all-reduce of dx beside the weight gradients, against one after the other."""
 
 import time
 from statistics import quantiles
@@ -11,19 +11,19 @@ from benchmarks.ranks import barrier, on_ranks
 
 
 class Mlp(nn.Module):
-    """Two matrices with a GELU between."""
+    """Feed-forward with a residual: two linears with a GELU between them."""
 
     def __init__(self, width: int):
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[rows, width] --> the same."""
+        """Map x [rows, width] to the same shape."""
         return x + self.down(nn.functional.gelu(self.up(x)))
 
 
 def seconds(width: int, rows: int, layers: int, rounds: int) -> dict[str, list[float]]:
-    """Seconds of training steps on this rank: in each round one of both kinds, in turns the first."""
+    """Return {"plain" and "overlapped": seconds on this rank of training steps, one per round}; they take turns."""
     steps = {"plain": _stepper(width, layers, False), "overlapped": _stepper(width, layers, True)}
     x = torch.randn(rows, width)
     found: dict[str, list[float]] = {name: [] for name in steps}
@@ -53,7 +53,7 @@ def _stepper(width: int, layers: int, overlap: bool) -> nn.Module:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Ratio of seconds, overlapped / plain; below 1 the overlap wins."""
+    """Return the table of ratios overlapped / plain for each size; below 1 overlapping is faster."""
     sizes = [(256, 256, 2, 4)] if quick else [(512, 256, 4, 60), (1024, 256, 2, 40), (1024, 1024, 1, 20)]  # fmt: skip
     rows = []
     for width, tokens, layers, rounds in sizes:

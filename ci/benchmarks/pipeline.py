@@ -1,8 +1,8 @@
-"""Pipelines: bubbles against their formulas, and automatic cuts against the best cuts by hand.
+"""Pipeline bubbles against their formulas, and automatic pipeline cuts against the best cuts.
 
-A stage of known cost waits for a known time in its forward and in each part of its backward, so a
-bubble can be measured on fewer cores than ranks. Cuts are compared by the CPU time that each stage
-takes, since other work on the machine adds to a wall time.
+For bubbles, stages sleep for a known time in the forward and in each part of the backward, so they can be measured on
+fewer cores than ranks. Cuts are compared by the CPU time of each stage, since other work on the machine adds to wall
+time.
 """
 
 import copy
@@ -32,7 +32,7 @@ TOKENS = 512  # tokens of a micro-batch
 
 
 class Wait(torch.autograd.Function):
-    """Identity that takes known times: before it returns, and in its backward."""
+    """Identity that sleeps `forward` seconds in its forward and `backward` seconds in its backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: float, backward: float) -> Tensor:
@@ -47,7 +47,7 @@ class Wait(torch.autograd.Function):
 
 
 def wait_in(norm: torch.nn.LayerNorm, unit_s: float) -> None:
-    """Let a norm take `unit_s` in its forward, for its input's gradient and for its weights'."""
+    """Make a norm sleep `unit_s` seconds in its forward, for the gradient of its input, and for those of its weights."""
 
     def forward(input: Tensor) -> Tensor:
         bias: Any = Wait.apply(norm.bias, 0.0, unit_s)
@@ -58,7 +58,9 @@ def wait_in(norm: torch.nn.LayerNorm, unit_s: float) -> None:
 
 
 def gpt2(**changes: Any) -> Any:
-    """A GPT-2 so small that its own work is nothing beside the waiting."""
+    """Return the config of a GPT-2 so small that its computation takes no time beside the sleeping; `changes` are
+    fields.
+    """
     from transformers import GPT2Config
 
     config = GPT2Config(
@@ -70,7 +72,7 @@ def gpt2(**changes: Any) -> Any:
 
 
 def cut_after(paths: Sequence[str]) -> Any:
-    """Return a schedule that only cuts the pipeline."""
+    """Return a value of `schedule=` that only cuts the pipeline after the modules at `paths`."""
 
     def program(sch: Any) -> None:
         for path in paths:
@@ -80,7 +82,10 @@ def cut_after(paths: Sequence[str]) -> Any:
 
 
 def timelines(unit_s: dict[str, float], repeats: int) -> dict[str, list[list[Span]]]:
-    """Recorded steps of every order, on this rank's mesh."""
+    """Run pipeline steps of every order on this rank; return {order: `repeats` recorded steps, each a list of spans}.
+
+    `unit_s` maps an order to the seconds that the stages of one rank sleep.
+    """
     from slapo_zoo import AutoScheduledModel
     from slapo_zoo.pipeline.profiler import record_step
 
@@ -101,7 +106,7 @@ def timelines(unit_s: dict[str, float], repeats: int) -> dict[str, list[list[Spa
 
 
 def bubbles(quick: bool) -> list[dict[str, Any]]:
-    """Measured bubbles of one run beside their formulas."""
+    """Return a table row per order: the measured bubble beside its formula."""
     unit_s = 0.02 if quick else 0.15
     places = {order: StageMap.make(order, PP, None) for order in FORMULAS}
     want = {order: FORMULAS[order][1](PP, MICRO_BATCHES, p.per_rank) for order, p in places.items()}
@@ -129,7 +134,7 @@ def unit_cost(action: Action) -> float:
 
 
 def uneven_models(quick: bool) -> dict[str, tuple[Any, int]]:
-    """Return small models with an expensive head, or with an encoder unlike the decoder, and their pp."""
+    """Return {name: (config, pp)} of small models with an expensive head, or with an encoder unlike the decoder."""
     from transformers import T5Config
 
     width = 32 if quick else 128
@@ -146,9 +151,10 @@ def uneven_models(quick: bool) -> dict[str, tuple[Any, int]]:
 def stage_seconds(
     config: Any, pp: int, all_cuts: list[list[tuple[str, int]]], repeats: int
 ) -> list[list[dict[str, float]]]:
-    """CPU seconds of a forward and a backward of this rank's stage, for each choice of cuts.
+    """Return, for each of `all_cuts` and each repeat, the CPU seconds of this rank's stage: {"F": forward, "B":
+    backward}.
 
-    The choices take turns, so that a slow phase of the machine meets all of them.
+    The choices of cuts take turns, so that a slow phase of the machine affects all of them.
     """
     from slapo_zoo import AutoScheduledModel
     from slapo_zoo.hf.example_inputs import random_batch
@@ -169,7 +175,7 @@ def stage_seconds(
 
 
 def cpu_seconds(model: Any, batch: dict[str, Tensor]) -> dict[str, float]:
-    """CPU seconds per micro-batch of this rank's forwards and backwards in one step."""
+    """Run one step; return this rank's CPU seconds per micro-batch as {"F": forwards, "B": backwards}."""
     model._slapo.pipeline.spans, model._slapo.pipeline.clock = [], time.thread_time
     try:
         model.train_step(batch, 2)
@@ -182,14 +188,18 @@ def cpu_seconds(model: Any, batch: dict[str, Tensor]) -> dict[str, float]:
 
 
 def stage_of(choice: list[tuple[str, int]], stage: int) -> tuple[Any, Any]:
-    """Return the cut after which a stage begins and the one with which it ends."""
+    """Return (cut before a stage, cut after it) for a list of cuts, `choice`; None at the ends of the model."""
     return (choice[stage - 1] if stage else None, choice[stage] if stage < len(choice) else None)
 
 
 def fastest(
     choices: list[list[tuple[str, int]]], found: list[list[list[dict[str, float]]]]
 ) -> dict[Any, dict[str, float]]:
-    """The least time of every stage that some choices share: other work only ever adds to one."""
+    """Return {stage, as `stage_of` names it: its least seconds by kind} over all choices of cuts that contain the
+    stage.
+
+    `found` has the results of `stage_seconds` by rank. The least counts, since other work only adds to a time.
+    """
     least: dict[Any, dict[str, float]] = {}
     for rank, per_choice in enumerate(found):
         for choice, times in zip(choices, per_choice, strict=True):
@@ -200,13 +210,15 @@ def fastest(
 
 
 def step_time(per_stage: Sequence[dict[str, float]]) -> float:
-    """Seconds of a 1F1B step of MICRO_BATCHES micro-batches whose stages take so long."""
+    """Return the simulated seconds of a 1F1B step of MICRO_BATCHES micro-batches; `per_stage`: seconds by kind of
+    action.
+    """
     order = StageMap.make("1f1b", len(per_stage), None).actions(MICRO_BATCHES)
     return makespan(simulate(order, lambda action: per_stage[action.stage][action.kind]))
 
 
 def cuts(quick: bool) -> list[dict[str, Any]]:
-    """Automatic cuts against all choices of cuts."""
+    """Return a table row per uneven model: the step time with automatic cuts beside that of all other choices."""
     from slapo_zoo import Mesh
     from slapo_zoo.zoo.apply import block_paths
     from slapo_zoo.zoo.outline import Outline
@@ -234,7 +246,7 @@ def cuts(quick: bool) -> list[dict[str, Any]]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Bubbles and cuts."""
+    """Return the tables of bubbles and of cuts."""
     return {
         f"bubble of stages of known cost: measured within {MOST_OFF:.0%} of the formula": bubbles(
             quick

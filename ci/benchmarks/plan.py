@@ -1,7 +1,7 @@
-"""Time of `slapo-zoo plan --gpus` for GPT configs from 100M to 1T parameters, in one process.
+"""CPU time of `slapo-zoo plan --gpus` for GPT configs from 100M to 1T parameters, in one process.
 
-CPU seconds, since other work on the machine adds to a wall time. Ratios are to the smallest model: the time
-may grow no faster than blocks x configurations.
+CPU time, since other work on the machine adds to wall time. Ratios are to the smallest model: the time may grow no
+faster than blocks x configurations.
 """
 
 import time
@@ -18,7 +18,7 @@ FAMILY = {  # parameters: blocks, hidden size, heads, devices, rows of a step
 
 
 def config_of(blocks: int, width: int, heads: int) -> Any:
-    """A GPT-2 of any size."""
+    """Return the config of a GPT-2 with that many blocks, hidden size (`width`) and heads."""
     from transformers import GPT2Config
 
     config: Any = GPT2Config(
@@ -30,7 +30,7 @@ def config_of(blocks: int, width: int, heads: int) -> Any:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """One row per size."""
+    """Search the layouts of each model of FAMILY (with `quick` the smallest); return one table row for each."""
     from slapo_zoo.tune.planner.hardware import HARDWARE
     from slapo_zoo.tune.planner.layout_search import Planner
 

@@ -1,13 +1,11 @@
-"""Published training runs beside the planner's figures: simulated; not measured.
+"""Published training runs beside the planner's simulated times; nothing is measured here.
 
-First the runs of `benchmarks.runs`, whose models and layouts are known: errors per source. Then the multi-node
-figures of Slapo.
-
-Published are samples/s of three systems on 16, 32 and 64 V100 (awslabs/slapo, benchmark/plot/multi_node.py),
-without a model. Assumed here, from the plot of the same figure and the run scripts of the authors' fork
-(chhzh123/slapo): a GPT of 10B parameters, rows of 1024 tokens, 256 of them a step and 4 a micro-batch, float16,
-tp=8, pp=2, 1F1B. The devices are those of EC2 p3dn.24xlarge by its data sheet. No constant is fitted
-to the figures.
+First come the runs of `benchmarks.runs`, whose models and layouts are known, with errors per source. Then come the
+multi-node figures of Slapo: samples/s of three systems on 16, 32 and 64 V100 (awslabs/slapo,
+benchmark/plot/multi_node.py), published without a model. Assumed here, from the plot of the same figure and the run
+scripts of the authors' fork (chhzh123/slapo): a GPT of 10B parameters, rows of 1024 tokens, 256 rows per step and 4
+per micro-batch, float16, tp=8, pp=2, 1F1B. The devices are those of EC2 p3dn.24xlarge by its data sheet. No constant
+is fitted to the figures.
 """
 
 import statistics
@@ -37,7 +35,7 @@ AS_SCRIPT, FASTEST = "simulated, tp=8 pp=2", "simulated, fastest"
 
 
 def make_planner(size: dict[str, Any]) -> Any:
-    """Return the planner of the assumed model on the assumed devices."""
+    """Return the planner of a GPT on p3dn.24xlarge nodes; `size` has the config fields for blocks, width and heads."""
     from transformers import GPT2Config
 
     from slapo_zoo.tune.planner.hardware import GIB, data_sheet
@@ -54,7 +52,11 @@ def make_planner(size: dict[str, Any]) -> Any:
 
 
 def simulate(planner: Any, gpus: int) -> dict[str, tuple[float, str]]:
-    """Return (samples/s, layout) of the fastest that fits, among layouts like the authors' and among all."""
+    """Return {"simulated, tp=8 pp=2" and "simulated, fastest": (samples/s, layout)} of the fastest layout that fits.
+
+    The first is the fastest among layouts like the authors', the second among all; one without such a layout is
+    absent.
+    """
     fits = planner.search(gpus, ROWS).feasible
     theirs = [f for f in fits if SCRIPT.items() <= vars(f.layout).items()]
     return {
@@ -65,7 +67,9 @@ def simulate(planner: Any, gpus: int) -> dict[str, tuple[float, str]]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Throughput, growth over 16 devices, and the layouts that were simulated."""
+    """Return tables: errors per source, samples/s and their growth over 16 devices, simulated layouts, and Aceso's
+    runs.
+    """
     planner = make_planner({"n_layer": 8, "n_embd": 256, "n_head": 8} if quick else SIZE)
     found = {gpus: simulate(planner, gpus) for gpus in PUBLISHED}
     rates: dict[str, dict[int, float]] = {
@@ -89,7 +93,9 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def judge(runs: list[Run]) -> list[dict[str, Any]]:
-    """Return every run with the planner's forecast, sorted by model."""
+    """Return, for each run, sorted by model: the run, simulated "seconds" and "memory" (GiB), and whether it was
+    "refused".
+    """
     found = []
     for run in sorted(runs, key=lambda r: (r.size, r.layout.tp)):
         planner = planner_of(run.size, run.node_network)
@@ -105,7 +111,9 @@ def judge(runs: list[Run]) -> list[dict[str, Any]]:
 
 
 def scores(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the errors of one source, relative to the measured values."""
+    """Return the table row with the errors of one source, relative to the measured values; `found` is a result of
+    `judge`.
+    """
     timed = [f for f in found if f["run"].seconds]
     off = [f["seconds"] / f["run"].seconds - 1 for f in timed]
     sized = [abs(f["memory"] / f["run"].memory - 1) for f in found if f["run"].memory]
@@ -118,13 +126,15 @@ def scores(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return Spearman's rank correlation."""
+    """Return Spearman's rank correlation of two sequences; 1.0 for a single value."""
     ranks = [[sorted(x).index(v) for v in x] for x in (a, b)]
     return statistics.correlation(*ranks) if len(a) > 1 else 1.0
 
 
 def regrets(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Compare the planned layout with the fastest measured one, for every model with several measured layouts."""
+    """Return a row for each model with over two measured layouts: how much slower the planner's choice is than the
+    fastest.
+    """
     groups: dict[Any, list[dict[str, Any]]] = {}
     for f in found:
         rows = f["run"].layout.dp * f["run"].layout.rows * f["run"].layout.micro_batches
@@ -144,7 +154,7 @@ def regrets(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def draw(found: list[dict[str, Any]]) -> None:
-    """One point a row, by source: docs/benchmarks/published.png."""
+    """Draw simulated over measured seconds, one point per run, into docs/benchmarks/published.png."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -165,7 +175,7 @@ def draw(found: list[dict[str, Any]]) -> None:
 
 
 def judged(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Tables of errors: all rows, and one row per source."""
+    """Return the table of errors per source and, if vTrain's multi-node runs were simulated, that of `regrets`."""
     names = [ONLY] if ONLY else ["korthikanti"] if quick else list(SOURCES)
     found = {name: judge([*SOURCES[name]()][: 2 if quick else None]) for name in names}
     rows = [{"what": f[0]["run"].source} | scores(f) for f in found.values()]

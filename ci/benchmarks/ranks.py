@@ -1,4 +1,4 @@
-"""Measurements on new processes, so that memory left in an allocator by an earlier run hides no peak."""
+"""Runs on new processes, so that memory which an earlier run left in an allocator does not hide a peak."""
 
 import ctypes
 import gc
@@ -18,10 +18,10 @@ MIB = 2**20
 
 
 def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any) -> list[Any]:
-    """Results of `fn(*args)` on new processes of one thread each.
+    """Run `fn(*args)` on `nprocs` new processes of one thread each; return the results by rank.
 
-    They are forked from this one, which has imported everything and holds nothing else: code is
-    not counted as memory of a load, and no time goes into importing it again.
+    The processes are forked from this one, which has imported everything: neither memory nor time of imports is
+    counted.
     """
     import_all()
     give_back()
@@ -29,7 +29,7 @@ def on_ranks(fn: Callable[..., Any], nprocs: int, *args: Any) -> list[Any]:
 
 
 def import_all() -> None:
-    """Import what a load needs."""
+    """Import all modules that loading a model needs."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     from slapo_zoo.load.auto import AutoScheduledModel  # noqa: F401
@@ -39,7 +39,7 @@ def import_all() -> None:
 
 
 def readinto_floor(bytes_wanted: int, folder: Path) -> None:
-    """Copy so many bytes of the files into fresh memory with `readinto`."""
+    """Read `bytes_wanted` bytes of a folder's safetensors files into fresh memory with `readinto`."""
     target, done = torch.empty(bytes_wanted, dtype=torch.uint8).numpy().data, 0
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb", buffering=0) as file:
@@ -52,7 +52,7 @@ def _readinto(file: Any, target: Any) -> int:
 
 
 def barrier() -> None:
-    """Wait for all ranks, so that they start together and share the memory bus equally."""
+    """Wait for all ranks, so that they start together and share the memory bus equally; do nothing without ranks."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -69,7 +69,7 @@ class Cost:
 
 
 def timed(action: Callable[[], Any]) -> tuple[Any, Cost]:
-    """Return the result of an action that all ranks begin together, and its cost."""
+    """Call `action` on all ranks at the same time; return its result and its cost on this rank."""
     barrier()
     with AnonymousPeak() as peak:
         begin, cpu = time.perf_counter(), time.process_time()
@@ -79,13 +79,13 @@ def timed(action: Callable[[], Any]) -> tuple[Any, Cost]:
 
 
 def best(found: dict[str, Any], **values: float) -> None:
-    """Keep the least of every value: other work on the machine only ever adds to a time."""
+    """Lower each value in `found` to the given one of the same name: other work on the machine only adds to a time."""
     for name, value in values.items():
         found[name] = min(found.get(name, value), value)
 
 
 def give_back() -> None:
-    """Return freed memory to the kernel, so that the next measurement must fault it in again."""
+    """Return freed memory to the operating system, so that the next measurement must allocate it again."""
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
@@ -93,10 +93,9 @@ def give_back() -> None:
 
 
 def touch_memory(part: float = 0.75) -> None:
-    """Write to most of the free memory once, in a process that then ends.
+    """Write once to the share `part` of the free memory, in a process that then ends.
 
-    A virtual machine gets its memory from the host page by page, when it is first written to: a
-    file or a tensor that lands there would pay for that, whoever's it is.
+    A virtual machine gets memory from its host when a page is first written, which would slow the first measurement.
     """
     run_local(_touch, 1, (part,), timeout=500, start="fork", threads=1, device="cpu")
 

@@ -1,6 +1,6 @@
 """Launches of the Triton kernels, recorded on meta tensors and compiled for GPUs that this machine lacks.
 
-A hand-written list of types knows nothing of the None, the 1 and the odd size that a launcher passes.
+Recording finds the argument types that a launcher really passes: None, the integer 1, sizes that 16 does not divide.
 """
 
 import io
@@ -25,16 +25,16 @@ MODULES = sorted(file.stem for file in (ROOT / "kernels").glob("*_triton.py"))
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel: all that its binary depends on.
+    """One launch of a Triton kernel, with everything that its binary depends on.
 
     Args:
-        module: that launched it.
-        kernel: name of the function.
-        signature: type of each argument.
-        constants: values that are part of the binary.
-        even: arguments that are multiples of 16.
-        options: of the compiler.
-        grid: of programs.
+        module: name of the file in kernels/ that launched it.
+        kernel: name of the kernel function.
+        signature: (name, type) of each argument.
+        constants: (name, value) of arguments that are part of the binary.
+        even: names of arguments that are multiples of 16.
+        options: (name, value) of each option of the compiler.
+        grid: number of programs along each axis.
     """
 
     module: str
@@ -58,7 +58,7 @@ class Launch:
 
 
 def launch_of(module: str, function: Any, grid: Any, args: tuple, options: dict) -> Launch:
-    """Return the launch with the types and constants that triton.runtime.jit would derive."""
+    """Return the launch that a call `function[grid](*args, **options)` makes, typed as triton.runtime.jit does."""
     given = dict(zip(function.arg_names, args, strict=False)) | options
     signature, constants, even = [], [], []
     for parameter in function.params:
@@ -84,7 +84,7 @@ def _type(value: Any) -> str:
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Context in which launches are listed and nothing runs."""
+    """Context in which kernels are not run; it yields a list to which every launch is added."""
     found: list[Launch] = []
     before = []
     for module in MODULES:
@@ -111,7 +111,12 @@ class _Recorder:
 
 
 def compiled(launch: Launch, chip: int) -> dict[str, Any]:
-    """Registers, bytes spilled, KiB of shared memory, and bytes of the widest load; or the error."""
+    """Compile a launch for a chip (compute capability times 10); return the resources of its binary.
+
+    Returns:
+        {"registers", "spilled": bytes, "shared_kib", "load_bytes": bytes of the widest load}; {"error": text} on
+            failure.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -145,7 +150,7 @@ def assembler_speaks() -> Iterator[None]:
 
 
 def widest(ptx: str) -> int:
-    """Return the bytes of the widest load from global memory."""
+    """Return the bytes of the widest load from global memory in the text of a PTX program; 0 if there is none."""
     loads = re.findall(r"ld\.global(?:\.[\w:]+)*?(\.v[248])?\.b(\d+)", ptx)
     sizes = [int(vector[2:] or 1) * int(bits) // 8 for vector, bits in loads]
     copies = re.findall(r"cp\.async\.\w+\.shared\.global[^;]*?, (0x[0-9a-f]+|\d+)", ptx)

@@ -1,4 +1,4 @@
-"""Training runs that others measured and published, as layouts to compare the planner's forecasts with."""
+"""Training runs that others measured and published, as layouts with which the planner's forecasts are compared."""
 
 import csv
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ FOLDER = Path(__file__).parent / "published_runs"
 
 
 class Size(NamedTuple):
-    """A GPT."""
+    """Sizes of a GPT; `width` is its hidden size."""
 
     width: int
     blocks: int
@@ -28,12 +28,12 @@ class Run:
 
     Args:
         source: who published it.
-        size: of the model.
+        size: sizes of the model.
         layout: the configuration.
-        seconds: of a step; 0 where only memory is known.
-        memory: GiB of weights, gradients, states and activations; 0 where it is not known.
-        node_network: bytes per second of a node to others.
-        same_memory: whether what was run holds as much as the planner's runtime would.
+        seconds: time of a step; 0 where only memory is known.
+        memory: GiB of weights, gradients, optimizer states and activations per device; 0 if unknown.
+        node_network: bytes per second from a node to other nodes.
+        same_memory: whether the measured system keeps as much in memory as the planner's runtime.
     """
 
     source: str
@@ -51,7 +51,7 @@ class Run:
 
 
 def vtrain(name: str) -> Iterator[Run]:
-    """Rows of vTrain's artifact; recomputation is full and the network 800 Gb/s a node, as its configs say."""
+    """Yield the runs of vTrain's artifact "single_node" or "multi_node": full recomputation, 800 Gb/s per node."""
     with (FOLDER / f"vtrain_{name}.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             n = {key: int(value) for key, value in row.items() if value.isdigit()}
@@ -74,7 +74,7 @@ KORTHIKANTI = (  # blocks, width, heads, pp, rows, rows of a micro-batch, virtua
 
 
 def korthikanti() -> Iterator[Run]:
-    """arXiv:2205.05198, table 5 (times) and figure 1 (memory): 8 to 512 A100-80GB, tp=8."""
+    """Yield the runs of arXiv:2205.05198, table 5 (times) and figure 1 (memory): 8 to 512 A100-80GB, tp=8."""
     for blocks, width, heads, pp, rows, per, virtual, times, sizes in KORTHIKANTI:
         size, order = Size(width, blocks, heads, 2048, 51200), "interleaved_1f1b"
         order = order if virtual > 1 else "1f1b"
@@ -107,7 +107,10 @@ ZERO_3 = (  # width, blocks, heads, devices, rows of a micro-batch, TFLOP/s of a
 
 
 def megatron(number: int, table: Any) -> Iterator[Run]:
-    """arXiv:2104.04473, tables 1 and 2. They do not say the order, and the first not the micro-batch: one row, 1F1B."""
+    """Yield the runs of arXiv:2104.04473, table 1 or 2 (`number`), whose rows are given as `table`.
+
+    The paper does not state the pipeline order, nor for table 1 the micro-batch: 1F1B and one row are assumed.
+    """
     for width, blocks, heads, tp, pp, gpus, rows, rate in table:
         layout = Layout(
             tp, pp, gpus // tp // pp, 1, rows // (gpus // tp // pp), checkpoint_ratio=1.0
@@ -119,7 +122,7 @@ def megatron(number: int, table: Any) -> Iterator[Run]:
 
 
 def zero_3() -> Iterator[Run]:
-    """The same, table 2: ZeRO-3 of DeepSpeed without tensor and pipeline parallelism, one micro-batch a step."""
+    """Yield the ZeRO-3 runs of arXiv:2104.04473, table 2: DeepSpeed, tp = pp = 1, one micro-batch per step."""
     for width, blocks, heads, gpus, rows, rate in ZERO_3:
         size, layout = Size(width, blocks, heads, 2048, 51200), Layout(1, 1, gpus, rows, 1)
         layout = replace(layout, checkpoint_ratio=1.0, dp_shard=gpus)
@@ -128,7 +131,7 @@ def zero_3() -> Iterator[Run]:
 
 
 def _seconds(size: Size, rows: int, gpus: int, rate: float) -> float:
-    """Return the seconds of a step, from TFLOP/s of a device: the paper's equation 3."""
+    """Return the seconds of a step of `rows` rows at `rate` TFLOP/s per device, by equation 3 of arXiv:2104.04473."""
     more = 1 + 2048 / (6 * size.width) + 51200 / (16 * size.blocks * size.width)
     return 96 * rows * 2048 * size.blocks * size.width**2 * more / gpus / rate / 1e12
 
@@ -140,7 +143,7 @@ SOURCES: dict[str, Any] = {
 
 
 def config_of(size: Size) -> Any:
-    """A GPT-2 of such a size, with Megatron's dropout."""
+    """Return the config of a GPT-2 of these sizes, with Megatron's dropout."""
     from transformers import GPT2Config
 
     config: Any = GPT2Config(
@@ -154,7 +157,7 @@ def config_of(size: Size) -> Any:
 
 @lru_cache(maxsize=2)  # rows of a model stand together
 def planner_of(size: Size, node_network: float) -> Any:
-    """The planner of a model on A100-80GB."""
+    """Return the planner of a model on A100-80GB; `node_network` is the bytes per second of a node to others."""
     from slapo_zoo.tune.planner.hardware import HARDWARE, NETWORK
     from slapo_zoo.tune.planner.layout_search import Planner
 

@@ -1,4 +1,4 @@
-"""The language on a 175B GPT on meta: create_schedule, 100 directives, build; seconds by number of layers."""
+"""Seconds of create_schedule, 100 directives and build on a 175B GPT on meta, by number of layers."""
 
 import time
 from typing import Any
@@ -15,7 +15,9 @@ ROUNDS = 3
 
 
 def model_of(layers: int, quick: bool) -> nn.Module:
-    """The shape of GPT-3 175B (arXiv:2005.14165, table 2.1): 96 layers of width 12288."""
+    """Return a GPT-2 on meta with the width of GPT-3 175B (arXiv:2005.14165, table 2.1), 12288; with `quick` a narrow
+    one.
+    """
     from transformers import GPT2Config, GPT2LMHeadModel
 
     width, heads = (64, 4) if quick else (12288, 96)
@@ -25,7 +27,9 @@ def model_of(layers: int, quick: bool) -> nn.Module:
 
 
 def direct(sch: Any, layers: int) -> None:
-    """100 directives: tensor parallelism of all blocks, recomputation, notes and cuts."""
+    """Apply 100 directives to a schedule: tensor parallelism of all blocks, recomputation, annotations, pipeline
+    cuts.
+    """
     sch["transformer.wte"].shard("weight", 0, pad=True).sync("fwd_post", "all_reduce")
     sch["lm_head"].shard("weight", 0, pad=True)
     sch["lm_head"].sync("bwd_post", "all_reduce").sync("fwd_post", "vocab_logits")
@@ -43,7 +47,10 @@ def direct(sch: Any, layers: int) -> None:
 
 
 def seconds(layers: int, quick: bool) -> dict[str, Any]:
-    """Least seconds of several rounds; building the plain model on meta is not counted."""
+    """Return a table row: the least seconds of each step ("create", "directives", "build") in several rounds.
+
+    The time to build the plain model on meta is not counted.
+    """
     best = {"create": 1e9, "directives": 1e9, "build": 1e9}
     parameters = 0
     for _ in range(ROUNDS):
@@ -64,7 +71,7 @@ def seconds(layers: int, quick: bool) -> dict[str, Any]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """The limit holds for 96 layers; time per layer must not grow."""
+    """Return the table for 24, 48 and 96 layers; the limits are on the sum of 96 layers, and on the growth per layer."""
     rows = [seconds(layers, quick) for layers in (24, 48, 96)]
     per_layer = [row["together"] / row["layers"] for row in rows]
     for row, own in zip(rows, per_layer, strict=True):

@@ -1,7 +1,7 @@
-"""Comparison with other libraries, on the widths of BERT-base, GPT-2 and a small Llama.
+"""Comparison with other libraries, on the widths of BERT-base, GPT-2 and a small Llama, with tp=2 on 2 cores.
 
-Targets with 2 ranks on 2 cores: see TARGETS; a step of ours against the best of the peers that
-divide a model, and a tp=1 schedule against the plain model.
+TARGETS has the limits: a step of slapo_zoo against the best of the libraries that shard a model, and a schedule with
+tp=1 against the plain model.
 """
 
 import tempfile
@@ -24,7 +24,9 @@ TARGETS = {  # what: (limit, whether it is a least)
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Tables of all families; the files go to docs/benchmarks, or with --quick to runs/."""
+    """Compare the libraries on all families; return the tables, and write them to docs/benchmarks (`quick`: to
+    runs/side).
+    """
     results: dict[str, Any] = {}
     place = ROOT / "runs" / "side" if quick else ROOT / "docs" / "benchmarks"
     command = "ci/run.py bench side" + (" --quick" if quick else "")
@@ -48,7 +50,7 @@ def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
 
 
 def _targets(rows: list[dict[str, Any]], quick: bool) -> list[dict[str, Any]]:
-    """Return each target with the measured value; None where the library to compare with did not run."""
+    """Return a row for each of TARGETS with the measured value; None if the library to compare with did not run."""
     by_name = {row["contender"]: row for row in rows}
     peers = [by_name[name] for name in PEERS if name in by_name]
     divided = peers + [by_name[name] for name in ("DTensor",) if name in by_name]

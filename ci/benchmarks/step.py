@@ -1,9 +1,9 @@
-"""Whole training steps, forward + backward + AdamW on one process: ours, plain transformers, torch.compile.
+"""Time of training steps, forward + backward + AdamW on one process: slapo_zoo, plain transformers, torch.compile.
 
-The alternatives of a row take turns in one process, and what counts is their ratio. The floor is the time
-that our step spends in its own matrix products. Peaks are anonymous memory of new processes, B=8 S=512.
-`--only NAMES` runs the models whose names begin so, "NAMES eager" without torch.compile, "memory NAMES" the
-peaks, NAME:dtype one dtype; rows are kept in hub_cards/bench/<device>.json.
+The alternatives of a row take turns in one process; their ratio is the result. Memory is the peak of anonymous memory
+of new processes, with 8 rows of 512 tokens. `--only NAMES` runs the models whose names begin so, "NAMES eager"
+without torch.compile, "memory NAMES" measures memory, NAME:dtype takes one dtype. Rows are stored in
+hub_cards/bench/<device>.json.
 """
 
 import json
@@ -27,17 +27,17 @@ WIDE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072
 
 @dataclass(frozen=True)
 class Case:
-    """One row.
+    """A model and batch to measure: one row of the table.
 
     Args:
         config: class and fields of the config; sizes and dropout are the family's own defaults.
-        cls: of the model.
-        layers: fields that shorten the model, as said in the table; {} for all layers.
-        rows: B.
-        tokens: S.
-        masked: share of the labels that count, as in masked-language models.
+        cls: name of the model class.
+        layers: config fields that reduce the number of layers; {} for all layers.
+        rows: rows of the batch.
+        tokens: tokens per row.
+        masked: share of the labels that are not ignored, as in masked-language models.
         padded: whether half of the batch is padding.
-        targets: dtype --> least ratio of plain to ours that is wanted.
+        targets: dtype --> the ratio (plain step / scheduled step) that is wanted at least.
     """
 
     config: tuple[str, dict[str, Any]]
@@ -71,7 +71,7 @@ CASES = {
 
 
 def class_named(name: str) -> Any:
-    """A class of `transformers`, or of the one family that it lacks."""
+    """Return the class with this name of `transformers`, or of the one family that `transformers` lacks."""
     import transformers
 
     from slapo_zoo.hf.own import wideresnet
@@ -80,18 +80,18 @@ def class_named(name: str) -> Any:
 
 
 def config_of(case: Case) -> Any:
-    """The config of a row."""
+    """Return the config of a case."""
     name, fields = case.config
     return class_named(name)(**fields, **case.layers, architectures=[case.cls])
 
 
 def is_vision(case: Case) -> bool:
-    """Return True where the model's input is an image."""
+    """Return whether the model's input is an image."""
     return case.cls.endswith("ForImageClassification")
 
 
 def batch_of(case: Case, config: Any, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Random tokens (or pixels) and labels."""
+    """Return a batch with random tokens (or pixels in `dtype`) and labels."""
     torch.manual_seed(0)
     B, S = case.rows, case.tokens
     if is_vision(case):
@@ -113,7 +113,10 @@ UNPADDED = "unpadded_encoder"  # no function of tensors: whole steps say whether
 
 
 def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> Any:
-    """A model that trains; ours with the kernels of "auto", in a padded case with or without UNPADDED."""
+    """Return a model in training mode; `ours`: scheduled, with the kernels that kernels="auto" chooses.
+
+    In a padded case `unpadded` decides whether the kernel UNPADDED is among them.
+    """
     config = config_of(case)
     if ours:
         from slapo_zoo import AutoScheduledModel, Mesh
@@ -129,7 +132,10 @@ def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> 
 
 
 def stepper(model: Any, forward: Any, batch: dict[str, Any], ours: bool) -> Callable[[], None]:
-    """Return a function that runs one training step, with the optimizer of transformers' Trainer on both sides."""
+    """Return a function that runs one training step on `batch`, with the default optimizer of transformers' Trainer.
+
+    `forward` computes the loss; it is unused with `ours`, where the scheduled model's `train_step` runs.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
 
     def run() -> None:
@@ -144,7 +150,9 @@ def stepper(model: Any, forward: Any, batch: dict[str, Any], ours: bool) -> Call
 
 
 def alternatives(case: Case, dtype: torch.dtype, compile: bool) -> dict[str, Callable[[], None]]:
-    """Return name --> step function of each alternative."""
+    """Return {name: function that runs a step} of "plain", "ours", "padding kept" (padded case), "compile" (if
+    wanted).
+    """
     batch = batch_of(case, config_of(case), dtype)
     plain = build(case, dtype, ours=False)
     mine = build(case, dtype, ours=True)
@@ -159,7 +167,9 @@ def alternatives(case: Case, dtype: torch.dtype, compile: bool) -> dict[str, Cal
 
 
 def compiles(steps: dict[str, Callable[[], None]]) -> bool:
-    """Return True where torch can compile the plain model, if that was requested; drop a step that fails."""
+    """Run the step "compile" once, if there is one; remove it from `steps` and return False if torch cannot compile
+    it.
+    """
     from torch._inductor.exc import InductorError
 
     try:
@@ -172,7 +182,7 @@ def compiles(steps: dict[str, Callable[[], None]]) -> bool:
 
 
 def timed(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[float]]:
-    """Measure the milliseconds of each step; they take turns, after one warm-up."""
+    """Return {name: milliseconds of each repeat} for functions in `steps`; they take turns, after one warm-up."""
     # one thread: its own time, which work beside it does not lengthen
     clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     found: dict[str, list[float]] = {name: [] for name in steps}
@@ -190,7 +200,7 @@ def timed(steps: dict[str, Callable[[], None]], repeats: int) -> dict[str, list[
 
 
 def shares(step: Callable[[], None]) -> tuple[float, str]:
-    """Return the share of matrix products in a scheduled step, and the operations that take most of the rest."""
+    """Return (share of time in matrix products, other operations that take most time, as text) of one scheduled step."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -204,7 +214,7 @@ def shares(step: Callable[[], None]) -> tuple[float, str]:
 
 
 def peak(case: Case, dtype_name: str, ours: bool) -> int:
-    """Peak anonymous bytes of two steps, the model itself included."""
+    """Return the peak growth of anonymous memory, in bytes, of building a model and two steps."""
     from slapo_zoo.weights.ledger import AnonymousPeak
 
     dtype = getattr(torch, dtype_name)
@@ -217,7 +227,7 @@ def peak(case: Case, dtype_name: str, ours: bool) -> int:
 
 
 def measure(name: str, case: Case, dtype_name: str, compile: bool, repeats: int) -> dict[str, Any]:
-    """One row."""
+    """Return the table row of a case in a dtype; `compile`: also try torch.compile."""
     dtype = getattr(torch, dtype_name)
     torch._dynamo.reset()
     steps = alternatives(case, dtype, compile)
@@ -243,7 +253,7 @@ def measure(name: str, case: Case, dtype_name: str, compile: bool, repeats: int)
 
 
 def keep(title: str, rows: list[dict[str, Any]]) -> None:
-    """Write rows into the file of the device; older rows of the same model and dtype are replaced."""
+    """Write rows of the table `title` into the file of this device, in place of rows of the same model and dtype."""
     rows = [{k: v for k, v in row.items() if k != "beyond"} for row in rows]
     file = MEASURED / f"{slug('cpu')}.json"
     content: dict[str, Any] = (
@@ -262,14 +272,17 @@ def keep(title: str, rows: list[dict[str, Any]]) -> None:
 
 
 def tiny(case: Case) -> Case:
-    """For --quick: does it run at all?"""
+    """Return the case with two rows of at most 32 tokens, for --quick."""
     from dataclasses import replace
 
     return replace(case, tokens=min(case.tokens, 32), rows=2)
 
 
 def memory_rows(chosen: dict[str, Case]) -> list[dict[str, Any]]:
-    """Peaks of the language models, B=8 S=512, each in a process of its own."""
+    """Return a row per language model: peak memory of ours and of the plain model, with 8 rows of 512 tokens.
+
+    Each peak is measured in a process of its own.
+    """
     from dataclasses import replace
 
     from benchmarks.ranks import on_ranks
@@ -288,13 +301,13 @@ def memory_rows(chosen: dict[str, Case]) -> list[dict[str, Any]]:
 
 
 def _dtypes(name: str, wanted: Sequence[str]) -> list[str]:
-    """Return the dtypes that words "NAME" or "NAME:dtype" request of a model."""
+    """Return the dtypes in which a model is to run, by the words "NAME" or "NAME:dtype" of `--only`."""
     found = [word.partition(":")[2] for word in wanted if name.startswith(word.partition(":")[0])]
     return [d for d in ("float32", "bfloat16") if d in found or "" in found]
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """The rows of the chosen models, in both dtypes."""
+    """Measure the models that `--only` chooses, in both dtypes; return the table of steps, or that of memory."""
     wanted = ONLY.removeprefix("memory ").removesuffix(" eager").split(",")
     chosen = {name: case for name, case in CASES.items() if _dtypes(name, wanted)}
     if quick:

@@ -1,4 +1,4 @@
-"""Memory of `stream_weights` beyond the model, and a check of its bytes against those of a save."""
+"""Memory of `stream_weights` beyond the model, and a check that its bytes equal those of the saved files."""
 
 import hashlib
 import tempfile
@@ -12,7 +12,13 @@ BESIDE = 64 * MIB  # bytes that a rank may hold beyond one bucket
 
 
 def streamed(config: Any, buckets: tuple[int, ...], folder: str) -> Any:
-    """Return (memory growth of this rank, seconds) per bucket, and True where each tensor equals that of the files."""
+    """Save a model, then stream its weights with each bucket size of `buckets`, in bytes.
+
+    Returns:
+        ((growth of this rank's memory, seconds) per bucket, whether all tensors equal those in the files); the
+            second
+        is None on ranks other than 0.
+    """
     from safetensors import safe_open
 
     from slapo_zoo import AutoScheduledModel
@@ -44,7 +50,7 @@ def _digest(tensor: Any) -> str:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """A row per size of the bucket, for the rank that held most."""
+    """Return a table row per bucket size, with the memory of the rank that held most."""
     from benchmarks.checkpoints import gpt2_1b
 
     config = gpt2_1b(quick)

@@ -1,4 +1,4 @@
-"""A picture of the tuner's surface, and of searches on it: docs/benchmarks/tuner.png.
+"""Picture of throughput over the tuning space, and of searches on it: docs/benchmarks/tuner.png.
 
 The points are those that `bench tune` measured on one CPU (tune_cpu.json); nothing is measured here.
 """
@@ -21,7 +21,7 @@ PLANE = {"threads": 2, "attention": "sdpa", "kernels": ""}
 
 
 def trials(points: list[dict[str, Any]], name: str, start: int) -> list[dict[str, Any]]:
-    """Return the configurations that a search tries, in its order, from one seed."""
+    """Return the configurations that the strategy `name` tries, in its order, beginning at configuration `start`."""
     grid = Grid([{n: point[n] for n in SYMBOLS} for point in points])
 
     def known(point: dict[str, Any], steps: int) -> Outcome:
@@ -35,7 +35,7 @@ def trials(points: list[dict[str, Any]], name: str, start: int) -> list[dict[str
 
 
 def best_so_far(points: list[dict[str, Any]], name: str, starts: range) -> list[float]:
-    """Share of the best throughput after each evaluation: the median over the starts."""
+    """Return the best throughput after each evaluation, as a share of the maximum: the median over `starts`."""
     most = max(point["rows_per_s"] for point in points)
     runs = []
     for start in starts:
@@ -46,7 +46,7 @@ def best_so_far(points: list[dict[str, Any]], name: str, starts: range) -> list[
 
 
 def draw(points: list[dict[str, Any]], curves: dict[str, list[float]]) -> None:
-    """Draw one plane of the surface on the left, and the progress of the searches on the right."""
+    """Draw a slice of the measured space on the left, and the progress of each strategy (`curves`) on the right."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -73,7 +73,7 @@ def draw(points: list[dict[str, Any]], curves: dict[str, list[float]]) -> None:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Measure the best result of each strategy after 5, 10 and 20 evaluations; draw it, unless `quick`."""
+    """Return a row per strategy: the best result after 5, 10 and 20 evaluations; draw the picture, unless `quick`."""
     points = json.loads(DATA.read_text(encoding="utf-8"))["points"]
     starts = range(0, len(points), 24 if quick else 4)
     curves = {name: best_so_far(points, name, starts) for name in STRATEGIES}

@@ -1,8 +1,8 @@
-"""Tuning space on this CPU: every configuration is measured once, then searches look for the best of them.
+"""Quality of the tuner's searches on a space whose configurations have all been measured on this CPU.
 
-Threads, rows, recomputation, attention and a kernel for a small GPT-2: 96 points. The points are kept in
-ci/benchmarks/tune_cpu.json with the machine that measured them (`--measure` is `measure()` below); a search
-reads them instead of measuring, so strategies can be compared on equal terms.
+The space is threads, rows, recomputation, attention and a kernel for a small GPT-2: 96 configurations. Their times
+are stored in ci/benchmarks/tune_cpu.json, which is measured anew if it is missing. Searches read the times instead of
+measuring, so strategies can be compared on equal terms.
 """
 
 import itertools
@@ -31,7 +31,9 @@ SHARE, NEAR = 0.15, 0.97
 
 
 def measure() -> dict[str, Any]:
-    """Measure every configuration: the fastest step of several rounds, since other work only adds time."""
+    """Measure every configuration in several rounds, and return the content of tune_cpu.json; the fastest round
+    counts.
+    """
     from bench import machine
 
     rounds = [one_round() for _ in range(1 + ROUNDS)][1:]  # the first finds a cold machine
@@ -40,7 +42,7 @@ def measure() -> dict[str, Any]:
 
 
 def one_round() -> list[dict[str, Any]]:
-    """Measure every configuration once."""
+    """Measure every configuration once; return a dict per configuration, with its "rows_per_s"."""
     import torch
 
     from slapo_zoo.tune.trial import Job, _batch, build, timed_steps
@@ -62,7 +64,11 @@ def one_round() -> list[dict[str, Any]]:
 
 
 def search(points: list[dict[str, Any]], name: str, start: int, seed: int) -> tuple[float, int]:
-    """Return (share of the best throughput that a search reaches within SHARE of the configurations, evaluations)."""
+    """Run the strategy `name` for SHARE of the configurations, from configuration `start`; return what it reaches.
+
+    Returns:
+        (share of the best throughput, number of evaluations)
+    """
     grid = Grid([{n: point[n] for n in SYMBOLS} for point in points])
     rates = [point["rows_per_s"] for point in points]
 
@@ -80,7 +86,7 @@ def search(points: list[dict[str, Any]], name: str, start: int, seed: int) -> tu
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Run each strategy from many seeds on the stored measurements."""
+    """Run each strategy from many starts on the stored measurements; return the table."""
     if not DATA.exists():
         begin = time.perf_counter()
         found = measure()

@@ -1,9 +1,8 @@
-"""Load and save of a 1B Llama beside transformers' own tensor parallelism; a plan for 1024 ranks.
+"""Load and save of a 1B Llama, against transformers' own tensor parallelism; a load forecast for 1024 ranks.
 
-Floors: `readinto` of as many bytes into fresh memory on as many processes; one sequential write of
-the same bytes with fsync. All free memory is written to once before. Times are the best of all
-repeats, since other work only adds to them; on a machine that does other work, the ratios of CPU
-time say more than those of wall time.
+Floors: `readinto` of as many bytes into fresh memory on as many processes; one sequential write of the same bytes
+with fsync. All free memory is written to once before. Times are the best of all repeats, since other work only adds
+to them; on a busy machine the ratios of CPU time are more reliable than those of wall time.
 """
 
 import functools
@@ -30,14 +29,14 @@ CHUNK = 16 << 20
 
 
 def ours(folder: Path, tp: int, pp: int, map_weights: bool = True) -> Any:
-    """The scheduled model of this rank."""
+    """Load this rank's part of the model with slapo_zoo."""
     from slapo_zoo import AutoScheduledModel
 
     return AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, map_weights=map_weights)
 
 
 def theirs(folder: Path, tp: int, pp: int) -> Any:
-    """The model of this rank as transformers divides it."""
+    """Load this rank's part of the model with transformers' tensor parallelism."""
     from transformers import AutoModelForCausalLM, logging
     from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -47,10 +46,11 @@ def theirs(folder: Path, tp: int, pp: int) -> Any:
 
 
 def measure_load(kind: str, folder: Path, tp: int, pp: int) -> dict[str, Any]:
-    """Measure the memory growth of the first load, the best times of all, and the plain read of as many bytes.
+    """Load a model with slapo_zoo (`kind` "ours") or transformers ("theirs") REPEATS times; return this rank's
+    figures.
 
-    Both leave in the mapped file what lies there in one piece, and pay when training begins: so a
-    second time has the model in training mode and every weight written once, as an optimizer does.
+    These are the memory growth of the first load, the best times, and the time of a plain read of as many bytes. Both
+    libraries may map weights from the file and read them later, so a second time includes a write to every weight.
     """
     found: dict[str, Any] = {}
     load = functools.partial(ours if kind == "ours" else theirs, folder, tp, pp)
@@ -79,7 +79,7 @@ def measure_load(kind: str, folder: Path, tp: int, pp: int) -> dict[str, Any]:
 
 
 def best_of(rounds: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Return the shortest of every time and the most memory, for each rank."""
+    """Return, for each rank, the least of every time and the most memory over all `rounds` of results."""
     found = [{key: min(r[rank][key] for r in rounds) for key in rounds[0][rank]}
              for rank in range(len(rounds[0]) if rounds else 0)]  # fmt: skip
     for rank, figures in enumerate(found):
@@ -95,7 +95,11 @@ def write_once(model: Any) -> None:
 
 
 def load_row(name: str, mine: list[dict[str, Any]], peer: list[dict[str, Any]]) -> dict[str, Any]:
-    """One layout: the worst rank in every figure."""
+    """Return the table row of a layout, from results by rank of slapo_zoo (`mine`) and transformers (`peer`, may be
+    []).
+
+    Every figure is that of the worst rank.
+    """
 
     def worst(key: str, ranks: list[dict[str, Any]] = mine) -> Any:
         return max(r[key] for r in ranks)
@@ -127,7 +131,7 @@ def load_row(name: str, mine: list[dict[str, Any]], peer: list[dict[str, Any]]) 
 
 
 def measure_save(kind: str, folder: Path, out: Path, tp: int, pp: int) -> dict[str, Any]:
-    """Growth over the resident model, and the best time, of saving to a new folder."""
+    """Save a loaded model ROUNDS times; return its memory growth and the best seconds on this rank."""
     model = (ours if kind == "ours" else theirs)(folder, tp, pp)
     write_once(model)
     found: dict[str, Any] = {}
@@ -144,7 +148,7 @@ def measure_save(kind: str, folder: Path, out: Path, tp: int, pp: int) -> dict[s
 
 
 def write_floor(out: Path, size: int) -> float:
-    """Seconds to write so many bytes one after the other, and force them onto the disk."""
+    """Return the least seconds to write `size` bytes sequentially to a file in `out`, with fsync."""
     block, best = os.urandom(CHUNK), float("inf")
     for _ in range(ROUNDS):
         begin, left = time.perf_counter(), size
@@ -158,7 +162,7 @@ def write_floor(out: Path, size: int) -> float:
 
 
 def save_row(folder: Path, out: Path, size: int, largest: int) -> dict[str, Any]:
-    """Save from tp=2 x pp=2, beside the floor and transformers from tp=2."""
+    """Return the table row of saving from tp=2 x pp=2, against a plain write and against transformers from tp=2."""
     mine = ranks.on_ranks(measure_save, 4, "ours", folder, out, 2, 2)
     floor = write_floor(out, size)
     peer = ranks.on_ranks(measure_save, 2, "theirs", folder, out, 2, 1)
@@ -179,7 +183,7 @@ def save_row(folder: Path, out: Path, size: int, largest: int) -> dict[str, Any]
 
 
 def plan_rows(folder: Path) -> list[dict[str, Any]]:
-    """Plan a sparse 70B on meshes of growing size, in a process of its own."""
+    """Return a row for each mesh: seconds and memory of the load forecast for a sparse 70B checkpoint."""
     from slapo_zoo.zoo.load_forecast import plan_weights
 
     config, rows = checkpoints.llama_70b(), []
@@ -204,7 +208,7 @@ def plan_rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """Load, save and plan."""
+    """Return the tables of loads, saves and load forecasts."""
     if importlib.util.find_spec("accelerate") is None:
         sys.exit('transformers divides models only beside accelerate: pip install -e ".[trainer]"')
     config = checkpoints.llama_1b(quick)

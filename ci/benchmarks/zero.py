@@ -1,7 +1,7 @@
-"""A training step of dp_shard=2 beside torch's FSDP2 on the plain model: bytes that a rank sends, and time.
+"""A training step of dp_shard=2 against torch's FSDP2 on the plain model: bytes that a rank sends, and time.
 
-Bytes are counted from the collectives as torch's dispatcher sees them, for a ring: of n ranks a gather sends
-(n - 1) / n of what it makes, a sum of parts as much of what it takes, a sum twice that.
+Bytes are counted from the collectives that torch's dispatcher sees, as a ring of n ranks sends them: an all-gather (n
+- 1) / n of its output, a reduce-scatter (n - 1) / n of its input, an all-reduce twice that.
 """
 
 import time
@@ -19,7 +19,7 @@ SHARES = {"_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0, "allreduce_": 2
 
 
 class Sent(TorchDispatchMode):
-    """Counter of the bytes that a rank sends in collectives of RANKS ranks."""
+    """Mode that counts in `bytes` what a rank sends in collectives over RANKS ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Sent(TorchDispatchMode):
 
 
 def config_of(width: int, blocks: int) -> Any:
-    """A GPT-2 without dropout."""
+    """Return the config of a GPT-2 without dropout; `width` is its hidden size."""
     from transformers import GPT2Config
 
     drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
@@ -54,7 +54,7 @@ def _ours(config: Any, precision: str) -> tuple[nn.Module, Any]:
 
 
 def plain(config: Any) -> Any:
-    """The model of transformers."""
+    """Return the model of `transformers`, with random weights, in training mode."""
     from transformers import GPT2LMHeadModel
 
     return GPT2LMHeadModel(config).train()
@@ -73,7 +73,7 @@ def _fsdp2(config: Any, precision: str) -> tuple[nn.Module, Any]:
 
 
 def measured(width: int, blocks: int, precision: str, rounds: int) -> dict[str, tuple[float, list]]:
-    """Measure both libraries: bytes sent in a step, and seconds of steps that take turns."""
+    """Return {"ours" and "FSDP2": (bytes that this rank sends in a step, seconds of each round's step)}."""
     config = config_of(width, blocks)
     sides = {"ours": _ours(config, precision), "FSDP2": _fsdp2(config, precision)}
     ids = torch.randint(4096, (4, 128))
@@ -97,7 +97,7 @@ def measured(width: int, blocks: int, precision: str, rounds: int) -> dict[str, 
 
 
 def run(quick: bool) -> dict[str, list[dict[str, Any]]]:
-    """One row per precision."""
+    """Return a table row per precision."""
     width, blocks, rounds = (64, 4, 2) if quick else (512, 8, 15)
     rows = []
     for precision in ("fp32", "bf16"):

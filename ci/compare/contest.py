@@ -1,6 +1,6 @@
-"""Contenders in processes of their own that take turns: A, B, C, A, B, C, ...
+"""Runs of several libraries ("contenders"), each in processes of its own, that take turns: A, B, C, A, B, C, ...
 
-Slow phases of the machine then affect all of them. A contender that waits its turn computes nothing.
+Slow phases of the machine then affect all of them. A contender that waits for its turn computes nothing.
 """
 
 import gc
@@ -34,7 +34,7 @@ CHECKED_STEPS = 3  # whose losses are compared; the first two are not timed
 
 
 class Team:
-    """The ranks of one contender."""
+    """The processes (ranks) of one contender, with their results; `failure` says why it failed, or ""."""
 
     def __init__(self, name: str, work: Work) -> None:
         self.name, self.failure = name, ""
@@ -50,26 +50,26 @@ class Team:
         ]
 
     def meet(self) -> None:
-        """Make the store through which the ranks find each other; call it after all forks."""
+        """Make the store through which the ranks form a process group; call this after all forks."""
         self._store: Any = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # pyright: ignore[reportPrivateImportUsage]
         self._ask(self._store.port)
 
     def begin(self) -> None:
-        """Load and take the first steps."""
+        """Let the ranks load the model and run the first steps; record time, memory and losses."""
         found = self._ask("begin")
         if found:
             self.losses += found[0]["losses"]
             self.start = {name: most(rank[name] for rank in found) for name in found[0] if name != "losses"}  # fmt: skip
 
     def step(self) -> None:
-        """One timed step."""
+        """Let the ranks run one step; record the slowest rank's seconds, and the loss."""
         found = self._ask("step")
         if found:
             self.seconds.append(max(rank[0] for rank in found))
             self.losses.append(found[0][1])
 
     def save(self) -> None:
-        """Time one save, into a folder that is removed afterwards; a contender that cannot save keeps its step times."""
+        """Time one save to a temporary folder; a contender that cannot save keeps its step times."""
         if self.failure:
             return
         with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ class Team:
         self.failure = ""
 
     def _ask(self, what: Any) -> list[Any]:
-        """Return every rank's answer; an empty list after a failure."""
+        """Send a command to every rank and return their answers; [] if the contender has failed."""
         if self.failure:
             return []
         found = []
@@ -98,22 +98,22 @@ class Team:
         return found
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the processes of the contender."""
         stop(self._ranks)
         self._ranks = []
 
 
 def most(values: Iterable[Any]) -> Any:
-    """The largest; None where one is unknown."""
+    """Return the largest of `values`; None if one of them is None."""
     found = list(values)
     return None if None in found else max(found)
 
 
 def compete(names: Sequence[str], work: Work, rounds: int) -> list[Team]:
-    """Let the contenders load one by one, then take turns for so many rounds of one step.
+    """Let the contenders load the model, run `rounds` steps and save, taking turns; return their teams.
 
     Raises:
-        RankError: the first of them, which the others are compared with, failed.
+        RankError: one of the first two contenders failed, with which all others are compared.
     """
     torch.set_num_threads(1)  # OpenMP's threads would not survive the forks
     _import_all()
@@ -152,7 +152,7 @@ def _import_all() -> None:
 
 
 def _serve(pipe: Any, rank: int, size: int, threads: int, name: str, work: Work) -> None:
-    """Run a rank: answer commands until its pipe closes."""
+    """Run one rank of the contender `name`: answer commands until the pipe closes."""
     prepare_rank(threads)
     contender: Any = None
     with suppress(EOFError):
@@ -220,7 +220,7 @@ def _begin(cls: type[Contender], work: Work) -> tuple[Contender, dict[str, Any]]
 
 
 def _save(contender: Contender, folder: str) -> float | None:
-    """Seconds until all ranks are through."""
+    """Return the seconds until all ranks have saved; None if the library has no single call for it."""
     _barrier()
     begin = time.perf_counter()
     done = contender.save(folder)

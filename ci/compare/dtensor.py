@@ -1,4 +1,4 @@
-"""Hand-written DTensor plans that shard the same weights as the tables of the zoo, vocabulary and loss included.
+"""Hand-written DTensor plans that shard the same weights as the zoo's schedules, vocabulary and loss included.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
@@ -47,7 +47,7 @@ PLANS: dict[str, dict[str, str]] = {
 
 
 def divide(model: Any, tp: int) -> Any:
-    """Replace the model's parameters by DTensors, in place."""
+    """Replace a model's parameters by DTensors sharded over `tp` ranks, in place; return the model."""
     kind = model.config.model_type
     if kind == "gpt2":
         _use_linear(model, tp)
@@ -65,7 +65,7 @@ def divide(model: Any, tp: int) -> Any:
 
 
 def loss_and_backward(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Forward and backward with a loss over the sharded vocabulary."""
+    """Run forward and backward with a loss over the sharded vocabulary; return the loss."""
     labels = batch["labels"]
     if model.config.model_type != "bert":  # the next token
         labels = functional.pad(labels[:, 1:], (0, 1), value=-100)
@@ -77,7 +77,9 @@ def loss_and_backward(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _use_linear(model: Any, tp: int) -> None:
-    """GPT-2's Conv1D as Linear, which DTensor's styles know; query, key and value by rank."""
+    """Replace GPT-2's Conv1D by Linear, which DTensor supports; q, k and v are reordered so that a rank's columns are
+    adjacent.
+    """
     for block in model.transformer.h:
         attention, mlp = block.attn, block.mlp
         attention.c_attn = _linear(attention.c_attn, by_rank=tp)
@@ -87,7 +89,9 @@ def _use_linear(model: Any, tp: int) -> None:
 
 
 def _linear(conv: Any, by_rank: int = 0) -> nn.Linear:
-    """A Linear of the same weights [out, in]; with `by_rank` the three parts side by side per rank."""
+    """Return a Linear with the weights of a Conv1D; `by_rank` ranks: q, k and v of each rank are made adjacent (0:
+    not).
+    """
     weight, bias = conv.weight.detach().T, conv.bias.detach()
     if by_rank:
         order = torch.arange(len(bias)).view(3, by_rank, -1).transpose(0, 1).flatten()

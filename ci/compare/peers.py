@@ -1,6 +1,6 @@
-"""Libraries to compare with: each is a class with a load, one training step, and its gradients.
+"""Libraries to compare with, each a class that loads a model, runs training steps, and reports its gradients.
 
-A contender lives in processes of its own; nothing here is imported before they are started.
+Each runs in processes of its own; no library is imported before they are started.
 """
 
 import math
@@ -25,7 +25,7 @@ BERT_BLOCKS = {
 
 
 class Contender:
-    """Plain `transformers` in one process; the others differ from it in how they load and step."""
+    """Plain `transformers` in one process; subclasses load the model or run the step with another library."""
 
     name = "transformers"
     divides = False  # over tp ranks; else one process with as many threads
@@ -42,15 +42,15 @@ class Contender:
         self.optimizer: Any = self.make_optimizer()
 
     def load(self) -> Any:
-        """The model from its files."""
+        """Return the model, loaded from the checkpoint."""
         return plain(self.work.folder)
 
     def make_optimizer(self) -> Any:
-        """Return the optimizer, the same for every contender."""
+        """Return the optimizer, the same for every contender; None if the library steps its own."""
         return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
     def gradients(self) -> Tensor:
-        """Forward and backward; the loss."""
+        """Run forward and backward, and return the loss."""
         loss = self.model(**self.batch).loss
         loss.backward()
         return loss.detach()
@@ -69,7 +69,7 @@ class Contender:
         self.optimizer.zero_grad()
 
     def norm(self) -> float:
-        """Return the norm of all gradients, in whichever way they are sharded."""
+        """Return the global norm of all gradients, however they are sharded."""
         whole = dict(_plain_shapes(self.work.folder))
         total = 0.0
         for name, parameter in self.model.named_parameters():
@@ -85,17 +85,17 @@ class Contender:
         return math.sqrt(total)
 
     def save(self, folder: str) -> bool:
-        """Write a checkpoint that plain `transformers` loads; return False where the library has no single call for it."""
+        """Write a checkpoint that plain `transformers` loads; return False if the library has no single call for it."""
         self.model.save_pretrained(folder)
         return True
 
     def bytes_read(self) -> int | None:
-        """Return the bytes of the checkpoint that this rank read; None where the library does not count them."""
+        """Return the bytes of the checkpoint that this rank read; None if the library does not count them."""
         return None
 
     @staticmethod
     def plan_lines(config: Any) -> int:
-        """Entries of a plan that a person writes for a family."""
+        """Return the number of plan entries that a user must write for a family."""
         return 0
 
     def parameter_bytes(self) -> int:
@@ -105,7 +105,7 @@ class Contender:
 
 
 def plain(folder: str, **options: Any) -> Any:
-    """The checkpoint's own class of `transformers`."""
+    """Load a checkpoint as the class of `transformers` that its config names; `options` go to from_pretrained."""
     import transformers
 
     config: Any = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -123,7 +123,7 @@ def _plain_shapes(folder: str) -> list[tuple[str, torch.Size]]:
 
 
 class Ours(Contender):
-    """slapo_zoo."""
+    """slapo_zoo with tensor parallelism."""
 
     name = "slapo_zoo"
     divides = True
@@ -146,14 +146,14 @@ class Ours(Contender):
 
 
 class OursAlone(Ours):
-    """slapo_zoo with tp=1: what the schedule itself costs."""
+    """slapo_zoo with tp=1, to see the cost of the schedule itself."""
 
     name = "slapo_zoo tp=1"
     divides = False
 
 
 class TransformersTP(Contender):
-    """The tensor parallelism of `transformers`; for BERT with a plan written by hand."""
+    """Tensor parallelism of `transformers`; BERT has a plan written by hand."""
 
     name = "transformers tp"
     divides = True
@@ -181,7 +181,7 @@ class TransformersTP(Contender):
 
 
 class DTensor(Contender):
-    """torch's `parallelize_module` with a hand-written plan that shards the same weights as slapo_zoo."""
+    """`parallelize_module` of torch, with a hand-written plan that shards the same weights as slapo_zoo."""
 
     name = "DTensor"
     divides = True
@@ -215,7 +215,7 @@ class DTensor(Contender):
 
 
 class DeepSpeed(Contender):
-    """AutoTP of DeepSpeed, without its default clipping."""
+    """AutoTP of DeepSpeed, without its default gradient clipping."""
 
     name = "DeepSpeed AutoTP"
     divides = True
@@ -260,7 +260,7 @@ class DeepSpeed(Contender):
 
 
 class Compiled(Contender):
-    """Plain `transformers`, the whole model compiled."""
+    """Plain `transformers` with the whole model under torch.compile."""
 
     name = "torch.compile"
 
@@ -276,7 +276,7 @@ class Compiled(Contender):
 
 
 class _DividesRows(Contender):
-    """Data parallelism: every rank has its rows of the batch; gradients and losses are averaged."""
+    """Base class of data-parallel contenders: each rank has some rows; gradients and losses are averaged."""
 
     divides = True
 
@@ -290,12 +290,12 @@ class _DividesRows(Contender):
         return mean / dist.get_world_size()
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients, averaged over the ranks."""
+        """Run the backward; the library averages the gradients over the ranks."""
         loss.backward()
 
 
 class FSDP2(_DividesRows):
-    """torch's `fully_shard` of each block and of the rest."""
+    """FSDP2: torch's `fully_shard` of each block and of the rest."""
 
     name = "FSDP2"
 
@@ -320,7 +320,7 @@ class FSDP2(_DividesRows):
 
 
 class Accelerate(_DividesRows):
-    """`Accelerator.prepare`: DistributedDataParallel."""
+    """Accelerate: DistributedDataParallel by `Accelerator.prepare`."""
 
     name = "Accelerate"
 

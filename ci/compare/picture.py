@@ -1,4 +1,4 @@
-"""The picture of a comparison: step time and parameter bytes per rank."""
+"""Picture of a comparison: step time and parameter bytes per rank."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +9,7 @@ PANELS = {"p50 ms": "step, ms (p20 to p80)", "parameters MiB": "parameters per r
 
 
 def draw(results: Mapping[str, Mapping[str, Any]], path: Path) -> None:
-    """Bars of every contender, a row of panels per result; needs matplotlib."""
+    """Draw bars of every contender, one row of panels per result, into the file `path`; matplotlib is needed."""
     from matplotlib.figure import Figure
 
     shown = {name: result["speed"] for name, result in results.items() if result["speed"]}

@@ -1,4 +1,4 @@
-"""A side-by-side comparison of one checkpoint, and its files: JSON, Markdown, PNG."""
+"""Comparison of libraries on one checkpoint, and its files: JSON, Markdown, PNG."""
 
 import json
 import os
@@ -19,10 +19,13 @@ UNMEASURED = ("GPU", "Liger")
 
 
 def side_by_side(work: Work, rounds: int) -> dict[str, Any]:
-    """Ours, plain `transformers` and the peers that know the family, on one checkpoint; on the CPU.
+    """Compare slapo_zoo, plain `transformers` and other libraries that support the family, on the CPU.
+
+    `rounds` is the number of timed steps of each.
 
     Returns:
-        `green`, `parity`, `speed` (empty without parity) and `work`.
+        {"green": whether slapo_zoo computed the plain model's losses, "parity": table, "speed": table (empty if
+        not green), "work": facts of the run}
     """
     from transformers import AutoConfig
 
@@ -36,7 +39,7 @@ def side_by_side(work: Work, rounds: int) -> dict[str, Any]:
 
 
 def surroundings() -> dict[str, Any]:
-    """Return what the measured numbers depend on: device, threads and versions."""
+    """Return the hardware and software that the figures depend on."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cores": os.cpu_count(), "processor": _processor(), "memory_gib": round(memory / 2**30, 1),
@@ -62,12 +65,12 @@ def _processor() -> str:
 def write_report(
     results: Mapping[str, Mapping[str, Any]], folder: Path, command: str
 ) -> list[Path]:
-    """Write side.json, side.md and (with matplotlib) side.png; the files written.
+    """Write side.json, side.md and (with matplotlib) side.png; return their paths.
 
     Args:
-        results: of `side_by_side`, by name.
-        folder: made if it is not there.
-        command: with which the figures are made again.
+        results: title --> result of `side_by_side`.
+        folder: folder of the files; it is created if missing.
+        command: command that makes the figures again, for the report.
     """
     folder.mkdir(parents=True, exist_ok=True)
     around = surroundings()

@@ -1,4 +1,4 @@
-"""Models of well-known widths with new weights, for comparisons without a download."""
+"""Models of well-known widths with random weights, for comparisons without a download."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,14 +9,14 @@ MASKED = 0.15  # share of masked tokens
 
 @dataclass(frozen=True)
 class Work:
-    """Work of every compared library: the same checkpoint, batch and optimizer.
+    """Task of every compared library: the same checkpoint and batch.
 
     Args:
-        folder: of the checkpoint.
-        batch_size: rows.
+        folder: folder of the checkpoint.
+        batch_size: rows of the batch.
         seq_len: tokens of a row.
-        tp: ranks of the contenders that divide the model, and threads of those that do not.
-        seed: of weights and tokens.
+        tp: ranks of the contenders that shard model or batch, and threads of the others.
+        seed: seed of weights and tokens.
     """
 
     folder: str
@@ -26,7 +26,9 @@ class Work:
     seed: int = 0
 
     def batch(self, config: Any) -> dict[str, Any]:
-        """Random tokens [batch, tokens], which are the labels too; of a masked model 15 % of them."""
+        """Return random tokens [batch_size, seq_len] with labels: all tokens, or 15 % of them for a masked-language
+        model.
+        """
         import torch
 
         generator = torch.Generator().manual_seed(self.seed)
@@ -39,11 +41,11 @@ class Work:
 
 
 def shape(name: str, quick: bool) -> Any:
-    """A config with the widths of a known model and fewer layers, without dropout.
+    """Return a config with the widths of a known model and 4 layers, without dropout.
 
     Args:
-        name: bert, gpt2 or llama.
-        quick: tiny widths: does it run at all?
+        name: "bert", "gpt2" or "llama".
+        quick: take tiny widths, to see whether the comparison runs at all.
     """
     import transformers
 
@@ -77,7 +79,7 @@ def _tiny(config: Any) -> Any:
 
 
 def write(config: Any, folder: Path, seed: int) -> None:
-    """New weights from a seed, saved by plain `transformers`."""
+    """Write a checkpoint with random weights from `seed`, saved by plain `transformers`."""
     import torch
     import transformers
 

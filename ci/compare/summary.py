@@ -1,4 +1,4 @@
-"""Results of a comparison as rows of numbers: no speed without equal losses in the same run."""
+"""Tables of a comparison; a library whose losses differ from the plain model's gets no speed."""
 
 import math
 import statistics
@@ -14,12 +14,14 @@ MIB = 2**20
 
 
 def summarize(teams: Sequence[Team], work: Work, refused: dict[str, str]) -> dict[str, Any]:
-    """Return two tables, `parity` and `speed`; `speed` is empty unless slapo_zoo computed the plain model's losses.
+    """Return {"green", "parity", "speed"}: whether ours computed the plain model's losses, and two tables.
+
+    `speed` has the contenders whose losses are the plain model's; it is empty unless `green`.
 
     Args:
-        teams: ours first, then plain `transformers`.
-        work: of all of them.
-        refused: contenders that do not know the family, and why.
+        teams: finished teams: ours first, then plain `transformers`.
+        work: checkpoint, batch and ranks of all of them.
+        refused: contender --> why it cannot train the family.
     """
     ours, plain = teams[0], teams[1]
     parity = [_parity(team, plain) for team in teams]
@@ -52,7 +54,9 @@ def _apart(found: float, expected: float) -> float:
 
 
 def _speed(team: Team, ours: Team, work: Work) -> dict[str, Any]:
-    """Return the table of speeds: milliseconds are percentiles over the rounds, ratios are medians over the rounds."""
+    """Return the table row of a contender: milliseconds are percentiles over the rounds, ratios to `ours` are
+    medians.
+    """
     p20, p50, p80 = (percentile(team.seconds, share) for share in (0.2, 0.5, 0.8))
     rounds = [a / b for a, b in zip(team.seconds, ours.seconds, strict=True)]
     return {
@@ -73,7 +77,7 @@ def _speed(team: Team, ours: Team, work: Work) -> dict[str, Any]:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return a percentile of the values, by linear interpolation between neighbours."""
+    """Return the percentile `share` (0 to 1) of the values, by linear interpolation between neighbours."""
     ordered = sorted(values)
     place = share * (len(ordered) - 1)
     low = int(place)
@@ -82,7 +86,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
-    """Rows as a Markdown table."""
+    """Return rows as a Markdown table under a title; "" without rows."""
     if not rows:
         return ""
     columns = list(dict.fromkeys(name for row in rows for name in row))
@@ -92,7 +96,7 @@ def markdown(title: str, rows: Sequence[dict[str, Any]]) -> str:
 
 
 def cell(value: Any) -> str:
-    """Format a value for a table."""
+    """Format a value for a table; None becomes "-"."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
