@@ -1,5 +1,6 @@
 """Ranks of a hand-written loop that diverge in weights, gradients or code raise an error."""
 
+import re
 import time
 from contextlib import nullcontext
 from functools import partial
@@ -49,26 +50,32 @@ def test_dp_replica_that_skipped_a_step_raises_at_the_next_backward(by_hand):
     assert "step on all ranks or on none" in caught.value.hint
 
 
-def by_autograd(averages):
+def by_autograd(averages, **layout):
     """Return gradients by torch.autograd.grad, averaged by hand as the error's hint says."""
-    model = made(dp=2)
+    model = made(**layout)
     named = dict(model.named_parameters())
     with model.no_sync() if averages else nullcontext():
         grads = torch.autograd.grad(model(**rows_of(model)).loss, list(named.values()))
     for grad in grads:
-        torch.distributed.all_reduce(grad.div_(2), group=model.mesh.group("dp"))
+        grad.div_(model.mesh.size("loss"))
+        torch.distributed.all_reduce(grad, group=model.mesh.group("loss"))
     model(**rows_of(model)).loss.backward()
     return [(p.grad, grad) for p, grad in zip(named.values(), grads, strict=True)]
 
 
-def test_autograd_grad_over_dp_is_refused():
-    with pytest.raises(MeshError, match="not their average over dp") as caught:
-        emulate(by_autograd, False, mesh=(1, 1, 2))
+LOSS_DIMS = {"dp": {"dp": 2}, "dp+cp": {"cp": 2}}
+
+
+@pytest.mark.parametrize("dims", LOSS_DIMS)
+def test_autograd_grad_over_dp_or_cp_is_refused(dims):
+    with pytest.raises(MeshError, match="not their average over " + re.escape(dims)) as caught:
+        emulate(by_autograd, False, mesh=(1, 1, 2), **LOSS_DIMS[dims])
     assert "no_sync" in caught.value.hint
 
 
-def test_autograd_grad_in_no_sync_averaged_by_hand_equals_plain():
-    for found in emulate(by_autograd, True, mesh=(1, 1, 2)):
+@pytest.mark.parametrize("dims", LOSS_DIMS)
+def test_autograd_grad_in_no_sync_averaged_by_hand_equals_plain(dims):
+    for found in emulate(by_autograd, True, mesh=(1, 1, 2), **LOSS_DIMS[dims]):
         for want, grad in found:
             torch.testing.assert_close(grad, want)
 

@@ -131,7 +131,7 @@ def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
 
 def _unlike(where: str, differ: Sequence[int], first: int) -> MeshError:
     hint = (
-        "feed the same rows to ranks that differ only in tp or pp: choose them by model.mesh.coord('dp'); "
+        "feed the same rows to ranks that differ only in tp, pp or cp: choose them by model.mesh.coord('dp'); "
         "set torch's seed on all ranks or on none; model.input_check_interval = 0 switches this check off"
     )
     problem = f"ranks {list(differ)} were fed another batch than rank {first}"

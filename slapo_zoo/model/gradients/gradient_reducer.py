@@ -24,8 +24,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.once import refuse_graph
 from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS, TIED
 
-_OWN_GRADIENTS = "it returns the gradients of this dp rank's rows, not their average over dp"
-_OWN_HINT = "call backward(); or, within model.no_sync(), average them: all_reduce over model.mesh.group('dp')"
+_OWN_HINT = "call backward(); or, within model.no_sync(), average them: all_reduce over model.mesh.group('loss')"
 
 
 class GradientReducer:
@@ -183,8 +182,9 @@ class GradientReducer:
         """Finish a backward and its all-reduces over dp; return whether the backward stored gradients in `.grad`."""
         self._settle()
         if self.stored is False and not self.in_step:
-            where = "torch.autograd.grad with dp > 1"
-            raise MeshError("backward", where, _OWN_GRADIENTS, _OWN_HINT)
+            dims = self.mesh.named("loss")
+            problem = f"it returns the gradients of this rank's part of the loss, not their average over {dims}"
+            raise MeshError("backward", f"torch.autograd.grad with {dims} > 1", problem, _OWN_HINT)
         if met := bool(self.stored):
             for bucket in self.waiting:  # in the same order on every rank
                 bucket.start()
