@@ -65,7 +65,7 @@ def _forward(module: Any, x: Tensor) -> Tensor:
 
 
 def _conv(conv: Any, x: Tensor) -> Tensor:
-    """Run a convolution; a 1x1 one is computed as a matrix product over channels where that is faster on a CPU."""
+    """Run the module `conv` on x; a 1x1 convolution is computed as a matrix product where that is faster on a CPU."""
     rows = x.permute(0, 2, 3, 1)
     if not _is_product(conv) or not _multiplies_faster(rows, conv.weight):
         return conv(x)
@@ -184,8 +184,8 @@ def _apply(
     var: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the Triton forward on rows [M, C]; return y, and the mean, 1 / std and variance it used:
-    the running statistics `mean` and `var`, or for None those of the rows.
+    """Run the Triton forward on rows [M, C]; return y, and the mean, 1 / std and variance [C] that it normalised with.
+    These are the running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     if not in_triton(x):
         raise NotImplementedError("torch's own BatchNorm runs here")

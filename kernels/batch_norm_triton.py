@@ -138,8 +138,8 @@ def forward(
     var: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernels on rows [M, C]; return y, and the mean, 1 / std and variance used:
-    the running statistics `mean` and `var`, or for None those of the rows.
+    """Launch the forward kernels on rows [M, C]; return y, and the mean, 1 / std and variance [C] used to normalise.
+    These are the running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     M, C = x.shape
@@ -166,8 +166,8 @@ def backward(
     training: bool,
     has_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernels for `dy`, the gradient of `y`; return the gradients of x, weight,
-    bias and residual (empty if none). `mean`, `rstd` (1 / std) and `y` are results of `forward`.
+    """Launch the backward kernels for `dy`, the gradient of `y`; return those of x, weight, bias, residual (or empty).
+    `y`, `mean`, `rstd` (1 / std) come from `forward`; `training`: the statistics are those of the rows.
     """
     dy, x, y, weight = (t.contiguous() for t in (dy, x, y, weight))
     M, C = x.shape

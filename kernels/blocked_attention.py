@@ -23,7 +23,7 @@ LARGEST_HEAD = 128  # columns; larger tiles spill registers
 
 
 class Given(NamedTuple):
-    """Arguments of the attention operators after q, k and v; `attention` describes each of them."""
+    """Arguments of the attention operators after q, k and v, in this order; they are those of `attention`."""
 
     table: Tensor | None
     classes: Tensor | None
@@ -388,7 +388,9 @@ def _first(buffer: Tensor, shape: Any) -> Tensor:
 
 
 def _add_diagonals_(total: Tensor, ds: Tensor, rows: slice, keys: slice, S: int) -> None:
-    """Add ds[:, i, j] to total[:, j - i + S - 1] in place, through a view whose row i is shifted by i."""
+    """Add gradients of scores, ds [H, `rows`, `keys`], to total [H, S + T - 1] at their distances j - i + S - 1, in
+    place.
+    """
     H, n, m = ds.shape
     wide = torch.nn.functional.pad(ds.to(total.dtype).flip(1), (0, n))
     wide = wide.flatten(1)[:, : n * (n + m - 1)]

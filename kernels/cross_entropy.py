@@ -54,7 +54,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def row_blocks(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of rows that fit the cache of a CPU for several passes; on a GPU one slice of all rows."""
+    """Yield slices of the rows of `logits`: each fits the cache of a CPU; on a GPU a single slice has all rows."""
     row = logits.shape[1] * wide_dtype(logits).itemsize
     rows = len(logits) if logits.is_cuda else CACHED // row
     for i in range(0, len(logits), max(rows, 1)):
@@ -163,7 +163,7 @@ def chunk_rows(x: Tensor, columns: int, chunk_bytes: int | None = None) -> int:
     return max(rows // 64 * 64, least)
 
 
-def matmul_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+def to_autocast_dtype(x: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     """Return the tensors cast to autocast's dtype, as F.linear would cast them; unchanged outside of autocast."""
     if not torch.is_autocast_enabled(x.device.type):
         return (x, *others)

@@ -1,4 +1,4 @@
-"""Attention and dropout of `core_attn` with masks made from seeds: no scores in memory, on any device."""
+"""Attention with dropout masks made from seeds, without scores in memory, on any device; `hf.attention` calls it."""
 
 from typing import Any
 

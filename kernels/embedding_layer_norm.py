@@ -69,7 +69,9 @@ def _forward(
     inputs_embeds: Tensor | None = None,
     past_key_values_length: int = 0,
 ) -> Tensor:
-    """Run BertEmbeddings.forward with this kernel; sharded embeddings run as modules instead, to be all-reduced."""
+    """Run BertEmbeddings.forward (same arguments) with this kernel. Embeddings that are sharded over tp run as modules
+    instead, because their output is all-reduced.
+    """
     given: Any = inputs_embeds if input_ids is None else input_ids
     B, S = given.shape[:2]
     if position_ids is None:

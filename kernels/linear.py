@@ -17,7 +17,7 @@ SHAPES = [(7, 24, 10), (5, 33, 16), (64, 16, 1), (0, 8, 4)]
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute the result of the kernel in plain torch operations (torch.nn.Linear)."""
+    """Compute x W^T + b in plain torch operations, as torch.nn.Linear does."""
     return x @ weight.T + bias
 
 

@@ -64,14 +64,14 @@ def lm_loss(
         options: Any = torch.nn.LinearCrossEntropyOptions()
         loss: Any = functional.linear_cross_entropy
         args = {"linear_bias": bias, "ignore_index": ignore_index, "reduction": "sum"}
-        x, weight, args["linear_bias"] = cross_entropy.matmul_dtype(x, weight, bias)
+        x, weight, args["linear_bias"] = cross_entropy.to_autocast_dtype(x, weight, bias)
         return _mean(loss(x, weight, target, options=options, **args), counts, items)
     require_indices(((target >= 0) & (target < V)) | ~counts, "labels", V)
     target = target.masked_fill(~counts, -1)
     if weight is None:
         losses = _row_losses(x, target, label_smoothing, V, group)
         return losses if reduction == "none" else _mean(losses.sum(), counts, items)
-    x, weight, bias = cross_entropy.matmul_dtype(x, weight, bias)
+    x, weight, bias = cross_entropy.to_autocast_dtype(x, weight, bias)
     x = x if summed else collectives.reduce_backward(x, group)
     tensors = [t for t in (x, weight, bias) if t is not None]
     graded = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
@@ -225,8 +225,8 @@ def _one_pass(
     vocab_size: int,
     group: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (sum of losses / divisor, gradients of x, weight, bias) by chunks of `rows` rows; with
-    `graded` False the gradients are empty. One all-gather per chunk if `group` shards the classes.
+    """Return (sum of losses / divisor, gradients of x, weight, bias) in chunks of `rows` rows; see `_mean_loss`. If
+    `group` shards the `vocab_size` classes, each chunk takes an all-gather.
     """
     wide = cross_entropy.wide_dtype(x)
     start, stop = own_columns(vocab_size, group)
@@ -279,8 +279,8 @@ def _plus_product(total: Tensor | None, a: Tensor, b: Tensor, wide: torch.dtype)
 def _loss_and_gradient_(
     logits: Tensor, target: Tensor, smoothing: float, scale: Tensor, vocab_size: int, group: Any
 ) -> tuple[Tensor, Tensor]:
-    """Return (sum of a chunk's losses, the logits overwritten by the gradient of `scale` times it).
-    `smoothing` is the label smoothing, `group` the ranks that shard the classes or None.
+    """Return (sum of a chunk's losses, the logits overwritten by the gradient of `scale` times that sum). `target`
+    [rows] is -1 where ignored, `smoothing` the label smoothing, `group` the ranks that shard the classes, or None.
     """
     counts = target >= 0
     if in_triton(logits) or group is not None:
@@ -300,8 +300,8 @@ def _loss_and_gradient_(
 def _rows_in_cache_(
     logits: Tensor, target: Tensor, counts: Tensor, smoothing: float, scale: Tensor
 ) -> Tensor:
-    """Overwrite logits by the gradient of `scale` times their losses; return the sum of the losses. The rows are few
-    and fit the cache of a CPU; `counts` is False for ignored ones, `smoothing` is the label smoothing.
+    """Overwrite logits by the gradient of `scale` times the sum of their losses; return that sum. The rows must fit the
+    cache of a CPU. `counts` is False for ignored rows, `smoothing` is the label smoothing.
     """
     wide = logits.to(cross_entropy.wide_dtype(logits))
     at = target.clamp(min=0)[:, None]

@@ -74,10 +74,10 @@ def _forward(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run GPTNeoSelfAttention.forward with this kernel; return (output, None).
+    """Run GPTNeoSelfAttention.forward (same arguments) with this kernel; return (output, None).
 
-    The class's own attention runs instead when attention weights are requested, when a cache holds earlier tokens,
-    and for packed sequences.
+    The class's own attention runs instead when attention weights are requested, when a cache holds earlier tokens, and
+    for packed sequences.
     """
     shape = (*hidden_states.shape[:-1], module.num_heads, module.head_dim)
     projections = (module.q_proj, module.k_proj, module.v_proj)

@@ -1,8 +1,7 @@
 """Logits that are computed only when code reads them; the loss of such logits is computed without them.
 
-In training, an LM head whose forward a kernel replaces returns such logits. The unmodified loss code of
-`transformers` runs on
-them: `view(-1, V)`, slices and casts act on the hidden states (rows [..., H]) behind them, and `cross_entropy`
+In training, an LM head whose forward a kernel replaces returns such logits. The unmodified loss code of `transformers`
+runs on them: `view(-1, V)`, slices and casts act on the hidden states (rows [..., H]) behind them, and `cross_entropy`
 becomes a loss of the rows whose target is not ignored. Any other operation computes the logits, once.
 """
 
@@ -153,7 +152,7 @@ class LogitsOnDemand(torch.Tensor):
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return these logits as those of `vocab_size` classes sharded over `group`; unchanged if `group` is None."""
+        """Return these logits as sharded: `vocab_size` classes over the ranks of `group`; unchanged for None."""
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
@@ -298,7 +297,7 @@ class _Deferred(torch.autograd.Function):
 
 
 def _whole(logits: Any, head: Head) -> Tensor:
-    """Return the logits [..., V] of all classes, from this rank's columns or LogitsOnDemand."""
+    """Return the logits [..., V] of all classes as a plain tensor, gathered over the group of `head`."""
     if isinstance(logits, LogitsOnDemand):
         return logits.tensor()
     if not isinstance(logits, VocabLogits):
@@ -338,7 +337,7 @@ def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor 
 
 
 def _is_of_an_engine(_x: Any, hook: Any) -> bool:
-    """Return whether a tensor hook is from FSDP2, DeepSpeed or a similar engine, whose hooks ignore the gradient."""
+    """Return whether a tensor's hook is from FSDP2, DeepSpeed or a similar engine, whose hooks ignore the gradient."""
     return str(getattr(hook, "__module__", "")).startswith(_ENGINES)
 
 
@@ -367,7 +366,7 @@ def _common(
     x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> bool:  # fmt: skip
-    """Return whether a call of cross_entropy has logits [N, V], class indices and a scalar result."""
+    """Return whether `_cross_entropy` supports a call: logits [N, V], class indices, a scalar result."""
     given = weight is None and size_average is None and reduce is None
     return given and reduction != "none" and x.dim() == 2 and target.dtype == torch.int64
 

@@ -12,7 +12,7 @@ SHAPES = [(1, 64), (7, 100), (130, 257), (0, 32), (3, 3)]
 
 
 def reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    """Compute the result of the kernel in plain torch operations (arXiv:1910.07467; modeling_t5.py: T5LayerNorm)."""
+    """Compute x / rms(x) * weight in plain torch operations (arXiv:1910.07467; modeling_t5.py: T5LayerNorm)."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = x * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     if weight.dtype in (torch.float16, torch.bfloat16):

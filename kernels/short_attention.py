@@ -21,7 +21,7 @@ INERT = ("sliding_window", "position_ids", "use_cache", "output_attentions", "ca
 
 
 def reference(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool = False) -> Tensor:
-    """Compute scaled dot-product attention in plain torch operations (Vaswani et al. 2017, arXiv:1706.03762)."""
+    """Compute softmax(scale * q k^T) v, [B, S, H, D], in plain torch operations (Vaswani et al. 2017, arXiv:1706.03762)."""
     scores = (q @ k.transpose(-1, -2)) * scale
     if causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

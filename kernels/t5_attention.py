@@ -94,11 +94,11 @@ def _forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Run T5Attention.forward with this kernel; it returns the bias table as `position_bias` for the next layer.
+    """Run T5Attention.forward (same arguments) with this kernel; return (output, bias table, None).
 
-    The class's own forward, which makes a bias [1, H, S, T], runs for packed sequences, under a compiler, with a
-    cache that holds tokens, and after a layer that returned a bias of this shape. In the last two cases the next
-    layer gets this bias instead of the table.
+    The table, weight [buckets, H], goes to the next layer as `position_bias`. The class's own forward, which makes a
+    bias [1, H, S, T], runs for packed sequences, under a compiler, with a cache that holds tokens, and after a layer
+    that returned a bias of this shape. In the last two cases the next layer gets this bias instead of the table.
     """
     held = past_key_values is not None and past_key_values.get_seq_length(module.layer_idx)
     source = hidden_states if key_value_states is None else key_value_states

@@ -19,8 +19,8 @@ SERVES = ("BertEncoder", "RobertaEncoder", "AlbertTransformer")
 
 
 def reference(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Tensor:
-    """Compute the result of the kernel plainly: run the layers on all tokens; set padding to 0,
-    where `real` [B, S] is False.
+    """Run the layers on all tokens in plain torch operations, and set the result to 0 at padding, where `real` [B, S] is
+    False.
     """
     return layers(x) * real[..., None]
 

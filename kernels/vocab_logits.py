@@ -48,7 +48,7 @@ class VocabLogits(torch.Tensor):
 
     @staticmethod
     def wrap(local: Tensor, vocab_size: int, group: Any) -> Tensor:
-        """Return this rank's columns `local` as VocabLogits; `local` itself when `group` is None."""
+        """Return this rank's columns `local` as VocabLogits of `vocab_size` classes; unchanged if `group` is None."""
         if group is None:
             return local
         if isinstance(group, ShapeOnlyGroup):  # a dry run has no data to keep apart
@@ -146,7 +146,7 @@ def keeps_last_axis(index: Any, ndim: int) -> bool:
 
 
 def _parallel(x: VocabLogits, target: Tensor, weight: Any = None, *_: Any, **kwargs: Any) -> bool:
-    """Return whether a call of cross_entropy compares logits [N, V] with class indices, without class weights."""
+    """Return whether the vocabulary-parallel loss can replace a call of cross_entropy: class indices, no class weights."""
     return x.dim() == 2 and target.dtype == torch.int64 and weight is None
 
 

@@ -1,4 +1,4 @@
-"""Schedule table of GPT-Neo: its attention, windowed in every other block, does not use the attention interface.
+"""Schedule table of GPT-Neo: windowed attention in every other block; it bypasses transformers' AttentionInterface.
 
 D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
 """

@@ -1,8 +1,7 @@
-"""Schedule table of Mamba: no attention; the channels of a mixer are sharded, as convolution and scan act per
-channel.
+"""Schedule table of Mamba: no attention; the channels of a mixer are sharded, as convolution and scan act per channel.
 
-D hidden, I = expand * D channels, R time step rank, N states, K kernel, V vocabulary; n is the size of tp. Only
-x_proj reads all channels: its output is all-reduced and used by each rank's channels, so dy is all-reduced too.
+D hidden, I = expand * D channels, R time step rank, N states, K kernel, V vocabulary; n is the size of tp. Only x_proj
+reads all channels: its output is all-reduced, and its gradient too, since each rank uses it for its own channels only.
 """
 
 from slapo_zoo.zoo.options import tunable

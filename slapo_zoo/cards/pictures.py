@@ -32,7 +32,7 @@ def draw(bench: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _bars(bench: Mapping[str, Any], measure: str) -> dict[str, float]:
-    """Return {name: value} of a measure for this schedule and its baselines; {} if the schedule was not measured."""
+    """Return {name: value} of a measure for this schedule and its baselines; `bench` as in `draw`; {} if unmeasured."""
     own = bench.get(measure)
     if not _is_number(own):
         return {}

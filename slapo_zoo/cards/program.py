@@ -129,12 +129,14 @@ class Program:
         return lines
 
     def diff(self, other: "Program", name: str = "this", other_name: str = "other") -> str:
-        """Return a unified diff of two schedules under the two names; empty if the schedules are equal."""
+        """Return a unified diff of this schedule and `other`, labelled with the two names; "" if they are equal."""
         sides = self.lines(), other.lines()
         return "\n".join(difflib.unified_diff(*sides, name, other_name, lineterm="", n=1))
 
     def _numbers(self, config: Any, mesh: Mapping[str, int]) -> dict[str, int]:
-        names = {n for text in self._sums() for n in arithmetic.names_in(arithmetic.parse(text))}
+        names = {
+            n for text in self._formulas() for n in arithmetic.names_in(arithmetic.parse(text))
+        }
         for text in self.constraints:
             names |= arithmetic.names_in(arithmetic.parse_comparison(text))
         known = {n: getattr(config, n, None) for n in names - {*MESH_NUMBERS}}
@@ -143,7 +145,7 @@ class Program:
             numbers[name] = _ask(arithmetic.evaluate, text, numbers)
         return numbers
 
-    def _sums(self) -> list[str]:
+    def _formulas(self) -> list[str]:
         """Return the text of every formula: of `numbers`, and in the arguments of directives."""
         inside: list[str] = []
         for _, _, arguments in self.steps:
@@ -152,7 +154,7 @@ class Program:
 
     def _check_arithmetic(self, where: str) -> None:
         try:
-            for text in set(self._sums()):
+            for text in set(self._formulas()):
                 arithmetic.parse(text)
             for text in self.constraints:
                 arithmetic.parse_comparison(text)

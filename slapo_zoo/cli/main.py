@@ -70,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def renamed(arguments: Sequence[str]) -> list[str]:
-    """Return a command line with old names of flags replaced by current ones; print a warning for each.
-
+    """Return command-line `arguments` with old names of flags replaced by current ones; print a warning for each.
     Underscores in flags become hyphens, because scripts for transformers write `--max_steps`.
     """
     command, found = next((word for word in arguments if word[:1] != "-"), ""), []
@@ -89,7 +88,7 @@ def renamed(arguments: Sequence[str]) -> list[str]:
 
 
 def _away_from_stdout(record: logging.LogRecord) -> bool:
-    """Redirect the handlers of DeepSpeed's log to stderr; as a logging filter, drop "Setting accelerator to CPU"."""
+    """Logging filter that sends DeepSpeed's log to stderr, and drops (False) its line "Setting accelerator to CPU"."""
     for handler in logging.getLogger(record.name).handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)

@@ -59,7 +59,7 @@ def is_of_the_network(error: BaseException) -> bool:
 
 
 def _say_why(stop: SystemExit) -> None:
-    """Print on rank 0 the message of a StoppedError, which says how to resume; ignore a plain SystemExit."""
+    """Print on rank 0 the message of a StoppedError `stop`, which says how to resume; ignore a plain SystemExit."""
     if type(stop) is not SystemExit and is_first():
         sys.stderr.write(f"{stop}\n")
 

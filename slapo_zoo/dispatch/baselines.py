@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """Compute GELU of `x + bias` as transformers does: exact ("none") in one operation, "tanh" in eight."""
+    """Compute GELU of `x + bias` as transformers does: "none" (exact) as one operation, "tanh" as eight."""
     from slapo_zoo.dispatch.kernel_registry import KERNELS
 
     if approximate == "none":
@@ -41,9 +41,8 @@ def linear_loss(
     x: Tensor, weight: Tensor | None, target: Tensor, bias: Tensor | None = None,
     label_smoothing: float = 0.0, num_items: Any = 1, reduction: str = "sum", **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute the cross-entropy of x W^T + bias, or of logits x without a weight, with all logits in memory.
-
-    The reduced value (torch's `reduction`) is divided by `num_items`.
+    """Compute F.cross_entropy of x W^T + bias, or of logits x without a weight, with all logits in memory. The value,
+    reduced as by torch's `reduction`, is divided by `num_items`.
     """
     logits = (x if weight is None else functional.linear(x, weight, bias)).float()
     options: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
@@ -67,9 +66,8 @@ def t5_attention(
     causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute T5's attention by torch's fused attention; the position bias [1, H, S, T] is looked up in `weight`.
-
-    `weight` is [buckets, H], or None for no bias; `key_mask` [B, T] is False at keys that no query may see.
+    """Compute T5's attention by torch's fused attention; the arguments are those of the kernel `t5_attention`. The
+    position bias [1, H, S, T] is looked up in `weight` and held in memory.
     """
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)
@@ -92,9 +90,8 @@ def local_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute causal attention over the last `window` keys by torch's fused attention, faster than GPT-Neo's own.
-
-    `key_mask` [B, T] is False at keys that no query may see.
+    """Compute causal attention to the last `window` keys by torch's fused attention, which is faster than GPT-Neo's own.
+    The arguments are those of the kernel `local_causal_attention`.
     """
     S, T = q.shape[-2], k.shape[-2]
     hidden = _hidden(q, S, T, causal=True, window=window)[None, None]
@@ -106,9 +103,8 @@ def eager_local_attention(
     q: Tensor, k: Tensor, v: Tensor, window: int, scale: float = 1.0,
     key_mask: Tensor | None = None, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute attention over the last `window` keys as GPT-Neo does, with scores [B, H, S, T] in memory in fp32.
-
-    `key_mask` [B, T] is False at keys that no query may see.
+    """Compute causal attention to the last `window` keys as GPT-Neo does, with fp32 scores [B, H, S, T] in memory. The
+    arguments are those of the kernel `local_causal_attention`.
     """
     S, T = q.shape[-2], k.shape[-2]
     scores = q.float() @ k.float().transpose(-1, -2) * scale
@@ -119,14 +115,14 @@ def eager_local_attention(
 
 
 def batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute the end of a residual block by torch's operations: batch norm, residual sum, ReLU."""
+    """Compute the end of a residual block by torch's operations: batch norm of x, plus residual, ReLU."""
     return functional.relu(functional.batch_norm(x, None, None, weight, bias, True) + residual)
 
 
 def bias_dropout_residual_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, x_bias: Tensor, p: float = 0.0, **_: Any
 ) -> Tensor:  # fmt: skip
-    """Compute the end of a BERT block by torch's operations: sum with `x_bias`, dropout, residual sum, layer norm."""
+    """Compute LayerNorm(dropout(x + x_bias, p) + residual), the end of a BERT block, by torch's operations."""
     z = functional.dropout(x + x_bias, p) + residual
     return functional.layer_norm(z, x.shape[-1:], weight, bias)
 

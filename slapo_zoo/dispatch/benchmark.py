@@ -205,7 +205,7 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
     table, least = dispatch(rows, "ours" if device == "cpu" else "triton")
     content = kept | {"device": device, "capability": capability(device), **about, "rows": rows}
     for title, found in (("dispatch", table), ("ratios", least)):  # kept entries: from whole steps
-        content[title] = _of_steps(kept.get(title, {}), rows) | found
+        content[title] = _of_other_kernels(kept.get(title, {}), rows) | found
     whole = file.with_suffix(f".{os.getpid()}")  # atomic: an interrupted run changes nothing
     whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     whole.replace(file)
@@ -213,8 +213,8 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
     return file
 
 
-def _of_steps(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entries of a dispatch table (JSON data) for kernels that do not occur in the measurements `rows`."""
+def _of_other_kernels(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the entries of a dispatch table for kernels that `rows` do not measure, such as those of whole steps."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 
@@ -249,7 +249,7 @@ def run(
     load_kernels()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-    known = set() if quick or again else _known(name, folder)
+    known = set() if quick or again else _measured_rows(name, folder)
     rows = []
     for what, shape, dtype in cases(quick, only, device):
         if (what, "x".join(map(str, shape)), str(dtype)[6:]) in known:
@@ -273,7 +273,7 @@ def quick_table(names: Sequence[str], device: str) -> Table:
         device: "cpu", or the name of the GPU.
     """
     kind = "cpu" if device == "cpu" else "cuda"
-    known = {row[0] for row in _known(device, None)}
+    known = {row[0] for row in _measured_rows(device, None)}
     for name, shape, dtype in cases(False, "", kind):
         if name in names and name not in known and shape == SHAPES[name][1]:
             row = _row(name, shape, dtype, kind, compile=False)
@@ -293,8 +293,8 @@ def _row(
         return None
 
 
-def _known(device: str, folder: Path | None) -> set[tuple[str, str, str]]:
-    """Return the (kernel, shape, dtype) of each measurement in a device's table."""
+def _measured_rows(device: str, folder: Path | None) -> set[tuple[str, str, str]]:
+    """Return the (kernel, shape, dtype) of each measurement in a device's file; `folder` None: the user's cache folder."""
     file = (folder or user_folder()) / f"{slug(device)}.json"
     found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     return {(row["what"], row["shape"], row["dtype"]) for row in found.get("rows", [])}

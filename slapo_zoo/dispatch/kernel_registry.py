@@ -237,10 +237,10 @@ def as_written(cls: type) -> bool:
 
 
 def _is_of(cls: type, value: Any) -> bool:
-    """Return whether `value`, an attribute of `cls`, is unpatched: a function is, if the file of `cls` defines it.
+    """Return whether `value`, an attribute of class `cls`, is as the class's file defines it, not patched later.
 
-    A decorator of a package in KNOWN, or of that of `cls`, around the function changes nothing. An object that is
-    no function is unpatched too, unless it is the `forward` of `cls`.
+    A function is if it was defined in that file, also inside decorators from packages in KNOWN or from the package of
+    `cls`. Any other object is, unless it is the `forward`.
     """
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):
@@ -253,7 +253,7 @@ def _is_of(cls: type, value: Any) -> bool:
 
 
 def package_of(what: Any) -> str:
-    """Return the top-level package in which a class or function was written."""
+    """Return the top-level package in which `what`, a class or function, was written."""
     function = isinstance(what, FunctionType)
     return str(what.__globals__["__name__"] if function else what.__module__).partition(".")[0]
 

@@ -1,4 +1,4 @@
-"""Attention interface: `transformers` calls our function, which calls the child module `core_attn`."""
+"""Attention function registered with `transformers`; it calls the child module `core_attn` that a schedule adds."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
 from slapo_zoo.hf.cut_attention import of_all_tokens, over_all_tokens, with_all_positions
-from slapo_zoo.hf.padding import asks_no_positions, asks_nothing
+from slapo_zoo.hf.padding import mask_without_wait, packing_without_wait
 from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
 from slapo_zoo.parallel.rng.stream_position import SiteName
@@ -28,7 +28,7 @@ def register_attention() -> None:
 
     find = masking_utils.find_packed_sequence_indices
     if not hasattr(find, "__wrapped__"):
-        found = with_all_positions(asks_no_positions(find), 0)
+        found = with_all_positions(packing_without_wait(find), 0)
         masking_utils.find_packed_sequence_indices = found
         apart = masking_utils.packed_sequence_compatibility_function
         masking_utils.packed_sequence_compatibility_function = with_all_positions(apart, 1)
@@ -36,7 +36,7 @@ def register_attention() -> None:
         AttentionInterface.register(implementation(name), _attention)
         masks: Any = AttentionMaskInterface()
         make = masks[backend.mask]
-        make = asks_nothing(make) if backend.mask in ("sdpa", "eager") else make
+        make = mask_without_wait(make) if backend.mask in ("sdpa", "eager") else make
         AttentionMaskInterface.register(implementation(name), over_all_tokens(make))
 
 
@@ -48,7 +48,7 @@ def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """Run transformers' sdpa attention, or ours if scores are capped (softcap); q [B, H, S, d] --> [B, S, H, d]."""
+    """Run transformers' sdpa attention, or ours for capped scores (softcap); q [B, H, S, d], output [B, S, H, d]."""
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
             problem = f"dropout={kwargs['dropout']} with capped scores (softcap) works in a scheduled attention only"

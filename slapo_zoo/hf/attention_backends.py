@@ -50,7 +50,7 @@ def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
 
 
 def _own(attention: nn.Module) -> int:
-    """Return the index in the MRO of the class that `transformers` defines; schedules put derived classes before it."""
+    """Return the index in the attention's MRO of its class in `transformers`; schedules put derived classes before it."""
     classes = type(attention).__mro__
     has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)
     return next((i for i, found in enumerate(has) if found), 0)
@@ -61,9 +61,8 @@ def _xformers(
     dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
     position_bias: Tensor | None = None, **kwargs: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """Run memory_efficient_attention of xFormers; q [B, H, S, d], k and v [B, K, T, d].
-
-    Unmeasured: it needs a CUDA device and the package.
+    """Run memory_efficient_attention of xFormers; the arguments are those of transformers' attention functions. q is [B,
+    H, S, d], k and v [B, K, T, d]. Unmeasured: it needs a CUDA device and the package.
     """
     from xformers import ops  # pyright: ignore[reportMissingImports]
 

@@ -56,7 +56,7 @@ def _images(config: Any, batch_size: int) -> dict[str, Tensor]:
 
 
 def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return an example batch as `example_batch` does, but with labels and random content from a fixed seed."""
+    """Return a batch with random content (fixed seed) and labels; the arguments are those of `example_batch`."""
     batch, g = example_batch(model, batch_size, seq_len), torch.Generator().manual_seed(0)
     for name, value in batch.items():
         if name.endswith("input_ids"):
@@ -68,7 +68,7 @@ def random_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]
 
 
 def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """Return an example batch of zeros with labels for the model's head."""
+    """Return a batch of zeros with labels for the model's head; the arguments are those of `example_batch`."""
     return with_labels(model, example_batch(model, batch_size, seq_len))
 
 

@@ -175,7 +175,7 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def count_parameters(config: Any, auto_class: Any) -> int:
-    """Return the number of parameters of the unsharded model, without allocating it."""
+    """Return the number of parameters of a config's unsharded model, without allocating it; see `resolve_class`."""
     model = build_on_meta(resolve_class(config, auto_class), copy.deepcopy(config), torch.float32, False)  # fmt: skip
     return sum(p.numel() for p in model.parameters())
 
@@ -207,7 +207,7 @@ def accepts(cls: Any, name: str) -> bool:
 
 
 def to_fakes(model: nn.Module) -> Callable[[], None]:
-    """Replace all tensors of a model by new CPU tensors of the active fake mode; return a function that undoes it."""
+    """Replace all tensors of a model by CPU tensors of the active FakeTensorMode; return a function that restores them."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))
@@ -216,7 +216,7 @@ def to_fakes(model: nn.Module) -> Callable[[], None]:
 
 
 def like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return `values`, as a parameter if `tensor` is one."""
+    """Return `values` as a parameter if `tensor` is one, else unchanged."""
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(values, tensor.requires_grad) if is_parameter else values
 

@@ -34,7 +34,7 @@ def _is_of_its_file(module: nn.Module, name: str) -> bool:
 def _gpt_neo_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Replace GPTNeoSelfAttention._attn: scores of hidden keys are set to the lowest number by torch.where."""
+    """Replace GPTNeoSelfAttention._attn: torch.where sets scores of hidden keys, without a constant from the host."""
     scores = q.float() @ k.float().transpose(-1, -2)
     S, T = scores.shape[-2:]
     scores = torch.where(module.bias[:, :, T - S : T, :T], scores, torch.finfo(scores.dtype).min)
@@ -46,8 +46,8 @@ def _gpt_neo_attention(
 def _deberta_positions(
     module: Any, hidden: Tensor, queries: Tensor | None = None, given: Tensor | None = None
 ) -> Tensor | None:
-    """Replace DebertaV2Encoder.get_rel_pos: return `given` distances, or those of S queries and T
-    keys [1, S, T], long ones in logarithmic buckets; None without relative attention.
+    """Replace DebertaV2Encoder.get_rel_pos (same arguments): return `given` distances, or those of S queries and T keys
+    [1, S, T], long ones in logarithmic buckets; None without relative attention.
     """
     if given is not None or not module.relative_attention:
         return given

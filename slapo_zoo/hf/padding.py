@@ -9,7 +9,7 @@ from slapo_zoo.parallel.known import known
 SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 
 
-def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
+def mask_without_wait(make: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function of `transformers` (sdpa, eager) so that the host does not wait for the device.
 
     rewrite:  make(..., attention_mask)  -->  make(..., None) if the step knows that no token is padding
@@ -30,9 +30,9 @@ def asks_nothing(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def asks_no_positions(find: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `find_packed_sequence_indices` of `transformers`: whether a row holds several sequences
-    is taken from counts made before the step, not read from the device.
+def packing_without_wait(find: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `find_packed_sequence_indices` of `transformers`: whether a row holds several sequences is taken from counts
+    made before the step; only if they are unknown the device is asked.
     """
 
     @wraps(find)

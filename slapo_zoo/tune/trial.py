@@ -119,7 +119,7 @@ def differs(loss: float, job: Job) -> str:
 
 
 def timed_steps(model: Any, batch: Any, job: Job) -> list[float]:
-    """Run training steps (forward, backward, AdamW) and return the seconds of each after the warm-up."""
+    """Run steps to warm up, then `job.steps` training steps (forward, backward, AdamW); return their seconds."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     found = []
     for _ in range(WARM_UP + job.steps):

@@ -92,8 +92,8 @@ def default_symbols(model: str) -> dict[str, list[Any]]:
 
 
 def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
-    """Return ([rows per second of every configuration of the grid, as the planner expects], {number
-    of a configuration: why it cannot run}).
+    """Return the planner's forecasts for the model of `job`: ([rows per second of each configuration of the grid],
+    {number of a configuration: why it cannot run}).
     """
     hardware = HARDWARE["cpu" if job.device == "cpu" else "a100"]
     hardware = replace(hardware, memory=job.memory or hardware.memory)
@@ -133,7 +133,7 @@ class Workers:
         self.probe: float | None = None
 
     def __call__(self, point: Point, steps: int) -> Outcome:
-        """Measure one configuration over `steps` steps in a fresh process."""
+        """Measure the configuration `point` over `steps` training steps in a fresh process."""
         if self.probe is None:
             self.probe = self._probe()
         return self._measure(point, steps, self.probe)
@@ -152,7 +152,7 @@ class Workers:
 
 
 def scope_of(job: Job) -> Scope:
-    """Return the conditions under which outcomes of a search may be reused from the database."""
+    """Return the conditions of the measurements of `job`; the database reuses outcomes with equal conditions."""
     more = {"seq_len": job.seq_len, "dtype": job.dtype, "memory": job.memory}
     name = model_name(job.config()[0])
     return Scope(machine_name(job.device or "cpu"), name, "zoo", software(), more)

@@ -34,7 +34,7 @@ def line_of(trial: Trial) -> str:
 
 
 def as_text(result: Result, most: int = 10) -> str:
-    """Format the `most` fastest configurations, the failures by kind, and the configurations that were not measured."""
+    """Format a search: the `most` fastest configurations, failures by kind, and configurations that were not measured."""
     names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
     ran = (t for t in result.trials if t.outcome.kind == "ok")
     ran = sorted(ran, key=lambda t: -t.outcome.throughput)[:most]
@@ -49,7 +49,7 @@ def as_text(result: Result, most: int = 10) -> str:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """Return a search as JSON data: every measurement in order, and the index of the best."""
+    """Return the result of a search as JSON data: every measurement in order, and the index of the best."""
     trials = [
         {"point": trial.point, **vars(trial.outcome), "was_known": trial.was_known}
         for trial in result.trials

@@ -346,9 +346,8 @@ def _same_names(into: Comparison, check: str, found: Iterable[str], want: Iterab
 
 
 def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replicas") -> None:
-    """Check that ranks which hold the same tensor hold equal bytes, and that tied parameters are one tensor.
-
-    Weights are compared, or gradients if there was no step; the outcome goes into `into` as that of `check`.
+    """Check that ranks which hold the same tensor hold equal bytes, and that tied parameters are one tensor. `found` has
+    a result per rank: weights are compared, or gradients if there was no step. The outcome goes into `into`.
     """
     held = [result.digests or result.grad_digests for result in found]
     wrong: list[tuple[bool, str, int, int]] = []
@@ -367,8 +366,7 @@ def replicas(into: Comparison, found: Sequence[RankResult], check: str = "replic
 
 
 def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Check that training with dropout gives the same loss and gradients on the mesh as on one rank.
-
+    """Check that training with dropout gives the same loss and gradients on the mesh (`found`, by rank) as on one rank.
     The same masks are drawn on every mesh. `near` has the runs on one rank; the outcome goes into `into`.
     """
     truth, largest = near.truth, largest_of(near.truth.grads)
@@ -384,9 +382,8 @@ def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> N
 def collective_counts(
     into: Comparison, found: Sequence[RankResult], want: Mapping[str, int] | None
 ) -> None:
-    """Check that each tp rank ran the predicted number of tp collectives of each kind in one step.
-
-    `want` is {kind: number over all stages}; None checks nothing. The outcome goes into `into`.
+    """Check that each tp rank ran the predicted number of tp collectives of each kind in one step. `found` has a result
+    per rank, `want` is {kind: number over all stages}; None checks nothing. The outcome goes into `into`.
     """
     if want is None:
         return

@@ -172,8 +172,9 @@ def _compare_all(
     into: Comparison, near: Tolerance, check: str, found: Mapping[str, Tensor],
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
-    """Compare two dicts of tensors by name and record the outcome in `into`; `check` is "outputs"
-    or "gradients", `near` the tolerance, `rank` that of `found`. Other names of outputs are recorded as wrong; of gradients they are skipped.
+    """Compare the tensors `found` on a rank with those of `want` by name; record the outcome in `into`. `check` is
+    "outputs" or "gradients", `near` the tolerance. Other names of outputs are recorded as wrong; other gradients are
+    skipped.
     """
     largest = largest_of(want)
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]

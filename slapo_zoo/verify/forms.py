@@ -70,7 +70,7 @@ def _fit(parts: Sequence[Tensor], axis: int) -> bool:
 
 
 def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
-    """Return the tensors without those equal to the tensor before them (KV heads that neighbouring ranks share)."""
+    """Return `parts` without tensors equal to the one before them (KV heads that neighbouring ranks share)."""
     kept = [parts[0]]
     for part in parts[1:]:
         if part.shape != kept[-1].shape or not torch.equal(part, kept[-1]):
@@ -79,7 +79,8 @@ def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tokens_of_flat_rows(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (description, tensor) for each way in which `parts` may be tokens of flattened rows [rows * tokens, ...].
+    """Yield (description, tensor like `want`) for each way in which `parts` may be tokens of flat rows [rows * tokens,
+    ...].
 
     OPT flattens its activations in this way; each rank then holds some tokens of every row. Every possible number of
     rows is tried.

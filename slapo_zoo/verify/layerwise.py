@@ -130,7 +130,9 @@ class _Numbers:
         self._shared = bool(outline.table.calls)
 
     def moved(self, steps: Sequence[Step], start: int) -> list[Step]:
-        """Return the directives of the few layers from number `start` on, renumbered for a model of these alone."""
+        """Return `steps`, the model's directives, for a model that has only the few layers from number `start` on.
+        Directives of other layers are left out; block numbers are renumbered.
+        """
         if self._shared:
             return list(steps)
         found = []

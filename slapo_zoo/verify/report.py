@@ -52,7 +52,7 @@ class Report:
         error: str | None, seed: int, seconds: float = 0.0,
     ) -> "Report":  # fmt: skip
         """Make the report of a comparison `found`; `schedule` has the directives to blame (None if it could not be
-        made), `divergence` is the first module that differs, `error` the exception that the schedule raised, as text.
+        made), `divergence` is the first module that differs, `error` an exception's text, `seconds` the wall time.
         """
         suspects = divergence.suspects if divergence and schedule else ()
         directives = directives_at(schedule, suspects)

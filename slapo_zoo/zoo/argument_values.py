@@ -81,7 +81,7 @@ def local_folder(
 
 
 def checkpoint_dtype(config: Any, checkpoint: CheckpointFolder) -> torch.dtype:
-    """Return the dtype that the config names, else the dtype of the first floating tensor in the files."""
+    """Return the dtype that the config names, else the dtype of the first floating tensor in the checkpoint's files."""
     if config.dtype is not None:
         return config.dtype
     dtypes = (checkpoint.dtype(key) for key in checkpoint.keys())  # noqa: SIM118 - not a dict
@@ -219,7 +219,7 @@ def _read_config(name: str, hint: str) -> Any:
 
 
 def _ask_the_hub(name: str) -> None:
-    """Send one request for config.json, so that a network error is raised at once; `transformers` would retry five times."""
+    """Request config.json of a Hub model once, so that a network error is raised at once; `transformers` would retry."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
     from huggingface_hub.constants import HF_HUB_OFFLINE
     from huggingface_hub.errors import HfHubHTTPError

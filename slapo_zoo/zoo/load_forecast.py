@@ -110,7 +110,7 @@ def plan_weights(
 
 
 def read_sources(name_or_path: str | Path, revision: str | None = None) -> dict[str, Source]:
-    """Return {key: Source} of all tensors of a folder or Hub model."""
+    """Return {key: Source} of all tensors of a folder or Hub model, from the headers of its files."""
     if Path(name_or_path).exists():
         with open_checkpoint(name_or_path) as folder:
             return {

@@ -235,7 +235,7 @@ def check_knobs(where: str, options: LoaderOptions) -> None:
 
 
 def unknown_knob(where: str, name: str, known: Iterable[str]) -> SlapoError:
-    """Return the error for an argument `name` that is neither an option nor one of the names in `known`."""
+    """Return the error for an argument `name` that is not among the `known` ones; `where` names the called function."""
     if name in INSTEAD:
         return SlapoError(where, f"{name}=", "it has no effect here", INSTEAD[name])
     near = nearest(name, known) or sorted(KNOBS)

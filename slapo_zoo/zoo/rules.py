@@ -127,9 +127,8 @@ def column_joined(axis: int = 0) -> Rule:
 
 
 def row_inside(axis: int = 1) -> Rule:
-    """Return the rule of a row-parallel linear whose all-reduced output each rank uses for its own channels only.
-
-    The gradient of this output is therefore a partial sum, and all-reduced too.
+    """Return the rule of a row-parallel linear (input axis `axis`) whose all-reduced output each rank uses for its own
+    channels only. The gradient of this output is therefore a partial sum, and all-reduced too.
     """
     return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))
 

@@ -91,6 +91,6 @@ def _plain(value: Any) -> Any:
 
 
 def refusal(config: Any, problem: str, hint: str = "write a table (docs/adding_an_architecture.md)") -> ArchitectureError:  # fmt: skip
-    """Return the error for a family that schedule="auto" cannot schedule; `problem` says why."""
+    """Return the error for a family that schedule="auto" cannot schedule: `problem` says why, `hint` what to do."""
     what = f"schedule='auto' for model_type={config.model_type!r}"
     return ArchitectureError("zoo", what, problem, hint)

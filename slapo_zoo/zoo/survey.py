@@ -69,7 +69,7 @@ def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
 
 
 def rank_sizes(outline: Outline) -> list[RankSize]:
-    """Return number and bytes of the parameters on every (stage, tp coordinate); a tensor that several stages hold is counted on each."""
+    """Return the size of the parameters on every (stage, tp coordinate); a tensor on several stages counts on each."""
     mesh = outline.mesh
     parameters = {name for name, _ in outline.skeleton.named_parameters()}
     sizes = {(stage, r): [0, 0] for stage in range(mesh.pp) for r in range(mesh.tp)}
@@ -83,7 +83,7 @@ def rank_sizes(outline: Outline) -> list[RankSize]:
 
 
 def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
-    """Run one step on fake tensors shaped like `batch`; return its collectives and its transfers between stages."""
+    """Run one step on fake tensors shaped like `batch`; return the collectives, and the transfers between stages."""
     mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
     mode, schedule = fake_schedule(outline.schedule, outline.cls)
     fake = schedule.model
@@ -102,7 +102,7 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
 
 
 def _between_stages(outline: Outline, calls: list[Call]) -> Iterator[Transfer]:
-    """Yield the tensors that stages exchange in a step: activations, their gradients, and all-reduces of tied weights."""
+    """Yield the tensors that stages exchange in a step: activations, gradients, tied weights; `calls`: those of units."""
     plan = StagePlan.make(calls, outline.state.cuts, 0)
     for stage in range(1, outline.places.num_stages):
         for shape in map(plan.shape, plan.crossing(stage)):

@@ -216,7 +216,7 @@ def families() -> list[str]:
 
 
 def table_for(model_type: str, more: str = "") -> Table:
-    """Return the table of a family; ArchitectureError lists the known families if there is none (`more` ends its hint)."""
+    """Return the table of a family; ArchitectureError lists all families if there is none; `more` ends its hint."""
     names = families()
     if model_type not in ZOO:
         near = nearest(model_type, names)

@@ -83,10 +83,10 @@ class Sizes:
 
 
 def few_heads(heads: Sequence[int], kv_heads: Sequence[int], ranks: int) -> int:
-    """Return a small number of query heads that is sharded over `ranks` ranks as the largest number in `heads` is.
+    """Return a small number of query heads that `ranks` ranks share as unevenly as the largest number in `heads`.
 
-    The remainder over ranks stays the same, so do the query heads per KV head, and whether there are fewer KV heads
-    than ranks. `kv_heads` are the config's numbers of KV heads; [] if heads are not grouped.
+    The remainder over ranks stays the same, so do the query heads per KV head, and whether there are fewer KV heads than
+    ranks. `kv_heads` are the config's numbers of KV heads; [] if heads are not grouped.
     """
     most = max(heads, default=0)
     kv = min(kv_heads, default=most)
@@ -356,7 +356,7 @@ class _Rules:
 
 
 def _counts(own: Mapping[str, Any], is_one: Callable[[str], Any]) -> list[int]:
-    """Return the numbers in the fields of `own` whose names `is_one` accepts; of a list its first item."""
+    """Return the numbers in those fields of `own` whose names `is_one` accepts; for a list its first item."""
     found = (value[0] if _is_list(value) else value for name, value in own.items() if is_one(name))
     return [value for value in found if type(value) is int]
 

@@ -96,8 +96,8 @@ def bench(
 
 
 def _traced(spans: Any, folder: Path | None, title: str) -> str:
-    """Write the timed actions `spans` of a pipeline step as trace.json and trace.png into a folder,
-    and return a line that names both; "" for no folder.
+    """Write the timed actions `spans` of a pipeline step as trace.json and trace.png (with `title`) into a folder, and
+    return a line that names both; "" for no folder.
     """
     if folder is None:
         return ""

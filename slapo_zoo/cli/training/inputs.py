@@ -90,7 +90,7 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
 
 
 def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
-    """Return a task of type `cls`; label ids follow config.id2label, or the data if that lacks some labels."""
+    """Return a task of type `cls` for the loaded `data`; label ids follow config.id2label, else the data."""
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
         columns = read.columns_of(cls, options.columns, data.column_names)
@@ -103,7 +103,7 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
 
 
 def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: Any) -> Stream:
-    """Return the batches of a data set that is read during training; raise DataError for a wrong name or column."""
+    """Return the batches of a data set read during training, for a task of type `cls`; DataError for wrong columns."""
     if options.eval_share:
         problem = "no share of a stream can be held out, since its length is unknown"
         raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
@@ -123,7 +123,7 @@ def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: 
 
 
 def other_rows(task: Task, options: TrainOptions) -> Any:
-    """Return the tokenized rows for evaluation, which the option eval_data or eval_split names."""
+    """Return the rows for evaluation, tokenized by `task`, from the data that the option eval_data or eval_split names."""
     name = options.eval_data or str(options.data)
     has_one = Path(name).is_file() or read.kind_of(name) == "text"
     split = options.eval_split or ("train" if has_one else options.data_split)
@@ -145,9 +145,8 @@ def require_columns(name: str, cls: type[Task], options: TrainOptions) -> None:
 
 
 def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
-    """Return the tokenized rows of `data`, the opened data set `name`.
-
-    The user's column names are ignored for an evaluation file of plain text.
+    """Return the rows of `data`, the opened data set `name`, tokenized by `task`. The user's column names are ignored
+    for an evaluation file of plain text.
     """
     is_other_text = name != options.data and read.kind_of(name) == "text"
     given = {} if is_other_text else options.columns

@@ -38,7 +38,7 @@ class Records(TrainerCallback):
             begin_log(Path(self.path), self.run.done)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-        """Report the measurements of a step, unless an evaluation follows: `on_evaluate` then reports them."""
+        """Report the measurements of a step, unless an evaluation follows: then `on_evaluate` reports them."""
         state.log_history.clear()  # it would hold every step of a long run
         if "loss" in logs and not control.should_evaluate:
             self._tell(self.run.record)

@@ -144,7 +144,7 @@ class Run(ScheduledTrainer):
         return rest()
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> Any:
-        """Return the batch of the next step; reading it counts as time of the step."""
+        """Return ([batch of the next step], None); the time to read it counts as part of the step."""
         self.meter.start()
         return [next(epoch_iterator)], None
 
@@ -179,12 +179,12 @@ class Run(ScheduledTrainer):
         """Do nothing, because no operations are counted."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Send figures to callbacks and trackers; for a step, send all of its measurements."""
+        """Send figures to callbacks and trackers: the step's measurements if `logs` has a "loss", else `logs`."""
         measured = self.record if "loss" in logs else logs
         super().log({k: v for k, v in measured.items() if v is not None and k != "digest"})
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Return mean loss and accuracy over all held-out rows, as "eval_loss" and "eval_accuracy"."""
+        """Return "eval_loss" and "eval_accuracy", means over the held-out rows (at most `eval_batches` batches)."""
         means = evaluate(self.model, self.inputs.held_out, self.options.eval_batches)
         found = {f"eval_{name}": value for name, value in means.items()}
         self.log(found)

@@ -48,7 +48,7 @@ class Meter:
         self._read: set[int] = set()  # what the running chain has read already
 
     def note(self, row: Row) -> None:
-        """Add one recorded operation or collective to the totals."""
+        """Add one recorded operation or collective, `row`, to the totals."""
         if row.transfer is not None:
             self.comm += RING[row.transfer.kind] * row.transfer.bytes
             self.collectives += 1
@@ -117,8 +117,8 @@ class Alive(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes in use at one point of a dry run. `peak` (without parameter gradients) and `grown`
-    (with them) are the maxima since the previous `Moment`.
+    """Bytes in use at one point of a dry run, and the work so far (`Meter.now`). `peak` (without parameter gradients)
+    and `grown` (with them) are the maxima since the previous `Moment`.
     """
 
     work: tuple[float, ...]

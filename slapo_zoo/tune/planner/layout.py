@@ -143,7 +143,8 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return, for each stage of a rank, its micro-batches in flight when the rank has most in all.
+    """Return the micro-batches between forward and backward of each stage of a rank, at the moment when they are most in
+    all.
 
     Args:
         order: name of the pipeline order.
@@ -167,9 +168,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Simulate an order; return, per pp rank, the micro-batches in flight of each of its stages at
-    the moment when the rank has most in all. `virtual` is the number of stages per rank.
-    """
+    """Return `in_flight` (same arguments) of every pp rank, by simulating the order."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

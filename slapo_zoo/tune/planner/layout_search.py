@@ -312,9 +312,8 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recompute policies; an integer per unit, equal for units of equal cost; a dict that caches
-        the memory and time of each stage by the integers of its units, so that stages of equal cost are
-        computed once). The result is cached under the key `what`.
+        """Return (recompute policies, an integer per unit that is equal for units of equal cost, a dict), cached under
+        `what`. In the dict the caller caches memory and time of a stage by the integers of its units.
         """
         if what in self._stages:
             return self._stages[what]
@@ -368,9 +367,8 @@ class Planner:
 
 
 def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
-    """Return the error of a search without candidates; it names the first refused tp size, if any, with the reason.
-
-    `refused` are (tp size, reason) pairs. If there are none, devices and rows cannot be divided evenly.
+    """Return the error of a search in which no layout was evaluated. `refused` are (tp size, reason) pairs, of which the
+    error names the first; [] if `gpus` devices and `batch` rows cannot be divided evenly.
     """
     near = -(-batch // gpus) * gpus
     problem = f"no layout of {gpus} devices divides {batch} rows"

@@ -64,7 +64,7 @@ class Family:
         self.is_small = small is not None
 
     def lengths(self, seq_len: int) -> list[int]:
-        """Return the numbers of tokens per row in the model's stacks of blocks (encoder, decoder, or a single one)."""
+        """Return [seq_len], and after it the tokens of a non-text input (image patches, audio) if the family has one."""
         other = self.table.num_tokens
         return [seq_len, *([other(self.config)] if other else [])]
 
@@ -129,7 +129,7 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Expand (unit, value) pairs of the small model to the full depth: the middle block's value is repeated."""
+        """Expand (unit, value) pairs `calls` of the small model to the full depth: the middle block's value is repeated."""
         found, kinds = [], _kinds(self.blocks) if self.is_small else {}
         for name, value in calls:
             kind, _, index = name.rpartition(".")
@@ -218,13 +218,13 @@ class _Masks(RandomStream):
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
-        """Return an uninitialised dropout mask for columns run[0]..run[1]-1 of `size` columns."""
+        """Return an uninitialised dropout mask for columns run[0]..run[1]-1 of `size`; `p` and `site` are unused."""
         if self.in_bytes:
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
-        """Return an uninitialised dropout mask for x, which has one of n slices of the tokens."""
+        """Return an uninitialised dropout mask of the shape of x, one of n slices of the tokens; `p`, `r` are unused."""
         if self.in_bytes:
             return self.keep_mask(x, p, site)
         if x.ndim > 2:

@@ -138,7 +138,7 @@ def rank_memory(
     runtime: Runtime, hardware: Hardware,
 ) -> RankMemory:  # fmt: skip
     """Return the peak memory of a rank with these `stages`; at the peak, stage i has `in_flight[i]` micro-batches
-    between forward and backward.
+    between forward and backward. `precision` has the bytes per parameter, `runtime` how a step is run.
     """
     m, largest = layout.micro_batches, max(stage.largest for stage in stages)
     count = sum(stage.parameters for stage in stages)
