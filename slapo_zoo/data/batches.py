@@ -45,8 +45,8 @@ class Batches:
         batch = self.task.collate(rows, generator_of(self.seed, step, CHANCE))
         return part_of(batch, dp_coord, dp)
 
-    def in_order(self, most: int | None = None) -> int:
-        """Return the number of batches that `part_in_order` has for an evaluation, at most `most` (None: all rows).
+    def evaluation_batches(self, most: int | None = None) -> int:
+        """Return the number of batches that `evaluation_part` has for an evaluation, at most `most` (None: all rows).
 
         The last batch may be short; a task whose rows are compared with each other leaves it out.
         """
@@ -54,7 +54,7 @@ class Batches:
         count = len(self.rows) // size if self.task.couples else -(-len(self.rows) // size)
         return count if most is None else min(count, most)
 
-    def part_in_order(self, number: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
+    def evaluation_part(self, number: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
         """Return evaluation batch `number` for rank `dp_coord` of `dp`, with rows in the order of the data.
 
         A short last batch is filled up with rows whose labels are ignored.

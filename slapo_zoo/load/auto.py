@@ -149,8 +149,8 @@ class AutoScheduledModel:
             micro_batch_shape: (rows, tokens) of the micro-batches, which `activation_memory` needs.
             attention: backend: sdpa (default), eager, flash (the package flash-attn), flex or
                 xformers; SlapoError if family or device do not support it.
-            kernels: "auto" takes the kernels that were measured not to be slower on this device
-                (unmeasured ones only where no timing is needed), "measure" measures them first, once,
+            kernels: "auto" takes the kernels that measurements on this kind of device show not to be slower (on a
+                device without measurements, only those that leave work out), "measure" measures them first, once,
                 "reference" takes none, a name or a list exactly these; `model.schedule.kernels` says why.
                 A model that you compile as a whole is best loaded with "reference".
             seed: seed of dropout and of weights that the checkpoint lacks.

@@ -63,7 +63,7 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
     return PROVEN[file]
 
 
-def cut_zoo_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Table:
+def zoo_table_for_cp(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Table:
     """Return the family's sharding rules, completed by how cp ranks shard the tokens of a model of class `cls`.
 
     A collective call. If the rules do not name the class, a tiny model runs in a separate process, to find modules

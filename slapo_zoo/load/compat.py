@@ -1,4 +1,4 @@
-"""Names of the original Slapo that nothing inside this package uses; the reference documents fix them."""
+"""Functions of the original Slapo's API that this package offers to users, but does not use itself."""
 
 import random
 from collections.abc import Iterator

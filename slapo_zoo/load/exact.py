@@ -1,8 +1,8 @@
 """Models whose training has the same bits on every mesh: `from_pretrained(..., exact={"tp": 4, "dp": 2})`.
 
-`exact` names a virtual mesh, the finest one on which the run is defined. Each process hosts an equal share of the
-virtual ranks as threads. A virtual rank holds the same shards, runs the same products and takes part in the same
-collectives, whichever process hosts it; so the bits do not depend on the number of processes.
+`exact` gives the sizes of a virtual mesh, the largest mesh on which the run can continue. Each process runs an equal
+number of the virtual ranks as threads ("hosts" them). A virtual rank holds the same shards, runs the same products and
+takes part in the same collectives in any process; so the bits do not depend on the number of processes.
 """
 
 import atexit

@@ -1,4 +1,4 @@
-"""One optimizer over the parameters of several virtual ranks, as one optimizer for each of these ranks.
+"""Split an optimizer over the parameters of several virtual ranks into one optimizer for each of these ranks.
 
 rewrite:  optimizer over hosted ranks 0..n  -->  n optimizers, each with the parameters and the state of one rank
 """
@@ -25,7 +25,7 @@ def narrowed(value: Any, model: nn.Module) -> Any:
 
 
 def _with_parameters(optimizer: Any, kept: set[Tensor]) -> Any:
-    """Return a copy of an optimizer that steps the parameters in `kept` alone, and shares the state of all."""
+    """Return a copy of an optimizer that steps only the parameters in `kept`; both use one state dict."""
     found = copy.copy(optimizer)
     found.param_groups = [
         {**group, "params": [p for p in group["params"] if p in kept]}

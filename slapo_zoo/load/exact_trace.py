@@ -73,9 +73,9 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note_results(self, taken: Sequence[Tensor]) -> None:
-        """Add a row for the result of each collective that an operation is the first to read.
+        """Add a row for each collective whose result the next operation reads, if none has read the result before.
 
-        `taken` are the tensors that this operation reads.
+        `taken` are the tensors that the operation reads.
         """
         for x in taken:
             if known := self.sent.pop(x.untyped_storage().data_ptr(), None):

@@ -35,7 +35,7 @@ WHERE = "from_pretrained"
 def with_options(
     load: Callable[..., Any], like: Any = None
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator for a function of which only the signature counts: calls of it become calls of `load`.
+    """Return a decorator for a function that only declares arguments: a call of it becomes a call of `load`.
 
     rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name=name, revision="x")
 

@@ -10,7 +10,7 @@ from slapo_zoo.cards.resolve_card import (
 )
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.load.auto_schedule import cut_zoo_table, proven_table
+from slapo_zoo.load.auto_schedule import proven_table, zoo_table_for_cp
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify.card_check import require_correct
@@ -74,7 +74,7 @@ def _of_zoo(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> 
     if mesh.size("cp") == 1:
         return options
     cls = hf.resolve_class(config, auto_class)
-    cut = cut_zoo_table(config, cls, mesh, options)
+    cut = zoo_table_for_cp(config, cls, mesh, options)
     return options if cut is table else options.but(schedule=cut)
 
 

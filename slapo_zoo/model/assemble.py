@@ -8,7 +8,7 @@ import torch
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.attention_backends import require_backend
 from slapo_zoo.hf.cut_attention import follow_places
-from slapo_zoo.model.context_parallel import require_cut_table
+from slapo_zoo.model.context_parallel import require_cp_support
 from slapo_zoo.model.dp.data_parallel import use_hooks
 from slapo_zoo.model.dp.dp_shard import Shards, shard_over_dp
 from slapo_zoo.model.missing_sums import warn_of_missing_sums
@@ -40,7 +40,7 @@ class Assembly(Outline):
         _refuse_dropped_layers(config, mesh)
         super().__init__(config, auto_class, mesh, dtype, options)
         if mesh.size("cp") > 1:
-            require_cut_table(self.table, self.cls, self.model.config)
+            require_cp_support(self.table, self.cls, self.model.config)
             self.state.positions = self.table.cut_tokens[self.cls.__name__]
             follow_places(self.state.modules, self.state.random, self.state.positions)
         self.pipeline = None
@@ -116,7 +116,7 @@ class Assembly(Outline):
         _take_generation_config(model, folder)
         return model
 
-    def divide(self, model: Any) -> None:
+    def shard_and_hook(self, model: Any) -> None:
         """Shard parameters over dp if `dp_shard=` is given (ZeRO), let users call submodules (an encoder) outside the
         model's forward, and hook gradients.
         """

@@ -45,7 +45,7 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
     return options.but(kernels="reference")
 
 
-def require_cut_table(table: Table, cls: Any, config: Any) -> None:
+def require_cp_support(table: Table, cls: Any, config: Any) -> None:
     """Raise ArchitectureError unless the model class `cls` with this config is known to train right with cp > 1.
 
     `table` has the sharding rules of the family, and lists the classes whose tokens may be sharded over cp.

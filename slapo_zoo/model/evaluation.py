@@ -30,10 +30,10 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
     sums = torch.zeros(3, dtype=torch.float64)  # of losses, targets, hits
     model.eval()
     try:
-        for number in range(batches.in_order(most)):
-            part = batches.part_in_order(number, mesh.coord("batch"), mesh.size("batch"))
+        for number in range(batches.evaluation_batches(most)):
+            part = batches.evaluation_part(number, mesh.coord("batch"), mesh.size("batch"))
             batch = {name: t.to(device) for name, t in part.items()}
-            sums += _pairs(model, batch) if batches.task.couples else _judge(model, batch)
+            sums += (_evaluate_pairs if batches.task.couples else _evaluate)(model, batch)
     finally:
         model.train()
     if (group := mesh.group("batch")) is not None:
@@ -45,7 +45,7 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
 
 
 @torch.no_grad()
-def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Evaluate this dp rank's rows of a batch; return [sum of losses, number of labels, number of right predictions]."""
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # or documents mix
     output = model(**batch, **cache)
@@ -57,7 +57,7 @@ def _judge(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def _evaluate_pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
     """Evaluate this dp rank's pairs (anchor, positive) of texts; return three numbers as a tensor [3].
 
     They are the sum of losses, the number of pairs, and the number of anchors whose nearest positive is their own.

@@ -165,5 +165,5 @@ def _build(
     build.require_attention()
     model = build.finish(fill(build), options.micro_batches, folder)
     build.require_same_weights(step)
-    build.divide(model)
+    build.shard_and_hook(model)
     return model

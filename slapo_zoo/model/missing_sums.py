@@ -92,7 +92,5 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the parents of the modules at `paths`. The parents matter, since a `sync` on the input
-    of one child completes the outputs of all its siblings.
-    """
+    """Return the parents of the modules at `paths`: a `sync` on the input of a child covers its siblings (query, key)."""
     return {path.rpartition(".")[0] for path in paths}

@@ -96,7 +96,7 @@ class NumericsWatch:
         raise NumericsError(f"rank {rank}", f"{path}, {what}", problem, hint)
 
     def step(self, loss: Tensor | float) -> bool:
-        """Record the loss of a step, and warn if it is a spike or not finite; return whether it is."""
+        """Record the loss of a step; if it is a spike or not finite, warn and return True, else return False."""
         value = float(loss)
         usual = statistics.median(self._losses) if len(self._losses) >= LEAST else None
         jumped = not math.isfinite(value) or (usual is not None and value > self.spike * usual)
@@ -158,7 +158,7 @@ def unlike_replicas(
 
 
 def part_of(model: Any, name: str) -> str:
-    """Return a text that identifies this rank's shard of a parameter; ranks with equal texts hold equal shards."""
+    """Return a text for the part of a parameter that this rank holds, "all" or its ranges; equal for equal shards."""
     row = model.plan.of(name)
     if row is None:
         return "all"

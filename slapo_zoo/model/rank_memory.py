@@ -103,7 +103,7 @@ def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) ->
 
     Gradients, buffers, dropout's step count and the loss scale are restored afterwards.
     """
-    with _left_as_it_was(model), LiveBytes() as live:
+    with _restored(model), LiveBytes() as live:
         hooks = [p.register_hook(lambda grad: live.note(grad, "gradients") if grad is not None else None)
                  for p in model.parameters() if p.requires_grad]  # fmt: skip
         try:
@@ -115,7 +115,7 @@ def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) ->
 
 
 @contextmanager
-def _left_as_it_was(model: Any) -> Iterator[None]:
+def _restored(model: Any) -> Iterator[None]:
     """Context of a trial step: at its end gradients, dropout's step count, loss scale and buffers are restored."""
     stream, precision = model._slapo.schedule.state.random, model._slapo.precision
     before = stream.step, precision.scale, precision.good_steps

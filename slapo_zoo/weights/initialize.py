@@ -106,11 +106,11 @@ def fill_buffers(model: Any, device: torch.device) -> None:
             hf.init_own(model, path)
         made += [f"{path}.{name}" for name in names]
     for name in made:
-        _set_from_above(model, name)
+        _set_by_parent(model, name)
         _check_finite(name, model.get_buffer(name))
 
 
-def _set_from_above(model: Any, name: str) -> None:
+def _set_by_parent(model: Any, name: str) -> None:
     """Initialise a buffer that is still NaN, by the initialiser of a parent module that sets it (Falcon-H1's scales).
 
     `name` is the name of the buffer in the model.

@@ -119,7 +119,7 @@ class KeyMap:
     def read_specs(
         self, specs: Sequence[TensorSpec], found: Collection[str] = ()
     ) -> list[TensorSpec]:
-        """Return the specs with names as in the model, split into pieces where files store pieces.
+        """Return the specs of tensors to read, under names of the model: one per piece if files store it in pieces.
 
         Args:
             specs: specs of the model.

@@ -64,7 +64,7 @@ def match_names(
             if name in known:
                 direct[name] = min(direct.get(name, (rank, key)), (rank, key), key=lambda x: x[0])
                 break
-    families = _families(tied)
+    families = _tied_groups(tied)
     source = {}
     for name in expected:
         holder = next((n for n in (name, *families.get(name, ())) if n in direct), None)
@@ -93,7 +93,7 @@ def _spellings(key: str, prefix: str) -> Iterator[str]:
             yield f"{prefix}.{spelling}"
 
 
-def _families(tied: Mapping[str, str]) -> dict[str, list[str]]:
+def _tied_groups(tied: Mapping[str, str]) -> dict[str, list[str]]:
     """Return {tied name: all names that share its memory}, the name that the others are tied to first."""
     members: dict[str, list[str]] = {}
     for name in dict.fromkeys((*tied.values(), *tied)):

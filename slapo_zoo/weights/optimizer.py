@@ -40,7 +40,7 @@ def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str,
         groups.append({"names": held, "options": encode(options, f"group {number}")})
         for p, name in zip(group["params"], held, strict=True):
             if remembered := optimizer.state.get(p):
-                state[name] = _divide(name, p, remembered, tensors)
+                state[name] = _state_json(name, p, remembered, tensors)
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}, tensors
 
 
@@ -51,7 +51,9 @@ def _name_of(parameter: Tensor, names: Mapping[int, str], step: str) -> str:
     return names[id(parameter)]
 
 
-def _divide(name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor]) -> Any:
+def _state_json(
+    name: str, p: Tensor, remembered: Mapping[str, Any], tensors: dict[str, Tensor]
+) -> Any:
     """Return the JSON form of the optimizer state `remembered` (key --> value) of parameter p, called `name`.
 
     State tensors of the shape of p are added to `tensors` under "<name>.<key>" instead.

@@ -141,11 +141,10 @@ class SafetensorsFile:
         return self.piece(name, 0, self.entries[name].shape)
 
     def piece(self, name: str, first: int, shape: Sequence[int]) -> Tensor:
-        """Return elements of a tensor as a tensor of `shape` over the file's pages, with a storage of its own.
+        """Return some elements of tensor `name` as a tensor of `shape` over the file's pages.
 
-        It begins at element `first` of the tensor `name` in row-major order.
-
-        The storage ends with the tensor, because `torch.save` writes whole storages.
+        They begin at element `first` in row-major order. The result has a storage of its own that ends with it,
+        because `torch.save` writes whole storages.
         """
         dtype, _, start, stop = self.entries[name]
         count = math.prod(shape)

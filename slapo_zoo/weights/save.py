@@ -217,7 +217,10 @@ class _Save:
 def _check_spec(
     spec: TensorSpec, local: Mapping[str, Tensor], mesh: Mesh, rows: Rows | None
 ) -> None:
-    """Raise WeightsError if this rank has to write a tensor but lacks it, or has it in another shape or dtype."""
+    """Raise WeightsError if this rank has to write a tensor but lacks it, or has it in another shape or dtype.
+
+    `rows` are the rows of the tensor that this rank holds under ZeRO, else None.
+    """
     if not 0 <= spec.stage < mesh.pp:
         problem = f"found stage {spec.stage}, expected 0..{mesh.pp - 1}"
         raise WeightsError(STEP, spec.name, problem, "name a stage of this mesh in its spec")

@@ -43,7 +43,7 @@ class Staging:
     def create(self) -> None:
         """Check the target, remove the remains of killed saves, and create the temporary folder."""
         self.target.parent.mkdir(parents=True, exist_ok=True)
-        with _turn(self.target.parent):  # else another save may delete it before its lock
+        with _locked(self.target.parent):  # else another save may delete it before its lock
             _sweep(self.target)
             check_target(self.target, self._mark)
             self.path.mkdir()
@@ -56,7 +56,7 @@ class Staging:
         At every moment a reader finds either the whole old folder or the whole new one.
         """
         _sync_tree(self.path)  # before taking the lock
-        with _turn(self.target.parent):  # one publication at a time
+        with _locked(self.target.parent):  # one publication at a time
             if not self.target.exists():
                 os.rename(self.path, self.target)
             else:
@@ -75,7 +75,7 @@ class Staging:
 
 
 @contextlib.contextmanager
-def _turn(parent: Path) -> Iterator[None]:
+def _locked(parent: Path) -> Iterator[None]:
     """Context that holds a lock on the folder `parent`, so that saves into its subfolders publish one at a time.
 
     If the file system has no locks, or another save holds the lock for over TURN_S seconds, the block runs unlocked.

@@ -144,7 +144,7 @@ CHECKS: dict[str, Callable[[Any], str]] = {
 }  # fmt: skip
 
 
-def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
+def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
     """Return the values of a field on all ranks as JSON: one value if all are equal, else {"$by_dp": [one value per
     dp rank]}.
 
@@ -170,7 +170,7 @@ def by_copy(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
     return found[0] if all(one == found[0] for one in found) else {BY_DP: found}
 
 
-def of_copies(state: Mapping[str, Any], name: str) -> list[Any]:
+def of_dp_ranks(state: Mapping[str, Any], name: str) -> list[Any]:
     """Return the values of field `name` of a training `state`, one per dp rank of the saved mesh; for
     the field "extra" a single one if all ranks had the same.
     """

@@ -155,11 +155,11 @@ def test_evaluation_reads_each_row_once_on_every_layout(task):
     rows = divided(ten_rows(task), 0.1, seed=0)[0]
     batches = Batches(rows, task, 4, seed=3)
     assert len(rows) == 9
-    assert batches.in_order() == 3
-    assert batches.in_order(2) == 2
+    assert batches.evaluation_batches() == 3
+    assert batches.evaluation_batches(2) == 2
     for number in range(3):
-        whole = batches.part_in_order(number)
-        parts = [batches.part_in_order(number, i, 2) for i in (0, 1)]
+        whole = batches.evaluation_part(number)
+        parts = [batches.evaluation_part(number, i, 2) for i in (0, 1)]
         real = len(whole["labels"])
         for name, value in whole.items():
             assert torch.equal(torch.cat([part[name] for part in parts])[:real], value)

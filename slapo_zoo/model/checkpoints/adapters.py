@@ -5,7 +5,7 @@ With y = W x + s B A x, h = A x of a few columns:
     W row-parallel      A is sharded as W along its inputs, and h is all-reduced too; B is replicated
     W replicated        both are replicated
 
-One process takes every LoRA of peft, with what it trains beside the matrices (`modules_to_save`, DoRA, biases).
+On one process every option of LoraConfig works, also those that train more (`modules_to_save`, DoRA, biases).
 source:  Hu et al. 2021, LoRA, arXiv:2106.09685; Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
 
@@ -79,10 +79,10 @@ def add_adapter(
     """
     together(model.mesh, STEP, lambda: _check_config(model, config))
     matrices: list[Matrix] = []
-    with _undone_on_error(model, name), whole_sizes(model), held_here(model):
+    with _undone_on_error(model, name), unsharded_shapes(model), held_here(model):
         _inject(model, inject)
         together(model.mesh, STEP, lambda: matrices.extend(_matrices(model, name)))
-        values = _beside(model, name) | _drawn(model, config, matrices)
+        values = _trained_tensors(model, name) | _drawn(model, config, matrices)
         wanted = {key for keys in together(model.mesh, STEP, lambda: list(values)) for key in keys}
         if folder is not None:
             together(model.mesh, STEP, lambda: _read(folder, values, wanted))
@@ -113,10 +113,10 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
         raise agreed(SlapoError(STEP, "target_modules", problem, hint))
 
 
-def _beside(model: Any, name: str) -> dict[str, Tensor]:
+def _trained_tensors(model: Any, name: str) -> dict[str, Tensor]:
     """Return {key in peft's files: tensor} of all that adapter `name` trains: matrices, biases, `modules_to_save`.
 
-    With several ranks return {}: there an adapter has matrices only, which `_drawn` finds.
+    Return {} on several ranks, where an adapter can train matrices only, and `_drawn` lists them.
     """
     from peft import get_peft_model_state_dict
 
@@ -151,7 +151,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
         known = ", ".join(model._slapo.adapters) or "none"
         hint = "name one of these, or call model.add_adapter(config) first"
         raise SlapoError("adapter", repr(name), f"no such adapter; found {known}", hint)
-    if not grads and (whole := _beside(model, name)):
+    if not grads and (whole := _trained_tensors(model, name)):
         return {key: tensor.detach().contiguous() for key, tensor in whole.items()}
     own = model._slapo.adapters[name]
     specs = [spec for specs in together(model.mesh, "adapter", lambda: own) for spec in specs]
@@ -166,8 +166,8 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 
 @contextmanager
-def whole_sizes(model: Any) -> Iterator[None]:
-    """Context in which weights that ZeRO shards (`dp_shard=`) show their unsharded shape, without data."""
+def unsharded_shapes(model: Any) -> Iterator[None]:
+    """Context in which tensors of the shape before ZeRO's sharding, without data, replace the parameters in modules."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -245,7 +245,7 @@ def _layers(model: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _matrices(model: Any, name: str) -> list[Matrix]:
-    """Return both matrices of every layer with their sharding; SlapoError for a layer that cannot be sharded."""
+    """Return matrices A and B of every layer of adapter `name`; SlapoError for a layer that cannot be sharded."""
     state: State = model.schedule.state
     found = []
     for path, layer in _layers(model, name):

@@ -26,7 +26,7 @@ from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.random_state import restore_states
 from slapo_zoo.weights.snapshot import read_by_all
 from slapo_zoo.weights.training_folder import TrainingFolder, open_training
-from slapo_zoo.weights.training_state import FILE, OF_COPY, of_copies
+from slapo_zoo.weights.training_state import FILE, OF_COPY, of_dp_ranks
 
 
 @on_each_rank
@@ -57,7 +57,7 @@ def load_checkpoint(
             together(model.mesh, LOAD, load.prepare)
             together(model.mesh, LOAD, load.finish)
     state, mesh = load.opened.state, model.mesh
-    found = [tuple(of_copies(state, name)) for name in OF_COPY]
+    found = [tuple(of_dp_ranks(state, name)) for name in OF_COPY]
     copy = mesh.coord("loss") if state["mesh"]["dp"] == mesh.size("loss") else None
     return Resumed(state["step"], *found, copy)
 

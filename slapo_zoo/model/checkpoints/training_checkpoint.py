@@ -31,7 +31,7 @@ from slapo_zoo.weights.encode import encode
 from slapo_zoo.weights.load_memory import Target
 from slapo_zoo.weights.random_state import pack_states, states_here
 from slapo_zoo.weights.save import save_folder
-from slapo_zoo.weights.training_state import OF_COPY, by_copy, write_state
+from slapo_zoo.weights.training_state import OF_COPY, by_dp_rank, write_state
 
 SAVE, LOAD = "save_checkpoint", "load_checkpoint"
 
@@ -250,7 +250,7 @@ class _Save:
             raise WeightsError(SAVE, "step", problem, "all ranks save after the same step")
         self.state["step"] = own[0]["step"]
         for name in OF_COPY:
-            self.state[name] = by_copy(name, [mine[name] for mine in own], mesh, SAVE)
+            self.state[name] = by_dp_rank(name, [mine[name] for mine in own], mesh, SAVE)
 
     def copy(self) -> None:
         """Copy this rank's tensors to host memory, since training changes them from now on."""

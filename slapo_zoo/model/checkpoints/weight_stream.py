@@ -85,7 +85,7 @@ class _Held:
         Under ZeRO the shard is gathered over dp, in a collective call.
         """
         name, runtime = self.source[key], self.model._slapo
-        if name not in self.held or not runtime.data_parallel.gives(self.model.mesh):
+        if name not in self.held or not runtime.data_parallel.sends(self.model.mesh):
             return None
         if name != self._name:
             self._name, self._files = name, {}  # frees the tensor before
@@ -221,7 +221,7 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
         shapes = {s.name: s.shape for s in model._slapo.keys.file_specs(model._slapo.specs)}
         left = dict.fromkeys(shapes)
         pairs = iter(stream or ()) if model.mesh.rank == rank else None
-        while (header := _next(pairs, model, rank)) is not None:
+        while (header := _next_pair(pairs, model, rank)) is not None:
             key, tensor, shape, dtype = header
             if shapes.get(key) != shape:
                 expected = list(shapes[key]) if key in shapes else "no tensor of this name"
@@ -229,7 +229,7 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
                 hint = "pass the pairs of stream_weights of a model with the same class and sizes"
                 raise SlapoError("load_stream", key, problem, hint)
             left.pop(key, None)
-            _spread(by_key.get(key), tensor, shape, dtype, model, rank)
+            _broadcast(by_key.get(key), tensor, shape, dtype, model, rank)
         whole.put_back()
         if left:
             problem = f"{len(left)} tensors are missing from the stream; the others were loaded"
@@ -237,10 +237,10 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
             raise SlapoError("load_stream", next(iter(left)), problem, hint)
 
 
-def _next(pairs: Any, model: Any, rank: int) -> Any:
-    """Return (key, tensor, shape, dtype) of the next pair that `rank` reads; None at the end of its pairs.
+def _next_pair(pairs: Any, model: Any, rank: int) -> Any:
+    """Read the next pair on `rank` and broadcast its header; return (key, tensor, shape, dtype), None after the last.
 
-    The tensor is None on other ranks.
+    On other ranks `pairs` and the returned tensor are None.
     """
     key, tensor = next(pairs, (None, None)) if pairs is not None else (None, None)
     header = [None if tensor is None else (key, tuple(tensor.shape), tensor.dtype)]
@@ -252,7 +252,7 @@ def _next(pairs: Any, model: Any, rank: int) -> Any:
     return key, tensor, shape, dtype
 
 
-def _spread(
+def _broadcast(
     target: Target | None, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     model: Any, rank: int,
 ) -> None:  # fmt: skip
@@ -277,10 +277,10 @@ def _spread(
         if model.mesh.world_size > 1:
             dist.broadcast(piece, rank)
         if target is not None:
-            _take(target, piece, start, model.mesh)
+            _copy_shard(target, piece, start, model.mesh)
 
 
-def _take(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
+def _copy_shard(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
     """Copy this rank's elements of `piece`, rows of the unsharded tensor from row `first` on, into `target`."""
     own = target.tensor if target.tensor.ndim else target.tensor.view(1)
     axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]

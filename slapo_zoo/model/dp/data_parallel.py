@@ -34,7 +34,7 @@ class Whole:
     optimizer: Any = None
 
     def put_back(self) -> None:
-        """Copy the gathered tensors back into the engine after a checkpoint was read into them; default: do nothing."""
+        """Copy the gathered tensors, into which a checkpoint was read, back into the engine. Default: do nothing."""
 
 
 class DataParallel:
@@ -128,7 +128,7 @@ class DataParallel:
         """
         return value
 
-    def gives(self, mesh: Mesh) -> bool:
+    def sends(self, mesh: Mesh) -> bool:
         """Return whether `stream_weights` may send tensors from this rank; under ZeRO, from the first `dp_shard` group."""
         return True
 

@@ -77,9 +77,7 @@ class Sharded(DataParallel):
     def pipeline_step(self, *args: Any) -> Tensor:
         """Run all micro-batches through the pipeline; return this rank's share of the loss.
 
-        In ZeRO stage 1 the gradients are reduced over dp at the end. `args` are the pipeline, the
-        function that runs a micro-batch, the entries of the batch that are split by rows, the
-        others, and the number of micro-batches.
+        In ZeRO stage 1 gradients are then reduced over dp. `args` are those of `DataParallel.pipeline_step`.
         """
         loss = super().pipeline_step(*args)
         self._sum_waiting()
@@ -133,7 +131,7 @@ class Sharded(DataParallel):
         is_padded = found.untyped_storage().nbytes() > found.nbytes
         return found.clone() if is_padded else found  # a padded buffer would stay alive as a whole
 
-    def gives(self, mesh: Mesh) -> bool:
+    def sends(self, mesh: Mesh) -> bool:
         """Return whether `stream_weights` may send tensors from this rank: only from the first `dp_shard` group."""
         return mesh.coord("loss") < self.shards.size
 
@@ -173,7 +171,7 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
         )
     for module, name, p in _parameters_of(model):
         module._parameters[name] = parts.get(id(p), p)
-    _refuse_calls_beside(model, blocks)
+    _refuse_calls_outside(model, blocks)
     groups = {unit: [Group(shards, held, kind[2]) for kind, held in kinds.items()]
               for unit, kinds in units.items()}  # fmt: skip
     alone = Blocks(computes, runtime.schedule.state.keeps)
@@ -193,7 +191,7 @@ def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
     ]
 
 
-def _refuse_calls_beside(model: nn.Module, blocks: Sequence[str]) -> None:
+def _refuse_calls_outside(model: nn.Module, blocks: Sequence[str]) -> None:
     """Hook the modules that neither are nor contain a block, so that a call outside the model's or a block's forward
     raises MeshError if the module has sharded parameters. `blocks` are paths.
     """

@@ -17,9 +17,8 @@ NO_BATCH = "found None on the rank that reads the batch for the others"
 class MeshSampler:
     """Batch sampler for a DataLoader, which yields the sample indices of this dp rank for every step.
 
-    The order depends on seed and epoch only, so ranks need no communication. The parts of all dp
-    ranks together are the rows that one process reads with `batch_size` rows per step; an
-    incomplete last batch is dropped.
+    The order depends on seed and epoch only, so ranks need no communication. In each step the dp ranks
+    together read the `batch_size` rows that one process would read; an incomplete last batch is dropped.
 
     Args:
         dataset: the dataset of the DataLoader, or anything with its length.

@@ -140,7 +140,7 @@ class Block:
         return standing_in((module, name, whole[i][j]) for module, name, (i, j) in self.places)
 
     @contextmanager
-    def lent(self) -> Iterator[None]:
+    def gathered(self) -> Iterator[None]:
         """Context in which the block's modules read gathered parameters; gradients are reduce-scattered over dp."""
         module, name, _ = self.places[0]
         if name in module.__dict__:
@@ -217,7 +217,7 @@ def _gathering(cls: Any) -> type:
 
     @functools.wraps(cls.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with self.__dict__[BLOCK].lent():
+        with self.__dict__[BLOCK].gathered():
             return cls.forward(self, *args, **kwargs)
 
     return type(cls.__name__, (cls,), {"__module__": cls.__module__, "forward": forward})

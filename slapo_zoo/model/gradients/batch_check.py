@@ -43,7 +43,7 @@ def check_batch(
     found, hooked = of_all(mine).t().tolist()
     _same_hooks(mesh, hooked)
     _same_for_peers(mesh, found)
-    _different_for_copies(mesh, found)
+    _warn_of_equal_replicas(mesh, found)
 
 
 def check_peers(
@@ -138,7 +138,7 @@ def _unlike(where: str, differ: Sequence[int], first: int) -> MeshError:
     return MeshError(where, "batch", problem, hint)
 
 
-def _different_for_copies(mesh: Mesh, found: Sequence[int]) -> None:
+def _warn_of_equal_replicas(mesh: Mesh, found: Sequence[int]) -> None:
     copies = [found[mesh.ranks(batch=copy)[0]] for copy in range(mesh.size("batch"))]
     if len(set(copies)) < len(copies) and mesh.rank == 0:
         warnings.warn(

@@ -110,13 +110,13 @@ class Calls:
         sharded = reducer.tokens_sharded = state.forward.tokens_divided
         call = state.forward, state.random.position()
         for node in nodes_of(output):
-            node.register_prehook(lambda _grads: self._arrived(*call))
+            node.register_prehook(lambda _grads: self._begin_backward(*call))
         if self.mesh.tp > 1 and not reducer.in_step:  # `train_step` uses `count_once` instead
             rows = [(self.runtime.plan.of(name), p) for name, p in self.named]
             summed = {id(p) for row, p in rows if row and row.sums(sharded, PARTIAL, REPLICAS)}
             reducer.uses.note(output, summed)
 
-    def _arrived(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
+    def _begin_backward(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
         """Begin the backward of a call: restore its ForwardContext, and `position`, from which dropout masks follow.
 
         `position` is (step, first row, number of rows) of the call.
@@ -141,13 +141,13 @@ class Calls:
         try:
             averaged = self.reducer.close()
         finally:
-            self._leave()
+            self._restore_context()
         if not self.reducer.in_step and self.mesh.world_size > 1:
             engine, named = self.runtime.data_parallel, dict(self.named)
             engine.own_backward_ended(list(named.values()), self.mesh, self.reducer.paused)
             self.guard.complete(named, self.runtime.plan, averaged)
 
-    def _leave(self) -> None:
+    def _restore_context(self) -> None:
         """Restore the forward context that was active before the backward."""
         state = self.runtime.schedule.state
         if self.outside is not None:
@@ -156,6 +156,6 @@ class Calls:
 
     def abandon(self) -> None:
         """Drop the state of a backward that failed."""
-        self._leave()
+        self._restore_context()
         self.reducer.forget()
         self.reducer.uses.found.clear()

@@ -1,9 +1,9 @@
 """After any backward each rank's `.grad` is its shard of the gradient that one process would compute.
 
-The plan of a rank lists, for each parameter, the ranks over which its gradient is summed (`sum_over`). One hook per
-parameter reports each gradient: over tp it is summed before it is added to `.grad`, so that hooks of a user see the
-sum; over dp `.grad` is averaged as DDP does it, bucket by bucket while the backward continues. `train_step`
-accumulates micro-batches first: it averages in the last backward, and sums the rest after it.
+The plan of a rank lists, for each parameter, the ranks over which its gradient is summed (`sum_over`). A hook on each
+parameter sums its gradient over tp before it is added to `.grad`, so that a user's hooks see the sum; over dp `.grad`
+is averaged as in DDP, bucket by bucket while the backward continues. In `train_step` the average over dp runs in the
+backward of the last micro-batch, and the sums over tp and pp after it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -96,7 +96,7 @@ class GradientReducer:
 
     def open(self) -> None:
         """Begin a backward, possibly within another one: group parameters into buckets of one all-reduce each."""
-        self._settle()
+        self._count_stored()
         for bucket in self.buckets:
             bucket.wait()
         before = self.stored
@@ -119,7 +119,7 @@ class GradientReducer:
         """
         if not self.is_open:
             self.runtime.calls.open()
-        self._settle()
+        self._count_stored()
         groups = self._groups(name) if self.at_once and name not in self.replaced else []
         grad, term = self.uses.split(p, grad) if groups and not self.in_step else (grad, None)
         for group in groups:
@@ -134,7 +134,7 @@ class GradientReducer:
         return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
 
     def _groups(self, name: str) -> list[Any]:
-        """Return the process groups over which the gradient of `name` is summed now, without that of dp."""
+        """Return the process groups, except dp's, over which the running backward sums the gradient of parameter `name`."""
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
@@ -163,7 +163,7 @@ class GradientReducer:
             all_reduce_(p.grad.mul_(factor), group)
         return summed(grad * factor, group)
 
-    def _settle(self) -> None:
+    def _count_stored(self) -> None:
         """Count a gradient just stored in `.grad`; start the all-reduce of each bucket whose gradients are all there."""
         if self.latest is None:
             return
@@ -180,7 +180,7 @@ class GradientReducer:
 
     def close(self) -> bool:
         """Finish a backward and its all-reduces over dp; return whether the backward stored gradients in `.grad`."""
-        self._settle()
+        self._count_stored()
         if self.stored is False and not self.in_step:
             dims = self.mesh.named("loss")
             problem = f"it returns the gradients of this rank's part of the loss, not their average over {dims}"
@@ -188,7 +188,7 @@ class GradientReducer:
         if met := bool(self.stored):
             for bucket in self.waiting:  # in the same order on every rank
                 bucket.start()
-            somewhere = self._somewhere([p for bucket in self.buckets for p in bucket.parameters])
+            somewhere = self._have_grad([p for bucket in self.buckets for p in bucket.parameters])
             for bucket in self.buckets:
                 bucket.wait(somewhere)
         reached = [p for _, p in sorted(self.reached.items())]
@@ -197,7 +197,7 @@ class GradientReducer:
         self.forget()
         return met
 
-    def _somewhere(self, parameters: list[nn.Parameter]) -> set[int] | None:
+    def _have_grad(self, parameters: list[nn.Parameter]) -> set[int] | None:
         """Return the ids of parameters that have a gradient on at least one dp rank; None if ranks need not compare."""
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
@@ -218,7 +218,10 @@ class GradientReducer:
             self.paused = before
 
     def last_backward(self, _outputs: Any) -> None:
-        """Let the last backward of a pipeline stage average over dp, although `no_sync` is active; `_outputs` is ignored."""
+        """Switch `no_sync` off before the last backward of a pipeline stage, so that this one averages over dp.
+
+        The pipeline calls this method with the outputs of the stage, which are ignored.
+        """
         self.paused = False
 
     @contextmanager

@@ -45,9 +45,9 @@ class InputGradients:
         self.in_loss: list[nn.Parameter] = []
         if isinstance(loss_fn, nn.Module):
             own = (p for p in loss_fn.parameters() if p.requires_grad and runtime_of(p) is None)
-            self._meet([p for p in own if id(p) not in self.before])
+            self._register([p for p in own if id(p) not in self.before])
 
-    def see(self, loss: Tensor, output: Any) -> None:
+    def add_from_loss(self, loss: Tensor, output: Any) -> None:
         """Register parameters outside the model from which the user's `loss` of the model's
         `output` is computed. New ones raise SlapoError if pp > 1.
         """
@@ -60,14 +60,14 @@ class InputGradients:
             problem = f"the loss has trained parameters {shapes} that the other stages (pp > 1) do not have"
             hint = "pass an nn.Module that holds them as loss_fn, on all ranks"
             raise SlapoError("train_step", "loss_fn", problem, hint)
-        self._meet(new)
+        self._register(new)
 
     def held(self) -> list[Tensor]:
         """Return the tensors outside the model that get a gradient: entries of the batch, or trained parameters."""
         return [*(self.leaves.values() or self.beyond), *self.in_loss]
 
-    def _meet(self, new: list[nn.Parameter]) -> None:
-        require_alike(self.mesh, new, self.known)
+    def _register(self, new: list[nn.Parameter]) -> None:
+        require_equal(self.mesh, new, self.known)
         self.before |= {id(p): p.grad for p in new}
         self.in_loss += new
         for p in new:
@@ -107,13 +107,13 @@ def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
         batch: tensors, also in containers and caches of transformers.
         known: {parameter met before: its number, in order of first use}; new ones are added.
     """
-    asking = list(_asking(batch))
+    asking = list(_requiring_grad(batch))
     found = _made_of(asking) if asking else []
-    require_alike(mesh, found, known)
+    require_equal(mesh, found, known)
     return found
 
 
-def require_alike(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
+def require_equal(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
     """Raise MeshError on all ranks if a parameter that is not yet in `known` differs between ranks.
     `known` is {parameter: number, in order of first use}; the new parameters are added.
     """
@@ -123,14 +123,14 @@ def require_alike(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) ->
             known[p] = len(known)
 
 
-def _asking(value: Any) -> Iterator[Tensor]:
+def _requiring_grad(value: Any) -> Iterator[Tensor]:
     """Yield the tensors within a value (nested containers allowed) whose `requires_grad` is True."""
     for x in tree_leaves(value):
         if isinstance(x, Tensor):
             if x.requires_grad:
                 yield x
         elif type(x).__module__ == "transformers.cache_utils":  # a trained prefix of keys, values
-            yield from _asking(list(vars(x).values()))
+            yield from _requiring_grad(list(vars(x).values()))
 
 
 def nodes_of(output: Any) -> list[Any]:

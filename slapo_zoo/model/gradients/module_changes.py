@@ -119,12 +119,12 @@ class Structure:
     _slapo: Any
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name in the checkpoint, parameter), also where modules are wrapped."""
+        """Yield (name, parameter) with the names in the checkpoint, even inside wrappers such as torch.compile's."""
         found = super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), p) for name, p in found)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name in the checkpoint, buffer), also where modules are wrapped."""
+        """Yield (name, buffer) with the names in the checkpoint, even inside wrappers such as torch.compile's."""
         found = super().named_buffers(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), x) for name, x in found)
 

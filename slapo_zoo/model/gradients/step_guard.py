@@ -36,10 +36,10 @@ GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 
 
 class StepGuard:
-    """Check that compares over ranks how complete gradients were changed (clipped, unscaled) before the step.
+    """Check before an optimizer step that all ranks changed (clipped, unscaled) their gradients by the same factor.
 
-    A few elements of some gradients are remembered; a check takes one all-gather of 36 numbers and one wait of the
-    host.
+    A few elements of some gradients are remembered after the backward; a check compares them with the gradients of
+    now, by one all-gather of 36 numbers and one wait of the host.
 
     Attributes:
         interval: steps between checks, after the first ALWAYS steps; 0 switches checks off.
@@ -83,9 +83,9 @@ class StepGuard:
         self.marks = self._marks_of(named, plan) if self._is_due(self.steps + 1) else {}
         self.trained, self.fresh = trained, True
         if averaged and self.mesh.size("loss") > 1 and not any(is_divided(p) for p in parameters):
-            self._look_at_copies(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
+            self._compare_replicas(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
-    def _look_at_copies(self, some: list[nn.Parameter]) -> None:
+    def _compare_replicas(self, some: list[nn.Parameter]) -> None:
         """Raise MeshError on all dp ranks if the first elements of a parameter in `some` differ between dp replicas."""
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
@@ -156,7 +156,7 @@ class StepGuard:
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
         if not any(
-            _apart([row[i][2:] for row in block], loosely)
+            _differ([row[i][2:] for row in block], loosely)
             for block in blocks
             for i in range(PROBES)
         ):
@@ -165,7 +165,7 @@ class StepGuard:
         mine = torch.stack([*self.marks.values()]) if self.marks else none
         every = of_all(mine, self.mesh.group("tp")).transpose(0, 1).tolist()  # [parameters, tp, 2]
         named = zip(self.marks, every, strict=True)
-        names = [name for name, marks in named if _apart(marks, loosely)]
+        names = [name for name, marks in named if _differ(marks, loosely)]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         problem = "the parameter is replicated over tp, but its gradient differs between tp ranks"
         hint = (
@@ -174,13 +174,11 @@ class StepGuard:
         what = f"{names[0]}{more}" if names else "parameters of another stage"
         raise agreed(MeshError("optimizer.step", what, problem, hint))
 
-    def look_beside(self, parameters: list[nn.Parameter]) -> None:
-        """Raise MeshError on all ranks of a stage if parameters outside the model (a user's head),
-        or their gradients, differ.
+    def check_outside(self, parameters: list[nn.Parameter]) -> None:
+        """Raise MeshError on all ranks of a stage if parameters outside the model (a user's head), or their gradients,
+        differ between ranks. `parameters` are all those of the optimizer.
 
-        `parameters` are all those of the optimizer.
-
-        This takes two all-gathers of a few numbers, in the first ALWAYS steps only.
+        The check runs in the first ALWAYS steps only, by two all-gathers of a few numbers.
         """
         beside = [p for p in parameters
                   if runtime_of(p) is None and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
@@ -195,15 +193,15 @@ class StepGuard:
                 continue
             found = of_all(mine, self.mesh.group(mesh_dim))
             if ((found - found[0]).abs() > LOOSELY * found[..., :1].amax(0)).any():
-                raise _unlike_beside(beside, self.mesh.named(mesh_dim))
+                raise _unlike_outside(beside, self.mesh.named(mesh_dim))
 
     def _factors(self) -> Tensor:
         """Return a tensor [PROBES + 1, 4] of the numbers that ranks compare before an optimizer step.
 
-        A probe is a parameter whose gradient was sampled. A probe's row is: the factor by which the
-        gradient was scaled since then; 1 if one factor fits all elements, else 0; sums of
-        projections and of norms of gradients of replicated parameters. The last row is the rounding
-        error that is allowed.
+        Row i < PROBES belongs to the i-th parameter whose gradient was sampled after the backward: the factor by which
+        the gradient was scaled since; 1 if this factor fits all sampled elements, else 0; and two sums, of projections
+        and of norms, over some of the gradients that are replicated over tp (`_marks_of`). The last row is the relative
+        rounding error allowed.
         """
         found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):
@@ -231,14 +229,14 @@ class StepGuard:
         stages = [self.mesh.coord("pp", rank) for rank in range(self.mesh.world_size)]
         groups = [[row[i] for row, s in zip(found, stages, strict=True) if s == stage]
                   for stage in set(stages) for i in range(PROBES)]  # fmt: skip
-        for group in (*groups, [_one_of(row, alike) for row in found]):
+        for group in (*groups, [_common_factor(row, alike) for row in found]):
             factors = [factor for factor in group if factor is not None]
             if len(factors) == len(group) and max(factors) - min(factors) > alike * max(factors):
                 return ", ".join(f"{factor:.4g}" for factor in factors)
         return ""
 
 
-def _one_of(row: list[float | None], alike: float) -> float | None:
+def _common_factor(row: list[float | None], alike: float) -> float | None:
     """Return the factor by which all sampled gradients of a rank were scaled; None if factors differ or are unknown.
 
     `row` has one factor per sampled gradient, None where unknown; `alike` is the relative difference that is
@@ -248,7 +246,7 @@ def _one_of(row: list[float | None], alike: float) -> float | None:
     return known[0] if known and max(known) - min(known) <= alike * max(known) else None
 
 
-def _apart(marks: Sequence[Sequence[float]], loosely: float) -> bool:
+def _differ(marks: Sequence[Sequence[float]], loosely: float) -> bool:
     """Return whether ranks hold different gradients of a parameter, by its `marks` (projection, norm) on each rank.
 
     The projection is a weighted sum of the gradient's elements. Gradients are different if their projections
@@ -272,7 +270,7 @@ def _alone(gone: Sequence[int]) -> MeshError:
     return MeshError("optimizer.step", "taken by some ranks", problem, hint)
 
 
-def _unlike_beside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
+def _unlike_outside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
     shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
     problem = f"{mesh_dim} ranks have different values or gradients of parameters outside the model: {shapes}"
     hint = (
@@ -296,7 +294,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
     guard: StepGuard = runtime.calls.guard
     if guard.on_ranks is not None:
         return guard.on_ranks(optimizer, args, kwargs)
-    guard.look_beside(parameters)
+    guard.check_outside(parameters)
     if guard.divides:
         _require_own_scaler()
         guard.before_step()

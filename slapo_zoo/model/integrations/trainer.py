@@ -76,7 +76,7 @@ class ScheduledTrainer(Trainer):
         self._is_checkpoint = False
 
     def _read_signature(self, model: Any) -> None:
-        """Read names of inputs and labels of a model of `exact=`, and set `use_cache`, as Trainer does for others."""
+        """For a model of `exact=`, read the names of inputs and labels, and set `use_cache`, as Trainer does for others."""
         if not is_exact(model):
             return  # Trainer.__init__ has done it
         hosted = model.hosted

@@ -39,7 +39,7 @@ def cut_batch(
     Raises:
         SlapoError: an entry cannot be sharded, or an attention module was replaced since the load.
     """
-    require_seam(model)
+    require_core_attention(model)
     if vars(model).get("_loss_function") is not None:
         problem = "it would be given labels that are shifted and cut already"
         raise SlapoError(WHERE, "model.loss_function", problem, "leave the model's own, or load with cp=1")  # fmt: skip
@@ -129,7 +129,7 @@ def _padded_mask(mask: Tensor, count: int) -> Tensor:
     return nn.functional.pad(nn.functional.pad(mask, (0, count), value=hidden), (0, 0, 0, count), value=seen)  # fmt: skip
 
 
-def require_seam(model: Any) -> None:
+def require_core_attention(model: Any) -> None:
     """Raise SlapoError if an attention was replaced since the load: it would see only the keys of this cp rank.
 
     An attention is right if it still calls its child `core_attn`, which gathers the keys.

@@ -15,7 +15,7 @@ from slapo_zoo.model.gradients.step_guard import ALWAYS
 from slapo_zoo.model.step.generation import refuse_cache, refuse_whole_heads, with_source
 from slapo_zoo.model.step.input_errors import explained
 from slapo_zoo.model.step.of_all_tokens import cut_call, cut_of_call, run_cut
-from slapo_zoo.model.step.outputs import as_dict, refuse_outputs
+from slapo_zoo.model.step.outputs import refuse_outputs, set_return_dict
 from slapo_zoo.model.step.own_loss import whole_output
 from slapo_zoo.model.step.runtime import (
     Runtime,
@@ -57,7 +57,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     refuse_divided(model, batch, pp=mesh.pp)
     refuse_outputs(model, batch)
     require_together(model)
-    wants_tuple, run = as_dict(model, batch), functools.partial(_run_own, model, runtime)
+    wants_tuple, run = set_return_dict(model, batch), functools.partial(_run_own, model, runtime)
     calls = runtime.calls
     draws = stream.call(model.training, rows * mesh.coord("batch"), rows)
     with calling(model, batch, divided, cut), draws:

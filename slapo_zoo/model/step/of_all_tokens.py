@@ -63,7 +63,10 @@ def cut_step(
 def run_cut(
     model: Any, cut: TokenCut, run: Callable[[Any], Any], part: Mapping[str, Any], given: Mapping[str, Any]
 ) -> Any:  # fmt: skip
-    """Run the forward `run(part)` of this rank's tokens; return the output for all tokens of the batch `given`."""
+    """Run the forward `run(part)` of this rank's tokens; return the output for all tokens of the batch `given`.
+
+    `cut` says which tokens each cp rank computes.
+    """
     with cutting(model._slapo.schedule.state.random, cut), means_of_all(model, given):
         return of_all_tokens(cut, run(part), given)
 
@@ -94,7 +97,7 @@ def of_all_tokens(cut: TokenCut, output: Any, given: Mapping[str, Any]) -> Any:
     """Return a model's output for all tokens: logits and hidden states [B, s, D] gathered, shares of the loss summed.
 
     Args:
-        cut: how the tokens are cut over cp.
+        cut: which tokens each cp rank computed.
         output: the model's output for this rank's tokens.
         given: the batch with all tokens.
     """

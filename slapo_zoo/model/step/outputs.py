@@ -38,7 +38,7 @@ def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
         raise SlapoError("forward", "output_attentions=True", problem, hint)
 
 
-def as_dict(model: Any, batch: dict[str, Any]) -> bool:
+def set_return_dict(model: Any, batch: dict[str, Any]) -> bool:
     """Set `return_dict=True` in the batch, since outputs are read by name; return whether the caller wanted a tuple."""
     given = batch.get("return_dict")
     wants_tuple = not (getattr(model.config, "return_dict", True) if given is None else given)

@@ -23,7 +23,7 @@ class OwnLoss:
             `targets` a sum.
         divisor: number of micro-batches of all dp ranks; with `targets` the total number of targets.
         runtime: runtime state of the model.
-        cut: how the tokens are cut over cp, or None.
+        cut: which tokens each cp rank computes; None without cp.
     """
 
     def __init__(

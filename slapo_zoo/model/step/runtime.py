@@ -82,7 +82,9 @@ class Runtime:
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """Return the process group of the gradient sum `one`; None if this rank takes no part in the sum."""
+        """Return the process group of an all-reduce of gradients, an entry `one` of the plan; None if this rank is not in
+        the group.
+        """
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
@@ -136,8 +138,8 @@ def calling(
 ) -> AbstractContextManager[None]:
     """Context of a forward, from which modules read which tokens are padding and whether tokens are sharded.
 
-    `divided` is True if the tokens of `batch` are sharded over tp (sequence parallelism); `cut` is how
-    they are cut over cp.
+    `divided` is True if the tokens of `batch` are sharded over tp (sequence parallelism); `cut` says which
+    tokens each cp rank computes (None: all).
     """
     real = None if known().real is None else batch["attention_mask"].bool()
     state = model._slapo.schedule.state

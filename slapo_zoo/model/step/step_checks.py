@@ -74,9 +74,9 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """Return the number of micro-batches if the user gave none: 1 without a pipeline, for a pipeline order from a
-    .csv file the number in the file. Other orders: the smallest divisor of `rows` from 2 * pp on that the order
-    allows; if none, the largest allowed divisor; if none, `rows`.
+    """Return the number of micro-batches if the user gave none: 1 without a pipeline; with a pipeline order from a
+    .csv file, the number in the file. For other orders it is the smallest divisor of `rows` from 2 * pp on that the
+    order allows; if there is none, the largest allowed divisor; if there is none either, `rows`.
     """
     if pipeline is None:
         return 1
@@ -132,7 +132,7 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
     """
     named = dict(runtime.schedule.model.named_parameters())
     for one, names in runtime.plan.sums_of(named, TIED).items():
-        held = [_state_of_copy(named[name]).to(device) for name in names]
+        held = [_tie_state(named[name]).to(device) for name in names]
         found = torch.stack(held)
         dist.all_reduce(found, dist.ReduceOp.MIN, group=runtime.group(one))
         for name, (trained, least, most) in zip(names, found.tolist(), strict=True):
@@ -144,7 +144,7 @@ def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
                 named[name].requires_grad_(False).grad = None
 
 
-def _state_of_copy(p: nn.Parameter) -> Tensor:
+def _tie_state(p: nn.Parameter) -> Tensor:
     """Return [1 if the tied weight p is trained, else 0; L1 norm of a sample of p; minus that norm].
 
     After a MIN all-reduce over the stages these are: trained on all, least norm, minus the largest norm.

@@ -1,8 +1,8 @@
-"""Counts that a training step reads from its batch, all at once: the only wait of the host in a step.
+"""Counts that a training step reads from its batch (targets, padding): all at once, so that the host waits only once.
 
-Padding is left out in `train_step` with the model's own loss, where no result can change by it: the layers of
-an encoder then run on real tokens only (kernels/unpadded_encoder.py), and the outputs at padding differ from
-the plain model's: see docs/decisions/0012-padding-is-left-out-unseen.md.
+The counts of padding serve encoders: in `train_step` with the model's own loss their layers may run on real tokens only
+(kernels/unpadded_encoder.py). Loss and gradients stay the same; outputs at padding, which nobody sees, differ from the
+plain model's: docs/decisions/0012-padding-is-left-out-unseen.md.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -67,7 +67,7 @@ class StepCounts:
         return Known(self.padded, targets, real, self.packed)
 
 
-def ask(
+def count_step(
     model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
     whole: Mapping[str, Any],
 ) -> StepCounts:  # fmt: skip

@@ -20,7 +20,7 @@ from slapo_zoo.model.gradients.parameter_hooks import on_parts, run_later
 from slapo_zoo.model.step import own_loss, step_checks
 from slapo_zoo.model.step.input_errors import explained
 from slapo_zoo.model.step.of_all_tokens import cut_step, means_of_all, of_all_tokens, tokens_of
-from slapo_zoo.model.step.outputs import as_dict, refuse_outputs
+from slapo_zoo.model.step.outputs import refuse_outputs, set_return_dict
 from slapo_zoo.model.step.runtime import (
     Runtime,
     calling,
@@ -29,7 +29,7 @@ from slapo_zoo.model.step.runtime import (
     takes_cache,
     tokens_divide,
 )
-from slapo_zoo.model.step.step_counts import StepCounts, ask
+from slapo_zoo.model.step.step_counts import StepCounts, count_step
 from slapo_zoo.parallel.known import knowing
 from slapo_zoo.parallel.losses.loss_means import GlobalMeans, count_targets, targets_of
 from slapo_zoo.parallel.token_cut import TokenCut, cutting
@@ -119,7 +119,7 @@ class Step:
         if self.kept is not None:
             self.kept.add(first, output)
         loss = (self.own or _loss)(output, part) * runtime.precision.scale
-        self.beside.see(loss, output)
+        self.beside.add_from_loss(loss, output)
         return loss if self.scaler is None else self.scaler.scale(loss)
 
 
@@ -155,7 +155,7 @@ def check(
     if not rows:
         raise step_checks.no_rows(batch, mesh)
     refuse_outputs(model, whole)
-    as_dict(model, whole)
+    set_return_dict(model, whole)
     step_checks.require_head(model.unscheduled_class, batch)
     if options.loss_fn is None and mesh.pp > 1:
         step_checks.require_labels(tensors, whole)
@@ -184,18 +184,19 @@ def split(
     if cut is not None:
         tensors, whole = cut_step(model, cut, tensors, whole, options.loss_fn is not None)
     parameters = _trained(model, count, next(iter(tensors.values())).device)
-    said, counts = _targets(model, options, tensors, whole, parts)
+    targets, counts = _targets(model, options, tensors, whole, parts)
     divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
     state.forward = ForwardContext(divided, is_call=True, cut=cut)
-    asked, number = ask(model, tensors, counts, rows, whole), state.random.step + 1
+    asked, number = count_step(model, tensors, counts, rows, whole), state.random.step + 1
     reducer.asks_hosts = asked.missed
     check_batch(mesh, given, number, model.input_check_interval, partial(on_parts, model))
     tensors[ROWS] = asked.rows(rows)  # last, since the pipeline takes the device of the first entry
     own, means = options.loss_fn, None
     if own is not None:
-        own = own_loss.OwnLoss(own, own_loss.divisor_of(said, asked.totals, parts), runtime, cut)
-    elif parts > 1 or said is not None:
-        counted = targets_of(runtime.head_name(model), tensors) if said is None else None
+        divisor = own_loss.divisor_of(targets, asked.totals, parts)
+        own = own_loss.OwnLoss(own, divisor, runtime, cut)
+    elif parts > 1 or targets is not None:
+        counted = targets_of(runtime.head_name(model), tensors) if targets is None else None
         means = GlobalMeans(asked.totals, counted, mesh.group("loss"))
     times = runtime.data_parallel.loss_scale
     beside = InputGradients(mesh, tensors, reducer.beyond, options.loss_fn, times)
@@ -212,14 +213,16 @@ def _targets(
     `tensors` are split by rows, `whole` are the other entries; `parts` is the number of
     micro-batches of all dp ranks.
     """
-    said = options.targets
+    targets = options.targets
     if options.loss_fn is None:
         items = whole.pop("num_items_in_batch", None)  # from transformers: over all dp ranks
-        said = [items / model.mesh.size("batch")] if items is not None and said is None else said
+        if items is not None and targets is None:
+            targets = [items / model.mesh.size("batch")]
         ranks = model.mesh.size("cp")  # it counts all tokens; this rank has 1 / cp of them
-        said = said if said is None or ranks == 1 else [n / ranks for n in said]
-    if said is not None or options.loss_fn is not None or parts == 1:
-        return said, said or []
+        if targets is not None and ranks > 1:
+            targets = [n / ranks for n in targets]
+    if targets is not None or options.loss_fn is not None or parts == 1:
+        return targets, targets or []
     return None, count_targets(model._slapo.head_name(model), tensors)
 
 
@@ -314,8 +317,8 @@ class LogitsKept:
     rewrite:  logits of micro-batch 0, 1, ...  -->  logits of the batch, on every pp and tp rank
 
     Args:
-        cut: how the tokens of the logits are cut over cp; None for logits of all tokens.
-        tokens: number of tokens of a row whose tokens are cut.
+        cut: which tokens each cp rank computed; None if the logits are those of all tokens.
+        tokens: number of tokens of a whole row, if `cut` is given.
     """
 
     def __init__(self, cut: TokenCut | None = None, tokens: int = 0) -> None:

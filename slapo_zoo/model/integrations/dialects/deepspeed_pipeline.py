@@ -120,7 +120,7 @@ def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
 
 
 class TiedWeight(nn.Module):
-    """Module that holds a parameter shared by several stages, so that DeepSpeed ties it; the stage computes with it."""
+    """Module that shows DeepSpeed a parameter shared by several stages, to be tied; the stage's modules use it, too."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
@@ -170,7 +170,7 @@ def _with_gradient(x: Tensor) -> Tensor:
 
 
 class _ZeroPipeline(Zero):
-    """Data parallelism by DeepSpeed's pipeline with ZeRO, which runs the whole optimizer step."""
+    """Data parallelism by ZeRO in DeepSpeed's pipeline; DeepSpeed runs forward, backward and optimizer step in one call."""
 
     clips_itself = True
 
@@ -188,8 +188,7 @@ class _ZeroPipeline(Zero):
     ) -> Tensor:  # fmt: skip
         """Run forward, backward and optimizer step of all micro-batches; return this rank's share of the loss.
 
-        `run` maps (batch, row indices) of a micro-batch to its loss. `tensors` are the entries of
-        the batch that are split by rows, `others` the entries that all `count` micro-batches share.
+        The arguments are those of `DataParallel.pipeline_step`.
         """
         mesh, step = pipeline.schedule.mesh, self.step
         first = {k: v.tensor_split(count)[0] for k, v in tensors.items() if k != ROWS}

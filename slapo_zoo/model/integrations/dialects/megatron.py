@@ -1,4 +1,4 @@
-"""megatron-core with a scheduled model: its process groups, parameter marks, tp layers and logs.
+"""megatron-core with a scheduled model: its process groups, attributes of parameters, tp layers and logs.
 
 Sources: arXiv:1909.08053; megatron-core 0.16, `parallel_state` and `tensor_parallel.layers`.
 docs/engines.md says what was tested.
@@ -31,7 +31,7 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
     """Run a scheduled model on Megatron's process groups; return (engine, optimizer).
 
     All later collectives of the model use the groups of `megatron.core.parallel_state`, and its
-    parameters carry the marks that Megatron's code reads.
+    parameters get the attributes that Megatron's code reads (`mark_parameters`).
 
     Args:
         sch: a scheduled model.

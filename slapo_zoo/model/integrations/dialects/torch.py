@@ -92,8 +92,8 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
 
 
 def _check_stages(model: Any, what: str) -> None:
-    """Raise MeshError for several stages per rank, where DDP and FSDP2 would miss a parameter's
-    last backward. `what` is the option that asked for one of them.
+    """Raise MeshError for several stages per rank, where DDP and FSDP2 would reduce before a parameter's
+    last backward. `what` is the user's option that chose DDP or FSDP2, for the error.
     """
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp or places.custom is not None:
@@ -155,11 +155,7 @@ class _DdpStages(DataParallel):
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run all micro-batches through the pipeline; return this rank's share of the loss.
-
-        `run` maps (batch, row indices) of a micro-batch to its loss. `tensors` are the entries of
-        the batch that are split by rows, `others` the entries that all `count` micro-batches share.
-        """
+        """Run all micro-batches, as `DataParallel.pipeline_step` describes; return this rank's share of the loss."""
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         times = scaled(run, self.loss_scale)
         loss = pipeline_step(pipeline, times, tensors, others, count, self._expect_gradients)
@@ -207,11 +203,7 @@ class _Fsdp2Stages(_Fsdp2):
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run all micro-batches through the pipeline; return this rank's share of the loss.
-
-        `run` maps (batch, row indices) of a micro-batch to its loss. `tensors` are the entries of
-        the batch that are split by rows, `others` the entries that all `count` micro-batches share.
-        """
+        """Run all micro-batches, as `DataParallel.pipeline_step` describes; return this rank's share of the loss."""
         try:
             loss = pipeline_step(pipeline, scaled(run, self.loss_scale), tensors, others, count)
         finally:

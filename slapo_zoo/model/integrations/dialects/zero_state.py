@@ -1,6 +1,6 @@
 """Gather parameters and optimizer state of DeepSpeed's ZeRO over dp, and put them back.
 
-Not all places where ZeRO keeps them are public; this file alone names them (DeepSpeed 0.19).
+ZeRO keeps them in partly private attributes, which only this file reads (DeepSpeed 0.19).
 """
 
 from collections.abc import Callable
@@ -149,9 +149,7 @@ def _set_parameter(p: Any, value: Tensor) -> None:
 
 
 def _set(p: Any, value: Tensor, key: str | None) -> None:
-    """Set one entry of a parameter's optimizer state from the unsharded `value`.
-
-    ZeRO-3's own setter refuses uneven sizes.
+    """Set one entry of a parameter's optimizer state from the unsharded `value`; ZeRO-3's setter refuses uneven sizes.
 
     `key` names the entry, e.g. "exp_avg"; None is the fp32 copy of the parameter.
     """
