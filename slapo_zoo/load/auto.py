@@ -125,9 +125,8 @@ class AutoScheduledModel:
             stages_per_rank: stages on each rank in an interleaved order, at least 2.
             auto_class: head class; None takes the checkpoint's own.
             dtype: dtype of the parameters; "auto" takes the checkpoint's.
-            precision: "bf16" or "fp16": fp32 parameters, gradients and optimizer states, and 16 bits
-                in forward and backward; "bf16-pure": 16 bits everywhere; "fp32". None computes in
-                the dtype of the parameters.
+            precision: "bf16" or "fp16": fp32 parameters, gradients and optimizer states, and 16 bits in forward and
+                backward; "bf16-pure": 16 bits everywhere; "fp32". None computes in the dtype of the parameters.
             dp_shard: dp ranks over which parameters, gradients and optimizer states are sharded (ZeRO), a
                 divisor of dp; each group of `dp_shard` ranks holds one replica.
             zero_stage: 3 gathers the parameters of a block only while it runs; 2 gathers all of a stage for a
@@ -136,16 +135,14 @@ class AutoScheduledModel:
             device: None takes this rank's GPU, or the CPU.
             micro_batches: number of micro-batches of a step where `train_step` is not given one.
             checkpoint_ratio: share of the blocks whose activations are recomputed, 0 to 1.
-            checkpoint_policy: what those blocks keep: "" nothing, "save_matmuls" the outputs of
-                matrix products, "offload" everything, in host memory (on a GPU), "sharded"
-                nothing but a tp shard of a block's input; or a list of one policy per
-                block: "keep", "recompute", "save_matmuls", "offload" or "sharded".
+            checkpoint_policy: what those blocks keep: "" nothing, "save_matmuls" the outputs of matrix products,
+                "offload" everything, in host memory (on a GPU), "sharded" nothing but a tp shard of a block's input; or
+                a list of one policy per block: "keep", "recompute", "save_matmuls", "offload" or "sharded".
             exact: train with the same bits on every mesh: the largest mesh that the run will ever have, e.g.
                 `{"tp": 4, "dp": 2}`; each process then computes the shards of several ranks of that mesh, one
                 thread each. True takes the mesh itself. On the CPU; see "The same bits" in the documentation.
-            activation_memory: most bytes that a rank keeps for its backwards, "8GiB" or bytes: the
-                planner chooses the cheapest policy per block; if none fits, the nearest budget is
-                named before anything is allocated.
+            activation_memory: most bytes that a rank keeps for its backwards, "8GiB" or bytes: the planner chooses the
+                cheapest policy per block; if none fits, the nearest budget is named before anything is allocated.
             micro_batch_shape: (rows, tokens) of the micro-batches, which `activation_memory` needs.
             attention: backend: sdpa (default), eager, flash (the package flash-attn), flex or
                 xformers; SlapoError if family or device do not support it.

@@ -131,8 +131,7 @@ class NumericsWatch:
 def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
     """Return {name of a parameter: (hash of its bytes, text that identifies this rank's shard)}.
 
-    With `grads` the bytes of the parameter's gradient are hashed. Ranks with equal texts hold the
-    same shard.
+    With `grads` the bytes of the parameter's gradient are hashed. Ranks with equal texts hold the same shard.
     """
     named = model.named_parameters(remove_duplicate=False)
     held = ((name, p.grad if grads else p) for name, p in named)

@@ -70,8 +70,7 @@ def require_same_weights(
         what: name of the running step for error messages.
         mesh: mesh of all ranks.
         tensors: name in the unsharded model --> parameter of this rank.
-        specs: name and sharding of all tensors of the model; an unsharded tensor must be equal on all ranks of a
-            stage.
+        specs: name and sharding of all tensors of the model; an unsharded tensor must be equal on all ranks of a stage.
         history: digest of the schedule.
         dp_shard: number of dp ranks over which ZeRO shards rows; 1 without ZeRO.
     """

@@ -60,8 +60,7 @@ def written_as(
 ) -> tuple[dict[str, Tensor], list[TensorSpec]]:
     """Return (this rank's tensors, specs of all tensors), floating tensors cast to `dtype`; None changes nothing.
 
-    `local` maps names to this rank's tensors; `specs` have name, shape and dtype of each saved
-    tensor.
+    `local` maps names to this rank's tensors; `specs` have name, shape and dtype of each saved tensor.
     """
     if dtype is None:
         return local, specs

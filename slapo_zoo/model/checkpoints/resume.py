@@ -33,8 +33,7 @@ from slapo_zoo.weights.training_state import FILE, OF_COPY, of_dp_ranks
 def load_checkpoint(
     model: Any, folder: str | os.PathLike[str], optimizer: Any = None, scheduler: Any = None
 ) -> Resumed:
-    """Load a checkpoint that `save_checkpoint` wrote, to continue that training on the same or any
-    other (tp, pp, dp).
+    """Load a checkpoint that `save_checkpoint` wrote, to continue that training on the same or any other (tp, pp, dp).
 
     Weights, optimizer, scheduler and random generators are overwritten, after all files were parsed
     and compared with their checksums on all ranks. A collective call; returns step, data positions and extras.
@@ -126,8 +125,7 @@ class _Load:
 
 
 def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
-    """Raise WeightsError unless the states of the saved and the given scheduler have the same
-    fields of the same types.
+    """Raise WeightsError unless the states of the saved and the given scheduler have the same fields of the same types.
 
     Args:
         path: folder of the checkpoint, for the error.

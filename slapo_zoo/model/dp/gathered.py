@@ -72,8 +72,7 @@ class Shards(RowsOfRank):
     def begin(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> Any:
         """Start an all-gather of several tensors; return (work, receive buffer, send buffer), which `finish` needs.
 
-        `parts` are this rank's rows of the tensors, `shapes` their unsharded shapes, `dtype` is
-        that of the result.
+        `parts` are this rank's rows of the tensors, `shapes` their unsharded shapes, `dtype` is that of the result.
         """
         pairs = zip(parts, shapes, strict=True)
         flat = torch.cat([_padded(x.detach().to(dtype), self.rows(s)) for x, s in pairs])
@@ -135,8 +134,7 @@ class Group:
     Args:
         shards: process groups of the ranks over which the parameters' rows are sharded.
         parameters: (parameter, unsharded shape) pairs of one dtype, all trained or all frozen.
-        is_wide: True if modules read the parameters in their own dtype, whatever dtype the model
-            computes in.
+        is_wide: True if modules read the parameters in their own dtype, whatever dtype the model computes in.
     """
 
     def __init__(

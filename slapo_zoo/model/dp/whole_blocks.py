@@ -179,8 +179,7 @@ class Blocks:
         Args:
             module: the block.
             groups: its parameters, one group per collective.
-            places: where modules read parameters: (module, attribute, (index of group, index in
-                group)).
+            places: where modules read parameters: (module, attribute, (index of group, index in group)).
             position: index among the blocks of the whole model.
         """
         block = self.at[position] = Block(self, groups, places, position)

@@ -32,8 +32,7 @@ class GradientReducer:
 
     Attributes:
         over_dp: True if gradients are averaged over dp here, not by an engine.
-        at_once: True if each gradient is summed over tp as it is computed; else `finish` does it
-            after a step.
+        at_once: True if each gradient is summed over tp as it is computed; else `finish` does it after a step.
         paused: True while `no_sync` is active.
         tokens_sharded: True if the last call sharded its tokens over tp.
         beyond: parameter outside the model from which inputs were computed (a soft prompt) --> its number, in order

@@ -103,8 +103,7 @@ class StepGuard:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
 
     def _marks_of(self, named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, Tensor]:
-        """Return {name: [projection, norm] of the gradient} for the parameters in `named` that are
-        replicated over tp.
+        """Return {name: [projection, norm] of the gradient} for the parameters in `named` that are replicated over tp.
 
         The projection is a weighted sum of the elements; a missing gradient counts as 0.
         """
@@ -124,8 +123,7 @@ class StepGuard:
     def before_step(self) -> None:
         """Raise MeshError on all ranks if the user's code scaled gradients by different factors on different ranks.
 
-        Gradients are compared with the samples that `complete` took at the end of the last
-        backward.
+        Gradients are compared with the samples that `complete` took at the end of the last backward.
         """
         if not self.fresh:
             return
@@ -239,8 +237,7 @@ class StepGuard:
 def _common_factor(row: list[float | None], alike: float) -> float | None:
     """Return the factor by which all sampled gradients of a rank were scaled; None if factors differ or are unknown.
 
-    `row` has one factor per sampled gradient, None where unknown; `alike` is the relative difference that is
-    allowed.
+    `row` has one factor per sampled gradient, None where unknown; `alike` is the relative difference that is allowed.
     """
     known = [factor for factor in row if factor is not None]
     return known[0] if known and max(known) - min(known) <= alike * max(known) else None

@@ -43,8 +43,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
     Args:
         runtime: runtime state of the model.
         loss: the loss of one micro-batch.
-        began: torch's sequence number of the newest autograd node before `loss_fn` ran; only newer
-            nodes are searched.
+        began: torch's sequence number of the newest autograd node before `loss_fn` ran; only newer nodes are searched.
     """
     mesh = runtime.schedule.mesh
     if mesh.world_size == 1:

@@ -2,9 +2,8 @@
 
 rewrite:  y = f(x, w)  -->  y = f(x.to(bf16), w.to(bf16));  w.grad is summed in fp32
 
-A cast is a plain tensor that replaces the parameter in its module while a forward or a
-recomputation runs; the optimizer and all others see the parameter. One cast serves all
-micro-batches of a step. Source: arXiv:1710.03740.
+A cast is a plain tensor that replaces the parameter in its module while a forward or a recomputation runs; the
+optimizer and all others see the parameter. One cast serves all micro-batches of a step. Source: arXiv:1710.03740.
 """
 
 from collections.abc import Callable, Iterable, Iterator

@@ -19,8 +19,7 @@ class OwnLoss:
     """Callable that runs the user's loss_fn(output, batch) and scales it to a micro-batch's share of the step's loss.
 
     Args:
-        loss_fn: (output, batch) --> loss; returns a mean over the rows that it is given; with
-            `targets` a sum.
+        loss_fn: (output, batch) --> loss; returns a mean over the rows that it is given; with `targets` a sum.
         divisor: number of micro-batches of all dp ranks; with `targets` the total number of targets.
         runtime: runtime state of the model.
         cut: which tokens each cp rank computes; None without cp.

@@ -27,9 +27,8 @@ class Part:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as torch does.
 
-        Outside of a call of the model, the call first does what a call of the model would: cast
-        weights and inputs to the compute dtype, gather ZeRO's shards, choose the dropout masks,
-        hook gradients.
+        Outside of a call of the model, the call first does what a call of the model would: cast weights and inputs to
+        the compute dtype, gather ZeRO's shards, choose the dropout masks, hook gradients.
         """
         own: Any = super()
         return called(self.__dict__[WHOLE](), own.__call__, args, kwargs)

@@ -125,10 +125,9 @@ def _of_rows(
 ) -> dict[str, Tensor]:
     """Return {kind of count: this rank's counts}, each a tensor [rows], or a single count.
 
-    Kinds are "targets", "real" (tokens that are no padding), "hidden" (1 if a mask hides a token),
-    "packed" (1 if a row holds several sequences) and "ignored" (1 if all labels at padding are
-    -100). `tensors` are split by rows, `masks` are those of padding, `whole` are the other entries
-    of the batch.
+    Kinds are "targets", "real" (tokens that are no padding), "hidden" (1 if a mask hides a token), "packed" (1 if a row
+    holds several sequences) and "ignored" (1 if all labels at padding are -100). `tensors` are split by rows, `masks`
+    are those of padding, `whole` are the other entries of the batch.
     """
     found, positions = {}, tensors.get("position_ids")
     if positions is not None and positions.ndim == 2:

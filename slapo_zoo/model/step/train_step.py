@@ -67,8 +67,7 @@ class Step:
         parameters: name --> trained parameter.
         number: number of the step, from which its dropout is seeded.
         asked: counts of the batch on all dp ranks.
-        means: scales the model's loss of a micro-batch to its share of the step's loss; None: no
-            scaling is needed.
+        means: scales the model's loss of a micro-batch to its share of the step's loss; None: no scaling is needed.
         own: the user's own loss, or None for the model's.
         beside: tensors outside the model that get gradients (a soft prompt).
         scaler: a GradScaler, or None.
@@ -210,8 +209,7 @@ def _targets(
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
     """Return (the `targets` that the caller gave or None, this rank's counts of targets to be summed over dp).
 
-    `tensors` are split by rows, `whole` are the other entries; `parts` is the number of
-    micro-batches of all dp ranks.
+    `tensors` are split by rows, `whole` are the other entries; `parts` is the number of micro-batches of all dp ranks.
     """
     targets = options.targets
     if options.loss_fn is None:
