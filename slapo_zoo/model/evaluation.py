@@ -16,7 +16,7 @@ from slapo_zoo.parallel.ranks.hosted_ranks import on_each_rank
 
 @on_each_rank
 def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str, float]:
-    """Return {"loss": mean, "accuracy": share of right predictions} over all labels of the held-out rows.
+    """Return {"loss": mean, "accuracy": share of right predictions} over all labels (or text pairs) of held-out rows.
 
     A collective call. The result is the same on every mesh, and random states of training do not
     change. The model is in training mode afterwards.

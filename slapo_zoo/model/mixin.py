@@ -192,7 +192,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
         Args:
             dtype: dtype of the yielded floating tensors; None keeps that of the model.
-            bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor comes alone.
+            bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor is sent by itself.
             ranks: ranks that get the tensors.
         """
         from slapo_zoo.model.checkpoints.weight_stream import stream_weights

@@ -1,4 +1,4 @@
-"""Read and write the folder of a peft adapter: adapter_config.json beside adapter_model.safetensors."""
+"""Read and write the folder of a peft adapter: adapter_config.json and adapter_model.safetensors."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -232,7 +232,7 @@ def _kinds(value: Any) -> Any:
 
 
 def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
-    """Raise WeightsError if parameters of one group have optimizer states with different entries."""
+    """Raise WeightsError if parameters of one group, `names`, have optimizer states with different entries."""
     found = {name: state[name].keys() for name in names if state.get(name)}
     most = max(found.values(), key=len, default=())
     for name, keys in found.items():

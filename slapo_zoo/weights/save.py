@@ -50,7 +50,7 @@ def save_folder(
     rewrite:  w_r [..., local_size(size, n, r), ...] on rank r of n  -->  w [..., size, ...] in the file
 
     A failure on one rank raises on all ranks and leaves the old folder unchanged. Files of the old folder that
-    are not weights are kept, unless `write_extras` wrote them anew.
+    are not weights are kept, unless `write_extras` wrote new ones.
 
     Args:
         folder: target folder, on a file system that all ranks share; rank 0 decides where it is.

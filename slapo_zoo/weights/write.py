@@ -85,7 +85,7 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
 
     Of several ranks with the same elements the first one writes: coordinate 0 of mesh dims that do not shard
     the tensor, and the first rank that holds replicated indices. A tensor that no mesh dim shards is one
-    Share from 0 to 1, which means the whole tensor. `rows` are this rank's rows under ZeRO, which restrict axis 0; else None.
+    Share from 0 to 1, which means the whole tensor. Under ZeRO `rows` are this rank's rows, which restrict axis 0; else None.
     """
     placement = spec.placement
     divided = placement.mesh_dim if placement else ""

@@ -48,7 +48,7 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
     Args:
         model: a scheduled model.
         dtype: dtype of the yielded floating tensors; None keeps theirs.
-        bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor comes alone.
+        bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor is sent by itself.
         ranks: global ranks that get the tensors; the others yield nothing.
     """
     mesh, most = model.mesh, parse_size(bucket, "bucket") or 0

@@ -71,8 +71,7 @@ class DataParallel:
     ) -> Tensor:  # fmt: skip
         """Run all micro-batches through the pipeline; return this rank's share of the loss.
 
-        `run` maps (batch, row indices) of a micro-batch to its loss. `tensors` are the entries of the batch that
-        are split by rows, `others` the entries that all `count` micro-batches share.
+        `run`: (batch, row indices) --> loss; `tensors`: entries split by rows into `count` parts; `others`: the rest.
         """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():

@@ -77,7 +77,8 @@ class Sharded(DataParallel):
     def pipeline_step(self, *args: Any) -> Tensor:
         """Run all micro-batches through the pipeline; return this rank's share of the loss.
 
-        In ZeRO stage 1 gradients are then reduced over dp. `args` are those of `DataParallel.pipeline_step`.
+        In ZeRO stage 1 gradients are then reduced over dp. `args` are the pipeline, a function (batch, row indices) -->
+        loss, the entries that are split by rows, the other entries, and the number of micro-batches.
         """
         loss = super().pipeline_step(*args)
         self._sum_waiting()

@@ -69,7 +69,7 @@ class GradientReducer:
         self.stored: bool | None = None  # True: one is in `.grad`; None: no gradient yet
 
     def attach(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Register gradient hooks for good on a model's parameters, `named` as (name, parameter) pairs."""
+        """Register permanent gradient hooks on a model's parameters, `named` as (name, parameter) pairs."""
         hooked = [self.hook(name, p) for name, p in named]
         self.parameters = [p for p in hooked if p.is_leaf]
 

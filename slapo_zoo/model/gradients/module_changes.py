@@ -61,7 +61,7 @@ def require_known_weights(model: Any, step: str) -> None:
 def _problem(
     module: nn.Module | None, name: str, leaf: str, wanted: tuple[int, ...], found: Any
 ) -> str:
-    """Return how a parameter was replaced since the load, or "" if it is in its place.
+    """Return how a parameter was replaced since the load, or "" if it was not.
 
     Args:
         module: the module that held the parameter, None if the module is gone.

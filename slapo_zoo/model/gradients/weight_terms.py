@@ -2,8 +2,8 @@
 
 rewrite:  loss = f(output) + g(p)  -->  over tp the gradient of f is summed, that of g is not
 
-`train_step` sees the loss of `loss_fn`, and divides the gradient of g by the factor of later sums. In a
-loop of the user's own the gradient of p through the model's output is recorded, and that of g is the rest.
+In `train_step` the terms are found in the loss of `loss_fn`, and their gradient is divided by the number of ranks that
+will sum it. In a user's own loop the gradient of p through the model's output is recorded; that of g is the rest.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""generate() of `transformers` on a mesh: every rank calls it alike and gets the same tokens.
+"""generate() of `transformers` on a mesh: every rank calls it with the same arguments and gets the same tokens.
 
 With tp alone it is the unmodified generate(): each rank's KV cache, dynamic or static, holds its own heads. A
 pipeline keeps no cache: every new token runs the whole sequence (and an encoder) through all stages again,
@@ -68,7 +68,7 @@ class Generates:
     """Mixin of a scheduled model: `generate()` of transformers on all ranks, without a KV cache if pp > 1."""
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as `transformers` does; all ranks call it alike and return the same tokens.
+        """Generate as `transformers` does; all ranks pass the same arguments and return the same tokens.
 
         With pp > 1 there is no KV cache, so each new token runs the whole sequence again.
         """

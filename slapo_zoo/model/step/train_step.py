@@ -171,7 +171,7 @@ def split(
 
     Args:
         model: a scheduled model.
-        options: arguments of `Scheduled.train_step` beside the batch.
+        options: arguments of `Scheduled.train_step` other than the batch.
         tensors: entries of the batch that are split by rows.
         whole: entries that all rows share.
         rows: number of this dp rank's rows.

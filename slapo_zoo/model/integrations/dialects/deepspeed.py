@@ -1,4 +1,4 @@
-"""DeepSpeed with a scheduled model: ZeRO 0-3 over dp beside our tp, and DeepSpeed's own pipeline.
+"""DeepSpeed with a scheduled model: ZeRO 0-3 over dp together with our tp, and DeepSpeed's own pipeline.
 
 Sources: arXiv:1910.02054 (ZeRO); https://www.deepspeed.ai/docs/config-json for the config.
 """

@@ -188,7 +188,7 @@ class _ZeroPipeline(Zero):
     ) -> Tensor:  # fmt: skip
         """Run forward, backward and optimizer step of all micro-batches; return this rank's share of the loss.
 
-        The arguments are those of `DataParallel.pipeline_step`.
+        `run`: (batch, row indices) --> loss; `tensors`: entries split by rows into `count` parts; `others`: the rest.
         """
         mesh, step = pipeline.schedule.mesh, self.step
         first = {k: v.tensor_split(count)[0] for k, v in tensors.items() if k != ROWS}

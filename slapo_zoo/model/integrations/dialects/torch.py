@@ -155,7 +155,10 @@ class _DdpStages(DataParallel):
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run all micro-batches, as `DataParallel.pipeline_step` describes; return this rank's share of the loss."""
+        """Run all micro-batches through the pipeline; return this rank's share of the loss.
+
+        `run`: (batch, row indices) --> loss; `tensors`: entries split by rows into `count` parts; `others`: the rest.
+        """
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         times = scaled(run, self.loss_scale)
         loss = pipeline_step(pipeline, times, tensors, others, count, self._expect_gradients)
@@ -203,7 +206,10 @@ class _Fsdp2Stages(_Fsdp2):
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run all micro-batches, as `DataParallel.pipeline_step` describes; return this rank's share of the loss."""
+        """Run all micro-batches through the pipeline; return this rank's share of the loss.
+
+        `run`: (batch, row indices) --> loss; `tensors`: entries split by rows into `count` parts; `others`: the rest.
+        """
         try:
             loss = pipeline_step(pipeline, scaled(run, self.loss_scale), tensors, others, count)
         finally:
