@@ -153,7 +153,7 @@ class KeyMap:
         self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh,
         found: Collection[str] = (),
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Return this rank's tensors, or views of their pieces, under the names of `read_specs`.
+        """Return {name: this rank's tensor}, or a view per piece of it if files store pieces; names as in `read_specs`.
 
         Args:
             local: name --> local tensor of this rank.

@@ -175,7 +175,10 @@ def _stays(target: Target, parts: Sequence[Tensor]) -> bool:
 
 
 def _place_of(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return (view of the target without padding, axis along which the parts are concatenated); zero the padding."""
+    """Set the padding of a target to 0; return (the target without padding, axis along which `parts` are concatenated).
+
+    `parts` are the slices of the tensor in the file that fill the target.
+    """
     tensor, axis = target.tensor, target.placement.axis if target.placement else 0
     if not tensor.ndim:
         return tensor.view(1), axis

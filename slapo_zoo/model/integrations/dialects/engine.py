@@ -85,7 +85,7 @@ class TargetEngine:
 
 
 def is_scheduled(sch: Any) -> bool:
-    """Return whether `sch` is a model of AutoScheduledModel, exact or not, and not a bare schedule or module."""
+    """Return whether `sch` is a model that AutoScheduledModel loaded (also with `exact=`), not a schedule or a module."""
     return is_exact(sch) or hasattr(sch, "_slapo")
 
 
