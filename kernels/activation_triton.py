@@ -11,7 +11,7 @@ from torch import Tensor
 from slapo_zoo.kernels.dropout_triton import contiguous, mask_of_tile, mask_options
 
 BLOCK_M, BLOCK_N = 4, 512  # 16 elements per thread: four 16-byte loads in bf16
-STRIPS = 64  # of rows in the backward; partial sums of the bias gradient
+STRIPS = 64  # row strips of the backward; each has a partial sum of the bias gradient
 
 
 @triton.jit

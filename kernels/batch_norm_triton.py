@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_M, BLOCK_C = 16, 128
-STRIPS = 128  # of rows; partial sums per strip, added in a fixed order
+STRIPS = 128  # row strips, whose partial sums are added in a fixed order
 
 
 @triton.jit

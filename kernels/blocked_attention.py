@@ -17,9 +17,9 @@ from slapo_zoo.dispatch.kernel_registry import TRITON_DTYPES, in_triton, operato
 from slapo_zoo.kernels.dropout import dropout
 from slapo_zoo.parallel.rng.device_seeds import drawn_cells, is_kept
 
-SCORES = 1 << 19  # of a block, which stay in the cache of a CPU
-QUERIES = 128  # at a time where later keys are hidden
-LARGEST_HEAD = 128  # columns; larger tiles spill registers
+SCORES = 1 << 19  # scores of a block, which stay in the cache of a CPU
+QUERIES = 128  # queries of a block where later keys are hidden
+LARGEST_HEAD = 128  # head dim; larger tiles spill registers
 
 
 class Given(NamedTuple):

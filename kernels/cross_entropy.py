@@ -128,7 +128,7 @@ def _gradient_into(
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]
     d_picked = d[1].masked_fill(target[:, None] < 0, 0.0)
-    on_device = logits.device.type != "cpu"  # a number read from there would be waited for
+    on_device = logits.device.type != "cpu"  # reading a number from a GPU would wait for it
     smoothed = on_device or bool(d[2].any())
     for part in row_blocks(logits):
         into = out[part] if out.dtype == wide_dtype(out) else None

@@ -9,7 +9,7 @@ from slapo_zoo.hf.attention import DeviceDropout, additive
 from slapo_zoo.kernels.blocked_attention import attention, cannot
 from slapo_zoo.kernels.dropout import dropout
 
-SMALL = 1 << 24  # scores up to which a CPU keeps them all: it is faster
+SMALL = 1 << 24  # number of scores up to which a CPU keeps all: that is faster
 
 
 def serves(q: Tensor, mask: Tensor | None, keys: int, drawn: bool) -> bool:

@@ -22,7 +22,7 @@ from slapo_zoo.parallel.local_tensors import require_indices
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.placement import Placement
 
-ROWS = 1024  # of a gradient that are in fp32 at a time
+ROWS = 1024  # rows of a gradient that are in fp32 at a time
 
 
 def lm_loss(
@@ -170,7 +170,7 @@ def _times(t: Tensor, d: Tensor) -> Tensor:
     if is_traced or not t.numel():
         return (t.to(d.dtype) * d).to(t.dtype)
     out = torch.empty_like(t)
-    for part, piece in zip(out.split(ROWS), t.split(ROWS), strict=True):  # little memory in fp32
+    for part, piece in zip(out.split(ROWS), t.split(ROWS), strict=True):  # few rows in fp32 at once
         part.copy_(piece.to(d.dtype).mul_(d))
     return out
 
@@ -230,7 +230,7 @@ def _one_pass(
     """
     wide = cross_entropy.wide_dtype(x)
     start, stop = own_columns(vocab_size, group)
-    padding = len(weight) - (stop - start)  # rows after those of real classes
+    padding = len(weight) - (stop - start)  # rows of padding, after those of real classes
     weight, bias = weight[: stop - start], None if bias is None else bias[: stop - start]
     scale = 1.0 / divisor if _divides_first(x) else torch.ones_like(divisor)
     total = x.new_zeros((), dtype=wide)
@@ -239,7 +239,7 @@ def _one_pass(
     dw = None
     db = x.new_zeros(len(weight) * n if bias is not None else 0, dtype=wide)
     at = None
-    if x.device.type == "cpu":  # rows that do not count cost nothing; a GPU would be waited for
+    if x.device.type == "cpu":  # ignored rows are skipped; on a GPU that would wait for the device
         at = (target >= 0).nonzero()[:, 0]
         at = None if len(at) == len(target) else at
     kept_x, kept_target = (x, target) if at is None else (x[at], target[at])
@@ -314,7 +314,7 @@ def _rows_in_cache_(
     if smoothing:
         softmax.sub_(smoothing / V)
     softmax.scatter_add_(1, at, torch.full_like(picked, smoothing - 1.0)[:, None])
-    if logits.device.type != "cpu":  # there such rows were left out
+    if logits.device.type != "cpu":  # on a CPU ignored rows were left out before
         softmax.mul_(counts[:, None])
     torch.mul(softmax, scale, out=logits)
     return losses.sum()

@@ -287,7 +287,7 @@ class _Deferred(torch.autograd.Function):
         (rows,), (head, make, parent) = ctx.saved_tensors, ctx.parts
         if parent is None:
             source = rows.detach().requires_grad_()
-        else:  # a cast or a view asks for no values
+        else:  # a cast or a view reads no values
             shape = (*parent.rows.shape[:-1], head.vocab_size)
             source = rows.new_empty(shape, dtype=ctx.dtype).requires_grad_()
         with torch.enable_grad(), head.reading():
@@ -317,7 +317,7 @@ def _require_all(ranks: list[int]) -> None:
 
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
-    """Return the cast, view or slice func(x, *rest, **kwargs), not computed yet; None for others."""
+    """Return the cast, view or slice func(x, *rest, **kwargs) of logits, not computed yet; None for any other call."""
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slapo_zoo.kernels.dropout_triton import contiguous, mask_of_tile, mask_options
 
-PROGRAMS = 264  # of the backward: two per multiprocessor of an H100; each has partial sums
+PROGRAMS = 264  # programs of the backward: two per multiprocessor of an H100; each has partial sums
 
 
 @triton.jit

@@ -69,7 +69,7 @@ def _forward(head: Any, hidden: Tensor, **kwargs: Any) -> Tensor:
     transform = HEADS[served_class(head, HEADS).__name__](head)
     if not may_defer(head, hidden):
         return type(head).forward(head, hidden, **kwargs)
-    with torch.no_grad():  # what is hooked to the decoder says how the vocabulary is sharded
+    with torch.no_grad():  # the hooks of the decoder say how the vocabulary is sharded
         empty = head.decoder(hidden.new_empty((0, head.decoder.weight.shape[1])))
     group = getattr(empty, "group", None)
     found = Head(
@@ -106,7 +106,7 @@ def sparse_mlm_head_loss(
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()
     if capacity is None and torch.compiler.is_compiling():
-        capacity = targets.shape[0]  # the chunks leave out what does not count, on a CPU
+        capacity = targets.shape[0]  # on a CPU the chunks leave out ignored rows
     if capacity is None:
         at = (targets != -100).nonzero()[:, 0]
         rows, targets = rows.index_select(0, at), targets[at]

@@ -20,7 +20,7 @@ _ELEMENTWISE = {
     torch.Tensor.to, torch.Tensor.contiguous, torch.Tensor.clone,
     torch.Tensor.detach, torch.Tensor.tanh, torch.tanh,
 }  # fmt: skip
-_WITH_ANOTHER = {  # that is a number, or a tensor without a gradient
+_WITH_ANOTHER = {  # functions of logits and a number, or a tensor without a gradient
     getattr(where, name)
     for where, names in (
         (torch, ("add", "sub", "mul", "div")),

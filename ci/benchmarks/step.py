@@ -150,8 +150,8 @@ def stepper(model: Any, forward: Any, batch: dict[str, Any], ours: bool) -> Call
 
 
 def alternatives(case: Case, dtype: torch.dtype, compile: bool) -> dict[str, Callable[[], None]]:
-    """Return {name: function that runs a step} of "plain", "ours", "padding kept" (padded case), "compile" (if
-    wanted).
+    """Return {name: function that runs a step}: "plain", "ours", "padding kept" in a padded case, and "compile" if
+    asked.
     """
     batch = batch_of(case, config_of(case), dtype)
     plain = build(case, dtype, ours=False)

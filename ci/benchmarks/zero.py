@@ -1,7 +1,7 @@
 """A training step of dp_shard=2 against torch's FSDP2 on the plain model: bytes that a rank sends, and time.
 
-Bytes are counted from the collectives that torch's dispatcher sees, as a ring of n ranks sends them: an all-gather (n
-- 1) / n of its output, a reduce-scatter (n - 1) / n of its input, an all-reduce twice that.
+Bytes are counted from the collectives that torch's dispatcher sees, as a ring of n ranks sends them: (n-1)/n of its
+output for an all-gather, (n-1)/n of its input for a reduce-scatter, twice that for an all-reduce.
 """
 
 import time

@@ -91,7 +91,7 @@ def _check_sizes(pinned: Reference, names: list[str]) -> None:
     """Raise CardError, before a download, if a file in `names` of commit `pinned` is too large."""
     from huggingface_hub import HfApi, constants
 
-    if constants.is_offline_mode():  # what is in the cache is there already
+    if constants.is_offline_mode():  # offline, only the cache is read
         return
     info = HfApi().model_info(pinned.repo_id, revision=pinned.revision, files_metadata=True)
     for file in info.siblings or []:

@@ -74,7 +74,7 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
     program = Program(
         config.model_type, cls.__name__, structure, numbers, tuple(constraints), steps
     )  # fmt: skip
-    return Program.parse(program.to_bytes())  # what we publish is what we accept
+    return Program.parse(program.to_bytes())  # checks what is published as a reader would
 
 
 def module_program(schedule: Schedule) -> Program:
@@ -133,6 +133,6 @@ def _numbers(table: Table, config: Any, used: set[str]) -> dict[str, str]:
     """Return name --> formula over the config, for the names in `used` and the names that these formulas need."""
     texts = {n: str(of(config)) if callable(of) else of for n, of in table.dims.items()}
     wanted = set(used)
-    for name in reversed(texts):  # a number may be made of those before it
+    for name in reversed(texts):  # a formula may use earlier names
         wanted |= names_in(parse(texts[name])) if name in wanted else set()
     return {n: text for n, text in texts.items() if n in wanted and text != n}

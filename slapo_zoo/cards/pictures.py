@@ -4,7 +4,7 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-PICTURES = {  # measure of bench.json --> (file, what the axis says)
+PICTURES = {  # measure of bench.json --> (file, label of the axis)
     "tokens_per_s": ("throughput.png", "tokens per second"),
     "peak_memory_gib": ("memory.png", "peak memory, GiB"),
 }

@@ -9,7 +9,7 @@ from slapo_zoo.errors import CardError
 from slapo_zoo.pipeline.orders import ORDERS
 
 SIMULATED = "simulated"
-MOST = 64  # plans of a card
+MOST = 64  # largest number of plans in a card
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -49,7 +49,7 @@ class Program:
             tuple((p, name, arguments) for p, name, arguments in document["steps"]),
         )  # fmt: skip
         program._check_arithmetic(where)
-        program._directives(lambda text: 1, where)  # their form is checked without a model
+        program._directives(lambda text: 1, where)  # checks the form of directives without a model
         return program
 
     def document(self) -> dict[str, Any]:

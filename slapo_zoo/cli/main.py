@@ -25,7 +25,7 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.ranks.slurm import is_first
 
 KEYS = {f"--{old}".replace("_", "-"): f"--{new}".replace("_", "-") for old, new in options.RENAMED.items()}  # fmt: skip
-RENAMED = {"plan": {"--dtype": "--precision"}, "train": KEYS}  # for one release
+RENAMED = {"plan": {"--dtype": "--precision"}, "train": KEYS}  # old --> new flag, for one release
 SETTINGS = {"help_option_names": ["-h", "--help"]}
 ANYTHING = {"ignore_unknown_options": True, "allow_extra_args": True}
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, context_settings=SETTINGS)
@@ -52,7 +52,7 @@ def shared(
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
     local_rank: Annotated[
         int, typer.Option("--local_rank", hidden=True)
-    ] = 0,  # the deepspeed launcher
+    ] = 0,  # passed by the deepspeed launcher
     version: Annotated[
         bool, typer.Option("--version", is_eager=True, callback=print_version, help="Print it.")
     ] = False,

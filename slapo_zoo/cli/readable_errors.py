@@ -21,14 +21,14 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
         yield
     except SlapoError as error:
         if getattr(state, "debug", False):
-            sys.stderr.write(getattr(error, "traceback_text", ""))  # of the rank that failed
+            sys.stderr.write(getattr(error, "traceback_text", ""))  # that of the rank that failed
             raise
         report(error)
         sys.exit(2)
     except SystemExit as stop:
         _say_why(stop)
         raise
-    except OSError as error:  # a full disk, a folder that is not there, a file that is ours to read
+    except OSError as error:  # a full disk, a missing folder, an unreadable file of the user
         if getattr(state, "debug", False) or (error.filename is None and not is_full(error)):
             raise
         report(_of_the_disk(error))

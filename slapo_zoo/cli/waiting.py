@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-FIRST_S, EVERY_S = 5.0, 30.0  # without a terminal; a terminal's line is kept up to date
+FIRST_S, EVERY_S = 5.0, 30.0  # seconds without a terminal; on one the line is updated
 
 
 @contextmanager

@@ -138,7 +138,7 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
         torch._dynamo.reset()
         try:
             found["compile"] = step(torch.compile(plain, dynamic=False), given)
-        except Exception as error:  # no alternative; the row is kept
+        except Exception as error:  # this alternative is left out, the row is kept
             found["compile"] = f"{type(error).__name__}: {str(error)[:200]}"
     function: Any = liger().get(name) if device == "cuda" else None
     liger_has_none = NO_LIGER if device == "cuda" else UNMEASURED
@@ -204,7 +204,7 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
     rows = sorted([*older, *rows], key=lambda row: (row["what"], row["dtype"], row["shape"]))
     table, least = dispatch(rows, "ours" if device == "cpu" else "triton")
     content = kept | {"device": device, "capability": capability(device), **about, "rows": rows}
-    for title, found in (("dispatch", table), ("ratios", least)):  # kept entries: from whole steps
+    for title, found in (("dispatch", table), ("ratios", least)):  # kept: results of whole steps
         content[title] = _of_other_kernels(kept.get(title, {}), rows) | found
     whole = file.with_suffix(f".{os.getpid()}")  # atomic: an interrupted run changes nothing
     whole.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from slapo_zoo.dispatch.tables import UNMEASURED, Table, capability, table_of
 
 KEPT = 0.98  # least ratio of the best alternative's time to the kernel's
-FAR = 2.0  # powers of two: how far a measured size may be from the asked one
+FAR = 2.0  # powers of two between a measured size and one that is decided by it
 OLDEST = (7, 0)  # compute capability that Triton serves
 # Kernel -> why it is faster on any GPU without being timed.
 PRIOR = {

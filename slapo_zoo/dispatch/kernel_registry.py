@@ -18,7 +18,7 @@ from slapo_zoo.dispatch.tables import UNMEASURED, changes, table_of
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.parallel.once import once
 
-NAMESPACE = "slapo_zoo"  # of operators in torch.ops
+NAMESPACE = "slapo_zoo"  # namespace of our operators in torch.ops
 KNOWN = ("transformers", "torch", NAMESPACE)  # packages whose classes kernels serve
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton runs on the CPU, slowly

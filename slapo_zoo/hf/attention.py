@@ -156,7 +156,7 @@ class CoreAttention(nn.Module):
             q_row, k_row, v_row = (x[:, :, start : start + count] for x in (q, k, v))
             start += count
             if p:
-                first = bool(real[row, :count].all())  # padding stands behind them alone
+                first = bool(real[row, :count].all())  # padding comes only after real tokens
                 places = None if first else real[row].nonzero()[:, 0]
                 mine = seeds[row * H : (row + 1) * H]
                 args = (q_row, k_row, v_row, None, False, scale, mine, p, S, places)
@@ -203,7 +203,7 @@ class CoreAttention(nn.Module):
         causal = mask is None and causal
         explicit = bias is not None or cap is not None or (drawn and p >= 1.0)
         explicit = explicit or q.shape[-1] != v.shape[-1]
-        explicit = explicit or self.stream.cut is not None  # the masks of all queries, then cut
+        explicit = explicit or self.stream.cut is not None  # masks of all queries, then this rank's
         if by_seeds and device and not explicit and device.serves(q, mask, T, drawn):
             seeds = self.stream.seeds(q, self.site, self.heads)
             return device.attention(q, k, v, mask, causal, scaling, seeds, p, T if drawn else 0)

@@ -126,7 +126,7 @@ BACKENDS = {
 
 
 def find_backend(name: str) -> Backend:
-    """Return the attention back end with that name; SlapoError lists all names."""
+    """Return the attention back end with that name; an unknown name raises SlapoError, which lists all names."""
     if name not in BACKENDS:
         near = nearest(str(name), BACKENDS) or list(BACKENDS)
         problem = f"no such back end, there are {', '.join(BACKENDS)}"

@@ -11,7 +11,7 @@ from slapo_zoo.parallel.losses.heads import CLASS, FLAG, PAIR, TAG, TOKEN, head_
 
 CHARACTERS = 96  # vocabulary of a model without `vocab_size`
 RESERVED = 3  # token ids below are special
-END = 3  # of a text, where a config does not say
+END = 3  # end token of a text, if the config names none
 LABELLED = 0.7  # the share of tokens that have a label; the loss ignores the others
 
 

@@ -44,7 +44,7 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
             raise _no_model(f"architectures={names!r:.80}", "it is no list of names")
         auto_class = names[0] if names else "AutoModel"
     if isinstance(auto_class, str):
-        beside_config = sys.modules[type(config).__module__]  # a model of our own
+        beside_config = sys.modules[type(config).__module__]  # a class of slapo_zoo.hf.own
         found = getattr(transformers, auto_class, getattr(beside_config, auto_class, None))
         if found is None:
             problem = "transformers has no class of that name"
@@ -143,7 +143,7 @@ class _Numbers(TorchFunctionMode):
 
 
 def _keep_numbers(model: Any) -> None:
-    """Move parameters and buffers that have a constant value to meta, and store the values as `given_numbers`."""
+    """Move parameters and buffers with a constant value to meta; `given_numbers` returns the values from then on."""
     found = {
         f"{path}.{name}".lstrip("."): tensor.detach()
         for path, module in model.named_modules()
@@ -286,7 +286,7 @@ def init_module(model: Any, module: nn.Module) -> None:
 
 
 def init_own(model: Any, path: str) -> None:
-    """Initialise a module's own tensors, not its children's, by `_init_weights` of the innermost model around it."""
+    """Initialise a module's own tensors, not its children's, by `_init_weights` of the innermost model that contains it."""
     parts = path.split(".") if path else []
     above = [model.get_submodule(".".join(parts[:i])) for i in range(len(parts) + 1)]
     model = next(m for m in reversed(above) if hasattr(m, "_init_weights"))
@@ -299,7 +299,7 @@ def initialized_as(module: Any) -> Any:
 
 
 def mark_initialized(tensor: torch.Tensor, value: bool = True) -> None:
-    """Mark a tensor so that the initialisation of `transformers` leaves it unchanged (`value` False: changes it)."""
+    """Mark a tensor so that the initialisation of `transformers` leaves it unchanged; `value` False removes the mark."""
     tensor._is_hf_initialized = value  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -45,7 +45,7 @@ class Database(Mapping[str, Any]):
     def commit(self, key: str, data: Any) -> None:
         """Store the result `data` (JSON-serializable) under `key`; the file is synced before this returns."""
         line = json.dumps({"key": key, "data": data}).encode() + b"\n"
-        self.db[key] = json.loads(line)["data"]  # what a reload would find
+        self.db[key] = json.loads(line)["data"]  # as a reload would find it
         if self.db_file_name is None:
             return
         self.db_file_name.parent.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome)
     Raises:
         CardError: the folder `card` is no complete card.
     """
-    read_card(card)  # CardError for anything else
+    read_card(card)  # raises CardError if it is no card
     before = json.loads(files.read(card, TUNING)) if (card / TUNING).exists() else {}
     setting = ", ".join(f"{name}={value}" for name, value in sorted(scope.setting.items()))
     entry = {

@@ -16,8 +16,8 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.tune.grid import MEMORY, Grid
 from slapo_zoo.tune.outcome import OK, OUT_OF_MEMORY, Outcome
 
-CAUTION = 2.0  # a power of the chance to fit: the higher, the less is dared
-KEPT = np.geomspace(0.1, 10.0, 25)  # of a row, beside its inputs: what recomputation may save
+CAUTION = 2.0  # exponent of the probability to fit: a higher one avoids risk
+KEPT = np.geomspace(0.1, 10.0, 25)  # memory of a row that recomputation may save, over its inputs
 LENGTHS, NOISES = (0.25, 0.5, 1.0), (1e-3, 1e-2)
 LINEAR, QUADRATIC, CONSTANT, SMOOTH = (
     1.0,
@@ -114,10 +114,10 @@ def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarra
     takes the values of KEPT.
     """
     rows, kept = grid.memory_parts()
-    memory = rows[None] * (1.0 + KEPT[:, None] * kept[None])  # [laws, points]
+    memory = rows[None] * (1.0 + KEPT[:, None] * kept[None])  # shape [laws, points]
     low = memory[:, list(ran)].max(1) if len(ran) else np.zeros(len(KEPT))
     high = memory[:, list(failed)].min(1)
-    agree = np.maximum(high - low, 0.0) / high  # how many limits lie between
+    agree = np.maximum(high - low, 0.0) / high  # share of limits that agree
     if not agree.any():
         return np.full(len(rows), 0.5)
     gap = np.maximum(high - low, 1e-12)[:, None]
@@ -132,23 +132,23 @@ def _by_peaks(
     inner = x[ran].T @ x[ran] + 1e-6 * np.eye(x.shape[1])
     memory = x @ np.linalg.solve(inner, x[ran].T @ (y / y.max()))
     low, high = memory[ran].max(), memory[failed].min()
-    if high <= low:  # the estimate contradicts what happened
+    if high <= low:  # the estimate contradicts the outcomes
         return chance
     return np.clip((high - memory) / (high - low), 0.0, 1.0)
 
 
 Known = Mapping[int, Outcome]
 WORTH = 0.0005  # expected relative improvement below which no other measurement is worth its time
-ENOUGH = 2  # points that ran, before a model is asked
-FEWEST = 17  # measurements before a model may say so
-MORE_CARE = 0.25  # after each point in a row that ran out of memory, less is dared
+ENOUGH = 2  # configurations that ran, before the surrogate is used
+FEWEST = 17  # measurements before the search may stop by WORTH
+MORE_CARE = 0.25  # added to CAUTION per out-of-memory outcome in a row
 MORE_MEMORY = (
     0.02,
     0.05,
     0.1,
     0.2,
     0.3,
-)  # expected at first: what takes all memory is so much faster
+)  # prior guesses of the gain of a configuration that uses all memory
 
 
 # Function (known outcomes in the order of measurement, numbers that are left) --> number of the configuration to
@@ -221,7 +221,7 @@ class Model:
         silent = [i for i in ran if not known[i].peak_memory]
         sure = [
             self.grid.takes_less(i) for i in silent
-        ]  # such a corner would tell nothing of memory
+        ]  # such a corner surely fits, and teaches nothing
         if found := [i for i in corners if i in set(left) and not any(mask[i] for mask in sure)]:
             return found[0]
         free, seen = np.array(left), list(known)

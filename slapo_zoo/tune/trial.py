@@ -29,7 +29,7 @@ LOOSE = {
     "bfloat16": 5e-2,
     "float16": 2e-2,
 }  # relative difference of the probe's loss
-OWN = ("batch_size", "threads")  # symbols beside the knobs of `from_pretrained`
+OWN = ("batch_size", "threads")  # symbols that are no arguments of `from_pretrained`
 
 
 @dataclass(frozen=True)

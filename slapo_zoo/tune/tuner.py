@@ -11,7 +11,7 @@ from slapo_zoo.tune.strategies import Strategy, best_of
 
 Measure = Callable[[Point, int], Outcome]
 OnTrial = Callable[["Trial", "Result"], None]
-MOST_STARTS = 2  # a point that ended this often without a result took the tuner down with it
+MOST_STARTS = 2  # a configuration that began this often without a result killed the tuner itself
 
 
 @dataclass(frozen=True)

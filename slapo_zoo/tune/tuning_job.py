@@ -61,13 +61,13 @@ def _is_valid(point: Point) -> bool:
 
 
 def _check_values(name: str, values: list[Any]) -> None:
-    knob = KNOBS.get(name, KNOBS["tp"])  # our own symbols are counts, too
+    knob = KNOBS.get(name, KNOBS["tp"])  # symbols that are no knobs are counts
     if bad := [value for value in values if not knob.fits(value)]:
         problem = f"found {bad[0]!r}, expected {knob.expected}"
         raise SlapoError("tune", f"--symbol {name}", problem, "correct the values of --symbol")
 
 
-UNSAID = ("loss_type",)  # what transformers reads of a config where it is set, and no class names
+UNSAID = ("loss_type",)  # config fields that transformers reads but no config class defines
 
 
 def check_changes(model: str, changes: Mapping[str, Any]) -> None:

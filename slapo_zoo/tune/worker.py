@@ -12,7 +12,7 @@ from typing import Any
 from slapo_zoo.parallel.ranks.apart import ProcessApart
 from slapo_zoo.tune.outcome import TIMEOUT, Outcome, failure_of
 
-MOST_TEXT = 20_000  # characters of stderr that are looked at
+MOST_TEXT = 20_000  # characters of stderr that are searched for the cause
 RESULT = "SLAPO_ZOO_RESULT"  # environment variable: where a trial writes its outcome
 
 

@@ -96,7 +96,7 @@ class Blame:
         for ranks, parts, rows in self._parts(event, gradient):
             place = _rows(want, self.rows, rows)
             if gradient and place is want and rows[1] not in (0, self.rows):
-                continue  # of no batch row: each micro-batch has a term of its gradient
+                continue  # a tensor without batch rows: each micro-batch has a part of its gradient
             scale = max(float(want.abs().max()) if want.numel() else 0.0, 1e-3 * self.largest_grad * gradient)  # fmt: skip
             error = float((own - want).abs().max()) if want.numel() else 0.0
             allowed = SLACK * error + FLOOR * scale

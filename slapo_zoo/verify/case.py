@@ -19,7 +19,7 @@ from slapo_zoo.zoo.survey import survey
 from slapo_zoo.zoo.table import Table
 
 NOISE = 0.05  # added to every new weight: biases of 0 and norms of 1 would hide mistakes
-DROPOUT = 0.2  # of every dropout while dropout is compared
+DROPOUT = 0.2  # every dropout rate while dropout is compared
 EVALUATED = 2  # rows of a forward in eval mode: as many as a micro-batch of a derivation has
 LEAST_TOKENS = 12
 FIRST_BATCH = 100  # added to the seed of a case: its weights are drawn from the seed itself
@@ -187,7 +187,7 @@ def changes_for_comparison(config: Any) -> dict[str, Any]:
     known = config.to_dict()
     found = {name: value for name, value in expressive(config).items() if name in known}
     if any("experts" in name for name in known):
-        found["experts_implementation"] = "eager"  # the default one knows no fp64
+        found["experts_implementation"] = "eager"  # the default implementation supports no fp64
     return found
 
 
@@ -220,7 +220,7 @@ def noisy_model(config: Any, cls: Any, seed: int = 0) -> Any:
                 p.add_(torch.randn_like(p) * NOISE)
             for module in model.modules():
                 if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                    module.weight[module.padding_idx] = 0  # as the classes make it, some at a load
+                    module.weight[module.padding_idx] = 0  # as some classes do only when they load
     return model
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slapo_zoo.model.numerics import unlike_replicas
 
-LEARNING_RATE, EPS, DECAY, MAX_NORM = 1e-3, 1e-5, 0.1, 1.0  # of the step that every run makes
+LEARNING_RATE, EPS, DECAY, MAX_NORM = 1e-3, 1e-5, 0.1, 1.0  # AdamW and clipping of every run
 ALIKE, ACCUMULATED = 1e-3, "accumulated gradients"  # relative
 FLOOR = 8 * torch.finfo(torch.float32).eps
 CHECKS: dict[str, str] = {
@@ -28,10 +28,13 @@ CHECKS: dict[str, str] = {
 
 @dataclass
 class Result:
-    """Result of one run of a model; its tensors are unsharded and have their HuggingFace names."""
+    """Result of one run of a model; its tensors are unsharded and have their HuggingFace names. `uncached`: outputs
+    without KV cache; `norm`: that of all gradients; `events`: tensors recorded at modules; `tied`: another name -->
+    first name.
+    """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
-    uncached: dict[str, Tensor] = field(default_factory=dict)  # without a cache, as a pipeline runs
+    uncached: dict[str, Tensor] = field(default_factory=dict)  # outputs without KV cache (pipeline)
     loss: float = 0.0
     grads: dict[str, Tensor] = field(default_factory=dict)
     norm: float = 0.0
@@ -276,7 +279,7 @@ def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
     into.factor = _common_factor(result.grads, near.truth.grads)
     for name, two in result.twice.items():
         one = result.grads.get(name)
-        if one is None or one.shape != two.shape:  # told by the comparison with the plain model
+        if one is None or one.shape != two.shape:  # the comparison with the plain model reports it
             continue
         error = _distance(two, 2 * one.double())
         if not error <= ALIKE * largest and all(f.what != ACCUMULATED for f in into.findings):
@@ -320,7 +323,7 @@ def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
     for name in sorted(truth.weights.keys() & result.weights.keys()):
         allowed = 2 * LEARNING_RATE if name in noise else least
         found, want = result.weights[name], truth.weights[name].double()
-        if found.shape != want.shape:  # e.g. a part that lost its tie to what is sharded
+        if found.shape != want.shape:  # e.g. a parameter that lost its tie to a sharded one
             into.note("optimizer step", name, _other_shape(found, want))
             continue
         error = _distance(found, want)
@@ -371,7 +374,7 @@ def dropout(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> N
     """
     truth, largest = near.truth, largest_of(near.truth.grads)
     errors = [near.own_error(lambda r, n=name: r.grads[n]) for name in truth.grads]
-    # the error of one number may be small by luck: gradients tell how far rounding is amplified
+    # the error of one number may be small by chance: gradients show how rounding grows
     scale = abs(truth.loss) * max(errors, default=0.0) / (largest or 1.0) / FLOOR
     for rank, result in enumerate(found):
         near.check(into, "dropout", "loss", result.loss, lambda r: r.loss, scale, rank)

@@ -27,8 +27,8 @@ from slapo_zoo.verify.report import Report
 from slapo_zoo.verify.safe import NoDropout, agreed_collectives
 
 WHERE, SEED, INPUT = "Verify", 0, "input "
-SHAKES = range(3)  # with one, luck makes a fault now and then (docs/decisions/0003)
-LEAST = -1e4  # what additive masks hold: this, the least number of a dtype, or -inf
+SHAKES = range(3)  # seeds of noisy runs; one gives a false alarm now and then (docs/decisions/0003)
+LEAST = -1e4  # numbers up to this hide in additive masks: -1e4, the least of a dtype, -inf
 
 
 class Verify:
@@ -103,7 +103,7 @@ class Verify:
             sch.model.train(not self.eval_mode)
             args, kwargs = _arguments(self.inputs, device, dtype)
             found = _observe(sch, args, kwargs)
-            found.events = found.events if shake is None else {}  # these tell the error alone
+            found.events = found.events if shake is None else {}  # noisy runs only show the error
             return found
 
     def _compare(self, before: Sequence[RankResult]) -> None:
@@ -133,7 +133,7 @@ class Verify:
         wrong = [f.what for f in found.findings if f.check == "gradients"]
         names = [name for name in wrong if not name.startswith(INPUT)]
         divergence = Blame(every, truth.events, plain.events).first(names)
-        if divergence is None and wrong:  # of an input: whatever took it
+        if divergence is None and wrong:  # the gradient of an input: any module that took it
             first = next(iter(truth.events.values())).source
             took = (e.path for e, seen in truth.events.items() if seen.source == first)
             paths = tuple(dict.fromkeys(took))

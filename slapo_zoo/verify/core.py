@@ -22,7 +22,7 @@ from slapo_zoo.verify.report import Report
 from slapo_zoo.zoo.table import families
 from slapo_zoo.zoo.tiny_config import tiny_like
 
-DTYPES = (torch.float64, torch.float32)  # the truth, and the same in the dtype under test
+DTYPES = (torch.float64, torch.float32)  # of the truth, and of plain runs in the dtype under test
 
 
 @hf.no_progress_bars()
@@ -91,7 +91,7 @@ class _Verification:
             self.trial.outline()
         except (ArchitectureError, MeshError) as error:
             if self.trial.schedule == "zoo":
-                raise  # what was asked for is impossible; no schedule is to blame
+                raise  # the arguments are wrong, not the schedule
             return self._does_not_run(error)
         except SlapoError as error:
             return self._does_not_run(error)

@@ -165,7 +165,7 @@ class Search:
             return False
         with suppress(SlapoError):
             serves = bool(self._planned(self.config, self.small))
-            # on one rank too where it is right on many: its attention draws in another way than others
+            # used on one rank only if right on two: its dropout masks of attention differ from other tables'
             return serves and (self.sizes[0] > 1 or not self._probe(self._planned, (2, 1, 1)))
         return False
 

@@ -38,8 +38,8 @@ from slapo_zoo.verify.safe import agreed_collectives, counted, silence
 from slapo_zoo.zoo.options import LoaderOptions
 
 TIMEOUT_S = 60.0
-MORE = range(8)  # seeds of plain runs that are made where a value is further off than the first
-# of a model that runs in the dtype of its truth. Norms and rotary tables are float32 in any model; a
+MORE = range(8)  # seeds of more plain runs, made if a value is further off than the first run
+# tolerance of a model that runs in the dtype of its truth. Norms and rotary tables are float32 in any model; a
 # wrong division is off by 1e-1.
 RELATIVE = {torch.float64: 1e-4, torch.float32: 1e-3}
 
@@ -85,9 +85,9 @@ def compare_dropout(into: Comparison, trial: Trial) -> None:
     """
     case = trial.case
     if not case.draws and trial.sizes[0] == 1:
-        return  # nothing that ranks hold alike can come apart
+        return  # no replicated tensor can differ
     found = on_mesh(dropped, trial, case.dtype)
-    compare.replicas(into, found, "dropout")  # those that drop differently come apart
+    compare.replicas(into, found, "dropout")  # replicas with different dropout masks differ
     if into.findings or not case.draws:
         return
     alone = trial.on_one_rank(whole=case.thorough)
@@ -171,7 +171,7 @@ def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
         dtype=dtype, **{"kernels": "reference", **trial.knobs},
     )  # fmt: skip
     model = load_checkpoint("verify", options, Source(str(trial.case.folder), changes=changes))
-    model.input_check_interval = 0  # what differs is told by module, not by the guards of training
+    model.input_check_interval = 0  # the report names modules, the guard would not
     return model
 
 
@@ -211,7 +211,7 @@ def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankR
     result = RankResult.on(model.mesh)
     for module in () if trial.case.draws else model.modules():
         if isinstance(module, nn.Dropout):
-            module.p = DROPOUT  # what the config leaves out must not part replicas either
+            module.p = DROPOUT  # dropouts outside of the config must not split replicas either
     with agreed_collectives(model.mesh):
         _train(model, trial, cast(trial.case.batch, dtype), result)
     return result
@@ -341,7 +341,7 @@ def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """
     if seed is None:
         return model
-    # ranks may be threads: torch's own generator is theirs together
+    # ranks may be threads, which share torch's own generator
     own = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         noise = torch.rand(p.shape, dtype=torch.float64, generator=own).sub_(0.5).mul_(2)

@@ -26,8 +26,8 @@ from slapo_zoo.zoo.table import base_prefix
 from slapo_zoo.zoo.tiny_config import layer_fields
 
 LAYERS_AT_ONCE = 2
-BYTES_PER_PARAMETER = 150  # measured: weights, gradients and steps of all runs, two of them in fp64
-ENDS = {"divide_tokens": 0, "join_tokens": -1}  # at the first and the last block of any stretch
+BYTES_PER_PARAMETER = 150  # measured: weights, gradients, optimizer; two of the runs are in fp64
+ENDS = {"divide_tokens": 0, "join_tokens": -1}  # directives of the first or the last of the blocks
 
 
 @hf.no_progress_bars()

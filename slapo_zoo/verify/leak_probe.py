@@ -32,7 +32,7 @@ from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.table import Table
 from slapo_zoo.zoo.tiny_config import TOKENS, Sizes
 
-EQUAL, CHANGED, SAME = 1e-4, 1e-4, 1e-7  # of the largest output
+EQUAL, CHANGED, SAME = 1e-4, 1e-4, 1e-7  # shares of the largest output
 CUT = {"cp": 2}
 
 
@@ -155,7 +155,7 @@ def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
     uneven = {name: x[:, :-1].contiguous() for name, x in case.batch.items()}
     found = {"padded": case.batch, "bare": _bare(case.batch), "uneven": _bare(uneven)}
     if accepts(case.cls, "position_ids") and head_of(case.cls.__name__).shifts:
-        told = getattr(case.config, "is_decoder", True)  # else such rows are refused
+        told = getattr(case.config, "is_decoder", True)  # an encoder refuses uneven packed rows
         found["packed"] = _packed(uneven if told else case.batch)
     return found
 

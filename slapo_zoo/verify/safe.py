@@ -43,7 +43,7 @@ def agreed_collectives(mesh: Any, recorder: Any = None) -> Iterator[None]:
         return
 
     def check(kind: str, whole: Tensor, over: Any) -> None:
-        if over is not group:  # of another rank that is a thread of this process, or of dp
+        if over is not group:  # a collective of another thread's rank, or over dp
             return
         what = f"{kind} of {list(whole.shape)} {whole.dtype}"
         mine = torch.tensor([zlib.crc32(what.encode())], device=whole.device)

@@ -55,7 +55,7 @@ def tiny_case(
             else:
                 return found
         else:
-            raise not_finite  # a larger one gives no better
+            raise not_finite  # a larger model gives no finite values either
     raise problems[0]
 
 
@@ -97,7 +97,7 @@ def _watch(config: Any, case: Case) -> Observation:
     with drawn_from(0):
         config = copy.deepcopy(config)
         if "experts_implementation" in changes_for_comparison(config):
-            config._experts_implementation = "eager"  # the default one knows no fp64
+            config._experts_implementation = "eager"  # the default implementation supports no fp64
         return observe(case.cls(config).train(), case.batch)
 
 

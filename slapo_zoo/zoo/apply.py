@@ -70,7 +70,7 @@ def apply_table(
     cuts = place_cuts(sch, table, num_stages or sch.mesh.pp)
     rows = [(p, _with_backend(rule, options.attention)) for p, rule in table.rows(sch.model)]
     divided = options.sequence_parallel and sch.mesh.tp > 1
-    if divided:  # first, so that a product that is a part itself sums the gradient of all tokens
+    if divided:  # first: a product inside such a module then sums the gradient of all tokens
         prefix = base_prefix(sch.model)
         _apply_rows(sch, [(prefix + pattern, all_tokens[:1]) for pattern in table.all_tokens])
     _apply_rows(sch, rows)

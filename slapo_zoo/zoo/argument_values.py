@@ -226,14 +226,14 @@ def _ask_the_hub(name: str) -> None:
 
     if HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(name, "config.json"), str):
         return
-    with suppress(HfHubHTTPError):  # an answer: transformers puts it into better words
+    with suppress(HfHubHTTPError):  # the Hub answered: transformers has a better message
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=10)
 
 
 HEADS = (
     "PreTraining", "ImageClassification", "SpeechSeq2Seq", "Seq2SeqLM", "CausalLM", "MaskedLM",
 )  # fmt: skip
-OF_FAMILIES = HEADS[:3]  # what a bare family has; its published cards are for these
+OF_FAMILIES = HEADS[:3]  # heads for a bare family name; published cards are for these
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:

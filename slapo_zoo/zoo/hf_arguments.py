@@ -16,14 +16,14 @@ ATTENTION = {
     "flash_attention_2": "flash",
     "flex_attention": "flex",
 }
-# Arguments that say, with one of these values, what is done here anyway; those of INSTEAD with None too.
+# Argument --> values with which it asks for what is done here anyway.
 ANYWAY: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(INSTEAD, (None,)),
     "low_cpu_mem_usage": (None, True, False),
     "weights_only": (None, True),
     "use_safetensors": (None, True),
 }
-# The same for `save_pretrained`; all ranks call it, so that none is told whether it is the main process.
+# The same for `save_pretrained`: (values, hint). All ranks call it, so `is_main_process` says nothing.
 SAVED_ANYWAY: dict[str, tuple[tuple[Any, ...], str]] = {
     "is_main_process": ((True, False), ""),
     "safe_serialization": ((None, True), "leave it out: transformers reads safetensors, and no pickle is written"),
@@ -127,7 +127,7 @@ def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
         given.pop(name, None)
     variant = given.pop("variant", None)
     if not allowed:
-        given.pop("token", None)  # of an upload that was not asked for
+        given.pop("token", None)  # the token of an upload that was not requested
     if unknown := [name for name in given if name not in allowed]:
         problem = "no such argument of save_pretrained"
         raise SlapoError(where, ", ".join(unknown), problem, "leave them out")

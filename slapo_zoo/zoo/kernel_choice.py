@@ -161,7 +161,7 @@ def _size(config: Any, kernel: Kernel) -> int:
         return width
     own = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     heads = getattr(config, "num_attention_heads", None) or 1
-    return own or width // (heads if isinstance(heads, int) else heads[-1])  # Swin: of each stage
+    return own or width // (heads if isinstance(heads, int) else heads[-1])  # Swin: one per stage
 
 
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:

@@ -25,7 +25,7 @@ from slapo_zoo.zoo.table import base_prefix
 from slapo_zoo.zoo.tuned import tuned_knobs
 
 DEFAULT = BuildOptions()
-DRAWING = (ForkRng, CoreAttentionSeam)  # directives after which a module draws by place
+DRAWING = (ForkRng, CoreAttentionSeam)  # directives after which draws depend on a module's path
 
 
 class Outline:
@@ -81,7 +81,7 @@ class Outline:
             self._apply(options)
         blocks = block_paths(self.schedule, self.table)
         self.units = units_of(self.model, self.table, blocks)
-        repeated = blocks if self.table.calls else ()  # also with one cut, after the first call
+        repeated = blocks if self.table.calls else ()  # a cut may lie after the first of its calls
         held = [base_prefix(self.model) + path for path in self.table.everywhere]
         self.stages = assign_stages(self.units, self.state.cuts, repeated, held)
         self.holders = {unit: self._ranks(stages) for unit, stages in self.stages.items()}
@@ -89,7 +89,7 @@ class Outline:
         self.specs = self.plan.saved
 
     def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
-        """Return the plan of this rank; `whole` is {name: spec of the unsharded tensor} for the whole model."""
+        """Return the plan of this rank: a row per tensor of the model; `whole` is {name: spec of the unsharded tensor}."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         rows = planned_rows(
             self.state, whole, parameters, hf.tied_names(self.model),

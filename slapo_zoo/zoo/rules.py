@@ -156,7 +156,7 @@ vocab_head: Rule = (
     *enter_whole,
     Sync("fwd_post", "vocab_logits"),
 )
-whole: Rule = ()  # every rank holds all of it; within blocks it sees this rank's tokens
+whole: Rule = ()  # replicated; within blocks its input is this rank's tokens
 whole_on_heads: Rule = (SumGradient("weight"),)  # used on this rank's heads only
 dropout: Rule = (ForkRng(),)
 dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it sees some tokens
@@ -169,7 +169,7 @@ def dropout_on(axis: int, size: str) -> Rule:
     return (ForkRng(axis=axis, size=_dim(size)),)
 
 
-dropout_of_all: Rule = (ForkRng(rows=False),)  # of what all batch rows share
+dropout_of_all: Rule = (ForkRng(rows=False),)  # dropout of a tensor that all batch rows share
 
 
 def dropout_after(child: str, size: str) -> Rule:

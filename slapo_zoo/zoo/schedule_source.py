@@ -10,11 +10,11 @@ from slapo_zoo.errors import ArchitectureError, SlapoError
 from slapo_zoo.parallel.digests import digest
 from slapo_zoo.zoo.table import Table, families, table_for
 
-# of transformers' own bookkeeping: they change no module
+# config fields that change no module: transformers' own bookkeeping
 NOT_STRUCTURE = ("dtype", "torch_dtype", "transformers_version", "_name_or_path", "architectures",
                  "id2label", "label2id", "_attn_implementation_internal", "_experts_implementation_internal")  # fmt: skip
 Kind = Literal["zoo", "auto", "table", "card", "steps", "function", "extended"]
-FROM_TABLE = ("zoo", "auto", "table", "extended")  # kinds whose program a table makes
+FROM_TABLE = ("zoo", "auto", "table", "extended")  # kinds whose directives come from a table
 
 
 @dataclass(frozen=True)

@@ -193,7 +193,7 @@ def extend(
         raise ArchitectureError(
             f"schedules/{model_type}.py", "without", problem, f"nearest: {near}"
         )
-    changes = {"cut_tokens": {}} | changes  # what a relative trains as proves nothing
+    changes = {"cut_tokens": {}} | changes  # that a relative's tokens can be sharded proves nothing
     kept = tuple(row for row in table.body if row[0] not in without)
     return dataclasses.replace(
         table, model_type=model_type, source=source, body=kept + body,

@@ -1,4 +1,4 @@
-"""Tiny configs of any family: few layers and heads, other sizes by the names of their fields and by ratio."""
+"""Tiny configs of any family: few layers and heads; other sizes shrink in proportion, by rules for the names of fields."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from slapo_zoo.parallel.mesh import Mesh
 
 TOKENS = 16
 ALL = 1 << 20  # as an upper bound: more than any model has
-# what a number of a config is, by how its name is written
+# what a number in a config counts, by the name of its field
 LAYERS = re.compile(
     r"^(n_layers?|depth|(num_)?(hidden_|encoder_|decoder_|entity_|text_|vision_)?(hidden_)?(layers|blocks))$"
 )
@@ -71,7 +71,7 @@ class Sizes:
         head_size = self.head_size or max(_counts(own, HEAD_SIZE.search), default=0)
         head_size = head_size or (width // max(heads) if heads else 8)
         few = few_heads(heads, _counts(own, KV_HEADS.search), self.ranks)
-        patterns = own.get("attention_types")  # of GPT-Neo: whole periods of layers
+        patterns = own.get("attention_types")  # GPT-Neo: keep whole periods of layers
         period = len(patterns[0][0]) if patterns else 1
         image = self.patch * 2 ** len(own["depths"]) if "depths" in own else self.image
         layers = -(-self.layers // period) * period
@@ -97,14 +97,14 @@ def few_heads(heads: Sequence[int], kv_heads: Sequence[int], ranks: int) -> int:
     return most
 
 
-# widths: to whole heads; all by one power of 2; as they are
+# widths: rounded to whole heads; all divided by one power of 2; unchanged
 ROUNDED, HALVED, KEPT = "rounded", "halved", "kept"
 UNREAD = (
     "architectures",
     "auto_map",
     "quantization_config",
 )  # fields that a tiny config leaves out
-IMAGES, STACKS = (1, 4), (1, 3)  # times the size of an image, the layers: some stacks need more
+IMAGES, STACKS = (1, 4), (1, 3)  # factors of image size and layers to try: some stacks need more
 
 
 def sizes_in_turn(sizes: Sizes) -> Iterator[Sizes]:
@@ -175,7 +175,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
     for name, value in own.items():
         found = rules.of(name, value)
         if found != value:
-            with suppress(Exception):  # a derived property, which follows by itself
+            with suppress(Exception):  # a derived property cannot be set
                 setattr(config, name, found)
     _special(config, own, sizes)
     _repair(config, own, sizes)
@@ -189,12 +189,12 @@ def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
     if own.get("num_kv_shared_layers"):
-        config.num_kv_shared_layers = 0  # the layers whose keys they share may be gone
+        config.num_kv_shared_layers = 0  # layers whose keys others share may be gone
     if own.get("is_encoder_decoder") and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 0
     if sizes.layers >= ALL:
         return
-    if "stage_names" in own:  # those that a backbone returns are counted in its layers
+    if "stage_names" in own:  # fields that name layers which a backbone returns
         config.stage_names = own["stage_names"][: sizes.layers + 1]
         config._out_features, config._out_indices = config.stage_names[-1:], [sizes.layers]
     if own.get("attention_types"):
@@ -276,7 +276,7 @@ class _Rules:
         whole = {name: value for name, value in own.items() if type(value) is int}
         self.heads = max((v for n, v in whole.items() if _heads(n)), default=0)
         self.layers = {v for n, v in whole.items() if LAYERS.search(n)}
-        self.stages = len(own.get("depths") or ())  # a number that counts them stays
+        self.stages = len(own.get("depths") or ())  # the number of stages stays
         hidden = self.hidden = next((whole[name] for name in HIDDEN if name in whole), 0)
         lists = [v[0] for n, v in own.items() if _is_list(v) and _width(n)]
         hidden = hidden or max(lists, default=0)

@@ -7,7 +7,7 @@ from slapo_zoo.language.directive import Directive
 from slapo_zoo.language.primitives import Shard, ShardAttribute, SumGradient, Sync
 from slapo_zoo.parallel.paths import select_paths
 
-# kind of rule --> the style; a rule is known by what it does with its weight and its output.
+# kind of rule --> style; the kind follows from what the rule does with weight and output
 STYLES = {
     ("column", ""): "colwise",
     ("row", "all_reduce"): "rowwise",

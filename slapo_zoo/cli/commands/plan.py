@@ -58,7 +58,7 @@ def plan(
     from slapo_zoo.zoo.load_forecast import plan_weights
 
     data, texts = {"weights": None, "training": None}, []
-    both = not weights and not training  # neither is asked for by name
+    both = not weights and not training  # neither flag was given
     if weights or (both and weights is None):
         read = plan_weights(model, tp, pp, dp)
         data["weights"] = _weights_data(read)

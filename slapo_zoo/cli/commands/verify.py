@@ -9,7 +9,7 @@ from slapo_zoo.cli.arguments import LAYOUT, Head, Model, command
 from slapo_zoo.cli.waiting import waiting
 
 WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own schedule.")]  # fmt: skip
-ORDER = ("pipeline_order", "stages_per_rank")  # knobs that the program of a card leaves open
+ORDER = ("pipeline_order", "stages_per_rank")  # knobs that a card does not set
 
 
 @command

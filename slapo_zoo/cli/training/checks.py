@@ -31,11 +31,11 @@ from slapo_zoo.zoo.argument_values import checkpoint_config
 from slapo_zoo.zoo.options import unknown_knob
 
 WRITTEN = ("output", "best", "checkpoint", "log_file")
-BEHIND_PADDING = {"roberta", "xlm-roberta", "camembert", "esm"}  # where their positions begin
-# keys that `load` does not take --> the key that decides them
+BEHIND_PADDING = {"roberta", "xlm-roberta", "camembert", "esm"}  # positions begin after padding_idx
+# keys that `load` refuses --> the option that sets them
 OWN_KEYS = {"tp": "tp", "pp": "pp", "dp": "dp", "seed": "seed", "micro_batches": "micro_batches", "device": "device",
             "auto_class": "task", "target": "engine", "exact": "exact"}  # fmt: skip
-# what decides the numbers of a step; the layout does not, and what the data are is compared itself
+# options that decide the numbers of a step; the layout does not, and the data are compared by `check_checkpoint`
 DECIDE = ("document_masks", "load", "exact", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
           "max_grad_norm", "engine", "optim", "adam_beta1", "adam_beta2", "adam_epsilon", "trainer")  # fmt: skip
 
@@ -222,7 +222,7 @@ def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> Non
 
     given = options.load
     check_dp_shard(mesh, given.get("dp_shard", 1), options.engine, None, given.get("zero_stage", 3))
-    if mesh.world_size == 1 or "schedule" in given:  # a program of one's own may divide otherwise
+    if mesh.world_size == 1 or "schedule" in given:  # the user's own schedule may shard otherwise
         return
     fields = BuildOptions.__dataclass_fields__.keys() - {"device", "seed", "kernels"}
     knobs = {name: value for name, value in given.items() if name in fields}
@@ -287,7 +287,7 @@ def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOp
     check_parent(folder, "--checkpoint")
     if (found := latest(folder)) is None:
         if folder.exists() and any(folder.iterdir()):
-            read_state(folder)  # says what is missing
+            read_state(folder)  # its error says what is missing
         return
     state, now = read_state(found), {k: v for k, v in position.items() if k != "at"}
     held = decode(state["data_position"])
@@ -313,7 +313,7 @@ def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOp
 def changes_since(folder: Path, options: TrainOptions) -> str:
     """Return the options whose values changed since a checkpoint was written, as text "key: old --> new"."""
     then = {}
-    with suppress(OSError, ConfigError):  # an older release wrote none
+    with suppress(OSError, ConfigError):  # older releases wrote no run.yaml
         then = read_config(folder / "run.yaml")
     now = {name: getattr(options, name) for name in DECIDE if name in then}
     return ", ".join(f"{k}: {then[k]!r} --> {v!r}" for k, v in now.items() if then[k] != v)

@@ -54,7 +54,7 @@ def load_tokenizer(name: str) -> Any:
         found = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, ImportError) as exc:
         raise DataError(name, "tokenizer", str(exc).strip().partition("\n")[0], hint) from exc
-    if len(found) <= len(found.all_special_ids):  # what transformers makes where there are no files
+    if len(found) <= len(found.all_special_ids):  # transformers makes this without files
         problem = f"found a tokenizer of {len(found)} tokens, all of them special"
         raise DataError(name, "tokenizer", problem, hint)
     return found
@@ -79,7 +79,7 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
     if options.eval_data or options.eval_split:
         try:
             held = other_rows(batches.task, options)
-        except DataError as error:  # which says data
+        except DataError as error:  # name the data in the error
             raise DataError("eval_data", error.what, error.problem, error.hint) from error
     if held is None:
         return Inputs(batches, None, tokenizer)
@@ -117,7 +117,7 @@ def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: 
     require_columns(name, cls, options)
     task = make_task(cls, tokenizer, None, options, config)
     source = read.Source(name, split, options.data_config, task, options.columns)
-    source.opened()  # a mistake in its name or columns is said before the model is loaded
+    source.opened()  # a wrong name or column is reported before the model is loaded
     task = with_masks(task, None, options, config)
     return Stream(source, task, options.batch_size, options.seed, options.shuffle_rows)
 

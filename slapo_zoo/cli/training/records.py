@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 
 PAUSE_S = 30.0  # a person who reads a log sees that it goes on
-OnStep = Callable[[int, Mapping[str, Any]], None]  # step, and what was measured of it
+OnStep = Callable[[int, Mapping[str, Any]], None]  # called with (step, measurements)
 
 
 class Records(TrainerCallback):
@@ -53,7 +53,7 @@ class Records(TrainerCallback):
         if self.path is not None:
             wrong = {k for k, v in record.items() if isinstance(v, float) and not math.isfinite(v)}
             finite = {k: None if k in wrong else v for k, v in record.items()}
-            with Path(self.path).open("a", encoding="utf-8") as file:  # it is there at once
+            with Path(self.path).open("a", encoding="utf-8") as file:  # on disk after each line
                 file.write(json.dumps({"step": self.run.done, **finite}) + "\n")
 
 
@@ -111,7 +111,7 @@ def begin_log(path: Path, done: int) -> None:
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):  # the kill came in the middle of it
+    except (ValueError, KeyError, TypeError):  # a line cut short by a kill
         return math.inf
 
 
@@ -124,7 +124,7 @@ def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
         every: steps between two lines; None prints ten lines in all, and one every PAUSE_S seconds.
     """
     pause, every = PAUSE_S if every is None else math.inf, every or max(1, steps // 10)
-    enable_progress_bars("slapo_zoo")  # those of loading may be off
+    enable_progress_bars("slapo_zoo")  # progress bars of loading may be off
     bar = tqdm(
         name="slapo_zoo", total=steps, desc="training", dynamic_ncols=True, file=sys.stdout,
         disable=not sys.stdout.isatty(),

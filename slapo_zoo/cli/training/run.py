@@ -45,7 +45,7 @@ def run(options: TrainOptions, inputs: Inputs) -> list[float]:
     StoppedError is raised if a signal stopped the run.
     """
     world = options.tp * options.pp * (options.dp or 1)
-    starts = world > 1 and not is_distributed_launch()  # ranks started here, which get our signals
+    starts = world > 1 and not is_distributed_launch()  # local ranks: this process gets signals
     with listening() if starts else nullcontext() as stop:
         found = on_ranks(train, world, (options, inputs), options.device, "train")
     losses, number, step = found
@@ -60,7 +60,7 @@ def train(options: TrainOptions, inputs: Inputs) -> tuple[list[float], int, int]
     Returns (losses of the steps, number of the signal that stopped the run or 0, steps done in all).
     """
     model = load(options, inputs.batches.task)
-    with closing(model) if options.exact else nullcontext():  # an exact model has threads
+    with closing(model) if options.exact else nullcontext():  # an exact model has threads to end
         ledgers, first = ledgers_of(model), model.mesh.rank == 0
         if first:
             table = ledger_table(getattr(model, "virtual", model.mesh), ledgers)
@@ -119,7 +119,7 @@ class Run(ScheduledTrainer):
         arguments = arguments_of(self.options)
         arguments.use_cache = getattr(
             model.config, "use_cache", False
-        )  # it is saved with the model
+        )  # saved with the model's config
         super().__init__(
             model, arguments, eval_dataset=inputs.held_out,
             optimizers=(schedule.optimizer, schedule),
@@ -211,7 +211,7 @@ class Run(ScheduledTrainer):
             return 0
         resumed = self.engine.load_checkpoint(found)
         said = f"checkpoint: {resumed.step} of {options.max_steps} steps are done"
-        # the same on all dp ranks, so it means the same to any other number of them
+        # equal on all dp ranks, so it is valid for any dp
         extra: dict[str, Any] = resumed.extras[0] or {"lr": float(self.engine.optimizer.param_groups[0]["lr"])}  # fmt: skip
         if options.learning_rate is None:
             self.options = replace(options, learning_rate=extra["lr"])
@@ -270,7 +270,7 @@ def fit(
     """
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(True)  # ranks that are forked would take it for theirs
+    AcceleratorState._reset_state(True)  # forked ranks would take over its state
     run = Run(model, inputs, options)
     for callback in (Ending(run, stop), Records(run, tell)):
         run.add_callback(callback)
@@ -281,7 +281,7 @@ def fit(
 
 def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> None:
     """Raise an error on all ranks if the loss or gradient norm of `step` is not finite, before the model is saved."""
-    tells = options.engine == "torch"  # other engines may say nan for: unknown
+    tells = options.engine == "torch"  # other engines return NaN for an unknown norm
     if math.isfinite(loss) and not math.isinf(norm) and not (tells and math.isnan(norm)):
         return
     hint = "lower --learning-rate or --max-grad-norm, or look at the rows of this step"
@@ -302,7 +302,7 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
         sizes = {"train_micro_batch_size_per_gpu": rows // count, "gradient_accumulation_steps": count}  # fmt: skip
         settings = {"config": {**sizes, "gradient_clipping": options.max_grad_norm, **options.deepspeed}}  # fmt: skip
     kind, values = ScheduledTrainer.get_optimizer_cls_and_kwargs(arguments_of(options))
-    if options.engine != "torch":  # the others wrap the optimizer, or flatten its parameters
+    if options.engine != "torch":  # other engines wrap the optimizer or flatten its parameters
         values.pop("fused", None)
     groups = functools.partial(parameter_groups, weight_decay=options.weight_decay)
     make = lambda parameters: kind(groups(parameters), **values)  # noqa: E731

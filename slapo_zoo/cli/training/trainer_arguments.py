@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 from slapo_zoo.cli.training.options import ConfigError, TrainOptions
 
 DEFAULT_LR = 1e-4
-# keys that Trainer has too, and honours as they are
+# options that Trainer has under the same name
 SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "optim", "adam_beta1", "adam_beta2", "adam_epsilon")  # fmt: skip
 
 

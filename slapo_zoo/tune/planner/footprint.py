@@ -44,8 +44,8 @@ class Meter:
         self.products: list[Product] = []
         self.moved = self.ops = self.fused = self.launches = 0.0
         self.comm = self.collectives = 0.0
-        self._pending: dict[int, int] = {}  # written by a chain that still runs: storage --> bytes
-        self._read: set[int] = set()  # what the running chain has read already
+        self._pending: dict[int, int] = {}  # storage written by the current chain --> bytes
+        self._read: set[int] = set()  # storages that the current chain has read
 
     def note(self, row: Row) -> None:
         """Add one recorded operation or collective, `row`, to the totals."""
@@ -142,8 +142,8 @@ class Footprint:
         self.live = self.peak = self.grown = self.gradients = self.matmuls = self.gathered = 0
         self.meter, self.last = Meter(), last
         self.alive: dict[int, Alive] = {}
-        self.attention: dict[int, tuple[Work, float]] = {}  # call --> of its attentions
-        self.kept: list[tuple[int, int]] = []  # by call: see `survivors`
+        self.attention: dict[int, tuple[Work, float]] = {}  # unit call --> that of its attentions
+        self.kept: list[tuple[int, int]] = []  # by unit call: see `_survivors`
         self.units: list[str] = []
         self.ends: list[Moment] = []
         self.begins: dict[int, Moment] = {}

@@ -29,16 +29,17 @@ class Hardware:
         per_node: devices of a node.
         memory: bytes of a device.
         reserved: bytes that libraries and the context take on each device.
-        optimizer_copies: temporaries of the optimizer step, in copies of the largest parameter; with
-            `foreach` the step makes temporaries of all parameters instead.
+        optimizer_copies: temporaries of the optimizer step, in copies of the largest parameter; with `foreach` the
+            step
+        makes temporaries of all parameters instead.
         scratch: temporary memory inside operations, which a dry run cannot see, as a multiple of the bytes of a
-            block's output for one micro-batch.
+        block's output for one micro-batch.
         foreach: whether torch's optimizers use their multi-tensor implementation on this device.
         multiprocessors: number of multiprocessors, which compute tiles of a product in waves; 0: ignore tiles.
         peak: 16-bit operations per second of the data sheet; 0 where unknown.
         host: bytes per second between device and host memory, one way; 0 where both are the same memory.
         error: mean relative error of forecast step times against published runs; 0 if never compared.
-        fill: elements added to the inner size of a tile: the time to fill and drain a multiprocessor.
+        fill: time to begin and end a tile of a product, as elements added to its inner size.
     """
 
     name: str
@@ -78,7 +79,7 @@ MATMUL, BANDWIDTH, LINK, NETWORK = 0.85, 0.8, 0.72, 0.8
 LAUNCH_S, LATENCY_S, HOP_S, NODE_HOPS, FILL = 6e-6, 30e-6, 5.6e-6, 3.0, 32.0
 
 
-ERROR = 0.074  # mean, of the larger group of rows: `ci/run.py bench published`
+ERROR = 0.074  # mean error over vTrain's multi-node runs: `ci/run.py bench published`
 
 
 def data_sheet(
@@ -124,7 +125,7 @@ HARDWARE = {
 
 
 HARDWARE["a100"] = replace(HARDWARE["a100"], error=ERROR)
-HARDWARE["v100"] = replace(HARDWARE["v100"], error=0.12)  # of Aceso's 13 rows, the same bench
+HARDWARE["v100"] = replace(HARDWARE["v100"], error=0.12)  # mean error over Aceso's 13 rows
 
 
 def find_hardware(name: str) -> Hardware:

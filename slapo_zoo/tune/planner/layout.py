@@ -9,9 +9,9 @@ from slapo_zoo.pipeline.orders import StageMap, find_order
 from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD
 
 RECOMPUTE = ((0.0, ""), (0.25, ""), (0.5, ""), (0.75, ""), (1.0, "save_matmuls"), (1.0, ""))
-LEAST = ((1.0, "sharded"),)  # where tp ranks have whole tokens
+LEAST = ((1.0, "sharded"),)  # also tried without sequence parallelism
 CLOSED = ("1f1b", "gpipe", "interleaved_1f1b")  # orders whose time has a closed form
-MOST_ROWS = 64  # of a micro-batch
+MOST_ROWS = 64  # rows of a micro-batch
 MOST_INTERLEAVED = 32  # ranks of an interleaved pipeline
 
 

@@ -9,7 +9,7 @@ from slapo_zoo.tune.planner.hardware import GIB
 from slapo_zoo.tune.planner.layout_search import Forecasted, Found, Planner, require_feasible
 from slapo_zoo.weights.ledger import as_table, filled
 
-FASTER = 2.0  # links and network, to see whether they bind
+FASTER = 2.0  # factor for links and network, to see whether they bind
 COLUMNS = (
     "tp", "pp", "dp", "micro-batches", "order", "recompute", "sp", "step s", "tokens/s", "bubble", "GiB",
     "GB sent",

@@ -29,7 +29,7 @@ from slapo_zoo.tune.planner.stage_memory import (
 from slapo_zoo.tune.planner.timing import How, StageTime, StepTime, stage_time, step_time
 from slapo_zoo.zoo.apply import block_paths, spread, step_costs, units_of
 
-WORTH = 0.01  # of a step, for which each block has a policy of its own
+WORTH = 0.01  # share of a step that a policy per block must save
 PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers")
 
 
@@ -134,7 +134,7 @@ class Planner:
         """
         limit = self.hardware.memory - self.hardware.reserved
         fits, refused, looked_at = [], [], 0
-        least: dict[Any, tuple[float, Layout]] = {}  # of those that do not fit, per division
+        least: dict[Any, tuple[float, Layout]] = {}  # (tp, pp, dp) --> smallest that does not fit
         for layout in self._candidates(gpus, batch, orders, divided, refused):
             looked_at += 1
             layout, memory = self._least_zero(layout, limit)
@@ -150,7 +150,7 @@ class Planner:
         fits += self._mixed(fits, [at for _, at in least.values()], limit)
         looked_at += len(fits) - first_pass
         fitting = {(f.layout.tp, f.layout.pp, f.layout.dp) for f in fits}
-        short = sorted((key in fitting, *one) for key, one in least.items())  # none fits: first
+        short = sorted((key in fitting, *one) for key, one in least.items())  # no fit at all: first
         refused = [(str(at), self.why(self.forecast(at))) for *_, at in short] + refused
         fits.sort(key=lambda found: (found.step.seconds, found.memory, str(found.layout)))
         return Found(fits, refused, looked_at, self.hardware, batch, self.seq_len,
@@ -302,7 +302,7 @@ class Planner:
             again, marks, known = self._marks(what, profile, layout)
             found = self._stages[what, layout.stages] = []
             for a, b in itertools.pairwise(self.edges(layout.stages)):
-                key = a > 0, b < len(marks), marks[a : b + 1]  # and what the next one receives
+                key = a > 0, b < len(marks), marks[a : b + 1]  # it sends what the next one receives
                 if key not in known:
                     known[key] = (stage_memory(profile, a, b, layout.rows, again),
                                   stage_time(profile, a, b, layout.rows, again, how))  # fmt: skip

@@ -69,7 +69,7 @@ def choose(
                                         - away[i] * (name == "sharded"), 0.0),
                                 how.again(use, name) * (name != "keep"), name)
                         for name in names]  # fmt: skip
-                before = options.get(unit.name)  # of a block that is called several times
+                before = options.get(unit.name)  # an earlier call of the same block
                 options[unit.name] = [_both(a, b) for a, b in zip(before, each, strict=True)] if before else each  # fmt: skip
         front = _unbeaten([*_front(options, False), *_front(options, True)])
         least = max(least, fixed + front[0].bytes)
@@ -109,7 +109,7 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
     if len(found) <= MOST:
         return found
     step = (found[-1].bytes - found[0].bytes) / MOST
-    kept = {int((one.bytes - found[0].bytes) / step): one for one in found}  # the fastest of each
+    kept = {int((one.bytes - found[0].bytes) / step): one for one in found}  # fastest of each range
     return [found[0], *kept.values()]
 
 
@@ -140,6 +140,6 @@ def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("in
             return None
         if found.memory <= limit:
             return found
-        # what is short-lived grew with what is kept
+        # short-lived memory grew too: plan again with less room
         room = [had - max(r.total - limit, 0.0) for had, r in zip(room, found.ranks, strict=True)]
     return None

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map
 
 from slapo_zoo.language.tape import Product
 
-ROWS = (2, 4)  # that a profile is measured with; with one row some operations take another form
+ROWS = (2, 4)  # row counts of the two profiles; with one row some operations run differently
 
 
 class Work(NamedTuple):

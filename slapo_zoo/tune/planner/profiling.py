@@ -54,7 +54,7 @@ class Family:
         hf.register_models()
         self.config, self.target_len = copy.deepcopy(config), 0
         for name in [n for n in vars(config) if n.endswith("layerdrop")]:
-            setattr(self.config, name, 0.0)  # a layer that is skipped now and then is one that runs
+            setattr(self.config, name, 0.0)  # a randomly skipped layer costs as one that runs
         self.cls: Any = hf.resolve_class(self.config, auto_class)
         self.table: Table = find_table(self.config)
         self.model, self.blocks = self._built(self.config)
@@ -105,7 +105,7 @@ class Family:
         """
         outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
-        scans = hasattr(self.config, "state_size")  # token by token, and its cost grows evenly
+        scans = hasattr(self.config, "state_size")  # a scan runs token by token; its cost is linear
         tokens = min(seq_len, SCANNED_TOKENS) if scans else seq_len
         lengths, longer = (tokens, self.target_len), seq_len / tokens
         runs = (dry_run(outline, rows, lengths, _Masks(on_cpu, parts), scores) for rows in ROWS)
@@ -116,7 +116,7 @@ class Family:
             few, many = _in_parts(few, blocks, tp), _in_parts(many, blocks, tp)
         units = []
         for (name, a), (_, b) in zip(few, many, strict=True):
-            own = sizes.pop(name, (0, 0))  # a shared block has its weights once
+            own = sizes.pop(name, (0, 0))  # weights of a shared block count at its first call
             units.append(Unit(name, a, b, *own, is_block=name in blocks))
         return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
@@ -254,7 +254,7 @@ def dry_run(
     model.train()
     for name, module in model.named_modules() if not scores else ():
         if name.rpartition(".")[2] == ATTRIBUTE:
-            module.eval()  # one operation, with or without dropout
+            module.eval()  # attention is one operation, with dropout or not
     made = training_batch(outline.model, rows, tokens[0])
     batch: Any = {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
     short = {"labels", "decoder_input_ids"} & batch.keys() if tokens[1] else ()

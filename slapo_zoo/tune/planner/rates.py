@@ -6,10 +6,10 @@ from functools import lru_cache
 from slapo_zoo.language.tape import Product
 from slapo_zoo.tune.planner.hardware import Hardware
 
-# (rows, columns, rate beside the largest) of the tiles that a GPU's library cuts a product into
+# (rows, columns, rate relative to the largest) of the tiles into which a GPU's library splits a product
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (256, 64, 0.85), (64, 256, 0.85),
          (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))  # fmt: skip
-FUSED_ATTENTION = 0.6  # rate of a fused attention beside a large product
+FUSED_ATTENTION = 0.6  # rate of a fused attention relative to a large product
 
 
 def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:

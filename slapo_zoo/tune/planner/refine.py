@@ -12,10 +12,10 @@ from typing import Any
 from slapo_zoo.pipeline.orders import ORDERS
 from slapo_zoo.tune.planner.layout import CLOSED, Layout, divisors, orders_for
 
-STARTS = 12  # of the wide search, each with another division of devices and rows
-GRAIN = 32  # shares of recomputation that are looked at
-MOST_FORWARDS = 2048  # of an order that is simulated action by action
-GAIN = 1e-4  # of a step, for which it is worth going on
+STARTS = 12  # layouts of the wide search to start from, each with another mesh and micro-batch
+GRAIN = 32  # number of shares of recomputation that are tried
+MOST_FORWARDS = 2048  # most forwards in an order that is simulated action by action
+GAIN = 1e-4  # share of a step that a change must save
 
 Forecast = Callable[[Layout], Any]
 Fits = Callable[[Layout], bool]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.zoo.options import precision_name
 
-HOST = 8.0  # fitted, with the seconds of an operation, to published single-node runs
+HOST = 8.0  # fitted to published single-node runs, as are the seconds of an operation
 
 
 @dataclass(frozen=True)
@@ -14,16 +14,16 @@ class Runtime:
 
     Args:
         fused: True if a chain of element-wise operations is one kernel.
-        host: host-side operations (views, autograd, Python) per kernel of such a chain.
+        host: operations that the host runs (views, autograd, Python) for each kernel of such a chain.
         scores: True if attention with dropout writes its scores to memory.
         parts: True if, under sequence parallelism, a rank saves only its own tokens and gathers the others again in
-            the backward; a dropout mask then takes one byte per element.
+        the backward; a dropout mask then takes one byte per element.
         accumulates: True if the matrix product of a weight gradient also adds it to that of earlier micro-batches.
         scatters: True if every tp rank sends only 1/tp of a stage's output to the next stage.
-        fused_optimizer: the optimizer step makes no temporary tensors.
-        overlapped: the all-reduce over dp overlaps with the backward of the last micro-batch.
+        fused_optimizer: True if the optimizer step makes no temporary tensors.
+        overlapped: True if the all-reduce over dp overlaps with the backward of the last micro-batch.
         even: True if all stages have the same number of blocks, whatever the embedding and the head cost.
-        casts: 16-bit copies of master weights live only while forwards and backwards run.
+        casts: True if 16-bit copies of master weights exist only while forwards and backwards run.
     """
 
     fused: bool = False

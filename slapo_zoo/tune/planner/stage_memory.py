@@ -13,7 +13,7 @@ from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.profile import Profile, Recompute, Unit
 from slapo_zoo.tune.planner.runtime_kind import Precision, Runtime
 
-PREFETCHED = 2  # units whose weights are whole at a time where each rank keeps a part (ZeRO-3)
+PREFETCHED = 2  # blocks whose weights are gathered at the same time under ZeRO-3
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,21 @@ def stage_memory(
     own, waiting = [unit.parameters for unit in units], [0] * len(units)
     for size, names in shared:
         users = [i for i, unit in enumerate(units) if unit.name in names]
-        own[users[-1]] += size  # the gradient is made by the unit that runs last
-        for i in range(users[0], users[-1]):  # autograd holds it back until its first user has run
+        own[users[-1]] += size  # the gradient appears when the last user's backward runs
+        for i in range(users[0], users[-1]):  # autograd keeps it until the first user's backward
             waiting[i] += size
     held = [again.held(unit, use) for unit, use in zip(units, uses, strict=True)]
     sent = profile.uses(rows)[end].received if end < len(profile.units) else 0.0
-    held[-1] -= min(held[-1], uses[-1].output, sent)  # given up when it has arrived
+    held[-1] -= min(held[-1], uses[-1].output, sent)  # freed when the next stage has it
     away = again.elsewhere(units, uses)
     for i, share in enumerate(away):
-        at = i if uses[i].before >= share else i - 1  # who made its input
+        at = i if uses[i].before >= share else i - 1  # the unit that made its input
         held[at] -= min(share, held[at]) * (at >= 0)
     below, above, peak, growing, inner = 0.0, float(sum(own)), 0.0, 0.0, 0.0
     each = zip(units, uses, held, own, waiting, away, strict=True)
     for unit, use, size, gradients, late, whole in each:
         above -= gradients
-        most = max(use.backward_peak, use.forward_peak) + whole  # its input is there while it runs
+        most = max(use.backward_peak, use.forward_peak) + whole  # its input exists while it runs
         peak = max(peak, below + most + late)
         inner = max(inner, below + most + late) if unit.is_block else inner
         growing = max(growing, below + above + max(use.backward_growth, use.forward_peak) + whole)
@@ -151,20 +151,20 @@ def rank_memory(
         for n, stage in zip(in_flight, stages, strict=True)
     )
     whole = _made_whole(max(stage.widest for stage in stages), layout, precision)
-    summed = (precision.itemsize + precision.gradients) * (whole > 0)  # before it is a part
+    summed = (precision.itemsize + precision.gradients) * (whole > 0)  # before the reduce-scatter
     late = max(stage.last for stage in stages) * summed
     working = max(max(max(stage.peak, stage.inner + whole) for stage in stages), late)
     fixed = weights + gradients + optimizer
     middle = fixed + buffers + activations + working
     if m == 1 and len(stages) == 1 and layout.dp_shard == 1:
-        before = count * min(precision.gradients, precision.itemsize)  # counted in `growing`
+        before = count * min(precision.gradients, precision.itemsize)  # counted in `growing` too
         middle = fixed - before + buffers + stages[0].growing
     bucket = min(gradients, max(BUCKET_BYTES, largest * precision.gradients)) * (layout.dp > 1)
     copies = hardware.optimizer_copies * largest * precision.update
-    if hardware.foreach and not runtime.fused_optimizer:  # torch's makes temporaries of all at once
+    if hardware.foreach and not runtime.fused_optimizer:  # temporaries of all parameters at once
         copies = count * precision.update
     end = max(stage.first for stage in stages) * summed
-    casts = weights * (precision.has_masters and runtime.casts)  # are given up before the optimizer
+    casts = weights * (precision.has_masters and runtime.casts)  # freed before the optimizer step
     step = fixed - casts + copies // layout.dp_shard
     total = max(middle, fixed + buffers + max(bucket, end), step)
     return RankMemory(weights, gradients, optimizer, activations, working, buffers, total)
@@ -175,8 +175,8 @@ def _resident(
 ) -> tuple[int, int, int]:
     """Return (weight bytes, gradient bytes, bytes of optimizer states) that a rank holds during a step.
 
-    With ZeRO a rank holds shards of the parameters that the optimizer updates, and unsharded weights to compute
-    with. These are all `count` parameters, or with ZeRO-3 only the `around` parameters outside blocks.
+    With ZeRO a rank holds shards of the parameters that the optimizer updates, and unsharded weights to compute with:
+    all `count` parameters, or with ZeRO-3 the `around` parameters outside blocks. `precision` has the bytes of each.
     """
     n, stage = layout.dp_shard, layout.zero_stage
     if n == 1:
@@ -188,10 +188,8 @@ def _resident(
 
 
 def _made_whole(widest: int, layout: Layout, precision: Precision) -> int:
-    """Return the bytes of unsharded weights and gradients that ZeRO-2 and ZeRO-3 hold temporarily, for the blocks
-    that are running.
-
-    `widest` is the number of elements of the largest block's parameters.
+    """Return the bytes of unsharded weights and gradients that ZeRO-2 and ZeRO-3 hold for the blocks that are running;
+    `widest` is the number of elements in the parameters of the largest block.
     """
     if layout.dp_shard == 1 or layout.zero_stage == 1:
         return 0

@@ -11,8 +11,8 @@ from slapo_zoo.tune.planner.profile import Profile, Recompute, Use, Work
 from slapo_zoo.tune.planner.rates import collective_seconds, group_rate, product_seconds
 from slapo_zoo.tune.planner.runtime_kind import Precision, Runtime
 
-STATE_PASSES = 2  # AdamW reads and writes what it keeps, and a copy in float32
-GRADIENT_PASSES = 3  # for the norm, for scaling, for the update
+STATE_PASSES = 2  # AdamW reads and writes its states, and a float32 copy
+GRADIENT_PASSES = 3  # passes for the norm, for scaling, for the update
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class How:
         if policy == "offload":
             copied = use.kept / self.hardware.host
             waits = (max(copied - self.seconds(w), 0.0) for w in (use.forward, use.backward))
-            return sum(waits) + 2 * self.hardware.operation_s  # somebody starts the copies
+            return sum(waits) + 2 * self.hardware.operation_s  # the host starts two copies
         if policy == "attention":
             return self.seconds(use.attention)
         if policy == "save_matmuls":
@@ -165,7 +165,7 @@ def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, ho
     wait = [_transfer(stage.received, layout, how) for stage in stages]
     run, mine, per_rank = _pipeline(stages, wait, layout)
     transfers = 2 * m * max(wait) * layout.stages_per_rank * (layout.pp > 1)
-    # every micro-batch adds its gradients to those of the ones before
+    # a micro-batch adds its gradients to those of earlier ones
     sums = (precision.weights + 2 * precision.gradients) * parameters / hardware.bandwidth
     run += 0.0 if how.runtime.accumulates else m * sums
     gradients, dp_bytes = _gradients(parameters, layout, how, run / m, mine)
@@ -196,11 +196,11 @@ def _pipeline(
         return m * per_rank[0], held[0], per_rank
     if layout.pipeline_order in CLOSED:
         if layout.stages_per_rank > 1 and m < layout.pp:
-            # too few to interleave: one goes through all stages, and each other is a stage behind it
+            # too few micro-batches to interleave: one passes all stages, each other follows a stage behind
             apart = per_rank[here] / layout.stages_per_rank + 2 * max(wait)
             return sum(per_rank) + 2 * sum(wait) + (m - 1) * apart, held[here], per_rank
         fill = (sum(per_rank) - per_rank[here]) / layout.stages_per_rank + 2 * sum(wait)
-        # a rank hands on and takes in a tensor and a gradient per micro-batch and stage
+        # per micro-batch and stage a rank sends and receives an activation and a gradient
         steady = m * (per_rank[here] + 2 * max(wait) * layout.stages_per_rank)
         return steady + fill, held[here], per_rank
     spans = simulate(

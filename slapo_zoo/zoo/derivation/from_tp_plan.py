@@ -34,7 +34,7 @@ from slapo_zoo.zoo.table import Table, base_prefix
 
 QUERY, KEYS = ("q_proj",), ("k_proj", "v_proj")
 LEAVE_ALONE = ("replicate", "embedding_rowwise")
-# Each rank computes all of it from weights of which it holds a part; the parts are gathered, so equal.
+# The weight is sharded, the output gathered: all ranks use the same output, so its gradient is complete.
 gathered: Rule = (
     Shard("weight", 0),
     Shard("bias", 0),

@@ -112,7 +112,7 @@ class Watch(TorchFunctionMode):
             target = kwargs.get("target", args[1] if len(args) > 1 else None)
             if isinstance(target, Tensor) and not target.is_floating_point():
                 self.seen.targets.append(int((target != -100).sum()))
-        if name != "__get__":  # its shape, dtype or device
+        if name != "__get__":  # reads of shape, dtype or device are no use
             for value in tree_leaves((args, kwargs)):
                 if isinstance(value, nn.Parameter) and id(value) in self.names:
                     self._use(self.names[id(value)])

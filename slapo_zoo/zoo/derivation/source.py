@@ -16,7 +16,7 @@ def to_source(table: Table, per_rank: Mapping[str, str]) -> str:
     """Return the Python source of schedules/<family>.py for a table of sharding rules.
 
     Args:
-        table: a table whose numbers are `Dim`s, which carry names.
+        table: a table in which numbers of the config are `Dim`s (names).
         per_rank: pattern --> shape of its weight on a rank, written as a comment.
     """
     name, used = table.model_type, set[str]()

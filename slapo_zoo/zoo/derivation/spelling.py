@@ -10,7 +10,7 @@ from slapo_zoo.parallel.digests import digest_of_tensor
 from slapo_zoo.weights.keys import NUMBER, WHOLE, KeyMap, Pieces
 
 INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a name that is a number
-LAYER = re.compile(r"\.\d+\.")  # a rename with one holds for this layer only
+LAYER = re.compile(r"\.\d+\.")  # a rename with a layer number holds for that layer only
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _whole_keys(key: str, name: str) -> tuple[str, str]:
     ('^llm.layers.{}.wq.weight', '^layers.{}.q_proj.weight')
     """
     if INDEX.findall(key) != INDEX.findall(name):
-        return f".{key}", f".{name}"  # which explains nothing
+        return f".{key}", f".{name}"  # a rename that explains no key
     old, new = (WHOLE + INDEX.sub(NUMBER, text) for text in (key, name))
     return old, new
 
@@ -132,7 +132,7 @@ def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     while all(same < len(o) and same < len(words) and o[same] == words[same] for o in others):
         same += 1
     start = max(same - 1, 0)
-    if words[start].isdigit():  # that of a layer
+    if words[start].isdigit():  # the number of a layer
         start = same
     ends = [".".join(o[start:]) for o in others]
     ends = [re.sub(r"\b0\b", NUMBER, end, count=1) if numbered else end for end in ends]

@@ -27,7 +27,7 @@ from slapo_zoo.zoo.rules import (
 )  # fmt: skip
 from slapo_zoo.zoo.table import Table, base_prefix
 
-LEAST_SHARE = 1e-3  # of all parameters; a smaller module is not worth a collective
+LEAST_SHARE = 1e-3  # share of all parameters; a smaller module is not worth a collective
 # beside linears, modules whose output can be divided by channels
 CONVOLUTIONS = (nn.Conv2d, nn.Conv1d)
 
@@ -64,7 +64,7 @@ class Modules:
         self.model, self.seen = model, seen
         self.total = sum(p.numel() for p in model.parameters()) or 1
         self.embedding = None
-        with suppress(NotImplementedError):  # of a model without text
+        with suppress(NotImplementedError):  # a model without text has none
             self.embedding = model.get_input_embeddings()
         self.foreign = {star(name) for name in seen.foreign}
         self.patterns: dict[str, list[nn.Module]] = {}
@@ -163,8 +163,8 @@ def derive_table(
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
-    """Yield the patterns of children of blocks that hold matrices; under sequence parallelism these
-    get all tokens. `stacks` are the patterns of the blocks, e.g. "model.layers.*".
+    """Yield the patterns of those children of blocks that hold matrices; they get all tokens under sequence parallelism.
+    `stacks` are the patterns of the blocks, e.g. "model.layers.*".
     """
     found = {}
     for path, module in model.named_modules():
