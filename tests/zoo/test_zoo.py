@@ -29,12 +29,14 @@ from slapo_zoo import AutoScheduledModel, SlapoError
 from slapo_zoo.zoo.table import families
 
 WHOLE_ROWS = ("gpt2",)  # their main heads run on every layout, always
-# Their rows are mostly those of another family: of their heads the main one runs always, all of them in the slow grid.
+# Their rows are mostly those of another family, which runs on 2x2x1: of their heads the main one runs always, on two
+# ranks (tests/golden/plans holds their plans on tp=2 pp=2); all of them in the slow grid.
 FOLLOWERS = (
     "mt5", "umt5", "mbart", "m2m_100", "camembert", "xlm-roberta", "roberta", "electra", "distilbert", "esm", "deberta-v2",
     "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "gptj", "bloom", "falcon", "whisper",
 )  # fmt: skip
-IN_STAGES = ("2x2x1", "2x2x1-sp")  # on one of them the main head of each family
+IN_STAGES = ("2x2x1", "2x2x1-sp")  # on one of them the main head of each family that is no follower
+TWO_RANKS = ("1x2x1", "2x1x1-sp")  # on one of them, which the follower supports, its main head
 TURNS = (
     "1x2x1",
     "2x1x1-sp",
@@ -52,7 +54,8 @@ def always(family, index, number):
     if index == 0 and family in WHOLE_ROWS:
         return tuple(LAYOUTS)
     if family in FOLLOWERS:
-        return () if index else ((in_stages, TURNS[turn % len(TURNS)])[turn % 3 == 0],)
+        case, order = HEADS[family][0], TWO_RANKS[:: 1 if turn % 2 else -1]
+        return () if index else [one for one in order if not refusal(case, LAYOUTS[one])][:1]
     if index == 0:
         return (in_stages, one)[: 1 + turn % 2]
     return (one,) if number in KINDS else ()
