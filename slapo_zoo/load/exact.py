@@ -48,7 +48,7 @@ def exact_model(options: LoaderOptions, load: Callable[[LoaderOptions], Any]) ->
         load: loads the model of one rank of the virtual mesh; called in the thread of each.
     """
     if options.cp > 1:
-        problem = f"it and cp={options.cp} together are not built yet"
+        problem = f"not supported together with cp={options.cp}"
         raise MeshError(WHERE, "exact", problem, "leave exact= out, or use cp=1")
     real = make_mesh(**{name: getattr(options, name) for name in Mesh().sizes})
     virtual = virtual_mesh(real, options.exact)

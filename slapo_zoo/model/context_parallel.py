@@ -39,7 +39,7 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
         if not any(kind == each for each in runs):
             what, problem = (
                 f"{name}={value!r:.60}",
-                f"it and cp={mesh.cp} together are not built yet",
+                f"not supported together with cp={mesh.cp}",
             )
             raise MeshError(where, what, problem, f"{hint}, or cp=1")
     return options.but(kernels="reference")

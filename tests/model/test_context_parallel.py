@@ -170,13 +170,13 @@ def test_rows_whose_length_does_not_divide_are_padded_inside(cls, mask, cp):
 
 
 REFUSED_AT_LOAD = [
-    ("GPT2LMHeadModel", {"checkpoint_policy": "save_matmuls"}, "checkpoint_policy='save_matmuls' | it and cp=2 together are not built yet"),
-    ("GPT2LMHeadModel", {"activation_memory": "1GB"}, "activation_memory='1GB' | it and cp=2"),
-    ("GPT2LMHeadModel", {"target": "deepspeed", "target_options": {"config": {}}}, "target='deepspeed' | it and cp=2"),
+    ("GPT2LMHeadModel", {"checkpoint_policy": "save_matmuls"}, "checkpoint_policy='save_matmuls' | not supported together with cp=2"),
+    ("GPT2LMHeadModel", {"activation_memory": "1GB"}, "activation_memory='1GB' | not supported together with cp=2"),
+    ("GPT2LMHeadModel", {"target": "deepspeed", "target_options": {"config": {}}}, "target='deepspeed' | not supported together with cp=2"),
     ("GPT2LMHeadModel", {"attention": "flash"}, "use sdpa or eager"),
-    ("GPT2LMHeadModel", {"kernels": ["t5_attention"]}, "kernels=['t5_attention'] | it and cp=2"),
+    ("GPT2LMHeadModel", {"kernels": ["t5_attention"]}, "kernels=['t5_attention'] | not supported together with cp=2"),
     ("GPT2LMHeadModel", {"schedule": lambda sch: None}, "schedule=<function"),
-    ("GPT2LMHeadModel", {"exact": True}, "exact | it and cp=2 together are not built yet"),
+    ("GPT2LMHeadModel", {"exact": True}, "exact | not supported together with cp=2"),
     ("GPT2ForSequenceClassification", {}, "the loss of GPT2ForSequenceClassification is no mean over tokens"),
     ("ViTForImageClassification", {}, "the loss of ViTForImageClassification is no mean over tokens"),
     ("EsmForMaskedLM", {}, "pass token_dropout=False"),
@@ -266,10 +266,10 @@ def _compiled(model):
 
 
 USES = {
-    "embeddings": (_step(lambda batch: {"input_ids": None, "inputs_embeds": torch.zeros(4, 12, 30)}), "inputs_embeds | it is not known how to cut it over cp"),
-    "engine": (lambda model: init_target_engine(model, "torch"), "init_target_engine | torch | it and cp=2"),
+    "embeddings": (_step(lambda batch: {"input_ids": None, "inputs_embeds": torch.zeros(4, 12, 30)}), "inputs_embeds | no rule says how to shard this entry over cp"),
+    "engine": (lambda model: init_target_engine(model, "torch"), "init_target_engine | torch | not supported together with cp=2"),
     "compiled": (_compiled, "torch.compile | cp > 1 | compiled code would not gather the keys"),
-    "loss_function": (_own_loss_function, "model.loss_function | it would be given labels that are shifted and cut already"),
+    "loss_function": (_own_loss_function, "model.loss_function | a loss function of your own would get labels that are already shifted and sharded over cp"),
     "replaced": (_replaced_core, "h.1.attn.core_attn | it was replaced"),
     "other attention": (_other_attention, "core_attn | it was replaced, or set to another attention"),
 }  # fmt: skip

@@ -74,15 +74,15 @@ def _problem(
         within = [other for other in found if _is_within(name, other)]
         held = found[within[0]] if within else None
         is_row = held is None or is_divided(held)
-        return "" if is_row else f"its part of a rank is called {within[0]} now"
+        return "" if is_row else f"the parameter is called {within[0]} now"
     held = module._parameters.get(leaf)
     if held is None:
         made = [n for n in (f"{leaf}_orig", "parametrizations") if hasattr(module, n)]
-        return f"its part of a rank was replaced by {made[0]}" if made else ""
+        return f"the parameter was replaced by {made[0]}" if made else ""
     kept_elsewhere = is_divided(held) or held.is_meta or not held.numel()  # in an engine
     if kept_elsewhere or tuple(held.shape) == wanted:
         return ""
-    return f"found a parameter {list(held.shape)}, expected this rank's part {list(wanted)}"
+    return f"found a parameter {list(held.shape)}, expected this rank's shard {list(wanted)}"
 
 
 def _is_within(name: str, other: str) -> bool:

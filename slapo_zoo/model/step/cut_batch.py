@@ -41,7 +41,7 @@ def cut_batch(
     """
     require_core_attention(model)
     if vars(model).get("_loss_function") is not None:
-        problem = "it would be given labels that are shifted and cut already"
+        problem = "a loss function of your own would get labels that are already shifted and sharded over cp"
         raise SlapoError(WHERE, "model.loss_function", problem, "leave the model's own, or load with cp=1")  # fmt: skip
     batch = {**tensors, **{n: x for n, x in whole.items() if isinstance(x, Tensor) and x.ndim}}
     others = {name: x for name, x in whole.items() if name not in batch}
@@ -72,7 +72,7 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
     unknown += sorted(name for name, x in others.items() if name not in OPTIONS and x is not None)
     unknown += [] if "input_ids" in batch else ["a batch without input_ids"]
     if unknown:
-        problem = f"it is not known how to cut it over cp, expected entries among {', '.join(sorted(TOKENS))}"
+        problem = f"no rule says how to shard this entry over cp; expected entries among {', '.join(sorted(TOKENS))}"
         raise SlapoError(WHERE, unknown[0], problem, "leave it out, or load with cp=1")
     ndim = {name: x.ndim for name, x in batch.items()}
     wrong = [n for n, d in ndim.items() if d != 2 and not (n == MASK and d == 4)]

@@ -59,7 +59,7 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
         **kwargs: options of the engine.
     """
     if hasattr(sch, "mesh") and sch.mesh.cp > 1:
-        problem = f"it and cp={sch.mesh.cp} together are not built yet"
+        problem = f"not supported together with cp={sch.mesh.cp}"
         hint = "leave the engine out: dp_shard= and precision= compose with cp; or load with cp=1"
         raise MeshError("init_target_engine", target or "torch", problem, hint)
     return get_dialect_cls("runtime_engine", target or "torch")(sch, **kwargs)
