@@ -53,7 +53,9 @@ _SEEDS = _SeedsOfGraphs()
 class RandomStream(StreamPosition):
     """Source of the model's random numbers at its current step and rows: dropout masks, or seeds to hash them from."""
 
-    def keep_mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int] = ()) -> Tensor:
+    def keep_mask(
+        self, x: Tensor, p: float, site: Where, heads: Sequence[int] = (), first: int = 0
+    ) -> Tensor:
         """Return a dropout mask for x, 0 or 1/(1-p), in the shape and dtype of x.
 
         Args:
@@ -61,21 +63,26 @@ class RandomStream(StreamPosition):
             p: probability that an element becomes 0.
             site: path of the module that drops; the masks of different paths are independent.
             heads: global indices of the heads on axis 1; each head has a seed of its own.
+            first: number of elements of each row, or of each head of a row, that are not in x, which has those
+                that follow; for rows whose tokens are sharded.
         """
         if not self.draws_in_blocks(x.device):
-            keep = hashed_cells(x, p, self.seeds(x, site, heads))
+            seeds = self.seeds(x, site, heads)
+            keep = hashed_cells(x, p, later(seeds, first) if first else seeds)
             return keep.div_(1.0 - p) if p < 1.0 else keep
         real = self.real_tokens if self.has_rows else None
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows, real
-            return drawn_mask(*at, *in_graph(site), list(heads), x.shape, p, x.dtype)
+            return drawn_mask(*at, *in_graph(site), list(heads), first, x.shape, p, x.dtype)
         if real is not None:
             whole = x.new_empty(()).expand(*real.shape, *x.shape[2:])
             return self._mask(whole, p, site, heads)[real][None]
-        return self._mask(x, p, site, heads)
+        return self._mask(x, p, site, heads, first)
 
-    def _mask(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
-        keep = drawn_cells(x, p, self.cells(x.shape[0], site, heads))
+    def _mask(
+        self, x: Tensor, p: float, site: Where, heads: Sequence[int], first: int = 0
+    ) -> Tensor:
+        keep = drawn_cells(x, p, self.cells(x.shape[0], site, heads), first)
         return keep.div_(1.0 - p) if p < 1.0 else keep
 
     @staticmethod
@@ -200,30 +207,32 @@ class RandomStream(StreamPosition):
     def keep_queries(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the dropout mask (0 or 1/(1-p)) of attention weights x [B, H, s, T].
 
-        Under context parallelism the s queries are only this rank's part of each row. `heads` are
-        the global indices of the H heads, `site` is the path of the attention.
+        Under context parallelism the s queries, or the H heads, are only this rank's part. `heads` are
+        the global indices of all heads, `site` is the path of the attention.
         """
-        if self.cut is None:
-            return self.keep_mask(x, p, site, heads)
-        whole = x.new_empty(()).expand(*x.shape[:2], self.cut.n * x.shape[2], x.shape[3])
-        return self.cut.part(self.keep_mask(whole, p, site, heads), 2)
+        if self.cut is None or self.cut.by_heads:
+            return self.keep_mask(x, p, site, self.cut.heads(heads) if self.cut else heads)
+        return self.keep_mask(x, p, site, heads, first=self.cut.r * x.shape[2] * x.shape[3])
 
     def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the seeds from which operators hash the dropout mask of attention weights x [B, H, s, T].
 
-        Under context parallelism the s queries are only this rank's part of each row. `heads` are
-        the global indices of the H heads, `site` is the path of the attention.
+        Under context parallelism the s queries, or the H heads, are only this rank's part. `heads` are
+        the global indices of all heads, `site` is the path of the attention.
         """
-        found = self.seeds(x, site, heads)
-        return found if self.cut is None else later(found, self.cut.r * x.shape[2] * x.shape[3])
+        if self.cut is None or self.cut.by_heads:
+            return self.seeds(x, site, self.cut.heads(heads) if self.cut else heads)
+        return later(self.seeds(x, site, heads), self.cut.r * x.shape[2] * x.shape[3])
 
     def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
         """Return the dropout mask (0 or 1/(1-p)) of an x that holds the r-th of n equal slices of the tokens.
 
         x is [rows, tokens / n, ...], or [rows * tokens / n, width]; `site` is the path of the
-        module that drops. The mask of all tokens is drawn, then sliced.
+        module that drops.
         """
-        if x.ndim > 2:
+        if x.ndim > 2 and self.real_tokens is None:
+            return self.keep_mask(x, p, site, first=r * (x.numel() // max(x.shape[0], 1)))
+        if x.ndim > 2:  # of rows without padding, the mask of all tokens is drawn
             whole = x.new_empty(()).expand(x.shape[0], n * x.shape[1], *x.shape[2:])
             return self.keep_mask(whole, p, site).narrow(1, r * x.shape[1], x.shape[1])
         tokens = x.shape[0] // max(self.position()[2], 1)
@@ -279,21 +288,23 @@ def _whole(key: Tensor | None, site: str) -> int:
 @torch.library.custom_op(f"{NAMESPACE}::drawn_mask", mutates_args=(), tags=UNSAFE)
 def drawn_mask(
     at: Tensor, seed: int, rows: bool, real: Tensor | None, key: Tensor | None, site: str,
-    heads: Sequence[int], shape: Sequence[int], p: float, dtype: torch.dtype,
+    heads: Sequence[int], first: int, shape: Sequence[int], p: float, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Return the dropout mask (0 or 1/(1-p)) of a tensor of `shape` on a CPU; a custom op.
 
     `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis
     0 is the batch, False if all micro-batches draw alike; `real` [B, S] marks tokens that are no
     padding, or is None; `key` and `site` are the path of the module, as `in_graph` returns it;
-    `heads` are the global indices of the heads on axis 1, or empty.
+    `heads` are the global indices of the heads on axis 1, or empty; `first` elements of each row or
+    head are skipped.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
-    return _stream(at, seed, rows, real).keep_mask(whole, p, _whole(key, site), list(heads)).clone()
+    stream = _stream(at, seed, rows, real)
+    return stream.keep_mask(whole, p, _whole(key, site), list(heads), first).clone()
 
 
 @drawn_mask.register_fake
-def _(at, seed, rows, real, key, site, heads, shape, p, dtype):
+def _(at, seed, rows, real, key, site, heads, first, shape, p, dtype):
     return torch.empty(shape, dtype=dtype)
 
 

@@ -225,10 +225,8 @@ class _Masks(RandomStream):
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
         """Return an uninitialised dropout mask of the shape of x, one of n slices of the tokens; `p`, `r` are unused."""
-        if self.in_bytes:
+        if self.in_bytes or x.ndim > 2:
             return self.keep_mask(x, p, site)
-        if x.ndim > 2:
-            return x.new_empty(x.shape[0], n * x.shape[1], *x.shape[2:])[:, : x.shape[1]]
         return x.new_empty(n * x.shape[0], x.shape[1])[: x.shape[0]].clone()
 
 
