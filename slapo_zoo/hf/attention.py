@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +10,12 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention_backends import BACKENDS, find_backend, implementation
-from slapo_zoo.hf.cut_attention import of_all_tokens, over_all_tokens, with_all_positions
+from slapo_zoo.hf.cut_attention import (
+    attend,
+    over_all_tokens,
+    with_all_positions,
+    with_mask_again,
+)
 from slapo_zoo.hf.padding import mask_without_wait, packing_without_wait
 from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.rng.random_stream import RandomStream, dropout
@@ -122,19 +128,29 @@ class CoreAttention(nn.Module):
         """
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None
+        run = partial(self._over_keys, attention, dropout, scaling)
         if self.stream.cut is not None:
-            k, v, mask, kwargs = of_all_tokens(self.stream.cut, attention, q, k, v, mask, kwargs)
-        bias, cap = kwargs.get("position_bias"), kwargs.get("softcap")
+            return attend(self.stream.cut, attention, q, k, v, mask, kwargs, run)
+        return run(q, k, v, mask, kwargs)
+
+    def _over_keys(
+        self, attention: nn.Module, dropout: float, scaling: float | None,
+        q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any],
+    ) -> tuple[Tensor, Any]:  # fmt: skip
+        """Return what `forward` returns, for keys and values of all tokens; `options` are its `kwargs`."""
+        bias, cap = options.get("position_bias"), options.get("softcap")
         dropout = dropout if self.training else 0.0
         if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)
             run = self.backend.run
-            return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **kwargs)
+            if self.stream.cut is not None and self.name == "sdpa":
+                run = with_mask_again(run)
+            return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **options)
         if not self.backend.drops:
             problem = f"this backend draws other dropout masks on every rank: dropout={dropout}"
             hint = "set the config's attention dropout to 0, or use sdpa or eager"
             raise SlapoError(str(self.site), f"attention={self.name!r}", problem, hint)
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
-        causal = kwargs.get("is_causal")
+        causal = options.get("is_causal")
         causal = getattr(attention, "is_causal", True) if causal is None else causal
         return self._dropped(q, k, v, mask, bias, dropout, scaling, causal, cap), None
 
@@ -203,7 +219,7 @@ class CoreAttention(nn.Module):
         causal = mask is None and causal
         explicit = bias is not None or cap is not None or (drawn and p >= 1.0)
         explicit = explicit or q.shape[-1] != v.shape[-1]
-        explicit = explicit or self.stream.cut is not None  # masks of all queries, then this rank's
+        explicit = explicit or self.stream.cut is not None  # masks of this rank's queries or heads
         if by_seeds and device and not explicit and device.serves(q, mask, T, drawn):
             seeds = self.stream.seeds(q, self.site, self.heads)
             return device.attention(q, k, v, mask, causal, scaling, seeds, p, T if drawn else 0)

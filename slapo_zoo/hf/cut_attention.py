@@ -1,13 +1,13 @@
 """Attention over all tokens of a row when each cp rank holds a part of them (context parallelism).
 
-Queries stay with their rank; keys and values of one layer are all-gathered, so that any mask, bias and dropout
-is exact. Masks are made where they are used, from padding and positions of the whole row: these are gathered,
+How a rank sees the keys of the others is a way with a name; each has a file. Any mask, bias and dropout is exact.
+Masks are made where they are used, from padding and positions of the whole row: these are gathered,
 never a mask [S, T]. B batch size, s tokens of this rank, S = n * s tokens of a row, T keys.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -15,65 +15,62 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf import cut_gather, cut_ulysses
 from slapo_zoo.hf.attention_backends import implementation
+from slapo_zoo.hf.made_again import made_again
 from slapo_zoo.hf.padding import SKIPS
 from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 
+WAYS = {"gather": cut_gather.attend, "ulysses": cut_ulysses.attend}
 
-def of_all_tokens(
-    cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any]
-) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:  # fmt: skip
-    """All-gather keys and values over cp; return (keys, values, mask, options) with which this rank's queries
-    attend to all tokens.
+
+def attend(cut: TokenCut, *given: Any) -> tuple[Tensor, Any]:
+    """Compute attention of this cp rank's tokens to all tokens; return (output [B, s, H, d], None or weights).
 
     Args:
-        cut: number of ranks (cp) that shard the tokens of each row, and this rank's index.
-        attention: the attention module of `transformers`.
-        q: queries [B, H, s, d] of this rank's tokens.
-        k: keys [B, K, t, d] of this rank's tokens.
-        v: values [B, K, t, d].
-        mask: broadcasts to [B, 1, s, n * t], n is cp; or None.
-        options: further arguments of the attention function.
+        cut: number of ranks (cp) that shard the tokens of each row, this rank's index, and the way of attention.
+        given: the attention module of `transformers`; queries [B, H, s, d], keys and values [B, K, t, d] of this
+            rank's tokens; mask or None; options of the attention function; function (q, k, v, mask, options) -->
+            (output, weights) that computes attention.
     """
     if torch.compiler.is_compiling():
         problem = "compiled code would not gather the keys of the other ranks"
         raise SlapoError(
             "torch.compile", "cp > 1", problem, "leave the blocks uncompiled, or use cp=1"
         )
-    own, causal = k.shape[2], options.get("is_causal")
-    causal = getattr(attention, "is_causal", True) if causal is None else causal
-    k, v = cut.whole(k, 2), cut.whole(v, 2)
-    if mask is None and causal:
-        mask = _causal(cut, q, k)
-    if mask is not None and mask.shape[-1] != k.shape[2]:
-        problem = f"its mask is for {mask.shape[-1]} keys, found {k.shape[2]} on cp={cut.n} ranks"
-        raise SlapoError(type(attention).__name__, "cp > 1", problem, "use cp=1 for this model")
-    bias = _bias_of_all(attention, options.get("position_bias"), own, k.shape[2])
-    return k, v, mask, {**options, "is_causal": False, "position_bias": bias}
+    mask, total = given[4], cut.n * given[2].shape[2]
+    if mask is not None and mask.shape[-1] != total:
+        problem = f"its mask is for {mask.shape[-1]} keys, found {total} on cp={cut.n} ranks"
+        raise SlapoError(type(given[0]).__name__, "cp > 1", problem, "use cp=1 for this model")
+    return WAYS[cut.way](cut, *given)
 
 
-def _causal(cut: TokenCut, q: Tensor, k: Tensor) -> Tensor:
-    """Return the causal mask [s, T] of this cp rank's queries and all keys; `cut` says which rank."""
-    rows = torch.arange(q.shape[2], device=q.device) + cut.r * q.shape[2]
-    return rows[:, None] >= torch.arange(k.shape[2], device=q.device)
+def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap transformers' sdpa attention: of a bool mask, no additive one is saved for the backward in each layer."""
+
+    def masked(
+        attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
+    ) -> Any:
+        if mask is None or mask.dtype != torch.bool or options.get("position_bias") is not None:
+            return run(attention, q, k, v, mask, **options)
+        for axis in range(mask.ndim - 2):
+            mask = mask.narrow(axis, 0, 1) if mask.stride(axis) == 0 else mask
+        make = partial(_additive, mask, q.dtype)
+        with made_again([(added := make(), make)]):
+            return run(attention, q, k, v, added, **options)
+
+    return masked
 
 
-def _bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return the position bias `bias`, which must be None or for all `total` keys; SlapoError otherwise.
-
-    For the zeros of a T5 layer without a bias, which are for the `own` keys of this rank, None is returned.
-    """
-    if bias is None or bias.shape[-1] == total:
-        return bias
-    if bias.shape[-1] == own and not attention.has_relative_attention_bias:
-        return None
-    problem = f"its position bias is for {bias.shape[-1]} keys, expected {total}"
-    raise SlapoError(type(attention).__name__, "cp > 1", problem, "use cp=1 for this model")
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask as torch's sdpa adds it to scores: 0 where it is True, else minus infinity."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function of `transformers` for cp > 1: make the part of the full mask for the
-    tokens (queries) of this rank. s, t: queries, keys of a rank; n: cp; r: this rank; S = n * s.
+    tokens (queries) of this rank, or for heads that see all tokens the full mask, or none where the original needs
+    none. s, t: queries, keys of a rank; n: cp; r: this rank; S = n * s.
 
     rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  queries r * s to (r + 1) * s of
               make(q_length=S, kv_length=n * t, attention_mask=[B, n * t])
@@ -84,8 +81,13 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
         if (cut := cut_now()) is None:
             return make(*args, **kwargs)
         padding, rows = kwargs.get("attention_mask"), kwargs["q_length"]
-        kwargs |= {"kv_length": cut.n * kwargs["kv_length"], **dict.fromkeys(SKIPS, False)}
-        kwargs["q_offset"] = kwargs.get("q_offset", 0) + cut.r * rows
+        kwargs["kv_length"] *= cut.n
+        if cut.by_heads:
+            kwargs["q_length"] = cut.n * rows
+        else:
+            kwargs["q_offset"] = kwargs.get("q_offset", 0) + cut.r * rows
+        if padding is not None or not cut.by_heads:
+            kwargs |= dict.fromkeys(SKIPS, False)
         if padding is not None:
             kwargs["attention_mask"] = cut.whole_of_numbers(padding, 1)
         return make(*args, **kwargs)
@@ -109,8 +111,9 @@ def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[
 
 
 def bias_by_place(attention: Any, stream: Any) -> None:
-    """Let an attention of T5 compute its relative bias [1, H, s, S] for the s of S tokens that this
-    cp rank holds. `stream`, the model's random stream, follows the running step and knows which.
+    """Let an attention of T5 compute its relative bias [1, H, s, S] for the s of S tokens that this cp rank holds, or
+    that of all tokens for attention by heads. `stream`, the model's random stream, follows the running step and
+    knows which.
     """
     own = attention.forward
 
@@ -121,7 +124,8 @@ def bias_by_place(attention: Any, stream: Any) -> None:
     ) -> Any:  # fmt: skip
         cut, count = stream.cut, hidden_states.shape[1]
         if cut is not None and position_bias is None and attention.has_relative_attention_bias:
-            places = count, cut.n * count, hidden_states.device, cut.r * count
+            total, at = cut.n * count, hidden_states.device
+            places = (total, total, at) if cut.by_heads else (count, total, at, cut.r * count)
             position_bias = attention.compute_bias(*places)
         return own(hidden_states, mask, key_value_states, position_bias, **options)
 
@@ -151,7 +155,8 @@ def scores_by_place(attention: Any, stream: Any) -> None:
     model's random stream, follows the running step and knows how its tokens are sharded.
 
     Its method `_attn` gets the keys and values [B, H, S, d] of all tokens. In its buffer with the causal mask
-    of P positions, [1, 1, P, P], this rank's queries find their own rows.
+    of P positions, [1, 1, P, P], this rank's queries find their own rows. Attention by heads gets some heads of all
+    tokens.
     """
     own = attention._attn
 
@@ -159,6 +164,9 @@ def scores_by_place(attention: Any, stream: Any) -> None:
     def scored(query: Tensor, key: Tensor, value: Tensor, *mask: Any, **more: Any) -> Any:
         if (cut := stream.cut) is None:
             return own(query, key, value, *mask, **more)
+        if cut.by_heads:
+            scores, weights = own(*map(cut.exchanged, (query, key, value)), *mask, **more)
+            return cut.exchanged(scores.transpose(1, 2)).transpose(1, 2), weights
         key, value = cut.whole(key, 2), cut.whole(value, 2)
         with _rows_of(attention, cut, query.shape[2], key.shape[2]):
             return own(query, key, value, *mask, **more)

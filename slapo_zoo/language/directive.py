@@ -18,6 +18,7 @@ from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.parallel.placement import Placement
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.token_cut import WAYS
 
 
 @dataclass
@@ -71,6 +72,7 @@ class State:
     keeps: list[Pack] = field(default_factory=list)  # pack functions of the running contexts
     plan: RankPlan | None = None  # set by the zoo's loader: see `plan_of`
     positions: str = ""  # with cp > 1: value in `Table.cut_tokens`
+    cp_attention: str = WAYS[0]  # with cp > 1: how attention sees all tokens
     # called in a forward; returns a function that makes the contexts of its recomputation
     recomputing: Callable[[], Callable[[], AbstractContextManager]] = lambda: nullcontext
 

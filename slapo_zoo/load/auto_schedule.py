@@ -44,13 +44,13 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
         ArchitectureError: no table is right; the module that prevents it is named.
     """
     sizes = (mesh.tp, mesh.pp, min(mesh.dp, 2))
-    cut = min(mesh.size("cp"), 2)
-    file = cache_file(config, cls, (*sizes, cut), options)
+    cut, way = min(mesh.size("cp"), 2), options.cp_attention
+    file = cache_file(config, cls, (*sizes, cut, way), options)
     if file not in PROVEN:
         knobs = {knob: getattr(options, knob) for knob in KNOBS}
         request = {
             "config": _plain(config), "cls": cls.__name__,
-            "sizes": sizes, "knobs": knobs | ({"cp": cut} if cut > 1 else {}),
+            "sizes": sizes, "knobs": knobs | ({"cp": cut, "cp_attention": way} if cut > 1 else {}),
         }  # fmt: skip
         found = _document(request, file, mesh)
         if "error_of" not in found:
@@ -72,13 +72,14 @@ def zoo_table_for_cp(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -
     Raises:
         ArchitectureError: a module, which is named, mixes tokens in a way that does not allow to shard them.
     """
-    table, tp = find_table(config), min(mesh.tp, 2)
+    table, tp, way = find_table(config), min(mesh.tp, 2), options.cp_attention
     if cls.__name__ in table.cut_tokens:
         return table
     require_token_labels(cls)
-    file = cache_file(config, cls, ("cut", tp), options)
+    file = cache_file(config, cls, ("cut", tp, way), options)
     if file not in PROVEN:
-        found = _document({"config": _plain(config), "cls": cls.__name__, "cut": tp}, file, mesh)
+        request = {"config": _plain(config), "cls": cls.__name__, "cut": tp, "way": way}
+        found = _document(request, file, mesh)
         if "error_of" in found:
             raise SlapoError(*found["error_of"])
         PROVEN[file] = with_positions(table, cls, found["positions"])

@@ -1,6 +1,6 @@
 """Context parallelism: each of the n ranks of cp holds one contiguous part of the tokens of every row."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -8,8 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from slapo_zoo.parallel.collectives import all_gather, gather_along
+from slapo_zoo.parallel.collectives import all_gather, all_to_all, gather_along
 from slapo_zoo.parallel.mesh import Mesh
+
+WAYS = (
+    "gather",
+    "ulysses",
+)  # of attention: keys of all tokens on each rank; some heads of all tokens
 
 
 @dataclass(frozen=True)
@@ -20,16 +25,31 @@ class TokenCut:
         n: number of ranks of cp.
         r: this rank's coordinate on cp.
         group: process group of these ranks.
+        way: how attention sees all tokens: a name of WAYS.
     """
 
     n: int
     r: int
     group: Any
+    way: str = WAYS[0]
 
     @classmethod
-    def of(cls, mesh: Mesh) -> "TokenCut | None":
-        """Return how a mesh shards the tokens of each row over its cp ranks; None when cp is 1."""
-        return cls(*mesh.place("cp"), mesh.group("cp")) if mesh.size("cp") > 1 else None
+    def of(cls, mesh: Mesh, way: str = WAYS[0]) -> "TokenCut | None":
+        """Return how a mesh shards the tokens of each row over its cp ranks; None when cp is 1. `way` is that of
+        attention, a name of WAYS.
+        """
+        return cls(*mesh.place("cp"), mesh.group("cp"), way) if mesh.size("cp") > 1 else None
+
+    @property
+    def by_heads(self) -> bool:
+        """Return whether attention computes some heads of all tokens on each rank, not all heads of some tokens."""
+        return self.way == "ulysses"
+
+    def heads(self, heads: Sequence[int]) -> Sequence[int]:
+        """Return those of some heads, given by their global indices, that attention computes on this rank."""
+        size = len(heads) // self.n if self.by_heads else len(heads)
+        first = self.r * size if self.by_heads else 0
+        return heads[first : first + size]
 
     def part(self, x: Tensor, axis: int) -> Tensor:
         """Return this rank's tokens of an x [.., n * s, ..] that holds all tokens along `axis`."""
@@ -39,6 +59,12 @@ class TokenCut:
     def whole(self, x: Tensor, axis: int) -> Tensor:
         """All-gather x [.., s, ..] along `axis` to all n * s tokens; the backward reduce-scatters the gradient."""
         return all_gather(x, axis, self.group)
+
+    def exchanged(self, x: Tensor) -> Tensor:
+        """Return x [B, n * h, s, d], sharded over its axis 2, as [B, h, n * s, d], sharded over axis 1: an all-to-all,
+        as is its backward.
+        """
+        return all_to_all(x, 1, 2, self.group)
 
     def whole_of_numbers(self, x: Tensor, axis: int) -> Tensor:
         """All-gather x [.., s, ..], such as a mask or position ids, along `axis` to all n * s tokens; no gradient."""

@@ -60,14 +60,14 @@ class Pipeline:
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
         """Return {stage of this rank: its plan} for the batch's shapes; new ones need a dry run."""
-        divided, is_cut = self.schedule.state.forward.tokens_divided, cut_now() is not None
+        divided, cut = self.schedule.state.forward.tokens_divided, cut_now()
         shapes = sorted((k, _signature(v)) for k, v in batch.items())
-        key = divided, is_cut, self._dtype(), *shapes
+        key = divided, cut is None, self._dtype(), *shapes
         if self.depends_on_data or key not in self._plans:
             with torch.inference_mode(False):  # training reuses plans of an evaluation
                 mode, fake = self.prepare()
                 fake.state.forward = ForwardContext(divided)
-                cut = TokenCut.of(fake.mesh) if is_cut else None
+                cut = cut and TokenCut.of(fake.mesh, cut.way)
                 with cutting(fake.state.random, cut):
                     calls, used_data = dry_run(fake.model, self.units, mode, batch)
             self.depends_on_data = self.depends_on_data or used_data

@@ -4,7 +4,7 @@ A request to verify, one to derive a table, and one to probe whether tokens can 
 {"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
  "layers": false, "folder": null, "knobs": {}}
 {"config": {...}, "cls": "BloomForCausalLM", "sizes": [2, 1, 1], "knobs": {}}
-{"config": {...}, "cls": "BloomForCausalLM", "cut": 1}
+{"config": {...}, "cls": "BloomForCausalLM", "cut": 1, "way": "gather"}
 """
 
 import json
@@ -32,7 +32,8 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
     """Return, as JSON data, the outcome of verifying a schedule; of deriving a table of sharding rules
-    if the request has "sizes"; or of finding how cp shards tokens if it has "cut" (the tp size).
+    if the request has "sizes"; or of finding how cp shards tokens if it has "cut" (the tp size) and "way" (of
+    attention).
 
     Other keys: "config" (a dict), "cls" (name of the class), "mesh" (tp, pp, dp); optional are "program" (text of a
     schedule.json), "knobs" and "folder" (of `core.verify`), "quick" and "layers" (small model, a few layers at a time).
@@ -45,7 +46,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     config = transformers.AutoConfig.for_model(**request["config"])
     if "cut" in request:
         cls = hf.resolve_class(config, request["cls"])
-        table = cut_table(config, cls, table_for(config.model_type), request["cut"])
+        table = cut_table(config, cls, table_for(config.model_type), request["cut"], request["way"])
         return {"positions": table.cut_tokens[cls.__name__]}
     if "sizes" in request:
         cls = hf.resolve_class(config, request["cls"])

@@ -16,6 +16,7 @@ from slapo_zoo.hf import models as hf
 from slapo_zoo.language.primitives import Shard
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import select_paths
+from slapo_zoo.parallel.token_cut import WAYS
 from slapo_zoo.verify.case import Case, Trial
 from slapo_zoo.verify.cut_classes import nearer, require_token_labels, with_positions
 from slapo_zoo.verify.judge import judge
@@ -100,7 +101,7 @@ class Search:
 
     def __init__(self, config: Any, case: Case, sizes: tuple[int, int, int], knobs: Any):
         self.config, self.case, self.sizes, self.knobs = config, case, sizes, dict(knobs)
-        self.is_cut = self.knobs.pop("cp", 1) > 1
+        self.is_cut, self.way = self.knobs.pop("cp", 1) > 1, self.knobs.pop("cp_attention", WAYS[0])
         self.left_whole: dict[str, str] = {}
         self.begin, self.undivided = time.perf_counter(), False
         self.proven: set[str] | None = None
@@ -223,7 +224,7 @@ class Search:
         table = replace(make(self.config, model), undivided=self.undivided)
         if self.is_cut:
             own = replace(make(self.case.config, self.small), undivided=self.undivided)
-            positions = find_positions(self.case, own, self.sizes[0])
+            positions = find_positions(self.case, own, self.sizes[0], self.way)
             table = with_positions(table, self.case.cls, positions)
         frozen = freeze(table, model)
         share = divided_share(frozen, model)

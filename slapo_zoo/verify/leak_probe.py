@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from slapo_zoo.hf.cut_attention import counts_by_place
 from slapo_zoo.hf.models import accepts
 from slapo_zoo.model.step.cut_batch import POSITIONS, cut_batch
+from slapo_zoo.model.step.of_all_tokens import cut_of
 from slapo_zoo.model.step.own_loss import whole_output
 from slapo_zoo.model.step.runtime import takes_cache
 from slapo_zoo.parallel.losses.heads import head_of
-from slapo_zoo.parallel.token_cut import TokenCut, cutting
+from slapo_zoo.parallel.token_cut import WAYS, cutting
 from slapo_zoo.verify.case import Case, Trial
 from slapo_zoo.verify.compare import Comparison, largest_of
 from slapo_zoo.verify.cut_classes import NEAR, nearer, refusal, require_token_labels, with_positions
@@ -67,7 +68,7 @@ class Rows:
     trained: dict[str, dict[str, Tensor]]
 
 
-def cut_table(config: Any, cls: Any, table: Table, tp: int = 1) -> Table:
+def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[0]) -> Table:
     """Return a family's table that says how cp shards the tokens of `cls`, proven on a tiny model.
 
     Args:
@@ -75,6 +76,7 @@ def cut_table(config: Any, cls: Any, table: Table, tp: int = 1) -> Table:
         cls: class of the model.
         table: sharding rules, for any config of the family.
         tp: tp size of the mesh on which the tiny model is tried; its cp size is 2.
+        way: how attention sees all tokens, a value of `cp_attention=`.
 
     Raises:
         ArchitectureError: with sharded tokens the tiny model computes something else, or plain
@@ -83,7 +85,7 @@ def cut_table(config: Any, cls: Any, table: Table, tp: int = 1) -> Table:
     require_token_labels(cls)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-leaks-") as scratch:
         case = near_case(config, cls, Path(scratch), tp)
-        found = find_positions(case, table, tp)
+        found = find_positions(case, table, tp, way)
     return with_positions(table, cls, found)
 
 
@@ -100,9 +102,9 @@ def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
             raise refusal(f"plain transformers does not train it made tiny: {said}") from error
 
 
-def find_positions(case: Case, table: Table, tp: int = 1) -> str:
+def find_positions(case: Case, table: Table, tp: int = 1, way: str = WAYS[0]) -> str:
     """Return the value of `Table.cut_tokens` with which the tiny model, its tokens sharded over cp,
-    computes the same as the plain model.
+    computes the same as the plain model. `way` is how attention sees all tokens, a value of `cp_attention=`.
 
     Raises:
         ArchitectureError: no value does; the error tells why the one that passed most checks failed.
@@ -111,7 +113,9 @@ def find_positions(case: Case, table: Table, tp: int = 1) -> str:
     plain, problems = _plain(case, rows), []
     for positions in _candidates(case):
         table = with_positions(table, case.cls, positions)
-        depth, problem = _problem(Trial(case, (tp, 1, 1), table, CUT), rows, plain)
+        depth, problem = _problem(
+            Trial(case, (tp, 1, 1), table, {**CUT, "cp_attention": way}), rows, plain
+        )
         if not problem:
             return positions
         problems.append((depth, problem))
@@ -226,7 +230,7 @@ def _cut(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
     """
     model = load(trial, trial.case.changes(), trial.case.dtype)
     silence(model)
-    cut: Any = TokenCut.of(model.mesh)
+    cut: Any = cut_of(model)
     uncached = {"use_cache": False} if takes_cache(model._slapo) else {}
     tensors, _ = cut_batch(model, cut, rows.perturbed, {})
     with cutting(model._slapo.schedule.state.random, cut):

@@ -14,6 +14,7 @@ import torch
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention_backends import BACKENDS
 from slapo_zoo.parallel.paths import nearest
+from slapo_zoo.parallel.token_cut import WAYS
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,7 @@ class BuildOptions:
     seed: int | None = _knob(None, "of dropout masks and of new weights", "an integer, or None", _optional(_integer))
     dp_shard: int = _knob(1, "dp ranks that divide parameters, gradients and optimizer states", COUNT, _count)
     zero_stage: int = _knob(3, "1: gradients are summed over dp once a step, 2: once a micro-batch, 3: and a block is whole only while it runs", "1, 2 or 3", lambda value: value in (1, 2, 3))
+    cp_attention: str = _knob(WAYS[0], "how attention sees the tokens of all cp ranks", f"one of {', '.join(WAYS)}", lambda value: value in WAYS)
     precision: str | None = _knob(None, "fp32 masters and 16-bit compute, or one dtype", "fp32, bf16, bf16-pure, fp16, or None", _optional(_name))
     # fmt: on
 

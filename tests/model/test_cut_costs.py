@@ -1,4 +1,4 @@
-"""Costs of context parallelism: bytes that a rank gathers and scatters for each layer."""
+"""Costs of context parallelism: bytes that a rank sends for each layer, and its peak memory in a step."""
 
 import pytest
 import torch
@@ -6,44 +6,105 @@ import transformers
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.parallel import collectives
+from slapo_zoo.parallel.live_bytes import LiveBytes
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, TOKENS, ROWS = 4, 8, 2, 8, 512, 2
-KINDS = {"all_gather", "reduce_scatter"}
+WIDTH = HEADS * HEAD_SIZE
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+KINDS = {"all_gather", "reduce_scatter", "all_to_all"}
+USUAL = {
+    "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": 64,
+    "max_position_embeddings": TOKENS, **ENDS,
+}  # fmt: skip
+# class --> tokens of a row, config; GPT-2, BERT and T5 with their dropout
+MODELS = {
+    "LlamaForCausalLM": (TOKENS, {**USUAL, "intermediate_size": 224, "num_key_value_heads": KV_HEADS}),
+    "GPT2LMHeadModel": (128, {"n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS, "n_positions": 128,
+                              "vocab_size": 64, "loss_type": "ForCausalLMLoss", **ENDS}),
+    "BertForMaskedLM": (128, {**USUAL, "intermediate_size": 256}),
+    "T5ForConditionalGeneration": (128, {
+        "d_model": WIDTH, "num_heads": HEADS, "d_kv": HEAD_SIZE, "num_layers": LAYERS // 2, "d_ff": 256,
+        "vocab_size": 64, "decoder_start_token_id": 0}),
+}  # fmt: skip
 
 
-def llama():
-    sizes = {
-        "hidden_size": HEADS * HEAD_SIZE,
-        "intermediate_size": 224,
-        "num_hidden_layers": LAYERS,
+def model_of(cls, cp, **options):
+    config = getattr(transformers, cls).config_class(**MODELS[cls][1])
+    options = {"dp": 1, "seed": 0, "kernels": "reference", **options}
+    return AutoScheduledModel.from_config(config, auto_class=cls, cp=cp, **options).train()
+
+
+def batch_of(cls, padded):
+    tokens = MODELS[cls][0]
+    ids = torch.arange(tokens).remainder(60).add(3).expand(ROWS, -1).contiguous()
+    mask = {
+        "attention_mask": (torch.arange(tokens) < torch.tensor([[tokens], [tokens - 9]])).long()
     }
-    heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "vocab_size": 64}
-    return transformers.LlamaConfig(**sizes, **heads, max_position_embeddings=TOKENS)
+    return {"input_ids": ids, "labels": ids, **(mask if padded else {})}
 
 
-def measured(cp):
-    """Bytes of the tensors that this rank gathered or scattered over cp in a step, by kind."""
-    model = AutoScheduledModel.from_config(
-        llama(), auto_class="LlamaForCausalLM", cp=cp, dp=1, seed=0, kernels="reference"
-    ).train()
-    ids = torch.arange(TOKENS).remainder(64).expand(ROWS, -1).contiguous()
-    batch, group, sent = {"input_ids": ids, "labels": ids}, model.mesh.group("cp"), []
+def sent(cp, way):
+    """Bytes of the tensors that this rank gathered, scattered or exchanged over cp in a step, by kind."""
+    model, found = model_of("LlamaForCausalLM", cp, cp_attention=way), dict.fromkeys(KINDS, 0)
+    group = model.mesh.group("cp")
 
     def note(kind, whole, over):
         if over is group and kind in KINDS and whole.is_floating_point():
-            sent.append((kind, whole.nbytes))
+            found[kind] += whole.nbytes
 
     collectives.OBSERVERS.append(note)
     try:
-        model.train_step(batch)
+        model.train_step(batch_of("LlamaForCausalLM", padded=False))
     finally:
         collectives.OBSERVERS.remove(note)
-    return {kind: sum(n for k, n in sent if k == kind) for kind in sorted(KINDS)}
+    return found
 
 
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_bytes_are_those_of_keys_and_values(cp):
-    """Keys and values of each layer: gathered in the forward, their gradients reduced and scattered in the backward."""
-    expected = LAYERS * 2 * ROWS * KV_HEADS * TOKENS * HEAD_SIZE * 4  # fp32
-    for found in emulate(measured, cp, mesh=(1, 1, cp)):
-        assert found == pytest.approx(dict.fromkeys(sorted(KINDS), expected), rel=0.02)
+def test_gathered_bytes_are_those_of_keys_and_values(cp):
+    """Keys and values of a layer are gathered in the forward and once more in the backward, for which a rank saves
+    its own alone; their gradients are reduced and scattered."""
+    layer = 2 * ROWS * KV_HEADS * TOKENS * HEAD_SIZE * 4  # fp32
+    expected = {"all_gather": 2 * LAYERS * layer, "reduce_scatter": LAYERS * layer, "all_to_all": 0}
+    for found in emulate(sent, cp, "gather", mesh=(1, 1, cp)):
+        assert found == pytest.approx(
+            expected, rel=0.02, abs=64
+        )  # counts of targets are gathered too
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_exchanged_bytes_are_those_of_queries_keys_values_and_outputs(cp):
+    """By heads: each is exchanged in the forward, and its gradient in the backward; KV heads are at least cp."""
+    heads = 2 * HEADS + 2 * max(KV_HEADS, cp)
+    layer = heads * ROWS * TOKENS // cp * HEAD_SIZE * 4
+    expected = {"all_gather": 0, "reduce_scatter": 0, "all_to_all": 2 * LAYERS * layer}
+    for found in emulate(sent, cp, "ulysses", mesh=(1, 1, cp)):
+        assert found == pytest.approx(
+            expected, rel=0.02, abs=64
+        )  # counts of targets are gathered too
+
+
+def peak(cls, padded, cp, **options):
+    """Bytes that live at most in a step, of all tensors that the step makes: activations, gradients, temporary ones."""
+    model = model_of(cls, cp, **options)
+    with LiveBytes() as live:
+        model.train_step(batch_of(cls, padded))
+    return live.peak
+
+
+QUICK = ("LlamaForCausalLM", True, "gather")
+
+
+@pytest.mark.parametrize(
+    ("cls", "padded", "way"),
+    [
+        pytest.param(*cell, marks=() if cell == QUICK else pytest.mark.slow)
+        for cls in MODELS for padded in (False, True) for cell in ((cls, padded, "gather"), (cls, padded, "ulysses"))
+    ],
+)  # fmt: skip
+def test_peak_of_a_step_shrinks_with_cp(cls, padded, way):
+    """At most 1.1 / cp of one rank's peak."""
+    one = peak(cls, padded, 1)
+    for cp in (2, 4):
+        for found in emulate(peak, cls, padded, cp, cp_attention=way, mesh=(1, 1, cp)):
+            assert found <= 1.1 * one / cp

@@ -61,9 +61,9 @@ FAMILIES = {
 }
 
 
-def case_of(cls, dropout=0.1):
+def case_of(cls, dropout=0.1, **changes):
     labels, _, config = FAMILIES[cls]
-    return Case(cls, (labels,), tuple(config.items()), dropout=dropout)
+    return Case(cls, (labels,), tuple((config | changes).items()), dropout=dropout)
 
 
 def rows_of(case, mask, step=0):

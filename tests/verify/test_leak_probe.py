@@ -14,10 +14,10 @@ from slapo_zoo.zoo.table import families, table_for
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96}
 
 
-def probed(name):
+def probed(name, **how):
     """The table that the probe makes for a class of a family of the zoo, with its default config."""
     cls = getattr(transformers, name)
-    return cut_table(cls.config_class(), cls, table_for(cls.config_class.model_type))
+    return cut_table(cls.config_class(), cls, table_for(cls.config_class.model_type), **how)
 
 
 def derived(name):
@@ -37,6 +37,18 @@ def test_probed_class_of_the_zoo_counts_positions_of_real_tokens():
 )  # fmt: skip
 def test_classes_with_other_positions_are_cut_too(name, positions):
     assert probed(name).cut_tokens[name] == positions
+
+
+@pytest.mark.parametrize(
+    ("name", "positions"),
+    [
+        ("DistilBertForMaskedLM", "counted"),
+        pytest.param("GPTNeoXForCausalLM", "counted", marks=pytest.mark.slow),
+        pytest.param("MBartForConditionalGeneration", "placed", marks=pytest.mark.slow),
+    ],
+)
+def test_probe_finds_positions_of_models_whose_attention_is_sharded_by_heads(name, positions):
+    assert probed(name, way="ulysses").cut_tokens[name] == positions
 
 
 def test_what_mixes_tokens_is_refused_with_its_module():

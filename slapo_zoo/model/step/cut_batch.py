@@ -60,7 +60,8 @@ def cut_batch(
         _require_decoder(model, cut.n)
     for name, x in _padded(model, batch, cut.n, packed).items():
         axis = 2 if x.ndim == 4 else 1
-        found[name] = cut.part(x, axis).expand(rows, *x.shape[1:axis], -1, *x.shape[axis + 1 :])
+        part = x if x.ndim == 4 and cut.by_heads else cut.part(x, axis)
+        found[name] = part.expand(rows, *x.shape[1:axis], -1, *x.shape[axis + 1 :])
     return found, others
 
 

@@ -31,7 +31,12 @@ def cut_of_call(model: Any) -> TokenCut | None:
     Tokens are sharded if a backward will follow; in evaluation and in a pipeline every rank computes all tokens.
     """
     follows = model.training and torch.is_grad_enabled() and model._slapo.pipeline is None
-    return TokenCut.of(model.mesh) if follows else None
+    return cut_of(model) if follows else None
+
+
+def cut_of(model: Any) -> TokenCut | None:
+    """Return how the steps of a model cut the tokens of each row over cp; None when cp is 1."""
+    return TokenCut.of(model.mesh, model._slapo.schedule.state.cp_attention)
 
 
 def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:

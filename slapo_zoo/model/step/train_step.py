@@ -19,7 +19,13 @@ from slapo_zoo.model.gradients.input_gradients import InputGradients
 from slapo_zoo.model.gradients.parameter_hooks import on_parts, run_later
 from slapo_zoo.model.step import own_loss, step_checks
 from slapo_zoo.model.step.input_errors import explained
-from slapo_zoo.model.step.of_all_tokens import cut_step, means_of_all, of_all_tokens, tokens_of
+from slapo_zoo.model.step.of_all_tokens import (
+    cut_of,
+    cut_step,
+    means_of_all,
+    of_all_tokens,
+    tokens_of,
+)
 from slapo_zoo.model.step.outputs import refuse_outputs, set_return_dict
 from slapo_zoo.model.step.runtime import (
     Runtime,
@@ -129,7 +135,7 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
     """
     step = split(model, options, *check(model, batch, options))
     parameters, stream = list(step.parameters.values()), step.runtime.schedule.state.random
-    cut = cutting(stream, TokenCut.of(model.mesh))
+    cut = cutting(stream, cut_of(model))
     with step.runtime.data_parallel.new_gradients(parameters), step.beside.averaged(), cut:
         loss = run(step)
         reduce(step)
@@ -179,7 +185,7 @@ def split(
     """
     runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.size("loss")
     state, reducer = runtime.schedule.state, runtime.calls.reducer
-    given, cut = tensors, TokenCut.of(mesh)
+    given, cut = tensors, cut_of(model)
     if cut is not None:
         tensors, whole = cut_step(model, cut, tensors, whole, options.loss_fn is not None)
     parameters = _trained(model, count, next(iter(tensors.values())).device)

@@ -1,0 +1,41 @@
+"""Attention over cp by heads (DeepSpeed Ulysses, arXiv:2309.14509): each cp rank computes some heads of all tokens.
+
+rewrite:  attention(q, k, v)  -->  tokens(attention(heads(q), heads(k), heads(v)))
+          heads   [B, H, s, d] --> [B, H / n, n * s, d], an all-to-all over the n ranks of cp
+          tokens  [B, n * s, H / n, d] --> [B, s, H, d], its inverse
+"""
+
+from collections.abc import Callable
+from math import lcm
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo_zoo.errors import SlapoError
+from slapo_zoo.hf.cut_gather import bias_of_all, grouped, repeated
+from slapo_zoo.parallel.token_cut import TokenCut
+
+
+def attend(
+    cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    options: dict[str, Any], run: Callable[..., Any],
+) -> Any:  # fmt: skip
+    """Return what `run(q, k, v, mask, options)` returns for all heads and this rank's tokens.
+
+    It runs on the tokens of all cp ranks and H / n of this rank's H heads. K KV heads that n does not divide are
+    repeated as often as needed. The arguments are those of `cut_attention.attend`; mask: broadcasts to
+    [B, 1 or H, n * s, n * t].
+    """
+    own, tokens = k.shape[2], cut.n * q.shape[2]
+    if mask is not None and mask.shape[-2] not in (1, tokens):
+        problem = f"its mask is for {mask.shape[-2]} queries, found {tokens} on cp={cut.n} ranks"
+        raise SlapoError(type(attention).__name__, "cp > 1", problem, 'use cp_attention="gather"')
+    if mask is not None and mask.shape[1] > 1:
+        mask = cut.part(mask, 1)
+    bias = bias_of_all(attention, options.get("position_bias"), own, cut.n * own)
+    bias = cut.part(bias, 1) if bias is not None and bias.shape[1] > 1 else bias
+    times = lcm(k.shape[1], cut.n) // k.shape[1]
+    q, k, v = (cut.exchanged(x) for x in (q, repeated(k, times), repeated(v, times)))
+    with grouped(attention, times):
+        out, weights = run(q, k, v, mask, {**options, "position_bias": bias})
+    return cut.exchanged(out), weights
