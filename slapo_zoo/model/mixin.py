@@ -112,6 +112,7 @@ class Scheduled(Structure, Generates, Recomputes):
         targets: Sequence[float | Tensor] | None = None,
         loss_fn: Callable[[Any, dict[str, Any]], Tensor] | None = None,
         scaler: Any = None,
+        batch_is_sharded: bool = False,
     ) -> Any:
         """Run forward and backward over the micro-batches; gradients are added to `.grad`.
 
@@ -131,6 +132,8 @@ class Scheduled(Structure, Generates, Recomputes):
                 step is the mean over micro-batches and dp ranks. With `targets=[n]` it returns a
                 sum instead, and the loss of the step is the sum of all over the sum of n.
             scaler: a `slapo_zoo.GradScaler`: gradients are those of the scaled loss.
+            batch_is_sharded: each cp rank passes its own tokens [rows, tokens / cp] of each entry, in the order
+                of the ranks and not shifted; they are all-gathered, and the step is that of the whole batch.
 
         Returns:
             the mean loss over the batch of all dp ranks, a scalar on every rank. With
@@ -145,7 +148,9 @@ class Scheduled(Structure, Generates, Recomputes):
         own_call = self.schedule.state.within(ForwardContext(is_call=True))
         note_step()
         with rank_guard("train_step"), own_call, self._slapo.precision.step(model):
-            options = StepOptions(micro_batches, return_logits, targets, loss_fn, scaler)
+            options = StepOptions(
+                micro_batches, return_logits, targets, loss_fn, scaler, batch_is_sharded
+            )
             return train_step(model, batch, options)
 
     def memory(

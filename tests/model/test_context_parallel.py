@@ -287,3 +287,41 @@ def test_train_command_refuses_cp():
     """Its own option for it is not built; the error names the call in Python."""
     with pytest.raises(SlapoError, match=r"load\.cp: slapo-zoo train does not cut tokens yet"):
         check_load({"cp": 2}, transformers.GPT2Config())
+
+
+def of_sharded(case, change=None, **layout):
+    """Loss and gradients of a step whose batch has this cp rank's tokens alone; or the error, for a changed batch."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+    n, r = model.mesh.place("cp")
+    batch = {name: x.chunk(n, 1)[r].contiguous() for name, x in rows_of(case, "padded").items()}
+    step = model.train().train_step
+    if change:
+        return said(step, change(batch, r), batch_is_sharded=True)
+    return float(step(batch, batch_is_sharded=True)), model.consolidated_state_dict(grads=True)
+
+
+@pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "RobertaForMaskedLM", "T5ForConditionalGeneration", "OPTForCausalLM"])  # fmt: skip
+def test_batch_with_a_ranks_tokens_alone_trains_as_the_whole_batch(cls):
+    """Positions that count real tokens, labels of the next rank's token, a decoder with fewer tokens; dropout."""
+    case = case_of(cls)
+    loss, grads = of_sharded(case)
+    ranks = emulate(of_sharded, case, mesh=(1, 1, 2), cp=2)
+    for found, _ in ranks:
+        assert found == pytest.approx(loss, rel=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(ranks[0][1][name], grad, **CLOSE, msg=lambda m, n=name: f"{n}: {m}")  # fmt: skip
+
+
+SHARDED = {
+    "cannot be told": (lambda batch, _: {**batch, "attention_mask": torch.ones(4, 1, 6, 12)}, "batch_is_sharded=True | attention_mask | found [4, 1, 6, 12], expected [rows, tokens]"),
+    "unknown": (lambda batch, _: {**batch, "weights": torch.ones(4, 6)}, "batch_is_sharded=True | weights | found [4, 6]"),
+    "uneven": (lambda batch, r: {name: x[:, : 6 - r] for name, x in batch.items()}, "cp ranks have other entries or shapes than this one"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_sharded_batch_that_cannot_be_gathered_is_refused_on_every_rank(name):
+    change, text = SHARDED[name]
+    for found in emulate(of_sharded, case_of("GPT2LMHeadModel"), change, mesh=(1, 1, 2), cp=2):
+        assert text in found

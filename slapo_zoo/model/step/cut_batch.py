@@ -3,6 +3,7 @@
 Positions and shifted labels, which depend on all tokens of a row, are computed before.
 """
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ TOKENS = {
 OPTIONS = {"use_cache", "return_dict", "num_items_in_batch", "output_attentions", "output_hidden_states"}  # fmt: skip
 MASK = "attention_mask"
 WHERE = "a batch with cp > 1"
+SHARDED = "batch_is_sharded=True"
 
 
 def cut_batch(
@@ -63,6 +65,33 @@ def cut_batch(
         part = x if x.ndim == 4 and cut.by_heads else cut.part(x, axis)
         found[name] = part.expand(rows, *x.shape[1:axis], -1, *x.shape[axis + 1 :])
     return found, others
+
+
+def whole_batch(cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch with the tokens of all cp ranks, from one with this rank's tokens alone; a collective call.
+
+    What depends on the whole row (positions, the next token's labels, padding) is then found as for any batch.
+
+    Args:
+        cut: how the tokens are cut over cp.
+        batch: entries [B, s] with one number per token, the same names and shapes on all ranks; rank r has tokens
+            r * s to (r + 1) * s of each row, not shifted.
+
+    Raises:
+        SlapoError: an entry that cannot be gathered, ranks with other shapes.
+    """
+    tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.ndim}
+    for name, x in tensors.items():
+        if name not in TOKENS or x.ndim != 2:
+            problem = f"found {list(x.shape)}, expected [rows, tokens] of an entry among {', '.join(sorted(TOKENS))}"
+            raise SlapoError(SHARDED, name, problem, "leave batch_is_sharded out and pass the whole batch")  # fmt: skip
+    shapes = [(name, tuple(x.shape), str(x.dtype)) for name, x in sorted(tensors.items())]
+    device = next((x.device for x in tensors.values()), None)
+    mine = torch.tensor([zlib.crc32(repr(shapes).encode())], device=device)
+    if len(cut.whole_of_numbers(mine, 0).unique()) > 1:
+        problem = f"cp ranks have other entries or shapes than this one: {shapes}"
+        raise SlapoError(SHARDED, "batch", problem, "give every cp rank the same entries and as many tokens")  # fmt: skip
+    return {**batch, **{name: cut.whole_of_numbers(tensors[name], 1) for name, *_ in shapes}}
 
 
 def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> None:

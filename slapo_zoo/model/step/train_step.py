@@ -18,6 +18,7 @@ from slapo_zoo.model.gradients.batch_check import check_batch
 from slapo_zoo.model.gradients.input_gradients import InputGradients
 from slapo_zoo.model.gradients.parameter_hooks import on_parts, run_later
 from slapo_zoo.model.step import own_loss, step_checks
+from slapo_zoo.model.step.cut_batch import whole_batch
 from slapo_zoo.model.step.input_errors import explained
 from slapo_zoo.model.step.of_all_tokens import (
     cut_of,
@@ -52,6 +53,7 @@ class StepOptions:
         targets: number of targets of each loss term, given by the caller.
         loss_fn: the user's own loss: (output, batch) --> scalar.
         scaler: a GradScaler, or None.
+        batch_is_sharded: whether the batch has this cp rank's tokens alone.
     """
 
     micro_batches: int | None = None
@@ -59,6 +61,7 @@ class StepOptions:
     targets: Sequence[float | Tensor] | None = None
     loss_fn: Callable[[Any, dict[str, Any]], Tensor] | None = None
     scaler: Any = None
+    batch_is_sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,10 +136,16 @@ def train_step(model: Any, batch: Mapping[str, Any], options: StepOptions) -> An
 
     `options` are the step's other arguments, such as the number of micro-batches.
     """
+    cut = cut_of(model)
+    if options.batch_is_sharded and cut is not None:
+        batch = whole_batch(cut, batch)
     step = split(model, options, *check(model, batch, options))
     parameters, stream = list(step.parameters.values()), step.runtime.schedule.state.random
-    cut = cutting(stream, cut_of(model))
-    with step.runtime.data_parallel.new_gradients(parameters), step.beside.averaged(), cut:
+    with (
+        step.runtime.data_parallel.new_gradients(parameters),
+        step.beside.averaged(),
+        cutting(stream, cut),
+    ):
         loss = run(step)
         reduce(step)
     return share(step, loss)
