@@ -167,7 +167,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which tensors of the shape before ZeRO's sharding, without data, replace the parameters in modules."""
+    """Context in which modules show each parameter in its shape before ZeRO sharded it, as a tensor without data."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))

@@ -148,8 +148,8 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows` is [ranks][probes][4], results of `_factors` by rank; the last two of the four numbers are compared
-        here: sums of projections and of norms of gradients. `loosely` is the relative difference that is allowed.
+        `rows` is [ranks][probes][4]: for each rank its result of `_factors`. Compared are the last two of the four
+        numbers, sums of projections and of norms of gradients. `loosely` is the relative difference that is allowed.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
