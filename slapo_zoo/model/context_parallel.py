@@ -69,12 +69,12 @@ def require_cp_support(table: Table, cls: Any, config: Any) -> None:
 
 
 def require_heads(modules: Mapping[str, Any], n: int, way: str) -> None:
-    """Raise MeshError if attention by heads cannot give the n ranks of cp equally many heads of each attention.
+    """Raise MeshError if `way` is "ulysses" and n does not divide the number of heads of some attention on this rank.
 
     Args:
         modules: path --> module of a model.
         n: number of cp ranks.
-        way: how attention sees all tokens, a name of `token_cut.WAYS`.
+        way: how attention sees the tokens of all cp ranks: "gather" or "ulysses" (`token_cut.WAYS`).
     """
     counts = {path: len(m.heads) for path, m in modules.items() if isinstance(m, CoreAttention)}
     counts |= {

@@ -119,26 +119,24 @@ class Scheduled(Structure, Generates, Recomputes):
         Losses and gradients equal those of one process on the whole batch, for every mesh.
 
         Args:
-            batch: keyword arguments of the forward with labels: this dp rank's rows; ranks that
-                differ only in tp, pp or cp pass the same rows.
-            micro_batches: number of equal parts of the rows. BatchNorm takes its
-                statistics over each part (of all dp ranks), as in plain gradient accumulation.
+            batch: keyword arguments of the forward with labels: this dp rank's rows; ranks that differ only in tp, pp
+                or cp pass the same rows.
+            micro_batches: number of equal parts of the rows. BatchNorm takes its statistics over each part (of all dp
+                ranks), as in plain gradient accumulation.
             return_logits: return the logits too; they are sent from the last stage to every rank.
-            targets: for gradients accumulated over several batches: number of targets of each loss term
-                in all of them on this dp rank (`losses.count_targets`). The loss is then this batch's
-                share of the mean, and the shares add up as in one large batch.
-            loss_fn: a loss of your own: (output, batch) --> the mean over the rows that it is given,
-                a scalar. It is called per micro-batch, with all entries of the batch; the loss of the
-                step is the mean over micro-batches and dp ranks. With `targets=[n]` it returns a
-                sum instead, and the loss of the step is the sum of all over the sum of n.
+            targets: for gradients accumulated over several batches: number of targets of each loss term in all of them
+                on this dp rank (`losses.count_targets`). The loss is then this batch's share of the mean, and the
+                shares add up as in one large batch.
+            loss_fn: a loss of your own: (output, batch) --> the mean over the rows that it is given, a scalar. It is
+                called per micro-batch, with all entries of the batch; the loss of the step is the mean over
+                micro-batches and dp ranks. With `targets=[n]` it returns a sum, and the loss is all sums over all n.
             scaler: a `slapo_zoo.GradScaler`: gradients are those of the scaled loss.
             batch_is_sharded: each cp rank passes its own tokens [rows, tokens / cp] of each entry, in the order
                 of the ranks and not shifted; they are all-gathered, and the step is that of the whole batch.
 
         Returns:
-            the mean loss over the batch of all dp ranks, a scalar on every rank. With
-            `return_logits` the model's own output object: this loss, and the logits of this dp
-            rank's rows, unsharded on every tp and pp rank.
+            the mean loss over the batch of all dp ranks, a scalar on every rank. With `return_logits` the model's own
+            output object: this loss, and the logits of this dp rank's rows, unsharded on every tp and pp rank.
 
         Raises:
             StageError: code of the model failed in a stage; names stage, module and micro-batch.
@@ -191,9 +189,8 @@ class Scheduled(Structure, Generates, Recomputes):
     def stream_weights(
         self, dtype: Any = None, bucket: int | str = "512MB", ranks: Collection[int] = (0,)
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, unsharded tensor) as `save_pretrained` would write them, collecting some at a time.
-
-        A collective iteration: every rank runs it to its end; ranks outside `ranks` get no pairs.
+        """Yield (name, unsharded tensor) as `save_pretrained` would write them, collecting some at a time. A collective
+        iteration: every rank runs it to its end; ranks outside `ranks` get no pairs.
 
         Args:
             dtype: dtype of the yielded floating tensors; None keeps that of the model.

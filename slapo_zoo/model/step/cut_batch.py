@@ -68,12 +68,12 @@ def cut_batch(
 
 
 def whole_batch(cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch with the tokens of all cp ranks, from one with this rank's tokens alone; a collective call.
+    """All-gather over cp a batch that has this rank's tokens only; return the batch with all tokens; a collective call.
 
-    What depends on the whole row (positions, the next token's labels, padding) is then found as for any batch.
+    Positions, shifted labels and padding, which depend on whole rows, are computed from the result.
 
     Args:
-        cut: how the tokens are cut over cp.
+        cut: which tokens each cp rank has.
         batch: entries [B, s] with one number per token, the same names and shapes on all ranks; rank r has tokens
             r * s to (r + 1) * s of each row, not shifted.
 

@@ -35,7 +35,7 @@ def cut_of_call(model: Any) -> TokenCut | None:
 
 
 def cut_of(model: Any) -> TokenCut | None:
-    """Return how the steps of a model cut the tokens of each row over cp; None when cp is 1."""
+    """Return which tokens of each row every cp rank computes in the steps of a model; None when cp is 1."""
     return TokenCut.of(model.mesh, model._slapo.schedule.state.cp_attention)
 
 
