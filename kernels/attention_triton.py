@@ -244,8 +244,8 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, scale, causal, window):
-    """Return (kernel arguments after v: tensors and sizes; kernel name --> {constant: value}). The
-    arguments are those of `blocked_attention.attention`, but q and k are [B, S, H, D].
+    """Return (arguments of the kernels after v: tensors and sizes; {kernel name: {constant: value}}). The arguments are
+    those of `blocked_attention.attention`, but q and k are [B, S, H, D].
     """
     (_, S, H, D), T = q.shape, k.shape[1]
     mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"

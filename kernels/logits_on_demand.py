@@ -196,7 +196,7 @@ class LogitsOnDemand(torch.Tensor):
             if self.head.group is not None:
                 _require_all(dist.get_process_group_ranks(self.head.group))
             with self.head.reading():
-                return _whole(self.make(self.rows), self.head)
+                return _all_classes(self.make(self.rows), self.head)
 
     def _of_parent(self, parent: "LogitsOnDemand") -> Tensor:
         """Compute these logits from the parent's.
@@ -224,7 +224,7 @@ class LogitsOnDemand(torch.Tensor):
     def cross_entropy_over(self, items: float, target: Tensor, **options: Any) -> Tensor:
         """Return the summed cross-entropy of `target` [N] divided by `items`; `options` are those of F.cross_entropy."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.untouched() and _common(self, target, **options):
+            if self.untouched() and _is_supported(self, target, **options):
                 return _cross_entropy(self, target, items=items, **options)
         return functional.cross_entropy(self, target, **{**options, "reduction": "sum"}) / items
 
@@ -250,7 +250,7 @@ class LogitsOnDemand(torch.Tensor):
             if isinstance(x, LogitsOnDemand) and torch.is_grad_enabled() and x.untouched():
                 if (found := _on_rows(func, x, args[1:], kwargs)) is not None:
                     return found
-                if func is functional.cross_entropy and _common(x, *args[1:], **kwargs):
+                if func is functional.cross_entropy and _is_supported(x, *args[1:], **kwargs):
                     return _cross_entropy(x, *args[1:], **kwargs)
         args, kwargs = tree_map_only(LogitsOnDemand, LogitsOnDemand.tensor, (args, kwargs))
         return func(*args, **kwargs)
@@ -291,12 +291,12 @@ class _Deferred(torch.autograd.Function):
             shape = (*parent.rows.shape[:-1], head.vocab_size)
             source = rows.new_empty(shape, dtype=ctx.dtype).requires_grad_()
         with torch.enable_grad(), head.reading():
-            logits = _whole(make(source), head) if parent is None else make(source)
+            logits = _all_classes(make(source), head) if parent is None else make(source)
         torch.autograd.backward(logits, d_logits)  # the head's parameters get their share here
         return source.grad, *[None] * 6
 
 
-def _whole(logits: Any, head: Head) -> Tensor:
+def _all_classes(logits: Any, head: Head) -> Tensor:
     """Return the logits [..., V] of all classes as a plain tensor, gathered over the group of `head`."""
     if isinstance(logits, LogitsOnDemand):
         return logits.tensor()
@@ -362,7 +362,7 @@ def _cast_to(func: Any, x: Tensor, rest: tuple, kwargs: dict) -> torch.dtype | N
     )
 
 
-def _common(
+def _is_supported(
     x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> bool:  # fmt: skip

@@ -81,7 +81,7 @@ class VocabLogits(torch.Tensor):
                     return shape if axis is None else shape[axis]
                 if local := _on_local(func, x, args[1:], kwargs):
                     return VocabLogits.wrap(local[0], x.vocab_size, x.group)
-                if func is functional.cross_entropy and _parallel(x, *args[1:], **kwargs):
+                if func is functional.cross_entropy and _supported(x, *args[1:], **kwargs):
                     return _cross_entropy(x, *args[1:], **kwargs)
             args, kwargs = tree_map_only(VocabLogits, VocabLogits.gathered, (args, kwargs))
             return func(*args, **kwargs)
@@ -93,7 +93,7 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
     if func in _ELEMENTWISE:
         return (func(local, *rest, **kwargs),)
     if func in _WITH_ANOTHER and len(rest) == 1 and not kwargs:
-        other = _beside(x, rest[0])
+        other = _local_operand(x, rest[0])
         return None if other is None else (func(local, other),)
     if (sizes := sizes_before(x.vocab_size, func, rest, kwargs)) is not None:
         return (func(local, (*sizes, local.shape[-1])),)
@@ -102,7 +102,7 @@ def _on_local(func: Any, x: VocabLogits, rest: tuple, kwargs: dict) -> tuple[Ten
     return None
 
 
-def _beside(x: VocabLogits, other: Any) -> Any:
+def _local_operand(x: VocabLogits, other: Any) -> Any:
     """Return the other operand of an element-wise operation on logits [..., V], sliced to the local columns; None if
     the logits must be gathered.
 
@@ -145,7 +145,7 @@ def keeps_last_axis(index: Any, ndim: int) -> bool:
     return consumed < ndim
 
 
-def _parallel(x: VocabLogits, target: Tensor, weight: Any = None, *_: Any, **kwargs: Any) -> bool:
+def _supported(x: VocabLogits, target: Tensor, weight: Any = None, *_: Any, **kwargs: Any) -> bool:
     """Return whether the vocabulary-parallel loss can replace a call of cross_entropy: class indices, no class weights."""
     return x.dim() == 2 and target.dtype == torch.int64 and weight is None
 

@@ -108,7 +108,7 @@ def register_kernel(
     served = more.get("serves")
 
     def unfit(module: nn.Module) -> str:
-        return (served and _unlike(module, name, served, passes)) or refuses(module)
+        return (served and _unfit(module, name, served, passes)) or refuses(module)
 
     def register(install: Callable[..., Any]) -> Callable[..., Any]:
         if name in KERNELS:
@@ -203,7 +203,7 @@ def served_class(module: nn.Module, serves: Collection[str]) -> Any:
     return next((cls for cls in type(module).__mro__ if cls.__name__ in serves), None)
 
 
-def _unlike(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
+def _unfit(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
     """Return why kernel `name`, with the forwards `serves` (class name --> forward), does not fit a
     module (another class; it or a child in `passes` was patched), or "".
     """

@@ -88,7 +88,7 @@ def forget() -> None:
 def table_of(device: str) -> Table:
     """Return a device's cached table of measured kernels: its own, one of the same compute capability, or an empty one."""
     if device not in _kept:
-        _kept[device] = own_table(device) or _relative(device) or Table()
+        _kept[device] = own_table(device) or _table_of_same_capability(device) or Table()
     return _kept[device]
 
 
@@ -110,7 +110,7 @@ def _read(file: Path) -> Table | None:
     return Table(**{f.name: found[f.name] for f in fields(Table) if f.name in found})
 
 
-def _relative(device: str) -> Table | None:
+def _table_of_same_capability(device: str) -> Table | None:
     """Return the table of another device with the same compute capability, or None."""
     wanted = capability(device)
     if not wanted:

@@ -45,11 +45,11 @@ def _of_transformers(name: str) -> Callable[..., Any]:
 
 def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
     """Call `eager_attention_forward` of the file that defines the attention's class: it differs between families."""
-    family = sys.modules[type(attention).__mro__[_own(attention)].__module__]
+    family = sys.modules[type(attention).__mro__[_class_index(attention)].__module__]
     return family.eager_attention_forward(attention, *tensors, **kwargs)
 
 
-def _own(attention: nn.Module) -> int:
+def _class_index(attention: nn.Module) -> int:
     """Return the index in the attention's MRO of its class in `transformers`; schedules put derived classes before it."""
     classes = type(attention).__mro__
     has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)

@@ -92,7 +92,7 @@ class Blame:
         own = self.plain[event].grad if gradient else self.plain[event].value
         if want is None or own is None:
             return None
-        want, own = _plain(want), _plain(own)
+        want, own = _clamped(want), _clamped(own)
         for ranks, parts, rows in self._parts(event, gradient):
             place = _rows(want, self.rows, rows)
             if gradient and place is want and rows[1] not in (0, self.rows):
@@ -108,7 +108,7 @@ class Blame:
 
             partial = gradient and event.path in self.partial
             if None in parts or not form_of(parts, place, close, partial):  # pyright: ignore[reportArgumentType]
-                return ranks[_odd_one(parts, place)]
+                return ranks[_rank_to_blame(parts, place)]
         return None
 
     def _parts(
@@ -131,7 +131,7 @@ class Blame:
         for key, by_coord in places.items():
             seen = [by_coord.get(r) for r in range(size)]
             chosen = [None if s is None else (s.grad if gradient else s.value) for s in seen]
-            values = [None if v is None else _plain(v) for v in chosen]
+            values = [None if v is None else _clamped(v) for v in chosen]
             if all(v is None for v in values):
                 continue
             ranks = [i for i, r in enumerate(self.found) if r.coords[1:] == key[:2]]
@@ -167,10 +167,10 @@ class Blame:
             parent = parent_of(self.order[index].path)
             beside = [e.path for e in later if e.when == "in" and parent_of(e.path) == parent]
             took = [*beside[:1], parent]
-        return _nearest_first(list(dict.fromkeys(took)))
+        return _containers_last(list(dict.fromkeys(took)))
 
 
-def _nearest_first(paths: list[str]) -> list[str]:
+def _containers_last(paths: list[str]) -> list[str]:
     """Sort the paths of modules that took a tensor; outer containers (a stack that holds blocks) go last."""
 
     def within(path: str) -> list[str]:
@@ -180,7 +180,7 @@ def _nearest_first(paths: list[str]) -> list[str]:
     return [*(p for p in paths if p not in far), *far]
 
 
-def _plain(x: Tensor) -> Tensor:
+def _clamped(x: Tensor) -> Tensor:
     """Return a tensor in fp64, clamped to +-MOST: a mask holds another "minus infinity" in each dtype."""
     return x.double().clamp(-MOST, MOST)
 
@@ -197,7 +197,7 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
     return want[first * each : (first + count) * each]
 
 
-def _odd_one(parts: Sequence[Tensor | None], want: Tensor) -> int:
+def _rank_to_blame(parts: Sequence[Tensor | None], want: Tensor) -> int:
     """Return the coordinate of the tp rank to blame: the first whose tensor in `parts` is missing,
     else the first whose tensor is far from `want`, else 0.
     """

@@ -42,7 +42,7 @@ def require_correct(
     request = json.dumps(request_for(program, config, (mesh.tp, mesh.pp, mesh.dp), knobs))
 
     def first() -> dict[str, Any]:
-        return _once(request)
+        return _outcome_of(request)
 
     found = together(mesh, "verify", first if mesh.rank == 0 else dict)[0]
     if found["verdict"] == "unmeasured":
@@ -68,7 +68,7 @@ def request_for(
 
 
 @cache
-def _once(request: str) -> dict[str, Any]:
+def _outcome_of(request: str) -> dict[str, Any]:
     """Run the verification that a JSON request describes, in a process of its own; cache the outcome by request."""
     return verify_apart(json.loads(request))
 

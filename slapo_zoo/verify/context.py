@@ -172,8 +172,8 @@ def _compare_all(
     into: Comparison, near: Tolerance, check: str, found: Mapping[str, Tensor],
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
-    """Compare the tensors `found` on a rank with those of `want` by name; record the outcome in `into`. `check` is
-    "outputs" or "gradients", `near` the tolerance. Other names of outputs are recorded as wrong; other gradients are
+    """Compare tensors `found` on a rank with those of `want` by name; record the outcome in `into`. `check` is "outputs"
+    or "gradients", `near` the tolerance. A missing or additional output is recorded as wrong, such a gradient is
     skipped.
     """
     largest = largest_of(want)

@@ -144,12 +144,12 @@ class _Verification:
             alone = self.trial.on_one_rank()
             runs = [one_rank_run(recorded, alone, dtype, True) for dtype in DTYPES]
             divergence = self._blame(True, [run.events for run in runs], [])
-        return self._beyond_modules(divergence) or self._by_names()
+        return self._beyond_modules(divergence) or self._at_named_parameter()
 
     def _blame(self, dropout: bool, events: Sequence[Any], wrong: list[str]) -> Divergence | None:
         found = on_mesh(recorded, self.trial, DTYPES[1], dropout)
         truth, plain = events
-        partial, experts = self._landed("sync_op_or_fn"), self._landed("count")
+        partial, experts = self._paths_with("sync_op_or_fn"), self._paths_with("count")
         return Blame(found, truth, plain, partial, experts).first(wrong)
 
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
@@ -169,24 +169,24 @@ class _Verification:
         if factor is not None:
             what, problem = "every gradient", f"{factor:.4g} times what it should be"
             return Divergence(what, "beyond the modules", problem, 0, (what, *before))
-        if gradients == {"norm"} and not self._drifts():
+        if gradients == {"norm"} and not self._replica_findings():
             return Divergence("norm", "beyond the modules", "of right gradients", 0, ("norm",))
         return None if gradients == {"norm"} else divergence
 
-    def _drifts(self) -> list[Finding]:
+    def _replica_findings(self) -> list[Finding]:
         """Return those findings that are about a parameter whose replicas have different gradients."""
         end = "as its gradient does"
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
-    def _by_names(self) -> Divergence | None:
+    def _at_named_parameter(self) -> Divergence | None:
         """Return a divergence at the module that holds the first parameter named in the findings; None if they name none."""
-        for finding in (*self._drifts(), *self.comparison.findings):
+        for finding in (*self._replica_findings(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)
                 return Divergence(path, finding.check, finding.what, finding.rank or 0, (path,))
         return None
 
-    def _landed(self, kind: str) -> frozenset[str]:
+    def _paths_with(self, kind: str) -> frozenset[str]:
         """Return the paths of the modules to which directives of a kind were applied.
 
         `kind` is the name of an argument of the directives: "sync_op_or_fn" for collectives that leave partial

@@ -129,10 +129,10 @@ class Search:
         When the first tables are wrong, this generator sets `left_whole`: the groups of modules that the next ones
         leave unsharded.
         """
-        for undivided in self._ways_to_sum():
+        for undivided in self._undivided_values():
             self.undivided = undivided
             yield from self.candidates()
-        if self.sizes[0] > 1 and not self._wrong_anyway():
+        if self.sizes[0] > 1 and not self._wrong_unsharded():
             self._drop_wrong_groups()
             yield self._gathered
         for stack in self._single_stacks():
@@ -144,7 +144,7 @@ class Search:
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
-    def _ways_to_sum(self) -> tuple[bool, ...]:
+    def _undivided_values(self) -> tuple[bool, ...]:
         """Return the values of the table field `undivided` to try.
 
         True means that the loss is no mean over rows, so that a batch cannot be split; it is tried only with pp=1
@@ -194,7 +194,7 @@ class Search:
             return str(error).splitlines()[0]
         return problem_of(Trial(self.case, sizes, table, self.knobs))
 
-    def _wrong_anyway(self) -> bool:
+    def _wrong_unsharded(self) -> bool:
         """Return whether outputs or gradients are wrong even if no module is sharded."""
         self.left_whole = dict.fromkeys(self.groups, "")
         return bool(self._probe(self._gathered, self.sizes))

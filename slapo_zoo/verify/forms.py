@@ -47,7 +47,7 @@ def _candidates(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Te
                 yield (
                     f"{groups} groups of runs of axis {axis}",
                     torch.cat([torch.cat(chunk, axis) for chunk in chunks], axis)
-                    if _fit(parts, axis)
+                    if _equal_except_on(parts, axis)
                     else want.new_empty(0),
                 )
     yield from _tokens_of_flat_rows(parts, want)
@@ -55,7 +55,7 @@ def _candidates(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Te
 
 def _joined(parts: Sequence[Tensor], axis: int, want: Tensor) -> Tensor | None:
     """Concatenate `parts` along an axis and cut off padding at the end; return None if the shape is not `want`'s."""
-    if not all(part.ndim == want.ndim for part in parts) or not _fit(parts, axis):
+    if not all(part.ndim == want.ndim for part in parts) or not _equal_except_on(parts, axis):
         return None
     whole = torch.cat(list(parts), axis)
     if not 0 <= whole.shape[axis] - want.shape[axis] < len(parts):
@@ -63,7 +63,7 @@ def _joined(parts: Sequence[Tensor], axis: int, want: Tensor) -> Tensor | None:
     return whole.narrow(axis, 0, want.shape[axis])
 
 
-def _fit(parts: Sequence[Tensor], axis: int) -> bool:
+def _equal_except_on(parts: Sequence[Tensor], axis: int) -> bool:
     """Return whether the shapes of the parts are equal on all axes but `axis`."""
     shapes = {tuple(s for i, s in enumerate(p.shape) if i != axis) for p in parts}
     return len(shapes) == 1

@@ -67,7 +67,7 @@ def verify_layers(
         reports.append(numbers.as_named(found, start))
         if not found.ok:
             break
-    return _together(reports)
+    return _merged(reports)
 
 
 def require_memory(config: Any, cls: Any) -> None:
@@ -182,7 +182,7 @@ class _Numbers:
         return f"{path[:begin]}{number}{path[end:]}"
 
 
-def _together(reports: Sequence[Report]) -> Report:
+def _merged(reports: Sequence[Report]) -> Report:
     """Merge the reports of all runs: add up counts and seconds, keep the largest errors and the last report's findings."""
     last, checks = reports[-1], dict(reports[0].checks)
     for report in reports[1:]:

@@ -127,12 +127,12 @@ def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
     difference from `plain` or ""), where `plain` holds the results of the plain model.
     """
     try:
-        ranks = on_mesh(_cut, trial, rows, plain.logits)[:: trial.sizes[0]]
+        ranks = on_mesh(_run_sharded, trial, rows, plain.logits)[:: trial.sizes[0]]
     except Exception as error:
         return 0, (str(error).strip() or type(error).__name__).splitlines()[0]
     if problem := leaks(plain, ranks):
         return 1, problem
-    if problem := _unlike_training(trial.case, plain, ranks[0]):
+    if problem := _training_difference(trial.case, plain, ranks[0]):
         return 2, problem
     compare_dropout(into := Comparison(), trial)
     return 3, into.words()
@@ -164,7 +164,7 @@ def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def _unlike_training(case: Case, plain: Seen, found: Seen) -> str:
+def _training_difference(case: Case, plain: Seen, found: Seen) -> str:
     """Compare losses and gradients of training steps in `found` with those in `plain`; return the
     first difference or "".
     """
@@ -214,7 +214,7 @@ def _plain(case: Case, rows: Rows) -> Seen:
     model = case.cls.from_pretrained(case.folder, dtype=case.dtype, **case.changes())
     silence(model)
     uncached = {"use_cache": False} if accepts(case.cls, "use_cache") else {}
-    seen = _watched(model, model, {**rows.perturbed, **uncached})
+    seen = _with_module_outputs(model, model, {**rows.perturbed, **uncached})
     for kind, batch in rows.trained.items():
         model.zero_grad()
         loss = model.train()(**batch, **uncached).loss
@@ -224,7 +224,7 @@ def _plain(case: Case, rows: Rows) -> Seen:
     return seen
 
 
-def _cut(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
+def _run_sharded(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
     """Run the model on this cp rank and return the results: a forward on the perturbed rows,
     and training steps if the logits of all cp ranks equal `plain`, those of the plain model.
     """
@@ -235,7 +235,7 @@ def _cut(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
     tensors, _ = cut_batch(model, cut, rows.perturbed, {})
     with cutting(model._slapo.schedule.state.random, cut):
         forward = partial(model._slapo.own_forward, model)
-        seen = _watched(model, forward, {**tensors, **uncached})
+        seen = _with_module_outputs(model, forward, {**tensors, **uncached})
     wrong = cut.whole_of_numbers(torch.tensor([[not _equal(seen.logits, cut.part(plain, 1))]]), 1)
     for kind, batch in {} if wrong.any() else rows.trained.items():
         model.zero_grad()
@@ -244,7 +244,7 @@ def _cut(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
     return seen
 
 
-def _watched(model: nn.Module, forward: Any, batch: Mapping[str, Any]) -> Seen:
+def _with_module_outputs(model: nn.Module, forward: Any, batch: Mapping[str, Any]) -> Seen:
     """Run `forward(**batch)` of a model in eval mode; return its logits and the outputs of all modules."""
     seen: dict[str, Tensor] = {}
 

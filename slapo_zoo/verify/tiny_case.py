@@ -46,7 +46,7 @@ def tiny_case(
         small = tiny(config, chosen) if chosen else copy.deepcopy(config)
         for padded in (True, False):
             try:
-                found = _watched(small, cls, folder, rows, padded)
+                found = _case_of(small, cls, folder, rows, padded)
             except Exception as error:
                 problems.append(error)
                 break
@@ -59,7 +59,7 @@ def tiny_case(
     raise problems[0]
 
 
-def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
+def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
     """Make the test case of the small config `given`: write its weights to `folder`, and run the model without and with
     dropout.
 
@@ -79,7 +79,7 @@ def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
         model = noisy_model(small, cls)
         model.save_pretrained(folder)
         case = Case(small, cls, folder, rows, TOKENS, MICRO_ROWS, padded=padded, drops=drops)
-        seen = _watch(given, case)
+        seen = _observed(given, case)
         seen.spelling = find_spelling(_files(folder), model.state_dict())
         case = replace(case, seen=seen, draws=bool(seen.draws), thorough=False)
         for dtype in (torch.float64, torch.float32):
@@ -92,7 +92,7 @@ def _watched(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
     raise AssertionError
 
 
-def _watch(config: Any, case: Case) -> Observation:
+def _observed(config: Any, case: Case) -> Observation:
     """Run one training-mode forward of a new model with the dropouts of `config`, and return what was observed."""
     with drawn_from(0):
         config = copy.deepcopy(config)

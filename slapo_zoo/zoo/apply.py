@@ -140,7 +140,7 @@ def _with_backend(rule: Rule, attention: str | None) -> Rule:
 def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
     for pattern, rule in rows:
         for directive in rule if sch[pattern].paths else ():
-            for where in _where(sch, pattern, directive):
+            for where in _applicable(sch, pattern, directive):
                 sch.do(where, directive)
 
 
@@ -183,7 +183,7 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     return found
 
 
-def _where(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
+def _applicable(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
     """Return [pattern] if the directive can be applied to every module that the pattern matches;
     else the paths of those modules that have the parameter which the directive shards or sums.
     """

@@ -176,7 +176,7 @@ def config_of(name: str) -> tuple[Any, str | None]:
         given = table_for(name).defaults if name in families() else {}
         config = CONFIG_MAPPING[name](**given)
         return config, usual_head(config, heads=OF_FAMILIES)
-    if problem := _no_folder(name):
+    if problem := _why_no_folder(name):
         raise SlapoError(
             "config",
             repr(name),
@@ -191,14 +191,14 @@ def config_of(name: str) -> tuple[Any, str | None]:
 
 def checkpoint_config(name: str) -> Any:
     """Return the config of a checkpoint folder or Hub id whose family has a table; a bare family name is an error."""
-    if problem := _no_folder(name):
+    if problem := _why_no_folder(name):
         raise WeightsError(name, "model", problem, "name a checkpoint folder")
     config = _read_config(name, "name a checkpoint folder, or the id of a model on the Hub")
     table_for(config.model_type)
     return config
 
 
-def _no_folder(name: str) -> str:
+def _why_no_folder(name: str) -> str:
     """Return why a name that looks like a path is no folder with a config; "" for a good folder or a Hub id."""
     folder = Path(name).expanduser()
     if folder.is_dir():

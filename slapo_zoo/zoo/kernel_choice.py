@@ -97,7 +97,7 @@ def choose(
         names = asked_names(kernels_of(tuned))
     found: list[Choice] = []
     for kernel in load_kernels().values():
-        places = _places(sch, kernel)
+        places = _paths_by_pattern(sch, kernel)
         if names and kernel.name in names and not places:
             problem = f"the model has no module that this kernel serves ({', '.join(sorted(kernel.serves))})"
             hint = 'kernels="auto" picks what applies'
@@ -112,7 +112,7 @@ def choose(
     return _outermost(sch, found)
 
 
-def _places(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
+def _paths_by_pattern(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
     """Return {pattern: paths of the modules that a kernel can replace}, one pattern for each class of module."""
     if kernel.sites is not None:
         return {path: [path] for path in kernel.sites(sch.model)}
@@ -196,7 +196,7 @@ def measure_here(sch: Schedule, device: str) -> None:
     A collective call: rank 0 measures for some seconds and stores the results in the user's cache folder;
     all ranks use these results.
     """
-    served = sorted(k.name for k in load_kernels().values() if _places(sch, k))
+    served = sorted(k.name for k in load_kernels().values() if _paths_by_pattern(sch, k))
 
     def action() -> Any:
         return quick_table(served, device) if sch.mesh.rank == 0 else None

@@ -115,8 +115,8 @@ def test_loss_scale_is_applied_while_gradients_are_computed(family, micro_batche
     """Dividing afterwards would take another pass over the gradient of the whole vocabulary."""
     from slapo_zoo.kernels import lm_loss as kernel
 
-    seen, own = [], kernel._times
-    monkeypatch.setattr(kernel, "_times", lambda t, d: seen.append(float(d)) or own(t, d))
+    seen, own = [], kernel._scaled
+    monkeypatch.setattr(kernel, "_scaled", lambda t, d: seen.append(float(d)) or own(t, d))
     config = copy.deepcopy(CONFIGS[family])
     for name in vars(config):
         if "drop" in name and name != "classifier_dropout":

@@ -117,8 +117,8 @@ class Alive(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes in use at one point of a dry run, and the work so far (`Meter.now`). `peak` (without parameter gradients)
-    and `grown` (with them) are the maxima since the previous `Moment`.
+    """Bytes in use at one point of a dry run. `work` is a result of `Meter.now`, `gathered` sums all-gathers over tp;
+    `matmuls`, `peak` (without parameter gradients) and `grown` (with them) count since the previous `Moment`.
     """
 
     work: tuple[float, ...]

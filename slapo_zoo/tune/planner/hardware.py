@@ -31,9 +31,9 @@ class Hardware:
         reserved: bytes that libraries and the context take on each device.
         optimizer_copies: temporaries of the optimizer step, in copies of the largest parameter; with `foreach` the
             step
-        makes temporaries of all parameters instead.
+            makes temporaries of all parameters instead.
         scratch: temporary memory inside operations, which a dry run cannot see, as a multiple of the bytes of a
-        block's output for one micro-batch.
+            block's output for one micro-batch.
         foreach: whether torch's optimizers use their multi-tensor implementation on this device.
         multiprocessors: number of multiprocessors, which compute tiles of a product in waves; 0: ignore tiles.
         peak: 16-bit operations per second of the data sheet; 0 where unknown.

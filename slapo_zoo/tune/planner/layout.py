@@ -163,11 +163,11 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
         ahead = min(micro_batches * virtual, (virtual - 1) * pp + 2 * (pp - 1 - rank) + 1)
         chunks = [i // pp % virtual for i in range(ahead)]
         return tuple(chunks.count(chunk) for chunk in range(virtual))
-    return _played(order, pp, virtual, micro_batches)[rank]
+    return _simulated(order, pp, virtual, micro_batches)[rank]
 
 
 @lru_cache(maxsize=512)
-def _played(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
+def _simulated(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
     """Return `in_flight` (same arguments) of every pp rank, by simulating the order."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []

@@ -224,7 +224,7 @@ class _Masks(RandomStream):
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
-        """Return an uninitialised dropout mask of the shape of x, one of n slices of the tokens; `p`, `r` are unused."""
+        """Return an uninitialised dropout mask for x, which is one of n slices of the tokens; `p` and `r` are unused."""
         if self.in_bytes or x.ndim > 2:
             return self.keep_mask(x, p, site)
         return x.new_empty(n * x.shape[0], x.shape[1])[: x.shape[0]].clone()

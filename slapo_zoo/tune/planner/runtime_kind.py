@@ -17,7 +17,7 @@ class Runtime:
         host: operations that the host runs (views, autograd, Python) for each kernel of such a chain.
         scores: True if attention with dropout writes its scores to memory.
         parts: True if, under sequence parallelism, a rank saves only its own tokens and gathers the others again in
-        the backward; a dropout mask then takes one byte per element.
+            the backward; a dropout mask then takes one byte per element.
         accumulates: True if the matrix product of a weight gradient also adds it to that of earlier micro-batches.
         scatters: True if every tp rank sends only 1/tp of a stage's output to the next stage.
         fused_optimizer: True if the optimizer step makes no temporary tensors.

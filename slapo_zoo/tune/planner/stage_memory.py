@@ -150,7 +150,7 @@ def rank_memory(
         min(n + (not stage.sent), m) * stage.received - n * stage.elsewhere + min(2, m) * stage.sent
         for n, stage in zip(in_flight, stages, strict=True)
     )
-    whole = _made_whole(max(stage.widest for stage in stages), layout, precision)
+    whole = _gathered_bytes(max(stage.widest for stage in stages), layout, precision)
     summed = (precision.itemsize + precision.gradients) * (whole > 0)  # before the reduce-scatter
     late = max(stage.last for stage in stages) * summed
     working = max(max(max(stage.peak, stage.inner + whole) for stage in stages), late)
@@ -187,7 +187,7 @@ def _resident(
     return whole * precision.weights, gradients, count * states // n
 
 
-def _made_whole(widest: int, layout: Layout, precision: Precision) -> int:
+def _gathered_bytes(widest: int, layout: Layout, precision: Precision) -> int:
     """Return the bytes of unsharded weights and gradients that ZeRO-2 and ZeRO-3 hold for the blocks that are running;
     `widest` is the number of elements in the parameters of the largest block.
     """

@@ -67,7 +67,7 @@ class Chains:
         whole = [
             x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x not in self._held
         ]
-        if name in ELEMENTWISE and alike and not draws and all(_single(x) for x in whole):
+        if name in ELEMENTWISE and alike and not draws and all(_has_one_column(x) for x in whole):
             self._held[out] = held
         else:
             self.mixed |= held
@@ -87,9 +87,9 @@ class Chains:
 
 
 def _fits(x: Any, out: Tensor) -> bool:
-    return not isinstance(x, Tensor) or _single(x) or x.shape[-1] == out.shape[-1]
+    return not isinstance(x, Tensor) or _has_one_column(x) or x.shape[-1] == out.shape[-1]
 
 
-def _single(x: Tensor) -> bool:
+def _has_one_column(x: Tensor) -> bool:
     """Return whether a tensor has one value for all columns: it is a scalar, or its last axis has size 1."""
     return not x.ndim or x.shape[-1] == 1

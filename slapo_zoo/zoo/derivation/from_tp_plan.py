@@ -66,7 +66,7 @@ def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
     plan, prefix = plan_of(config), base_prefix(model)
     base = model.get_submodule(prefix.rstrip(".")) if prefix else model
     modules = dict(base.named_modules())
-    found = {pattern: _one(pattern, modules) for pattern in plan}
+    found = {pattern: _first_match(pattern, modules) for pattern in plan}
     experts = _expert_rows(model, seen, prefix)
     plan = {
         pattern: style
@@ -79,7 +79,7 @@ def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
     divided = {pattern for pattern, _ in body} | plan.keys()
     for pattern in rest:
         if pattern not in divided:
-            is_embedding = _one(pattern, modules) is embedding
+            is_embedding = _first_match(pattern, modules) is embedding
             body.append((pattern, vocab if is_embedding else experts.get(pattern, whole)))
     seam = any(isinstance(d, CoreAttentionSeam) for _, rule in body for d in rule)
     _refuse_dropout(config, seam)
@@ -122,7 +122,7 @@ def _own(module: nn.Module) -> bool:
     return next(module.parameters(recurse=False), None) is not None
 
 
-def _one(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
+def _first_match(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
     """Return the first of `modules` (path --> module) that a pattern matches, or None."""
     names = {path: type(module).__name__ for path, module in modules.items()}
     paths = select(pattern, names)
@@ -161,7 +161,7 @@ def _plan_rows(
         yield parent, enter
         if heads:
             yield parent, attention("num_heads", together="per_kv")
-            if hasattr(_one(parent, modules), "num_key_value_groups"):
+            if hasattr(_first_match(parent, modules), "num_key_value_groups"):
                 yield parent, kv_groups("num_key_value_groups", "kv_heads")
         for name, style in children.items():
             pattern = join(parent, name)

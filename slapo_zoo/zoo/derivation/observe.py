@@ -105,7 +105,7 @@ class Watch(TorchFunctionMode):
         """Record which parameters a torch function uses and whether it draws random numbers, then call it."""
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         here = self.stack[-1]
-        draws = name in DRAWS and _really(name, args, kwargs)
+        draws = name in DRAWS and _draws_numbers(name, args, kwargs)
         if draws:
             self.seen.draws.add(here)
         if func is nn.functional.cross_entropy:
@@ -138,7 +138,7 @@ class Watch(TorchFunctionMode):
             hook.remove()
 
 
-def _really(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _draws_numbers(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Return whether a call of the function `name` draws random numbers; dropout at p = 0 or in eval does not."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
