@@ -111,9 +111,9 @@ def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[
 
 
 def bias_by_place(attention: Any, stream: Any) -> None:
-    """Let an attention of T5 compute its relative bias [1, H, s, S] for the s of S tokens that this cp rank holds, or
-    that of all tokens for attention by heads. `stream`, the model's random stream, follows the running step and
-    knows which.
+    """Replace the forward of a T5 attention by one that computes its relative bias [1, H, s, S] for the s of S tokens
+    that this cp rank holds, or that of all tokens for attention by heads. `stream`, the model's random stream, has the
+    running step's sharding of tokens (`stream.cut`).
     """
     own = attention.forward
 
@@ -133,8 +133,8 @@ def bias_by_place(attention: Any, stream: Any) -> None:
 
 
 def positions_by_place(embedding: Any, stream: Any) -> None:
-    """Let a position embedding of BART or Pegasus begin with the position of this cp rank's first token, not with 0;
-    `stream`, the model's random stream, follows the running step and knows which tokens the rank holds.
+    """Replace the forward of a position embedding of BART or Pegasus by one that counts from this cp rank's first token,
+    not from 0. `stream`, the model's random stream, has the running step's sharding of tokens (`stream.cut`).
     """
     own = embedding.forward
 
@@ -151,12 +151,12 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
 
 
 def scores_by_place(attention: Any, stream: Any) -> None:
-    """Let an attention that computes its own scores (GPT-Neo, GPT-J) see the keys of all cp ranks. `stream`, the
-    model's random stream, follows the running step and knows how its tokens are sharded.
+    """Replace `_attn` of an attention that computes its own scores (GPT-Neo, GPT-J) by one that sees all tokens of a
+    row.
 
-    Its method `_attn` gets the keys and values [B, H, S, d] of all tokens. In its buffer with the causal mask
-    of P positions, [1, 1, P, P], this rank's queries find their own rows. Attention by heads gets some heads of all
-    tokens.
+    It gets the keys and values [B, H, S, d] of all cp ranks, and of the attention's causal mask, a buffer [1, 1, P, P],
+    the rows of this rank's queries; attention by heads gets some heads of all tokens. `stream`, the model's random
+    stream, has the sharding of tokens (`stream.cut`).
     """
     own = attention._attn
 

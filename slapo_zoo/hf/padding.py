@@ -32,7 +32,7 @@ def mask_without_wait(make: Callable[..., Any]) -> Callable[..., Any]:
 
 def packing_without_wait(find: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `find_packed_sequence_indices` of `transformers`: whether a row holds several sequences is taken from counts
-    made before the step; only if they are unknown the device is asked.
+    made before the step; if they are unknown, the original function reads the positions.
     """
 
     @wraps(find)

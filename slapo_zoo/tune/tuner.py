@@ -1,4 +1,4 @@
-"""The tuning loop: ask a strategy for a configuration, measure it or look it up, store the result."""
+"""The tuning loop: take a configuration from a strategy, measure it or look it up, store the result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace

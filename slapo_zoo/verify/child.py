@@ -1,6 +1,6 @@
 """Program of the child process that verifies or derives: a JSON request on stdin, a JSON document on stdout.
 
-A request to verify, one to derive a table, and one to probe whether tokens can be cut over cp:
+A request to verify, one to derive a table, and one to probe whether cp can shard the tokens:
 {"config": {...}, "cls": "GPT2LMHeadModel", "mesh": [2, 1, 1], "program": null, "quick": true,
  "layers": false, "folder": null, "knobs": {}}
 {"config": {...}, "cls": "BloomForCausalLM", "sizes": [2, 1, 1], "knobs": {}}

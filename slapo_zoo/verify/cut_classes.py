@@ -1,4 +1,4 @@
-"""Model classes whose tokens may be cut over cp: what is known without running one, and errors about the others."""
+"""Model classes whose tokens cp may shard: what is known without running a class, and errors about the others."""
 
 import re
 from dataclasses import replace

@@ -1,8 +1,8 @@
-"""Leak probe: does a model compute the same when its tokens are cut over cp?
+"""Leak probe: does a model compute the same when its tokens are sharded over cp?
 
-A tiny model runs whole, and cut over two emulated ranks. One token after the other is changed: the set of positions
-whose output changes, the outputs, the loss and every gradient have to be those of plain `transformers`. A module
-that mixes tokens in another way than by attention (a convolution, a state space, a Fourier transform) is named.
+A tiny model runs on one rank, and on two emulated cp ranks. One token after the other is changed: the set of positions
+whose output changes, the outputs, the loss and every gradient have to be those of plain `transformers`. A module that
+mixes tokens in another way than by attention (a convolution, a state space, a Fourier transform) is named.
 """
 
 import copy
@@ -153,8 +153,8 @@ def _candidates(case: Case) -> list[str]:
 
 
 def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
-    """Return padded rows, rows without a mask, rows whose length cp does not divide and, where positions tell
-    sequences apart, packed rows of such a length.
+    """Return padded rows, rows without a mask, rows whose length cp does not divide and, where position ids mark the
+    sequences of a row, packed rows of such a length.
     """
     uneven = {name: x[:, :-1].contiguous() for name, x in case.batch.items()}
     found = {"padded": case.batch, "bare": _bare(case.batch), "uneven": _bare(uneven)}

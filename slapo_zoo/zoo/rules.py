@@ -76,11 +76,12 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
 
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
-    """Return the rule of an attention: it gets a `core_attn` child, and its attributes count the heads of this rank.
+    """Return the rule of an attention: a child `core_attn` computes the scores, and its attributes count this rank's
+    heads.
 
-    `num_heads` names the number of query heads. `attributes` are pairs (attribute of the module, unit). The unit is
-    "" if the attribute counts heads. If the attribute counts columns, the unit is the name of the number of columns
-    of a head ("head_dim").
+    `num_heads` names the number of query heads. `attributes` are pairs (attribute of the module, unit). The unit is ""
+    if the attribute counts heads. If the attribute counts columns, the unit is the name of the number of columns of a
+    head ("head_dim").
 
     `together` names the number of query heads per KV head; "" if heads are not grouped.
     """

@@ -50,7 +50,7 @@ class Table:
             all classes.
         batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
         defaults: config fields of a bare family, where the defaults of `transformers` give no valid model.
-        cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before they are cut,
+        cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before cp shards them,
             a name in `model/step/cut_batch.py`; any other class is refused.
         needs: (config attribute, value): any other value is refused with tp > 1. A third entry changes when:
             "sp": only under sequence parallelism; "pp": with pp > 1 and not with tp; the name of another

@@ -247,7 +247,7 @@ class Ending(TrainerCallback):
         self.on_step_end(args, state, control)  # a signal may have come in the meantime
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run, with a checkpoint, if it is over or a signal reached any rank. A collective call."""
+        """End the run, with a checkpoint, if it is over or any rank got a signal. A collective call."""
         run = self.run
         if self.stop is not None and not run.stopped:
             run.stopped = self.stop.agreed(run.meter.device)
