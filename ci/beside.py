@@ -20,13 +20,13 @@ from slapo_zoo.zoo.argument_values import checkpoint_config, local_folder
 def beside(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, or a model id of the Hub.")],
     report: Annotated[Path, typer.Argument(help="Folder of side.json, side.md and side.png.")],
-    tp: Annotated[int, typer.Option(min=1, help="Ranks that divide the model.")] = 2,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that shard the model.")] = 2,
     batch_size: Annotated[int, typer.Option(min=1, help="Rows per step.")] = 8,
     seq_len: Annotated[int | None, typer.Option(min=2, help="Tokens per row; default: 128, or what the model takes.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Time training steps in turns with plain transformers and other libraries that shard the model."""
+    """Time training steps of a checkpoint, in turns with plain transformers and other libraries that shard it."""
     with stdout_for_json(as_json):
         place = str(local_folder(model, None, False))
         tokens = row_length(seq_len, checkpoint_config(model))

@@ -1,6 +1,6 @@
 """Feed mutated files to every parser of untrusted files, and count findings.
 
-        python ci/fuzz.py --inputs 1000000 [--seed 0] [--only page]
+    python ci/fuzz.py --inputs 1000000 [--seed 0] [--only page]
 
 A corpus of valid files is mutated: bits, bytes, numbers, brackets and slices; in half of the inputs that are JSON (or
 a safetensors header) values and keys instead, so that the JSON stays valid. Inputs that a parser accepts join the

@@ -1,7 +1,7 @@
 """Run every check and measurement that needs a GPU, resumable: `python3 ci/run.py gpu-day`.
 
-        gpu-day --out DIR [--resume STATE] [--budget 540] [--stage NAMES] [--only NAME] [--fake]
-        gpu-day --merge FOLDER
+    gpu-day --out DIR [--resume STATE] [--budget 540] [--stage NAMES] [--only NAME] [--fake]
+    gpu-day --merge FOLDER
 
 Every case runs in a process of its own with a timeout, so a hang, an illegal access or a lack of memory costs one
 case. After each case a line is added to `results.jsonl`, and `state.json` is rewritten; a later call with `--resume`

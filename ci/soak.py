@@ -1,6 +1,6 @@
 """Disturb a training at random for minutes, and compare its result with that of an undisturbed one.
 
-        python ci/soak.py --minutes 30 [--seed 0]
+    python ci/soak.py --minutes 30 [--seed 0]
 
 Half of the trainings keep their layout and must end with the same bits; the others change the layout at every start
 and must end within 1e-6. Meanwhile processes are killed, also in the middle of a save, stopped for a while, or asked
