@@ -28,7 +28,7 @@ from slapo_zoo.zoo.table import families, table_for
 from slapo_zoo.zoo.tuned import CARDS
 
 NODE = Mesh(tp=4, pp=2)
-# the first that a family has is trained; a model without a loss cannot be planned
+# the first head that a family has is used; a model without a loss cannot be planned
 HEADS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForSpeechSeq2Seq",
          "AutoModelForImageClassification")  # fmt: skip
 
@@ -37,7 +37,7 @@ def cards() -> Iterator[tuple[str, Card]]:
     """Yield (family, card) for every family, for any model size where the table allows; without measurements."""
     for family in families():
         config, head = config_of(family)
-        if (CARDS / family).exists():  # a published card goes on with its head
+        if (CARDS / family).exists():  # a published card keeps its head
             head = read_card(CARDS / family).program.model_class
         yield family, zoo_card(config, head, NODE, family, any_size=True)
 
@@ -54,7 +54,7 @@ def write_all(folder: Path) -> list[Path]:
             before = read_card(place)
             same = before.program == card.program
             kept = {name: getattr(before, name) for name in ("verify", "bench", "tuning")}
-            plans = with_plans({}, plans_of(before.tuning))  # they do not depend on the program
+            plans = with_plans({}, plans_of(before.tuning))  # plans do not depend on the program
             card = replace(card, **kept) if same else replace(card, tuning=plans)
         card.write(place)
         written.append(place)
@@ -110,6 +110,6 @@ elif __name__ == "__main__":
         if "--verify" in sys.argv and not is_verified(path):
             try:
                 verdict = verify_card(path, config_of(read_card(path).base_model)[0])["verdict"]
-            except SlapoError as error:  # the other cards are none the worse for it
+            except SlapoError as error:  # the other cards are still verified
                 verdict = str(error)
         print(path, verdict, flush=True)

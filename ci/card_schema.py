@@ -11,14 +11,14 @@ from slapo_zoo.language.schedule import FORMAT
 from slapo_zoo.zoo.expressions import MAX_TEXT
 
 MAX_STEPS = 10_000
-# Where fewer integers make sense than there are.
+# least value of integer fields, where not every integer makes sense
 LEAST = {("shard", "axis"): 0, ("shard", "unit"): 1, ("shard", "together"): 1,
          ("shard_attribute", "unit"): 1, ("shard_attribute", "together"): 1,
          ("shard_argument", "size"): 1, ("shard_argument", "axis"): 0,
          ("core_attention", "num_heads"): 1, ("core_attention", "together"): 1,
          ("cut_pipeline_stage", "call"): 0}  # fmt: skip
-END = r"$(?!\n)"  # `$` alone lets a line end through
-# A path is names and globs; few of these, because each multiplies what a match has to try.
+END = r"$(?!\n)"  # `$` alone also matches before a final line break
+# A path has names and globs; few globs, because each multiplies the work of a match.
 PATH: dict[str, Any] = {
     "type": "string",
     "pattern": r"^[A-Za-z0-9_.*]{0,256}(:[A-Za-z][A-Za-z0-9]{0,80})?" + END,

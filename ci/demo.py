@@ -36,7 +36,7 @@ TEXT_BYTES = 2_500_000
 VOCAB_SIZE = 4099  # a prime: no number of ranks divides it
 SEQ_LEN = 128
 BATCH_SIZE = 8
-TOLERANCE = 1e-3  # relative; sums are taken in another order on four processes
+TOLERANCE = 1e-3  # relative; four processes add in another order
 END = "<|endoftext|>"
 PROMPT = "    return self."
 

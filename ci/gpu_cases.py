@@ -18,7 +18,7 @@ import gpu_ranks
 import torch
 from gpu_models import FAMILIES, batch_of, config_of, device
 
-# A bare GPU machine lacks these; a fake run must do without them too.
+# Packages that a bare GPU machine lacks; a fake run must do without them too.
 MISSING = (
     "liger_kernel",
     "deepspeed",

@@ -20,7 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPTNeoXForCausalLM": {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12,
                            "intermediate_size": 3072},
 }  # fmt: skip
-# Sizes by any name that a config may have for them: what a tiny model of the same class takes.
+# Tiny sizes, under every name that a config may have for them.
 TINY = {
     "n_embd": 32, "hidden_size": 32, "d_model": 32, "word_embed_proj_dim": 32, "n_head": 4, "num_heads": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "d_kv": 8, "n_layer": 2, "num_hidden_layers": 2,

@@ -11,7 +11,7 @@ from gpu_models import batch_of, config_of, device
 
 CASES = ("masks:bits", "ranks:group", "ranks:tp2", "ranks:pp2", "ranks:dp2", "load:files")
 LAYOUTS = {"group": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "dp2": {"dp": 2}}
-CLOSE = 1e-4  # tolerance of a loss in fp32 with dropout: equal masks, another order of sums
+CLOSE = 1e-4  # relative tolerance of a loss in fp32 with dropout: masks are equal, the order of sums is not
 
 
 def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def masks(what: str, out: Path, fake: bool) -> dict[str, Any]:
         for shape in ((3, 8, 24),) if fake else ((8, 512, 768), (4, 1000, 1024), (16, 128, 3072)):
             stream = RandomStream(seed=7, step=1, num_rows=shape[0])
             host, there = (torch.ones(shape, device=on) for on in ("cpu", device()))
-            with stream.at(*stream.position()):  # one call: both draw at its place
+            with stream.at(*stream.position()):  # both devices draw for the same step and call
                 seeds, theirs = (
                     torch.as_tensor(stream.seeds(x, "site"), dtype=torch.int64).cpu()
                     for x in (host, there)
@@ -60,7 +60,7 @@ def ranks(what: str, out: Path, fake: bool) -> dict[str, Any]:
     layout = LAYOUTS[what]
     nprocs = max([1, *layout.values()])
     wanted = train({})
-    # a device of its own per rank takes nccl; with fewer devices, gloo carries CUDA tensors
+    # nccl if every rank has a device of its own; else gloo, which carries CUDA tensors
     each = run_local(train, nprocs, (layout,), timeout=100, start="spawn", threads=1)
     found = [
         max(abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)) for losses in each

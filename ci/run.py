@@ -43,7 +43,7 @@ def say(text: str) -> None:
 def wanted_stamp() -> str:
     """Return a digest that changes whenever `.venv` must be made again; it is compared with the file STAMP."""
     parts = [PYPROJECT.read_bytes(), CONSTRAINTS.read_bytes(), HASHES.read_bytes()]
-    # the place counts: the editable install of a copied .venv points at the old checkout
+    # the path counts: the editable install of a copied .venv points at the old checkout
     parts += [sys.version.encode(), str(ROOT).encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
 
@@ -93,9 +93,11 @@ def call(*command: str) -> int:
     while True:
         try:
             status = child.wait()
-            return status if status >= 0 else 128 - status  # ended by a signal: as a shell says it
+            return (
+                status if status >= 0 else 128 - status
+            )  # ended by a signal: the status that a shell returns
         except KeyboardInterrupt:
-            continue  # the terminal told the child too; it cleans up in its own way
+            continue  # the terminal sent Ctrl-C to the child too, which ends by itself
 
 
 def pip_install(*arguments: str) -> None:
@@ -130,9 +132,9 @@ def prepare() -> str:
             make_venv()
         machine = (platform.system(), platform.machine(), platform.python_implementation())
         if (*machine, ".".join(platform.python_version_tuple()[:2])) == HASHED_FOR:
-            # a file that is not the one that was tested ends the install
+            # pip refuses a file whose hash is not that of the tested one
             pip_install("--require-hashes", "--no-deps", "-r", str(HASHES.relative_to(ROOT)))
-        # torch alone: with nothing else to weigh, pip takes a CPU build where there is one
+        # torch alone: pip then chooses a CPU build where there is one
         pip_install(pinned_torch())
         pip_install("-e", ".[dev]")
         STAMP.write_text(wanted_stamp())
@@ -143,7 +145,7 @@ def environment() -> dict[str, str]:
     """Return the environment variables of every command: no download, one thread per rank, Triton not interpreted."""
     env = dict(os.environ)
     for name in ("TRITON_INTERPRET", "PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE"):
-        env.pop(name, None)  # the paths would hide what is, or is not, installed
+        env.pop(name, None)  # these paths would change which packages are found
     if env.get("SLAPO_ZOO_PYTHON"):
         env["PYTHONPATH"] = str(ROOT)  # nothing is installed into a borrowed interpreter
     return env | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
@@ -176,7 +178,7 @@ QUICK = [
     "tests/house/test_house.py", "tests/house/test_layers.py", "tests/house/test_lean_import.py",
     "tests/house/test_security.py", "tests/zoo/test_golden.py", "tests/language/test_schedule.py",
     "tests/language/primitives/test_every_primitive.py", *(f"tests/zoo/test_zoo.py::test_every_family_equals_plain_transformers[GPT2LMHeadModel-tokens-{mesh}]" for mesh in ("2x1x1", "1x2x1")),
-    "--deselect=tests/zoo/test_golden.py::test_schedule_table_shards_every_head_class_and_variant",  # half of the time
+    "--deselect=tests/zoo/test_golden.py::test_schedule_table_shards_every_head_class_and_variant",  # takes half of the time
 ]  # fmt: skip
 
 
@@ -240,7 +242,9 @@ def hashes(python: str, rest: list[str]) -> int:
         "--ignore-installed",
         "--no-deps",
     ]
-    names = [line for line in lines if not line.startswith("torch==")]  # each index has its own
+    names = [
+        line for line in lines if not line.startswith("torch==")
+    ]  # every index has its own torch files
     done = subprocess.run(
         [*pip, "--report", "-", *rest, *names], capture_output=True, text=True, check=False
     )
@@ -338,7 +342,7 @@ COMMANDS = {
 }
 
 
-SCRIPTS = ("bench", "beside", "coverage", "demo", "gpu-day")  # -h is theirs
+SCRIPTS = ("bench", "beside", "coverage", "demo", "gpu-day")  # scripts with a -h of their own
 
 
 def parse(argv: list[str]) -> tuple[str, list[str]]:

@@ -243,7 +243,7 @@ def page(outcomes: list[Outcome]) -> str:
     import transformers
 
     trained = [o for o in outcomes if not o.problem]
-    shown = [layout for layout in LAYOUTS if layout != "cp2"]  # that has a page of its own
+    shown = [layout for layout in LAYOUTS if layout != "cp2"]  # cp2 has a page of its own
     tried = {layout: [o for o in trained if layout in o.layouts] for layout in shown}
     counts = {
         layout: _counted(sum(o.layouts[layout] == EQUAL for o in some), len(some), len(trained))

@@ -24,13 +24,16 @@ VIEWS = frozenset((
     "view_as", "is_same_size", "new_empty", "empty", "empty_like", "_reshape_alias", "empty_strided",
     "new_empty_strided", "sym_size", "diagonal",
 ))  # fmt: skip
-SHORT = {"GPT2": 1.05, "Bert": 1.05}  # most that a default step may move, by plain; the others 1.0
-SCALARS = 1e-4  # counts of targets and the like, which say nothing about a step
+SHORT = {
+    "GPT2": 1.05,
+    "Bert": 1.05,
+}  # largest ratio to plain with default dropout; 1.0 for other families
+SCALARS = 1e-4  # ratio of small tensors, such as counts of targets, that is ignored
 NO_DROPOUT = (
     "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout",
     "attention_dropout", "embed_dropout", "resid_dropout", "dropout_rate", "classifier_dropout_prob",
 )  # fmt: skip
-KERNELS = {  # kernels that move fewer bytes, whatever their speed
+KERNELS = {  # kernels that move fewer bytes, whether or not they are faster
     "BertForMaskedLM": ["bias_dropout_residual_layer_norm", "sparse_mlm_head_loss"],
     "RobertaForMaskedLM": ["bias_dropout_residual_layer_norm", "sparse_mlm_head_loss"],
     "AlbertForMaskedLM": ["sparse_mlm_head_loss"],
@@ -60,7 +63,9 @@ class Bytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         space, name = func.name().split(".")[0].split("::")
-        if name == "_local_scalar_dense":  # no value: one that lets a step go on
+        if (
+            name == "_local_scalar_dense"
+        ):  # meta tensors have no value: return one that lets the step go on
             return not args[0].dtype.is_floating_point or 1.0
         if name == "nonzero":  # one in seven, as in masked language modelling
             shape = (max(args[0].numel() // 7, 1), args[0].ndim)
@@ -171,7 +176,7 @@ def moved(model: Any, batch: dict[str, Tensor], ours: bool) -> Bytes:
     from slapo_zoo.dispatch.kernel_registry import force
 
     run = model.train_step if ours else lambda batch: model(**batch).loss.backward()
-    for _ in range(2):  # the first step of a model asks for what later ones have
+    for _ in range(2):  # the first step of a model sets up what later ones reuse
         with Bytes() as counter, fused_sdpa(counter), force("triton"):
             run(batch)
     return counter

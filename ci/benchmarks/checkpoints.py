@@ -13,7 +13,7 @@ import torch
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.weights.file_layout import plan_layout
 
-BLOCK = 4 << 20  # bytes of random values, repeated: drawing them all would take minutes
+BLOCK = 4 << 20  # bytes of random values, repeated: drawing all values would take minutes
 
 
 def gpt2(quick: bool = False) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 from benchmarks import checkpoints, ranks
 from benchmarks.ranks import LAYOUTS, MIB
 
-MOST_READ = 1.02  # times the bytes of the shard
-MOST_MEMORY = 1.10  # times the bytes of the shard, and 64 MiB
+MOST_READ = 1.02  # limit of the bytes read, relative to the shard
+MOST_MEMORY = 1.10  # limit of the peak: this times the shard, plus 64 MiB
 REPEATS = 3
 
 

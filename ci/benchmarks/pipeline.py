@@ -27,7 +27,7 @@ FORMULAS = {  # p ranks, m micro-batches, v stages per rank; sources: slapo_zoo/
     "zbv": ("(p-1)/(6m+p-1)", lambda p, m, v: (p - 1) / (6 * m + p - 1)),
 }
 MOST_OFF = 0.10  # relative error against the formula
-MOST_SLOWER = 1.03  # than the best cuts
+MOST_SLOWER = 1.03  # limit of the step time, relative to the best cuts
 TOKENS = 512  # tokens of a micro-batch
 
 
@@ -110,7 +110,7 @@ def bubbles(quick: bool) -> list[dict[str, Any]]:
     unit_s = 0.02 if quick else 0.15
     places = {order: StageMap.make(order, PP, None) for order in FORMULAS}
     want = {order: FORMULAS[order][1](PP, MICRO_BATCHES, p.per_rank) for order, p in places.items()}
-    # a smaller bubble is as long in seconds: what the runtime itself takes weighs the same
+    # longer units for smaller bubbles, so that the runtime's own time weighs the same in each
     units = {order: unit_s * want["1f1b"] / share for order, share in want.items()}
     found = ranks.on_ranks(timelines, PP, units, 1 if quick else 3)
     rows = []

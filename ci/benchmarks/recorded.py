@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 CHIPS = {80: "sm_80", 86: "sm_86", 90: "sm_90a", 100: "sm_100a", 120: "sm_120a"}
-SHARED = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}  # KiB that a block may have
+SHARED = {80: 163, 86: 99, 90: 227, 100: 227, 120: 99}  # KiB of shared memory that a block may have
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32",
          torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8", torch.bool: "*i1"}  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")  # options of the compiler
@@ -131,7 +131,7 @@ def compiled(launch: Launch, chip: int) -> dict[str, Any]:
         with assembler_speaks(), redirect_stdout(log):
             target = GPUTarget("cuda", chip, 32)
             found = triton.compile(source, target=target, options=dict(launch.options))
-    except Exception as error:  # whatever it is, the launch cannot be had on this chip
+    except Exception as error:  # any error means that the launch cannot be compiled for this chip
         return {"error": f"{type(error).__name__}: {str(error).strip()[-200:]}"}
     spills = re.findall(r"(\d+) bytes spill", log.getvalue())
     registers = re.findall(r"Used (\d+) registers", log.getvalue())

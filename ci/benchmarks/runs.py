@@ -155,7 +155,7 @@ def config_of(size: Size) -> Any:
     return config
 
 
-@lru_cache(maxsize=2)  # rows of a model stand together
+@lru_cache(maxsize=2)  # runs of the same model follow each other
 def planner_of(size: Size, node_network: float) -> Any:
     """Return the planner of a model on A100-80GB; `node_network` is the bytes per second of a node to others."""
     from slapo_zoo.tune.planner.hardware import HARDWARE, NETWORK

@@ -14,7 +14,7 @@ from compare.shapes import Work, shape, write
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = ("bert", "gpt2", "llama")
 PEERS = ("transformers tp", "DeepSpeed AutoTP")
-TARGETS = {  # what: (limit, whether it is a least)
+TARGETS = {  # target: (limit, whether the value must be at least the limit)
     "step / ours, best of transformers tp and AutoTP": (1.5, True),
     "step / ours, DTensor": (1.15, True),
     "parameters of ours / theirs": (0.9, False),

@@ -108,8 +108,10 @@ def batch_of(case: Case, config: Any, dtype: torch.dtype) -> dict[str, torch.Ten
     return batch
 
 
-TORCH_FAILS = "fails"  # torch.compile makes C++ that does not compile
-UNPADDED = "unpadded_encoder"  # no function of tensors: whole steps say whether it pays
+TORCH_FAILS = "fails"  # torch.compile generates C++ that does not compile
+UNPADDED = (
+    "unpadded_encoder"  # it has no benchmark of its own: whole steps decide whether it is used
+)
 
 
 def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> Any:

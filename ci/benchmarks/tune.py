@@ -36,7 +36,7 @@ def measure() -> dict[str, Any]:
     """
     from bench import machine
 
-    rounds = [one_round() for _ in range(1 + ROUNDS)][1:]  # the first finds a cold machine
+    rounds = [one_round() for _ in range(1 + ROUNDS)][1:]  # the first round runs on a cold machine
     rows = [max(same, key=lambda row: row["rows_per_s"]) for same in zip(*rounds, strict=True)]
     return {"machine": machine(), "seq_len": SEQ_LEN, "config": CHANGES, "points": rows}
 

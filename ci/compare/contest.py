@@ -30,7 +30,7 @@ from slapo_zoo.parallel.ranks.process_group import init_distributed
 from slapo_zoo.weights.ledger import AnonymousPeak
 
 TURN_S = 150.0  # a turn that takes longer is an error
-CHECKED_STEPS = 3  # whose losses are compared; the first two are not timed
+CHECKED_STEPS = 3  # steps whose losses are compared; the first two are not timed
 
 
 class Team:
@@ -39,7 +39,7 @@ class Team:
     def __init__(self, name: str, work: Work) -> None:
         self.name, self.failure = name, ""
         self.start: dict[str, Any] = {}  # results of the first steps
-        self.seconds: list[float] = []  # per timed step: the slowest rank's
+        self.seconds: list[float] = []  # per timed step: seconds of the slowest rank
         self.losses: list[float] = []
         size = work.tp if CONTENDERS[name].divides else 1
         threads = work.tp // size  # every contender may use as many cores
@@ -121,7 +121,7 @@ def compete(names: Sequence[str], work: Work, rounds: int) -> list[Team]:
     teams = []
     try:
         teams += [Team(name, work) for name in (names[0], *names)]
-        # whoever comes first pays for memory and files that nobody had touched
+        # the first to run pays for memory and files that were not touched before
         warm_up, *teams = teams
         warm_up.meet()
         warm_up.begin()

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 COLUMN, ROW = "column", "row"
-ENDS = 2  # more entries: the embedding and the head
+ENDS = 2  # two more plan entries: embedding and head
 PLANS: dict[str, dict[str, str]] = {
     "bert": {
         "bert.encoder.layer.*.attention.self.query": COLUMN,
@@ -59,7 +59,7 @@ def divide(model: Any, tp: int) -> Any:
     plan[names[embedding]] = RowwiseParallel(input_layouts=Replicate())
     plan[names[head]] = ColwiseParallel(output_layouts=Shard(2), use_local_output=False)
     parallelize_module(model, init_device_mesh("cpu", (tp,)), plan)
-    if tied:  # each of the two was divided by itself
+    if tied:  # embedding and head were sharded separately
         head.weight = embedding.weight
     return model
 

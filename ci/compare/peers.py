@@ -28,7 +28,7 @@ class Contender:
     """Plain `transformers` in one process; subclasses load the model or run the step with another library."""
 
     name = "transformers"
-    divides = False  # over tp ranks; else one process with as many threads
+    divides = False  # True: over tp ranks; False: one process with as many threads
 
     @staticmethod
     def why_not(config: Any) -> str:
@@ -233,7 +233,7 @@ class DeepSpeed(Contender):
 
         config = {
             "train_micro_batch_size_per_gpu": self.work.batch_size,
-            "gradient_clipping": 0.0,  # its default of 1.0 would train another model
+            "gradient_clipping": 0.0,  # the default of 1.0 would clip, unlike the others
             "tensor_parallel": {"autotp_size": self.work.tp},
             "zero_optimization": {"stage": 0},
         }
@@ -256,7 +256,7 @@ class DeepSpeed(Contender):
         self.engine.step()
 
     def save(self, folder: str) -> bool:
-        return False  # its checkpoints are its own
+        return False  # transformers cannot load its checkpoints
 
 
 class Compiled(Contender):

@@ -9,7 +9,10 @@ from compare.contest import Team
 from compare.peers import CONTENDERS
 from compare.shapes import Work
 
-LOSS_CLOSE, NORM_CLOSE = 1e-4, 1e-3  # relative; losses of all steps, with AdamW between them
+LOSS_CLOSE, NORM_CLOSE = (
+    1e-4,
+    1e-3,
+)  # relative tolerances; losses are those of all steps, with AdamW between them
 MIB = 2**20
 
 
