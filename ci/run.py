@@ -93,9 +93,7 @@ def call(*command: str) -> int:
     while True:
         try:
             status = child.wait()
-            return (
-                status if status >= 0 else 128 - status
-            )  # ended by a signal: the status that a shell returns
+            return status if status >= 0 else 128 - status  # ended by a signal: as in a shell
         except KeyboardInterrupt:
             continue  # the terminal sent Ctrl-C to the child too, which ends by itself
 
@@ -242,9 +240,7 @@ def hashes(python: str, rest: list[str]) -> int:
         "--ignore-installed",
         "--no-deps",
     ]
-    names = [
-        line for line in lines if not line.startswith("torch==")
-    ]  # every index has its own torch files
+    names = [line for line in lines if not line.startswith("torch==")]  # differs by index
     done = subprocess.run(
         [*pip, "--report", "-", *rest, *names], capture_output=True, text=True, check=False
     )

@@ -24,10 +24,7 @@ VIEWS = frozenset((
     "view_as", "is_same_size", "new_empty", "empty", "empty_like", "_reshape_alias", "empty_strided",
     "new_empty_strided", "sym_size", "diagonal",
 ))  # fmt: skip
-SHORT = {
-    "GPT2": 1.05,
-    "Bert": 1.05,
-}  # largest ratio to plain with default dropout; 1.0 for other families
+SHORT = {"GPT2": 1.05, "Bert": 1.05}  # largest ratio to plain with default dropout; others: 1.0
 SCALARS = 1e-4  # ratio of small tensors, such as counts of targets, that is ignored
 NO_DROPOUT = (
     "embd_pdrop", "attn_pdrop", "resid_pdrop", "hidden_dropout_prob", "attention_probs_dropout_prob", "dropout",
@@ -63,9 +60,7 @@ class Bytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         space, name = func.name().split(".")[0].split("::")
-        if (
-            name == "_local_scalar_dense"
-        ):  # meta tensors have no value: return one that lets the step go on
+        if name == "_local_scalar_dense":  # meta has no values: one with which the step runs on
             return not args[0].dtype.is_floating_point or 1.0
         if name == "nonzero":  # one in seven, as in masked language modelling
             shape = (max(args[0].numel() // 7, 1), args[0].ndim)

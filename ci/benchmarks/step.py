@@ -109,9 +109,7 @@ def batch_of(case: Case, config: Any, dtype: torch.dtype) -> dict[str, torch.Ten
 
 
 TORCH_FAILS = "fails"  # torch.compile generates C++ that does not compile
-UNPADDED = (
-    "unpadded_encoder"  # it has no benchmark of its own: whole steps decide whether it is used
-)
+UNPADDED = "unpadded_encoder"  # without a benchmark of its own: whole steps decide on it
 
 
 def build(case: Case, dtype: torch.dtype, ours: bool, unpadded: bool = True) -> Any:

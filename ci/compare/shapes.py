@@ -35,9 +35,7 @@ class Work:
         ids = torch.randint(config.vocab_size, (self.batch_size, self.seq_len), generator=generator)
         labels = ids.clone()
         if (config.architectures or [""])[0].endswith("ForMaskedLM"):
-            order = torch.rand(ids.shape, generator=generator).argsort(
-                -1
-            )  # the same number in every row
+            order = torch.rand(ids.shape, generator=generator).argsort(-1)  # equally many per row
             labels[order >= max(round(MASKED * self.seq_len), 1)] = -100
         return {"input_ids": ids, "labels": labels}
 

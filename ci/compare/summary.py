@@ -9,10 +9,7 @@ from compare.contest import Team
 from compare.peers import CONTENDERS
 from compare.shapes import Work
 
-LOSS_CLOSE, NORM_CLOSE = (
-    1e-4,
-    1e-3,
-)  # relative tolerances; losses are those of all steps, with AdamW between them
+LOSS_CLOSE, NORM_CLOSE = 1e-4, 1e-3  # relative tolerances; the losses of all steps count
 MIB = 2**20
 
 
