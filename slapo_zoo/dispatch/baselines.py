@@ -50,7 +50,7 @@ def linear_loss(
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Compute attention of q, k, v [B, H, S, D] by torch's scaled_dot_product_attention; return it as [B, S, H, D]."""
+    """Compute softmax(scale * q k^T) v, [B, S, H, D], for q, k, v [B, H, S, D], by scaled_dot_product_attention."""
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     return out.transpose(1, 2)
 
@@ -115,7 +115,7 @@ def eager_local_attention(
 
 
 def batch_norm(x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Compute the end of a residual block by torch's operations: batch norm of x, plus residual, ReLU."""
+    """Compute relu(BatchNorm(x) + residual), the end of a residual block, by torch's operations."""
     return functional.relu(functional.batch_norm(x, None, None, weight, bias, True) + residual)
 
 

@@ -137,7 +137,7 @@ class CoreAttention(nn.Module):
         self, attention: nn.Module, dropout: float, scaling: float | None,
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any],
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Return what `forward` returns, for keys and values of all tokens; `options` are its `kwargs`."""
+        """Return what `forward` returns; k and v may be those of all cp ranks, `options` are its further arguments."""
         bias, cap = options.get("position_bias"), options.get("softcap")
         dropout = dropout if self.training else 0.0
         if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)

@@ -46,7 +46,7 @@ def attend(cut: TokenCut, *given: Any) -> tuple[Tensor, Any]:
 
 
 def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap transformers' sdpa attention: of a bool mask, no additive one is saved for the backward in each layer."""
+    """Wrap transformers' sdpa attention: a bool mask is saved for the backward, not an additive one for each layer."""
 
     def masked(
         attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any

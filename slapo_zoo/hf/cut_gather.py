@@ -40,12 +40,12 @@ def attend(
 
 
 def repeated(x: Tensor, groups: int) -> Tensor:
-    """Return x [B, K, T, d] with each head `groups` times in turn; [B, K * groups, T, d]."""
+    """Return x [B, K, T, d] with each head repeated `groups` times in a row, [B, K * groups, T, d]."""
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
 def _gathered(cut: TokenCut, x: Tensor, groups: int) -> Tensor:
-    """All-gather x [B, K, t, d] over cp and repeat its heads; no gradient."""
+    """Return x [B, K, t, d] all-gathered over cp, each head repeated `groups` times in a row; without gradient."""
     with torch.no_grad():
         return repeated(cut.whole_of_numbers(x, 2), groups)
 
@@ -71,9 +71,8 @@ def _causal(cut: TokenCut, q: Tensor, total: int) -> Tensor:
 
 
 def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return the position bias `bias`, which must be None or for all `total` keys; SlapoError otherwise.
-
-    For the zeros of a T5 layer without a bias, which are for the `own` keys of this rank, None is returned.
+    """Return the position bias `bias` if it is None or for all `total` keys; raise SlapoError otherwise. A T5 layer
+    (`attention`) without a bias of its own makes zeros for the `own` keys of this rank: they become None.
     """
     if bias is None or bias.shape[-1] == total:
         return bias

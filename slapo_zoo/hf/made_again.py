@@ -1,4 +1,4 @@
-"""Tensors that autograd does not save: a handle is saved in their place, and the backward makes them again."""
+"""Handles in place of tensors that autograd would save: the backward makes the tensors again from them."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -153,7 +153,7 @@ class Space:
 
     @staticmethod
     def cfg_dict_to_str(cfg_dict: Mapping[str, Any]) -> str:
-        """Format a configuration in one line: `(batch_size: 8, ckpt_ratio: 0.5)`."""
+        """Format a configuration, symbol --> value, in one line: `(batch_size: 8, ckpt_ratio: 0.5)`."""
         return "(" + ", ".join(f"{name}: {value}" for name, value in cfg_dict.items()) + ")"
 
     def points(

@@ -59,7 +59,7 @@ def as_json(result: Result) -> dict[str, Any]:
 
 
 def write_csv(result: Result, path: Path) -> None:
-    """Write one CSV line per measured configuration, in order."""
+    """Write a CSV file with one line per measured configuration of the search `result`, in order."""
     names = list(dict.fromkeys(name for trial in result.trials for name in trial.point))
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
@@ -71,7 +71,7 @@ def write_csv(result: Result, path: Path) -> None:
 
 
 def draw_trace(result: Result, path: Path) -> None:
-    """Plot the throughput of every measurement and the best so far into the image file `path`."""
+    """Plot the throughput of every measurement of a search, and the best so far, into the image file `path`."""
     plt = _pyplot()
     rates = [trial.outcome.throughput for trial in result.trials]
     best = [max(rates[: i + 1]) for i in range(len(rates))]
@@ -85,7 +85,7 @@ def draw_trace(result: Result, path: Path) -> None:
 
 
 def draw_surface(result: Result, grid: Grid, path: Path) -> bool:
-    """Plot median throughput over the two numeric symbols with most values to `path`; return False if fewer exist."""
+    """Plot median throughput over the two numeric symbols of `grid` with most values; return False if fewer exist."""
     numeric = [
         n for n in grid.names if len(grid.values[n]) > 1 and all(map(is_number, grid.values[n]))
     ]

@@ -133,7 +133,7 @@ def _named_device(device: str | torch.device) -> torch.device:
 def changed_config(
     folder: Path, changes: dict[str, Any], hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Any:  # fmt: skip
-    """Return the config of a checkpoint with some fields changed.
+    """Return the config of a checkpoint, or the one that the user passed in `hub`, with some fields changed.
 
     Raises:
         SlapoError: a name in `changes` is no field of the config (for an argument of plain `transformers` the

@@ -66,7 +66,7 @@ def show_version() -> Any:
 
 
 def print_version(wanted: bool) -> None:
-    """Print the line `slapo-zoo VERSION` and exit, if `--version` was given."""
+    """Print the line `slapo-zoo VERSION` and exit if `wanted`, the value of the flag `--version`."""
     if wanted:
         typer.echo(f"slapo-zoo {_version('slapo-zoo') or 'unknown'}")
         raise typer.Exit

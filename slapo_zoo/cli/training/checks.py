@@ -100,7 +100,7 @@ def check_engine(options: TrainOptions) -> None:
 
 
 def check_batch(batch_size: int, dp: int, micro_batches: int | None) -> None:
-    """Raise ConfigError if the rows do not divide evenly among dp ranks and micro-batches."""
+    """Raise ConfigError unless dp * `micro_batches` (None: 1) divides `batch_size`, the rows of a step."""
     parts = dp * (micro_batches or 1)
     problem = f"found {batch_size}, expected a multiple of dp * micro-batches = {parts}"
     _require(batch_size % parts == 0, "--batch-size", problem, f"nearest: {(batch_size // parts + 1) * parts}")  # fmt: skip

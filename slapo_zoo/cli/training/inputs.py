@@ -191,7 +191,7 @@ def most_of(rows: Any, column: str, measure: Any) -> int:
 
 
 def check_vocabulary(rows: Any, tokenizer: Any, config: Any, options: TrainOptions) -> None:
-    """Raise DataError if a row has a token id beyond the model's vocabulary."""
+    """Raise DataError if a row has a token id beyond the model's vocabulary, as with another model's tokenizer."""
     size = getattr(config.get_text_config(), "vocab_size", None)
     if size is None or max(tokenizer.get_vocab().values(), default=0) < size:
         return

@@ -44,7 +44,7 @@ class Records(TrainerCallback):
             self._tell(self.run.record)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Report the measurements of a step together with its evaluation."""
+        """Report the measurements of a step together with `metrics`, those of its evaluation."""
         self._tell({**self.run.record, **metrics})
 
     def _tell(self, record: Mapping[str, Any]) -> None:

@@ -75,7 +75,7 @@ def _whole_keys(key: str, name: str) -> tuple[str, str]:
 
 
 def _likeness(key: str, name: str) -> tuple[bool, int]:
-    """Return how similar a key and a name are: (whether their numbers are equal, number of common words)."""
+    """Return how similar a key and a name are: (whether the block numbers are equal, number of common words)."""
     numbers = [re.findall(r"\d+", text) for text in (key, name)]
     return numbers[0] == numbers[1], len(set(key.split(".")) & set(name.split(".")))
 

@@ -232,7 +232,7 @@ def _chains(modules: Modules) -> Iterator[Group]:
 
 
 def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
-    """Return the patterns of dropouts that act on sharded columns of a feed-forward, whose linears are `chain`."""
+    """Return the patterns of dropouts on sharded columns of a feed-forward; `chain`: patterns of its linears."""
     found = {
         star(path): {star(name) for name in names} for path, names in modules.seen.dropouts.items()
     }
