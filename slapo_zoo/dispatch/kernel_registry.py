@@ -178,8 +178,8 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Return a function that calls a kernel's `forward` while the forward of the class of `module`, and the children
-    named in `passes`, are as they are now; once somebody has changed one, it calls the forward of the class.
+    """Return a function that calls a kernel's `forward` until somebody changes the forward of the class of `module` or a
+    child named in `passes`; from then on it calls the forward of the class.
     """
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 
 def without_waits(model: nn.Module) -> None:
-    """Replace methods that make the host wait, in a model's modules, by ones that compute the same.
-
-    A method that somebody has patched, on the class or on a module, is left alone.
+    """Replace methods that make the host wait for the device, in a model's modules, by ones that compute the same. A
+    method that somebody has patched, on the class or on a module, is left alone.
     """
     for module in model.modules():
         name, method = METHODS.get(type(module).__name__, ("", None))

@@ -85,7 +85,7 @@ def draw_trace(result: Result, path: Path) -> None:
 
 
 def draw_surface(result: Result, grid: Grid, path: Path) -> bool:
-    """Plot median throughput over the two numeric symbols of `grid` with most values; return False if fewer exist."""
+    """Plot median throughput over the two numeric symbols with most values, to `path`; return False if fewer exist."""
     numeric = [
         n for n in grid.names if len(grid.values[n]) > 1 and all(map(is_number, grid.values[n]))
     ]

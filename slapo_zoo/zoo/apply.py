@@ -184,8 +184,8 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _applicable(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return [pattern] if the directive can be applied to every module that the pattern matches;
-    else the paths of those modules that have the parameter which the directive shards or sums.
+    """Return [pattern] if the directive can be applied to every module that the pattern matches. Otherwise return the
+    paths of those of the modules that have the parameter which the directive shards or sums.
     """
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]

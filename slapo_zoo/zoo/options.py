@@ -175,7 +175,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class LoaderOptions(BuildOptions):
-    """All arguments that `from_pretrained` and `from_config` share; `from_pretrained` describes them."""
+    """All arguments that `from_pretrained` and `from_config` share; the docstring of `from_pretrained` describes them."""
 
     # fmt: off
     tp: int = _knob(1, "ranks that shard each layer", COUNT, _count, (1, 2, 4, 8))

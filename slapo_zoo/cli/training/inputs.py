@@ -162,8 +162,8 @@ def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "da
 
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
-    """Return the task, with attention masks between documents if `document_masks` is True (ConfigError if the model
-    does not support them), or if it is None, the model supports them and a row holds several documents.
+    """Return the task, with attention masks between the documents of a row if `document_masks` is True or, for None, if
+    the model supports them and a row holds several documents. ConfigError: True, and the model does not support them.
     """
     if not isinstance(task, Causal):
         if options.document_masks:

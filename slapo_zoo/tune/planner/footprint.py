@@ -1,9 +1,9 @@
 """Memory and work of a training step, read from its tape of recorded operations.
 
-Every storage is followed from its allocation to its release, so temporaries, the loss and gradients count.
-Bytes that are moved are counted twice. *Eager*: every operation reads its inputs and writes its outputs.
-*Fused*: a chain of element-wise operations is one kernel, so its intermediate tensors are never written. A
-reduction (softmax, norm, sum) ends the chain and joins its kernel.
+Every storage is followed from its allocation to its release, so temporaries, the loss and gradients count. Bytes that
+are moved are counted in two ways. *Eager*: every operation reads its inputs and writes its outputs. *Fused*: a chain of
+element-wise operations is one kernel, so its intermediate tensors are never written. A reduction (softmax, norm, sum)
+ends the chain and joins its kernel.
 """
 
 import itertools

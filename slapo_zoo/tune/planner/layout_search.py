@@ -174,7 +174,8 @@ class Planner:
     def _mixed(
         self, fits: Sequence[Forecasted], over: Sequence[Layout], limit: float
     ) -> list[Forecasted]:
-        """Return forecasts of layouts that memory limits, with a separately chosen recompute policy for each block.
+        """Return forecasts of layouts in which each block has the recompute policy that suits it, if faster than all of
+        `fits`.
 
         Args:
             fits: forecasts of layouts that fit.
