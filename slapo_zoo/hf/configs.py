@@ -1,5 +1,6 @@
 """Read a config of `transformers` as data: no code of its repository runs, and its sizes are checked."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,15 @@ def read_config(name: str | Path, **options: Any) -> Any:
         if counts and type(value) is int and value > MAX_COUNT:
             raise ValueError(f"{field}={value}, expected at most {MAX_COUNT}")
     return found
+
+
+def config_key(config: Any) -> str:
+    """Return the values of a config as text, with its attention back ends but without the folder that it was read from.
+
+    Equal texts mean equal models: the text is the key of a cache.
+    """
+    from transformers import PreTrainedConfig
+
+    towers = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    text = re.sub(r'"_name_or_path": "(?:[^"\\]|\\.)*"', "", config.to_json_string(use_diff=False))
+    return f"{text} {[str(each._attn_implementation) for each in (config, *towers)]}"

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.token_cut import TokenCut, cut_now, cutting
 from slapo_zoo.pipeline.busy import Busy
+from slapo_zoo.pipeline.dataflow import Call
 from slapo_zoo.pipeline.dry_run import dry_run
 from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.pipeline.shared_dry_runs import program_of, shared_calls
 from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
 from slapo_zoo.pipeline.timeline import Span
 
@@ -64,16 +67,27 @@ class Pipeline:
         shapes = sorted((k, _signature(v)) for k, v in batch.items())
         key = divided, cut is None, self._dtype(), *shapes
         if self.depends_on_data or key not in self._plans:
-            with torch.inference_mode(False):  # training reuses plans of an evaluation
-                mode, fake = self.prepare()
-                fake.state.forward = ForwardContext(divided)
-                cut = cut and TokenCut.of(fake.mesh, cut.way)
-                with cutting(fake.state.random, cut):
-                    calls, used_data = dry_run(fake.model, self.units, mode, batch)
+            program = program_of(self.schedule, self.cls, self.units, CHANGE_NO_SHAPE)
+            run = partial(self._dry_run, batch, divided, cut)
+            calls, used_data = shared_calls(program, (cut and cut.way, *key), run)
             self.depends_on_data = self.depends_on_data or used_data
             cuts = self.schedule.state.cuts
             self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
         return self._plans[key]
+
+    def _dry_run(
+        self, batch: Mapping[str, Any], divided: bool, cut: TokenCut | None
+    ) -> tuple[list[Call], bool]:
+        """Return the calls of units in a forward, and whether they hold for the data of `batch` only.
+
+        `divided`: tokens are sharded over tp; `cut`: how they are cut over cp.
+        """
+        with torch.inference_mode(False):  # training reuses plans of an evaluation
+            mode, fake = self.prepare()
+            fake.state.forward = ForwardContext(divided)
+            cut = cut and TokenCut.of(fake.mesh, cut.way)
+            with cutting(fake.state.random, cut):
+                return dry_run(fake.model, self.units, mode, batch)
 
     def plans_of_all(self, parts: Sequence[Mapping[str, Any]]) -> dict[int, StagePlan]:
         """Return the plans of the first micro-batch, checked to hold for all micro-batches of the step.

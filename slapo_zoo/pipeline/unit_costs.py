@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf import models as hf
+from slapo_zoo.hf.configs import config_key
 from slapo_zoo.hf.example_inputs import training_batch
 from slapo_zoo.language.tape import Row, Tape, is_view
 
@@ -111,7 +112,7 @@ class _Config:
     """Wrapper that makes a config hashable, as the key of a cache."""
 
     def __init__(self, config: Any):
-        self.config, self._key = config, config.to_json_string(use_diff=False)
+        self.config, self._key = config, config_key(config)
 
     def __hash__(self) -> int:
         return hash(self._key)

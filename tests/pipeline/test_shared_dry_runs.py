@@ -1,0 +1,74 @@
+"""Models of one program share a dry run: ranks that are threads, and later models; other programs make their own."""
+
+import pytest
+import torch
+import transformers
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
+
+from slapo_zoo import AutoScheduledModel, emulate, extend
+from slapo_zoo.pipeline import pipeline_runtime, shared_dry_runs
+
+CONFIG = transformers.GPT2Config(
+    n_embd=16, n_head=2, n_layer=2, vocab_size=17, n_positions=16, bos_token_id=0, eos_token_id=0,
+    architectures=["GPT2LMHeadModel"],
+)  # fmt: skip
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Return the list of dry runs that were made, one entry each."""
+    made, run = [], pipeline_runtime.dry_run
+    monkeypatch.setattr(shared_dry_runs, "_calls", {})
+    monkeypatch.setattr(
+        pipeline_runtime, "dry_run", lambda *args: (made.append(args[0]), run(*args))[1]
+    )
+    return made
+
+
+def loss(tokens=8, tp=1, **options):
+    model = AutoScheduledModel.from_config(CONFIG, tp=tp, pp=2, seed=0, **options).train()
+    ids = torch.arange(4 * tokens).view(4, tokens) % 17
+    return float(model.train_step({"input_ids": ids, "labels": ids}, micro_batches=2))
+
+
+def test_ranks_as_threads_and_later_models_share_one_dry_run(runs):
+    first = emulate(loss, mesh=(1, 2, 1))
+    assert len(runs) == 1
+    assert emulate(loss, mesh=(1, 2, 1)) == first
+    assert len(runs) == 1
+    emulate(loss, 8, 2, mesh=(2, 2, 1))
+    assert len(runs) == 3, "one for each coordinate on tp"
+
+
+def relu(sch):
+    sch["transformer.h.*.mlp.act"].replace(torch.nn.ReLU())
+
+
+def longer(monkeypatch):
+    return {"tokens": 6}
+
+
+def other_code(monkeypatch):
+    plain = GPT2Block.forward
+    monkeypatch.setattr(
+        GPT2Block, "forward", lambda self, *args, **more: plain(self, *args, **more)
+    )
+    return {}
+
+
+def other_config(monkeypatch):
+    monkeypatch.setattr(CONFIG, "n_inner", 24)
+    return {}
+
+
+@pytest.mark.parametrize("change", [longer, other_code, other_config])
+def test_other_shapes_code_or_config_make_their_own_dry_run(change, runs, monkeypatch):
+    emulate(loss, mesh=(1, 2, 1))
+    options = change(monkeypatch)
+    emulate(loss, *options.values(), mesh=(1, 2, 1))
+    assert len(runs) == 2
+
+
+def test_directive_that_holds_a_module_is_run_for_each_rank(runs):
+    emulate(loss, schedule=extend(relu), mesh=(1, 2, 1))
+    assert len(runs) == 2
