@@ -70,6 +70,7 @@ def words_of(place, name, *more):
     return "train", place / "gpt2", "--data", place / name, "--device", "cpu", "--seq-len", 8, *more
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("stream", ["false", "true"])
 @pytest.mark.parametrize("name", CASES)
 def test_unusable_training_data_is_refused_with_reason(name, stream, place, capsys):

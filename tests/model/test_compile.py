@@ -13,7 +13,7 @@ from heads import HEADS
 from parity import batch_of, tiny_config
 from slapo_zoo.parallel.rng.random_stream import RandomStream
 
-CHEAP = {("gpt2", 1), ("falcon", 2), ("t5", 1)}
+CHEAP = {("gpt2", 1), ("gpt2", 2), ("t5", 1)}
 
 
 DEPTHS = (

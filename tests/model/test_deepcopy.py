@@ -172,7 +172,7 @@ def averaged_once(folder, case, tp):
 FAMILIES = sorted(path.stem for path in (ROOT / "schedules").glob("*.py"))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(4, 2)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "wideresnet"])
 def test_deepcopied_model_owns_its_tensors_in_every_family(family, tp, tmp_path):
