@@ -6,6 +6,7 @@ softmax, norms and losses multiply little but move memory.
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -26,6 +27,7 @@ EXPERTS = "experts"  # row: computation of a layer's experts for all tokens
 ELEMENT = 64.0  # operations that a core does while it writes one number to memory
 POSITIONS = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # position of a block
 MOST_TOKENS, SCANNED_TOKENS = 512, 16  # a scan's cost is linear in tokens
+_turn = threading.Lock()
 
 Seen = list[tuple[list[Row], Any]]  # (rows, output) of each call
 
@@ -104,7 +106,8 @@ def unit_costs(model: Any, units: Sequence[str], seq_len: int | None = None) -> 
     """
     tokens = seq_len or usual_tokens(model.config)
     counted = min(tokens, SCANNED_TOKENS) if hasattr(model.config, "state_size") else tokens
-    found = _unit_costs(type(model), _Config(model.config), tuple(units), counted)
+    with _turn:  # ranks that are threads wait for the first
+        found = _unit_costs(type(model), _Config(model.config), tuple(units), counted)
     return [replace(cost, forward=cost.forward * tokens / counted) for cost in found]
 
 
