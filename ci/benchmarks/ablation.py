@@ -43,7 +43,10 @@ LINES = (
 
 
 def measure(case: Case, line: Line, threads: int) -> tuple[float, int]:
-    """Return (rows per second of the median step, peak growth of anonymous memory in bytes) of one line."""
+    """Run a line of the ablation; return (rows per second of the median step, peak growth of anonymous memory in bytes).
+
+    `threads` is the number of torch's threads.
+    """
     import transformers
 
     from slapo_zoo import AutoScheduledModel

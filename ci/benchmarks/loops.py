@@ -13,7 +13,10 @@ MOST = 1.02  # most time of train_step, relative to a hand-written step
 
 
 def seconds(layout: dict[str, int], width: int, layers: int, rounds: int) -> dict[str, list[float]]:
-    """Return {kind of loop: seconds on this rank of forward and backward, one per round}; the kinds take turns."""
+    """Return {kind of loop: seconds on this rank of forward and backward, one per round}; the kinds take turns.
+
+    The model is a GPT-2 of `layers` blocks and hidden size `width`, with `layout` as arguments of from_config.
+    """
     model, batch = _model(layout, width, layers)
     found: dict[str, list[float]] = {name: [] for name in _KINDS}
     for i in range(rounds + 2):

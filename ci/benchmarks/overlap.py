@@ -23,7 +23,10 @@ class Mlp(nn.Module):
 
 
 def seconds(width: int, rows: int, layers: int, rounds: int) -> dict[str, list[float]]:
-    """Return {"plain" and "overlapped": seconds on this rank of training steps, one per round}; they take turns."""
+    """Return {"plain" and "overlapped": seconds on this rank of training steps, one per round}; they take turns.
+
+    The model is `layers` feed-forwards of hidden size `width`, its input [rows, width].
+    """
     steps = {"plain": _stepper(width, layers, False), "overlapped": _stepper(width, layers, True)}
     x = torch.randn(rows, width)
     found: dict[str, list[float]] = {name: [] for name in steps}

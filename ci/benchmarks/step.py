@@ -214,7 +214,7 @@ def shares(step: Callable[[], None]) -> tuple[float, str]:
 
 
 def peak(case: Case, dtype_name: str, ours: bool) -> int:
-    """Return the peak growth of anonymous memory, in bytes, of building a model and two steps."""
+    """Return the peak growth of anonymous memory, in bytes, of building a model (`ours`: scheduled) and two steps."""
     from slapo_zoo.weights.ledger import AnonymousPeak
 
     dtype = getattr(torch, dtype_name)
@@ -227,7 +227,7 @@ def peak(case: Case, dtype_name: str, ours: bool) -> int:
 
 
 def measure(name: str, case: Case, dtype_name: str, compile: bool, repeats: int) -> dict[str, Any]:
-    """Return the table row of a case in a dtype; `compile`: also try torch.compile."""
+    """Return the table row of a case (`name`) in a dtype after `repeats` rounds; `compile`: also try torch.compile."""
     dtype = getattr(torch, dtype_name)
     torch._dynamo.reset()
     steps = alternatives(case, dtype, compile)

@@ -131,7 +131,11 @@ def load_row(name: str, mine: list[dict[str, Any]], peer: list[dict[str, Any]]) 
 
 
 def measure_save(kind: str, folder: Path, out: Path, tp: int, pp: int) -> dict[str, Any]:
-    """Save a loaded model ROUNDS times; return its memory growth and the best seconds on this rank."""
+    """Save a model loaded with slapo_zoo (`kind` "ours") or transformers ("theirs") ROUNDS times to new folders in
+    `out`.
+
+    Return this rank's memory growth and best seconds.
+    """
     model = (ours if kind == "ours" else theirs)(folder, tp, pp)
     write_once(model)
     found: dict[str, Any] = {}
@@ -148,7 +152,7 @@ def measure_save(kind: str, folder: Path, out: Path, tp: int, pp: int) -> dict[s
 
 
 def write_floor(out: Path, size: int) -> float:
-    """Return the least seconds to write `size` bytes sequentially to a file in `out`, with fsync."""
+    """Return the least seconds to write `size` bytes sequentially to a file in the folder `out`, with fsync."""
     block, best = os.urandom(CHUNK), float("inf")
     for _ in range(ROUNDS):
         begin, left = time.perf_counter(), size
@@ -162,7 +166,10 @@ def write_floor(out: Path, size: int) -> float:
 
 
 def save_row(folder: Path, out: Path, size: int, largest: int) -> dict[str, Any]:
-    """Return the table row of saving from tp=2 x pp=2, against a plain write and against transformers from tp=2."""
+    """Return the table row of saving from tp=2 x pp=2, against a plain write and against transformers from tp=2.
+
+    `size` is the bytes of the checkpoint, `largest` those of its largest tensor, which limit the peak of memory.
+    """
     mine = ranks.on_ranks(measure_save, 4, "ours", folder, out, 2, 2)
     floor = write_floor(out, size)
     peer = ranks.on_ranks(measure_save, 2, "theirs", folder, out, 2, 1)
@@ -183,7 +190,7 @@ def save_row(folder: Path, out: Path, size: int, largest: int) -> dict[str, Any]
 
 
 def plan_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return a row for each mesh: seconds and memory of the load forecast for a sparse 70B checkpoint."""
+    """Write a sparse 70B checkpoint to a folder; return a row for each mesh: seconds and memory of its load forecast."""
     from slapo_zoo.zoo.load_forecast import plan_weights
 
     config, rows = checkpoints.llama_70b(), []

@@ -152,7 +152,7 @@ def _import_all() -> None:
 
 
 def _serve(pipe: Any, rank: int, size: int, threads: int, name: str, work: Work) -> None:
-    """Run one rank of the contender `name`: answer commands until the pipe closes."""
+    """Run one rank (of `size`) of the contender `name`: answer the commands that come through `pipe` until it closes."""
     prepare_rank(threads)
     contender: Any = None
     with suppress(EOFError):

@@ -134,7 +134,9 @@ class Trial:
         return Trial(self.case, (1, 1, 1), uncut(self.schedule), {}, whole)
 
     def predicted_collectives(self) -> dict[str, int] | None:
-        """Return {kind: number of tp collectives of one tp rank in a step, over all stages}; None if not predicted."""
+        """Return {kind: number of tp collectives of one tp rank in a step, over all stages}; None for tp = 1 or
+        recomputation.
+        """
         outline = self.outline()
         if outline.state.checkpointed or self.sizes[0] == 1:
             return None

@@ -28,8 +28,8 @@ def require_token_labels(cls: Any) -> None:
 
 
 def with_positions(table: Table, cls: Any, positions: str) -> Table:
-    """Return the table with `positions` as the value of its field `cut_tokens` for a class: how the
-    positions of sharded tokens are found.
+    """Return a copy of the table that says how cp finds the positions of sharded tokens of `cls`: `positions` becomes
+    the value of the class in the field `cut_tokens`.
     """
     return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
 
