@@ -32,7 +32,7 @@ class MeshError(SlapoError, ValueError):
 
 
 class ArchitectureError(SlapoError, ValueError):
-    """Error of a model whose architecture the zoo does not describe, or whose table lacks the requested model class."""
+    """Error of a model for whose architecture slapo_zoo.zoo has no table, or whose table lacks the model class."""
 
 
 class WeightsError(SlapoError, ValueError):

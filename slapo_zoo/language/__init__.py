@@ -1,4 +1,4 @@
 """The schedule language: Directive, Schedule, explain, the primitives and the graphs they rewrite.
 
-Imports `hf`, `dispatch` and lower.
+Imports `hf`, `dispatch` and packages of lower floors (see CONTRIBUTING.md).
 """

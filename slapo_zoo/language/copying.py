@@ -42,10 +42,10 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of `value`, closures of slapo_zoo's functions included; other functions are not copied.
+    """Return a deep copy of `value` in which slapo_zoo's functions are copied too; other functions stay the same.
 
-    `memo` is that of `copy.deepcopy`: id of an object --> its copy. Where the closure holds such an object, or the
-    function is its method, the new function has the copy.
+    `memo` is that of `copy.deepcopy`: id of an object --> its copy. A copied function or bound method refers to the
+    copies of such objects, in its closure or as its `self`, and no longer to the originals.
     """
     if isinstance(value, MethodType):  # copy.deepcopy would keep the original's function
         return MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))
@@ -69,7 +69,10 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _keep_notes(module: nn.Module, memo: dict[int, Any]) -> None:
-    """Copy attributes that `sch[path].annotate()` set on parameters to their copies (by id in `memo`)."""
+    """Copy the attributes that `sch[path].annotate()` has set on parameters of `module` to the copied parameters.
+
+    `memo` maps the id of a parameter to its copy.
+    """
     for parameter, name, note in _notes(module):
         setattr(memo[id(parameter)], name, copy.deepcopy(note, memo))
 

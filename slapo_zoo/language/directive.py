@@ -39,7 +39,7 @@ class ForwardContext:
         real_tokens: bool [B, S], True at tokens that are no padding; None where padding is computed too.
         tape: records the collectives during a dry run on fake tensors; None in a real forward.
         is_call: True while the model, or one of its submodules, runs its forward or backward.
-        cut: how the tokens are cut over cp (`TokenCut`); None where the rank holds all tokens.
+        cut: how the tokens are sharded over cp (a `TokenCut`); None where the rank holds all tokens.
     """
 
     tokens_divided: bool = False

@@ -192,7 +192,7 @@ def after_backward(
     sums = plan.sums_of(parameters, REPLICAS, PARTIAL, DATA, tokens_sharded=tokens_sharded)
     return [
         Transfer("all_reduce", one.mesh_dim, "after backward",
-                 sum(p.nbytes + p.itemsize for p in run),  # a flag per gradient: present or not
+                 sum(p.nbytes + p.itemsize for p in run),  # each bucket also sends a flag per gradient: present or not
                  directive="sums of gradients")
         for one, names in sums.items()
         for run in buckets([parameters[name] for name in names])

@@ -143,7 +143,7 @@ class Schedule(Selection):
     """A model that is being transformed, and the history of directives applied to it.
 
     Args:
-        model: any module; directives change it in place, and its module tree stays the same.
+        model: any module; directives change it in place.
         mesh: sizes of tp, pp and dp and the coordinates of this rank; building needs no process group.
         seed: seed of the model's random streams (dropout).
     """
@@ -158,7 +158,7 @@ class Schedule(Selection):
 
     @property
     def model(self) -> nn.Module:
-        """Return the scheduled model. It is a new object once the whole model was traced."""
+        """Return the scheduled model: the object passed to Schedule, or a new one after `sch[""].trace()`."""
         return self.state.model
 
     @property

@@ -41,9 +41,10 @@ def kept_in_shares(x: Any, mesh: Mesh, keeps: Sequence[Pack]) -> AbstractContext
     """Return a context for one call in which autograd saves only 1/tp of the argument `x` on each tp rank.
 
     Args:
-        x: the module's first argument, equal on all tp ranks; no context is needed if it is no tensor.
+        x: the module's first argument, equal on all tp ranks; if it is no float tensor, the context does nothing.
         mesh: mesh with the tp group and the coordinates of this rank.
-        keeps: pack functions for all other saved tensors; the last one that returns a handle wins.
+        keeps: pack functions (of torch's saved_tensors_hooks) for all other saved tensors, tried from the last to the
+            first; the first handle that one of them returns is saved.
     """
     if mesh.tp == 1 or not (isinstance(x, Tensor) and x.is_floating_point()):
         return nullcontext()

@@ -1,4 +1,4 @@
 """Foundations of every rank: mesh, placements, the rank's plan, collectives.
 
-Imports `errors` alone.
+Of slapo_zoo it imports `errors` only.
 """

@@ -71,7 +71,7 @@ class _Product(torch.autograd.Function):
         factors = (x.reshape(-1, x.shape[-1]), dy_2d, ctx.in_first, ctx.multiply)
         if ctx.put_off is None:
             return dx, _weight_gradient(*factors), db, None, None, None
-        ctx.put_off[:] = [factors]  # not appended: a pipeline may run this node twice
+        ctx.put_off[:] = [factors]  # replaced, not appended: a pipeline may run this node twice
         return dx, weight.new_zeros(()).expand_as(weight), db, None, None, None
 
 
@@ -108,7 +108,7 @@ class ColumnForward:
         if not possible(x) or x.dtype != module.weight.dtype or not module.weight.requires_grad:
             return type(module).forward(module, x)
         source, weight, put_off = prepared or (None, None, None)
-        if source is not module.weight:  # called by itself, as a recomputation does
+        if source is not module.weight:  # called without `enter`, as in a recomputation
             weight, put_off = module.weight, None
         return _Product.apply(x, weight, module.bias, self.in_first, put_off, self.multiply)
 

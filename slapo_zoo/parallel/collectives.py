@@ -18,7 +18,9 @@ from slapo_zoo.parallel.once import once
 
 Group = dist.ProcessGroup | Any | None
 CHANNELS_LAST = torch.channels_last
-OBSERVERS: list[Any] = []  # of `verify`: called with (kind, whole tensor, group) before each one
+OBSERVERS: list[
+    Any
+] = []  # called with (kind, unsharded tensor, group) before each collective, by `verify`
 
 
 def group_size(group: Group) -> int:

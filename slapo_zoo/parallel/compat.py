@@ -47,7 +47,7 @@ def timeout_of_world() -> float:
 
 
 def forget_groups() -> None:
-    """Set torch's count of process groups to 0; a failed `init_process_group` has increased it."""
+    """Reset torch's counter of process groups after a failed `init_process_group`, so that all ranks retry with one name."""
     dist.distributed_c10d._world.group_count = 0
 
 

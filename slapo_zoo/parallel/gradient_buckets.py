@@ -56,7 +56,7 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], group: Any, factor: float = 1.0):
         self.parameters, self.group, self.factor = parameters, group, factor
-        self.missing = {id(p) for p in parameters}  # their gradient has not come yet
+        self.missing = {id(p) for p in parameters}  # parameters whose gradient is not computed yet
         self.flat: Any = None
         self.work: Any = None
 
@@ -78,7 +78,7 @@ class Bucket:
             self.held.fill_(1.0)
         else:
             for place, is_there in zip(self.held, self.present, strict=True):
-                place.fill_(float(is_there))  # a copied list would be waited for
+                place.fill_(float(is_there))  # copying a list would make the host wait
         self.work = collective(dist.all_reduce, self.flat, group=self.group, async_op=True)
         return self
 

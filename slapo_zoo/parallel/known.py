@@ -32,7 +32,9 @@ class Known:
 
 
 _NOTHING = Known()
-_NOW: ContextVar[Known] = ContextVar("known", default=_NOTHING)  # in a backward's thread too
+_NOW: ContextVar[Known] = ContextVar(
+    "known", default=_NOTHING
+)  # torch's backward threads see it too
 
 
 def known() -> Known:
@@ -51,7 +53,7 @@ def knowing(numbers: Known) -> Iterator[None]:
 
 
 def places(where: Tensor, count: int | None) -> Tensor:
-    """Return mask.nonzero()[:, 0] for the bool mask `where`: the indices of its True elements.
+    """Return where.nonzero()[:, 0] of the bool tensor `where` [N]: the indices of its True elements.
 
     With `count`, the number of these elements, the host does not wait for a GPU.
     """

@@ -57,7 +57,7 @@ class RowsOfRank:
         return whole.narrow(0, first, count).clone()
 
     def note(self, part: Any, shape: Sequence[int]) -> Any:
-        """Mark `part` as this rank's rows of a tensor of unsharded `shape`; return `part`."""
+        """Record on `part` that it holds this rank's rows of a tensor of unsharded `shape`; return `part`."""
         part.dp_rows = self.mine(shape)
         return part
 
@@ -70,16 +70,17 @@ class RowsOfRank:
 def rows_of(tensor: Any) -> Rows | None:
     """Return the rows that this dp rank holds of a tensor; None where the tensor is not sharded over dp.
 
-    The tensor itself carries this mark, since a file may hold rows of a parameter or of an optimizer state. The
-    rank's plan has the unsharded shape and the ranks that hold the other rows.
+    The rows are an attribute of the tensor, which may be a parameter or an optimizer state. The rank's plan has the
+    unsharded shape, and the ranks that hold the other rows.
     """
     return getattr(tensor, "dp_rows", None)
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Copy the mark that a tensor holds rows of one dp rank (ZeRO) from `part` to `tensor`; return `tensor`.
+    """Record on `tensor` which rows of a dp-sharded tensor it holds, as `part` does; return `tensor`.
 
-    `first` is the index of its first row in the tensor unsharded over dp; None takes that of `part`.
+    `first` is the index of the first row of `tensor` in the tensor unsharded over dp; None takes that of `part`. If
+    `part` has no such record (see `rows_of`), nothing is recorded.
     """
     if (rows := rows_of(part)) is not None:
         tensor.dp_rows = Rows(rows.first if first is None else first, len(tensor), rows.writes)

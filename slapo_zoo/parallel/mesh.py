@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from torch.distributed import ProcessGroup
 
-# Role of several mesh dims taken for one --> what these divide.
+# Name for several mesh dims together --> what their ranks share out: see MeshDim.
 ROLES = {"batch": {"rows"}, "loss": {"rows", "tokens"}}
-ALWAYS = ("tp", "pp", "dp")  # named also where their size is 1
+ALWAYS = ("tp", "pp", "dp")  # listed even if their size is 1
 
 
 class MeshDim(NamedTuple):
@@ -83,7 +83,7 @@ class Mesh:
                 problem = f"found {size!r}, expected an integer of at least 1"
                 raise MeshError("mesh", mesh_dim, problem, f"pass {mesh_dim}=1 to switch it off")
             places[mesh_dim], stride = [(mesh_dim, size, stride)], stride * size
-        self.__dict__["_places"] = places  # of roles too, once they are asked for
+        self.__dict__["_places"] = places  # also of "batch" and "loss", when first used
         if not 0 <= self.rank < self.world_size:
             problem = f"found {self.rank}, expected 0..{self.world_size - 1}: the mesh has {self.world_size} ranks"
             raise MeshError(

@@ -103,9 +103,9 @@ class Placement:
         return [run for run in runs if run.stop > run.start]
 
     def owned(self, size: int, n: int, r: int) -> list[tuple[Run, int]]:
-        """Return (range of indices, its offset in the local axis) of all that rank `r` of `n` writes and sends.
+        """Return the ranges of an axis that rank `r` of `n` saves and sends, as pairs (range, its offset on the rank).
 
-        The axis has the length `size`. If several ranks hold a range (KV heads), only the first of them lists it.
+        `size` is the unsharded length. If several ranks hold a range (KV heads), only the first of them lists it.
         """
         before = {run for rank in range(r) for run in self.runs(size, n, rank)}
         found: list[tuple[Run, int]] = []

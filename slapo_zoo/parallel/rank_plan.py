@@ -33,7 +33,7 @@ class Sum:
     if_tokens_sharded: bool = False
 
     def ranks(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the global ranks with which `mesh.rank` sums the gradient, itself included; (mesh.rank,) if none."""
+        """Return the global ranks that sum the gradient together with `mesh.rank`, itself included; at least (mesh.rank,)."""
         here = mesh.coord(self.mesh_dim)
         all_of_dim = tuple(range(mesh.size(self.mesh_dim)))
         part = next((p for p in self.parts or (all_of_dim,) if here in p), (here,))

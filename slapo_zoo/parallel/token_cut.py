@@ -19,7 +19,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class TokenCut:
-    """Cut of the tokens of a running step: this rank holds tokens r * s to (r + 1) * s of n * s.
+    """Sharding of a step's tokens over cp: of the n * s tokens of each row, this rank holds those from r * s to (r + 1) * s.
 
     Args:
         n: number of ranks of cp.
@@ -75,7 +75,7 @@ _NOW: ContextVar[TokenCut | None] = ContextVar("token_cut", default=None)
 
 
 def cut_now() -> TokenCut | None:
-    """Return how the running forward cuts its tokens; None if it holds all tokens."""
+    """Return how the running forward shards its tokens over cp; None if this rank holds all tokens."""
     return _NOW.get()
 
 
@@ -84,8 +84,8 @@ def cutting(stream: Any, cut: TokenCut | None) -> Iterator[None]:
     """Context of the forwards and backwards of a step whose batch holds only this rank's tokens.
 
     Args:
-        stream: random stream of the model, from which attention and dropout read the cut, also in a backward.
-        cut: how the tokens are cut; None for a step with all tokens.
+        stream: random stream of the model, from which attention and dropout read `cut`, also in a backward.
+        cut: how the tokens are sharded over cp; None for a step in which the rank holds all tokens.
     """
     token, before, stream.cut = _NOW.set(cut), stream.cut, cut
     try:

@@ -65,7 +65,7 @@ class Call:
     guessed: bool = False
 
     def keep(self, leaf: int, tensor: Tensor) -> Tensor:
-        """Return `tensor`, item `leaf` of the output, to send; a clone if this stage later writes into it."""
+        """Return `tensor`, which is item `leaf` of the output, for sending it: a clone if code between units writes into it."""
         return tensor.clone() if self.leaves[leaf].written else tensor
 
     def check(self, output: Any) -> None:

@@ -31,7 +31,9 @@ RANDOM = torch.Tag.nondeterministic_seeded
 def dry_run(
     model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]
 ) -> tuple[list[Call], bool]:
-    """Return the calls of `units` in one forward of a fake model, and whether they hold for this batch's data only.
+    """Return (calls of `units` in one forward of a fake model, whether that forward read the data of `batch`).
+
+    If it read them, the calls hold for batches with these data only; otherwise for all batches of these shapes.
 
     Args:
         model: model with fake parameters, scheduled on a mesh without processes.
@@ -42,7 +44,7 @@ def dry_run(
     try:
         return calls_of(Tape(model, units).run(model, fake, batch).rows), False
     except DEPENDS:
-        pass  # again, with the data
+        pass  # try again below, with the data
     tape = DataTape(model, units)
     with refused(model):
         return calls_of(tape.run(model, fake, batch).rows), tape.used_data

@@ -24,8 +24,8 @@ def arrivals(
 ) -> dict[Action, list[Action]]:
     """Return {action of a rank: the rank's earlier sends that have arrived once it has the action's input}.
 
-    A peer sends a result after it has computed it, so its message proves that it has received what this and its
-    earlier results were computed from. Waiting for those sends therefore never blocks.
+    A peer computes a result from tensors that it has received, so the arrival of the result proves that these
+    tensors, and those of the peer's earlier results, have arrived. Waiting for their sends never blocks.
 
     Args:
         ranks: actions of each rank, in order.

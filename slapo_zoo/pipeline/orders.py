@@ -17,7 +17,7 @@ class Order:
 
     Args:
         name: name of the schedule class in torch.distributed.pipelining.
-        source: the paper.
+        source: paper that describes the order.
         stages_per_rank: default number of stages per rank.
         many: any number of stages per rank from 2 is allowed.
         v_shape: True if rank r holds stages r and 2 * pp - 1 - r; otherwise rank r holds stages r, r + pp, ...

@@ -1,4 +1,5 @@
-"""Stage object of torch.distributed.pipelining with timing, errors that name the module, and a corrected backward."""
+"""Stage of torch.distributed.pipelining with timing, errors that name the module, and a backward that is right where
+torch's is not (weights used in several places of a stage)."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator

@@ -24,7 +24,7 @@ from slapo_zoo.hf.example_inputs import training_batch
 from slapo_zoo.language.tape import Row, Tape, is_view
 
 EXPERTS = "experts"  # row: computation of a layer's experts for all tokens
-ELEMENT = 64.0  # operations that a core does while it writes one number to memory
+ELEMENT = 64.0  # floating-point operations in the time of writing one number to memory
 POSITIONS = {"layer_idx", "layer_id", "layer_number", "layer_index"}  # position of a block
 MOST_TOKENS, SCANNED_TOKENS = 512, 16  # a scan's cost is linear in tokens
 _turn = threading.Lock()

@@ -104,7 +104,7 @@ def describe(node: fx.Node, owner: nn.Module, in_pattern: bool = False) -> Opera
     Args:
         node: call node in the graph of `owner`.
         owner: module whose submodules the graph calls.
-        in_pattern: the node belongs to a pattern, so rates and parameters of its modules match any value.
+        in_pattern: the node belongs to a pattern, so dropout rates and parameters of its modules match any value.
     """
     if node.op == "call_module":
         return _describe_module(node, owner, in_pattern)

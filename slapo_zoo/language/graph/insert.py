@@ -121,7 +121,9 @@ def carry_parameters(
 
 
 def operand(graph: fx.Graph, value: Any) -> Any:
-    """Return `value`, which a pattern argument matched, as input of a new node; a ModuleTensor becomes `get_attr`."""
+    """Return what a new node of `graph` takes as input for `value`, a node, constant or ModuleTensor that a pattern
+    argument matched: a new `get_attr` node for a ModuleTensor, otherwise `value` itself.
+    """
     if isinstance(value, ModuleTensor):
         return graph.get_attr(f"{value.target}.{value.name}")
     return value

@@ -12,7 +12,7 @@ class Annotate(Directive):
     """Set an attribute of a parameter; the attribute is kept when the parameter is sharded later.
 
     rewrite:  m.weight  -->  m.weight with m.weight.<key> == value
-    errors:   no such parameter; a key that every tensor has
+    errors:   no such parameter; a key that is an attribute of every tensor, such as `grad`
 
     Args:
         param_name: name of a parameter of the module.

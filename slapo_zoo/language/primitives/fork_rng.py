@@ -40,9 +40,9 @@ class ForkRng(Directive):
             sharded over tp).
         axis: for a Dropout whose input is sharded over tp: the sharded axis (1: heads; -1: last).
         size: global size of that axis; 0: that of the result of `after`, a sharded linear.
-        after: for a module that calls F.dropout: name of the child (BART's `fc1`) whose output, sharded along its
-            last axis, is the input of the next F.dropout. For a Dropout that its parent calls twice: name of the
-            sibling whose sharded output is the input of one call; the other has an unsharded input. Needs `axis=-1`.
+        after: name of the module whose output, sharded along its last axis, is dropped out. For a module that calls
+            F.dropout, the child that runs before that call (BART's `fc1`). For a Dropout that its parent calls
+            twice, the sibling before one of the calls; the input of the other is unsharded. Needs `axis=-1`.
         tokens: with sequence parallelism, the input holds only the tokens of this rank.
         rows: axis 0 of the input is the batch; False (DeBERTa's distances): every micro-batch and dp
             rank draws the same mask.

@@ -13,7 +13,7 @@ from slapo_zoo.parallel.placement import Placement
 @primitive("shard_argument")
 @dataclass(frozen=True)
 class ShardArgument(Directive):
-    """Slice a tensor that is passed by keyword to this rank's part along one axis.
+    """Slice a tensor argument, which the module gets by keyword, along one axis; each rank keeps its heads.
 
     rewrite:  attention(x, alibi=a [B * H, 1, T])  -->  attention(x, alibi=a_r [B * H/n, 1, T])
               every group of `size` entries along the axis is sharded alike; da is all-reduced;

@@ -15,7 +15,7 @@ _traced: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
 class Traces(Directive):
-    """Base of the directives that trace modules while they check, and put the graphs into the model while they apply."""
+    """Base class of directives whose `check` traces modules, and whose `apply` puts the traced modules into the model."""
 
     example_inputs: Any
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-# what the numbers of a label are
+# meaning of a label's numbers
 TOKEN = "an id of the vocabulary for each position"
 TAG = "a class for each position"
 FLAG = "0 or 1 for each position, padding too"
@@ -52,7 +52,7 @@ HEADS = (
     Head("ForMultipleChoice", {"labels": CHOICE}, takes_choices=True),
     Head("ForNextSentencePrediction", {"next_sentence_label": PAIR}),
 )  # fmt: skip
-SHIFTED = "ForCausalLM"  # stands for a class of one's own that shifts its labels
+SHIFTED = "ForCausalLM"  # name used for a user's class that shifts its labels
 UNKNOWN = Head("")
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from slapo_zoo.parallel.collectives import all_gather
 from slapo_zoo.parallel.mesh import Mesh
 
-SCALE = 20.0  # of cosines, the usual 1 / 0.05
+SCALE = 20.0  # factor of the cosines, the usual 1 / 0.05
 
 
 class InBatchNegatives:

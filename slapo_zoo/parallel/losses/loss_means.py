@@ -27,7 +27,7 @@ _SUMS = {"add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub
 _FACTORS = {"mul", "mul_", "__mul__", "__rmul__", "__imul__"}
 _QUOTIENTS = {"div", "div_", "true_divide", "__truediv__", "__itruediv__"}
 _SAME = {"neg", "__neg__", "float", "double", "to", "clone", "squeeze", "reshape", "mean", "sum"}
-_SHARE = "_is_share"  # of a tensor made in a loss_function: whether it is a sum of such means
+_SHARE = "_is_share"  # attribute of a tensor in a loss_function: True if it is a sum of such means
 
 
 def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:

@@ -24,9 +24,9 @@ from slapo_zoo.parallel.ranks import heartbeat
 from slapo_zoo.parallel.ranks.process_group import join_group, rank_guard
 from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads
 
-BUILDING = threading.RLock()  # torch's default dtype and what transformers patches are global
-_ONE_WORLD = threading.Lock()  # per process: torch has one switch for process groups per thread
-_STAYS = threading.Event()  # whether the ranks that hold the lock live until somebody ends them
+BUILDING = threading.RLock()  # torch's default dtype and transformers' patches are global
+_ONE_WORLD = threading.Lock()  # torch's switch to process groups per thread is per process
+_STAYS = threading.Event()  # set while the ranks that hold the lock live until they are closed
 
 
 class HostedRanks:
@@ -75,7 +75,7 @@ class HostedRanks:
             jobs.put(None)
         for thread in self._threads:
             thread.join()
-        gc.collect()  # a group that only the interpreter's end frees may abort the process
+        gc.collect()  # a group that is freed only at interpreter exit may abort the process
         self._within.close()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -85,7 +85,9 @@ class HostedRanks:
         Raises:
             Exception: the error of the first rank that failed, with its traceback as the cause.
         """
-        own: Any = torch.random.default_generator  # of this thread: its seed is that of all ranks
+        own: Any = (
+            torch.random.default_generator
+        )  # the caller's generator, whose state all ranks start from
 
         def call(rank: int, *given: Any) -> Any:
             own_of_rank: Any = torch.random.default_generator
@@ -101,7 +103,7 @@ class HostedRanks:
             self._jobs[rank].put((call, *args))
         try:
             found = [self._results.get() for _ in self.ranks]
-        except BaseException:  # Ctrl-C: the threads may wait for others
+        except BaseException:  # Ctrl-C: the threads may hang in a collective, so do not join them
             self._threads.clear()
             raise
         own.mark = marks.get(self.ranks[0], mark)
@@ -111,14 +113,14 @@ class HostedRanks:
 
     def _work(self, rank: int) -> None:
         """Thread of one rank: join the world, run each function passed to `run`, leave at the end."""
-        store = self._store.clone()  # in one that is shared a thread would wait for itself
+        store = self._store.clone()  # threads that share a store object would block each other
         jobs = self._jobs[rank]
         self._done(rank, lambda _: join_group(store, rank, self._size, backend="gloo", timeout=self._timeout))  # fmt: skip
         while (job := jobs.get()) is not None:
             self._results.put((rank, *self._done(rank, *job)))
             del job
         if dist.is_initialized():
-            with suppress(RuntimeError):  # a peer that failed is gone
+            with suppress(RuntimeError):  # a failed peer is missing
                 dist.barrier()
             _leave()
 
@@ -196,7 +198,7 @@ def _leave() -> None:
     if dist.is_initialized():
         heartbeat.stop()
         dist.destroy_process_group()
-    gc.collect()  # a group is left when it is freed: who waits for us in it learns so
+    gc.collect()  # freeing a group closes its connections, so peers that wait in it get an error
 
 
 def _first_cause(failures: Sequence[BaseException]) -> BaseException:
@@ -209,7 +211,7 @@ def _set_aside() -> Iterator[None]:
     """Context in which garbage collection skips all objects that exist already. Scanning the
     objects of torch would take 0.25 s each time.
     """
-    if gc.get_freeze_count():  # set aside by somebody else, who wants it to stay so
+    if gc.get_freeze_count():  # frozen by other code: do not unfreeze at the end
         yield
         return
     gc.freeze()
@@ -223,8 +225,8 @@ def _set_aside() -> Iterator[None]:
 def _loads_in_turn() -> Iterator[None]:
     """Context in which plain `from_pretrained` of transformers runs in one thread at a time.
 
-    While it builds a model, it empties `PreTrainedModel.tie_weights` and sets the default dtype. Of two threads at
-    once, one would tie nothing, and the second would take the empty method for the original and restore that.
+    While it builds a model, transformers replaces `PreTrainedModel.tie_weights` by an empty method and sets the
+    default dtype, for all threads: one thread would tie no weights, and another would "restore" the empty method.
     """
     from transformers import PreTrainedModel
 

@@ -28,7 +28,7 @@ from slapo_zoo.parallel.ranks.process_group import (
 )
 from slapo_zoo.parallel.ranks.store import local_store
 
-BLAME_S = 2.0  # a rank that only lost a peer is not blamed before the guilty one had time to report
+BLAME_S = 2.0  # seconds in which the rank that failed first can report, before a rank that lost it is named
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
 _SIGNAL_HINTS = {
     "SIGKILL": "Linux kills a process so when memory runs out: see dmesg, and use less memory",
@@ -50,7 +50,7 @@ class Failure:
     report: RankError
     traceback_text: str = ""
     error: BaseException | None = None
-    secondary: bool = False  # it only lost a peer: another rank is to blame
+    secondary: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def run_local(
             _join(ranks, GRACE_S)
     finally:
         stop(ranks)
-    del store  # not before the ranks have ended: they meet there
+    del store  # kept until now, because the ranks use it
     if failure is not None:
         failure.report.traceback_text = failure.traceback_text
         raise failure.report from failure.error
@@ -123,10 +123,10 @@ def _start_all(
     context = multiprocessing.get_context(start)
     for rank in range(nprocs):
         ranks.append(start_rank(context, rank, _rank_main, (rank, nprocs, threads, *job)))
-    # after the forks, since its thread is not one to fork
+    # created after the forks, since the store has a thread
     store = local_store()
     for local in ranks:
-        with suppress(OSError):  # a rank that died at once: `collect` will say so
+        with suppress(OSError):  # the rank has ended already: `collect` reports it
             local.pipe.send(store.port)
     return store
 
@@ -147,17 +147,17 @@ def start_rank(
     """
     ours, theirs = context.Pipe()
     process = context.Process(target=main, args=(theirs, *args), name=f"rank {rank}", daemon=True)  # type: ignore[attr-defined]
-    with warnings.catch_warnings():  # our ranks use one thread, and no lock of the parent's
+    with warnings.catch_warnings():  # a forked rank uses one thread and no lock of the parent
         warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
         process.start()
-    theirs.close()  # now the end of the process is an end of file on our side
+    theirs.close()  # so that this end reads EOF when the process ends
     return LocalRank(rank, process, ours)
 
 
 def prepare_rank(threads: int) -> None:
     """Set up the process of a rank: its number of threads, ignored Ctrl+C, exit when the parent process ends."""
-    gc.freeze()  # a group of the parent that is freed here would wait for threads that it left behind
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl+C too, and stops us
+    gc.freeze()  # never free the parent's groups here: they would wait for threads that the fork lacks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl+C too, and stops the ranks
     torch.set_num_threads(threads)
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
@@ -191,7 +191,7 @@ def send_outcome(pipe: Connection, rank: int, what: str, job: Callable[[], Any])
     """
     failure = None
     try:
-        # plain pickle: multiprocessing's own would lend tensors from memory that dies with us
+        # plain pickle: multiprocessing's own would share tensor memory, which ends with this process
         data = pickle.dumps(job())
     except Exception as exc:
         failure = _failure(rank, exc, what)
@@ -206,7 +206,7 @@ def _failure(rank: int, exc: Exception, what: str) -> Failure:
     error: BaseException | None = exc
     try:
         pickle.loads(pickle.dumps(exc))
-    except Exception:  # whatever the class of a stranger does in its __reduce__
+    except Exception:  # a foreign class's __reduce__ may raise anything
         error = None
     return Failure(report, report.traceback_text, error, secondary)
 
@@ -229,7 +229,7 @@ def collect(
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
         ready = wait(list(waiting), left)
         if not ready:
-            # with a failure at hand, those who still run are only its consequence
+            # after a failure, the ranks that still run are late only because of it
             late = _too_late([local.rank for local in waiting.values()], timeout, what)
             failures = failures or [late]
             break

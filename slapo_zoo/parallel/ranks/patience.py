@@ -21,7 +21,7 @@ from slapo_zoo.parallel.ranks import heartbeat
 from slapo_zoo.parallel.rng.seeds import get_logger
 
 LIMIT_S = 3600.0  # for the slowest disk or download
-SILENCE_S = 45.0  # a rank that is not heard of for so long is stopped, or its machine is lost
+SILENCE_S = 45.0  # a rank without a heartbeat for so long counts as stopped
 PROGRESS_S = 30.0
 LOOK_S = 1.0
 
@@ -33,7 +33,7 @@ class _Waiting:
         self.group, self.steps = None, Counter[str]()
 
 
-# By process group, and no longer than it lives: a group that is kept has threads that go on polling.
+# Keyed weakly by process group, because the threads of a group that is kept alive go on polling.
 _OF_WORLD: WeakKeyDictionary[Any, _Waiting] = WeakKeyDictionary()
 
 
@@ -41,7 +41,7 @@ def _waiting() -> _Waiting:
     return _OF_WORLD.setdefault(dist.group.WORLD, _Waiting())
 
 
-_GROUP: ContextVar[Any] = ContextVar("group", default=None)  # a new thread starts without
+_GROUP: ContextVar[Any] = ContextVar("group", default=None)  # None in a new thread
 
 
 @contextmanager

@@ -30,12 +30,12 @@ from slapo_zoo.parallel.ranks.heartbeat import ERROR_KEY
 from slapo_zoo.parallel.ranks.slurm import slurm_environment
 from slapo_zoo.parallel.ranks.store import fresh_store, is_restartable, meet, open_store
 
-TIMEOUT_S = 60.0  # of a collective; torch's default is 30 minutes
-START_S = 600.0  # until all processes of a job have started
-JOIN_S = 10.0  # until they have connected to each other
+TIMEOUT_S = 60.0  # timeout of a collective; torch's default is 30 minutes
+START_S = 600.0  # seconds until all processes of a job have started
+JOIN_S = 10.0  # seconds until they have connected to each other
 VARIABLE = "SLAPO_ZOO_TIMEOUT_S"
-ERROR_WAIT_S = 5.0  # how long a rank that lost its peers waits for one of them to say why
-LINGER_S = 10.0  # how long a failed rank 0 that holds the store itself waits for others to read it
+ERROR_WAIT_S = 5.0  # a rank that lost a peer waits so long for a published error
+LINGER_S = 10.0  # a failed rank 0 that holds the store lets peers read the error for so long
 OF_TORCHRUN = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _LOST_PEER = re.compile(
     r"gloo|nccl|closed by peer|connection (closed|reset|refused)|broken pipe|timed out waiting",
@@ -43,11 +43,11 @@ _LOST_PEER = re.compile(
 )
 
 
-SILENT_S = 4.0  # a rank that does not beat for so long, once contact is lost, is named
+SILENT_S = 4.0  # after a lost connection, a rank without a heartbeat for so long is named
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (\d+) ?ms")
 
 
-_WITHIN: ContextVar[str] = ContextVar("within", default="a collective")  # a thread starts without
+_WITHIN: ContextVar[str] = ContextVar("within", default="a collective")  # default in a new thread
 
 
 class _State:
@@ -175,8 +175,8 @@ def shutdown_distributed(failed: bool = False) -> None:
     if not dist.is_initialized():
         return
     if not (failed or _State.failed):
-        background.join()  # a save under way still talks over it
-        with suppress(RuntimeError):  # a peer that is gone is no reason to fail now
+        background.join()  # a running save uses its groups
+        with suppress(RuntimeError):  # a missing peer is no error at shutdown
             dist.barrier()
     heartbeat.stop()
     dist.destroy_process_group()
@@ -231,7 +231,7 @@ def rank_guard(what: str) -> Iterator[None]:
         yield
     except Exception as exc:
         if isinstance(exc, RankError) or is_agreed(exc) or not dist.is_initialized():
-            raise  # an inner guard has done it, or every rank raises in this very step
+            raise  # published by an inner guard, or raised by every rank in this step
         explain_lost_peer(exc)
         _State.failed = True
         publish_error(exc, what)
@@ -248,7 +248,7 @@ def explain_lost_peer(exc: Exception) -> None:
     error = _await_peer_error()
     if error is None:
         error = lost_peer(exc, what)
-        publish_error(error, what)  # all who are left say the same
+        publish_error(error, what)  # so that all remaining ranks raise the same error
     else:
         _linger()
     raise error from exc

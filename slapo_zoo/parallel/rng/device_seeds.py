@@ -14,8 +14,8 @@ from torch._guards import detect_fake_mode
 NAMESPACE = "slapo_zoo"
 MASK = (1 << 64) - 1
 GOLDEN, FIRST, SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-STRIDE = 0x2545F4914F6CDD1D  # what one element of a cell adds to its bits, see is_kept
-PLANS = 8  # shapes of batches that are remembered
+STRIDE = 0x2545F4914F6CDD1D  # added to the hash input per element: see hashed_bits
+PLANS = 8  # number of batch sizes whose seeds are cached
 
 
 def mix_state(state: int, word: int) -> int:
@@ -65,7 +65,9 @@ def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
 
 
 def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
-    """Return seeds [n * parts] of the same mask as `seeds` [n], one for every `size` elements of a block."""
+    """Cut each of the n blocks of a mask into `parts` blocks of `size` elements: return seeds [n * parts] that give the
+    same mask as `seeds` [n].
+    """
     if parts == 1:
         return seeds
     if torch.compiler.is_compiling():
@@ -194,7 +196,7 @@ class DeviceSeeds:
         `count` the number of rows of the tensor, a multiple of that of the micro-batch; `heads` are global indices.
         """
         step, first_row, num_rows = position
-        if detect_fake_mode() is not None:  # a dry run: what it makes must not be met again
+        if detect_fake_mode() is not None:  # a dry run: do not cache fake tensors
             self = DeviceSeeds()
         if len(self.plans) > PLANS:
             self.plans.clear()

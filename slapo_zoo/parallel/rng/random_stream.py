@@ -36,7 +36,7 @@ from slapo_zoo.parallel.rng.stream_position import (
     hash_of,
 )
 
-# A graph that is replayed, as CUDA graphs are, would not ask for the position again.
+# Tag of operators that CUDA graphs must not contain: a replay would repeat the masks of the capture.
 UNSAFE = [t for n in ("cudagraph_unsafe",) if (t := getattr(torch.Tag, n, None)) is not None]
 
 
@@ -247,7 +247,7 @@ class RandomStream(StreamPosition):
         if torch.compiler.is_compiling():
             at = self.now, self.seed, self.has_rows
             return drawn_uniform(*at, *in_graph(site), x.shape, x.dtype, x.device)
-        if self.hashes(x.device):  # what is drawn on the host would be waited for
+        if self.hashes(x.device):  # drawing on the host would make the device wait
             counter = torch.arange(x[0].numel(), device=x.device)
             bits = hashed_bits(counter, self.seeds(x, site)[:, None])
             return (bits / 0x1000000).to(x.dtype).view(x.shape)
@@ -259,7 +259,7 @@ class RandomStream(StreamPosition):
 
 
 def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStream:
-    step, first_row, num_rows = at.tolist()  # on the host: nothing waits
+    step, first_row, num_rows = at.tolist()  # a CPU tensor, so no wait for the device
     if num_rows == NOWHERE:
         problem = "code compiled outside a call of the model would repeat its dropout masks"
         raise SlapoError(

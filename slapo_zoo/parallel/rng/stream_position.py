@@ -37,7 +37,7 @@ class SiteName:
         return root + self.suffix
 
 
-Where = str | SiteName | int  # a site's path, its name, or the hash of it
+Where = str | SiteName | int  # path of a module that draws, its SiteName, or the hash of the path
 
 
 def hash_of(site: Where) -> int:
@@ -46,10 +46,10 @@ def hash_of(site: Where) -> int:
 
 
 Position = tuple[int, int, int]  # step, first row, rows
-NOWHERE = -1  # rows of a graph's position where no call runs
-TURN = 40  # bits of a step; those above tell the draws of a site beside any call from each other
+NOWHERE = -1  # number of rows in `now` outside a call
+TURN = 40  # bits for the step; the bits above number the draws of a module outside a call
 MARKS = 1 << 14  # states of torch's generator that are remembered
-GRAPHS = [0]  # how often compiled code has drawn: no stream sees it
+GRAPHS = [0]  # number of draws by compiled code, which calls no method of a stream
 
 
 @dataclass
@@ -67,21 +67,27 @@ class StreamPosition:
     step: int = 0
     first_row: int = 0
     num_rows: int = 0
-    copy: int = 0  # our dp coordinate, which tells the rows of what is drawn beside any call
-    real_tokens: Tensor | None = None  # [B, S], while all that are real stand in one row
-    real_at: Tensor | None = None  # [N], where they are among all B * S
-    cut: Any = (
-        None  # `TokenCut` of a step whose rows are cut over cp: drawn is a part of the row's masks
-    )
+    copy: int = 0  # dp coordinate, for the row indices of draws outside a call
+    real_tokens: Tensor | None = None  # bool [B, S], while padding is left out
+    real_at: Tensor | None = None  # [N], indices of the tokens that are no padding among all B * S
+    cut: Any = None  # `TokenCut` of a step whose tokens are sharded over cp
     device_seeds: DeviceSeeds = field(default_factory=DeviceSeeds, repr=False)
-    has_rows: bool = True  # whether axis 0 of what is dropped are batch rows
-    is_open: bool = False  # a call runs: its sites draw at one position
-    again: Position | None = None  # of the call whose backward runs
-    calls: int = 0  # so many drew that were no training forward of the whole model
-    now: Tensor | None = field(default=None, repr=False, compare=False)  # `position` for a graph
-    _start: int | None = None  # mark at the start of a call that has drawn nothing yet
-    _turns: dict[int, int] = field(default_factory=dict, repr=False)  # of a site beside any call
-    _seen: dict[Any, Position] = field(default_factory=dict, repr=False)  # by mark
+    has_rows: bool = True  # axis 0 of the inputs of dropouts is the batch
+    is_open: bool = False  # a call is running; all its modules draw at one position
+    again: Position | None = None  # position of the call whose backward runs
+    calls: int = 0  # number of calls that drew and were no training step
+    now: Tensor | None = field(
+        default=None, repr=False, compare=False
+    )  # `position` as a tensor, for compiled code
+    _start: int | None = (
+        None  # state of torch's generator at the start of a call that has not drawn yet
+    )
+    _turns: dict[int, int] = field(
+        default_factory=dict, repr=False
+    )  # draws outside a call, by hash of the path
+    _seen: dict[Any, Position] = field(
+        default_factory=dict, repr=False
+    )  # by state of the generator
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a changed position is also stored as a tensor, `now`, for compiled code."""
@@ -92,7 +98,7 @@ class StreamPosition:
             self._turns = {}
 
     def _moved(self) -> None:
-        if detect_fake_mode() is None:  # what a dry run makes must not be met again
+        if detect_fake_mode() is None:  # a fake tensor must not stay after a dry run
             step, first_row, num_rows = self.position()
             known = self.is_open or self.again or num_rows
             self.now = torch.tensor([step, first_row, num_rows if known else NOWHERE], device="cpu")
@@ -154,15 +160,15 @@ class StreamPosition:
             try:
                 yield
             finally:
-                if self._start is not None and GRAPHS[0] != graphs:  # in compiled code alone
+                if self._start is not None and GRAPHS[0] != graphs:  # only compiled code has drawn
                     self._begin()
                 if mark is not None and self._start is None:
                     advance_generator()
 
     def _begin(self) -> None:
-        """Remember, at the first draw of a call, that the call's position belongs to the state of torch's generator.
+        """Store the position of a call at its first draw, under the state that torch's generator had when the call began.
 
-        A call that starts from the same state (a recomputation) then draws at the same position.
+        A later call that begins from the same state (a recomputation) then draws the same numbers.
         """
         start, self._start = self._start, None
         self.calls = max(self.calls, -self.step)
