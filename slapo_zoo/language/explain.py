@@ -185,8 +185,7 @@ def after_backward(
     Args:
         plan: plan of this rank, which says over which mesh dims each gradient is summed.
         named: names and parameters of this rank.
-        tokens_sharded: True when hidden states are sharded over tp along the tokens (sequence
-            parallelism).
+        tokens_sharded: True when hidden states are sharded over tp along the tokens (sequence parallelism).
     """
     parameters = dict(named)
     sums = plan.sums_of(parameters, REPLICAS, PARTIAL, DATA, tokens_sharded=tokens_sharded)

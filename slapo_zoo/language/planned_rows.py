@@ -22,8 +22,7 @@ def plan_of(state: State) -> RankPlan:
     row per tensor: shards, dtype, gradient all-reduces.
 
     Args:
-        state: state of the schedule; unless `state.plan` is set, its model must have all pipeline
-            stages.
+        state: state of the schedule; unless `state.plan` is set, its model must have all pipeline stages.
     """
     if state.plan is not None:
         return state.plan

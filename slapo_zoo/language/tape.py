@@ -239,8 +239,7 @@ class Tape(TorchDispatchMode):
             model: the model that was passed to the constructor.
             mode: the FakeTensorMode of the model's tensors.
             batch: keyword arguments of the forward, of which only shapes and dtypes count; no KV cache is filled.
-            loss_of: maps the model's output to the loss or None; its argument is None where the forward stopped
-                early.
+            loss_of: maps the model's output to the loss or None; its argument is None where the forward stopped early.
         """
         with mode:
             inputs = self._inputs(model, batch)

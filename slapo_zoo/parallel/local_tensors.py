@@ -17,8 +17,7 @@ class Rows(NamedTuple):
     Args:
         first: index of the first row in the tensor that is unsharded over dp.
         count: number of rows.
-        writes: True if this rank writes the rows to files; of ranks with the same rows only one
-            does.
+        writes: True if this rank writes the rows to files; of ranks with the same rows only one does.
     """
 
     first: int
@@ -33,8 +32,7 @@ class RowsOfRank:
     Args:
         size: number of ranks over which rows are sharded.
         rank: this rank's index among them.
-        writes: True if this rank writes its rows to files; of ranks with the same rows only one
-            does.
+        writes: True if this rank writes its rows to files; of ranks with the same rows only one does.
     """
 
     size: int

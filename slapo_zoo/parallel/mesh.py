@@ -1,8 +1,7 @@
 """The device mesh: dims tp (fastest), cp, dp, pp; any rank can be inspected without a process group.
 
-`Mesh.DIMS` says what the ranks of each mesh dim divide among them. "batch" and "loss" are names for several dims
-taken together, as in torchtitan: the dims that divide the rows of a batch, and those that divide the terms of its
-loss.
+`Mesh.DIMS` says what the ranks of each mesh dim divide among them. "batch" and "loss" are names for several dims taken
+together, as in torchtitan: the dims that divide the rows of a batch, and those that divide the terms of its loss.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,7 @@
 """Patterns over module paths.
 
-`*` is one segment between dots, `**` any number of segments (also none), and `:Name` at the end keeps only
-modules whose class has that name: `**:Dropout` is every dropout of the model. The empty pattern
-is the model itself.
+`*` is one segment between dots, `**` any number of segments (also none), and `:Name` at the end keeps only modules
+whose class has that name: `**:Dropout` is every dropout of the model. The empty pattern is the model itself.
 """
 
 import difflib

@@ -11,9 +11,7 @@ Place = tuple[Any, str, Any]
 
 @contextmanager
 def standing_in(places: Iterable[Place]) -> Iterator[None]:
-    """Context in which modules read other tensors in place of parameters, given as `places`:
-    (module, name, tensor).
-    """
+    """Context in which modules read other tensors in place of parameters, given as `places`: (module, name, tensor)."""
     held = list(places)
     before = [module.__dict__.get(name) for module, name, _ in held]
     for module, name, tensor in held:

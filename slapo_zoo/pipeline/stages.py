@@ -199,8 +199,7 @@ class Cursor:
 
         Args:
             unit: path of the called module.
-            held: whether this stage has the module's weights; ScheduleError if it runs the call
-                without.
+            held: whether this stage has the module's weights; ScheduleError if it runs the call without.
         """
         if self.plan is None:
             problem = (

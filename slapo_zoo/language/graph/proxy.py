@@ -181,8 +181,7 @@ def _unpacked_into(frame: FrameType) -> int:
 
 
 def _decided_for_any_draw(node: Any) -> bool | None:
-    """Return the result of `node` if it compares `torch.rand` with a constant and every draw gives
-    the same; else None.
+    """Return the result of `node` if it compares `torch.rand` with a constant and every draw gives the same; else None.
 
     `rand < 0.0`, as in a layer drop of rate 0, is False for each number in [0, 1).
     """

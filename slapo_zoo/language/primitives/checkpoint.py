@@ -93,8 +93,7 @@ def recompute_module(
         module: the module.
         path: path of the module; removing it from `state.checkpointed` switches recomputation off.
         state: state of the schedule.
-        policy: which results are saved: "" (none), "save_matmuls", "offload" (all) or "sharded"
-            (the inputs, over tp).
+        policy: which results are saved: "" (none), "save_matmuls", "offload" (all) or "sharded" (the inputs, over tp).
         offload: keep the saved tensors in host memory until the backward.
     """
     state.checkpointed.append(path)

@@ -36,8 +36,7 @@ class ForkRng(Directive):
     note:     a Dropout then draws the same mask on every layout; `eval()` switches it off
 
     Args:
-        per_rank: for modules other than Dropout: draw differently on each tp rank (the activation is
-            sharded over tp).
+        per_rank: for modules other than Dropout: draw differently on each tp rank (the activation is sharded over tp).
         axis: for a Dropout whose input is sharded over tp: the sharded axis (1: heads; -1: last).
         size: global size of that axis; 0: that of the result of `after`, a sharded linear.
         after: name of the module whose output, sharded along its last axis, is dropped out. For a module that calls

@@ -34,9 +34,8 @@ class Fuse(Directive):
     Args:
         subgraph: the result of `find` or a pattern function (a schedule with either cannot be written to a
             file), or a regex over the modules that the graph calls; a kernel brings a pattern of its own.
-        compiler: "inductor" (torch.compile, at the first call), "kernel" (a registered one whose
-            pattern matches), "TorchScript" (inductor where torch.jit.script cannot be used, which is
-            logged), or None: grouping only.
+        compiler: "inductor" (torch.compile, at the first call), "kernel" (a registered one whose pattern matches),
+            "TorchScript" (inductor where torch.jit.script cannot be used, which is logged), or None: grouping only.
         name: the child becomes `<name>_<k>`; with "kernel", the name of a kernel, or "" for any.
     """
 

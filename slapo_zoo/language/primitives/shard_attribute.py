@@ -24,8 +24,7 @@ class ShardAttribute(Directive):
             config (Phi-3 slices by it), so directives that change the model's config come before.
         unit: number of consecutive indices that always stay on one rank: head_dim for `split_size`, which counts
             columns.
-        together: number of units (query heads) that share a KV head and stay on one rank if they
-            can.
+        together: number of units (query heads) that share a KV head and stay on one rank if they can.
         replicate: several ranks hold the same unit when there are fewer units than ranks.
         keep: number of ranks up to which the attribute is unchanged: `num_key_value_groups` shrinks only
             when there are more ranks than KV heads.

@@ -20,8 +20,7 @@ class Head:
     Attributes:
         ending: ending of the names of its classes.
         labels: argument of the forward that takes labels --> text that says what a label is.
-        shifts: True if the loss compares the output at a position with the label of the next
-            position.
+        shifts: True if the loss compares the output at a position with the label of the next position.
         takes_choices: True if token ids have the shape [rows, choices, tokens].
         over_real_tokens: True if the loss is a mean over all tokens that are not padding.
         ignores_padding: True if the loss reads a position only where the label is not -100.

@@ -34,8 +34,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
     """Return the number of targets of each loss term of a head, as tensors on the device of its labels.
 
     Args:
-        class_name: name of the model class; a class that predicts the next token ignores the first
-            label.
+        class_name: name of the model class; a class that predicts the next token ignores the first label.
         batch: keyword arguments of its forward.
     """
     mask = batch.get("attention_mask") if head_of(class_name).over_real_tokens else None

@@ -26,8 +26,7 @@ def is_restartable() -> bool:
 
 
 def fresh_store(rank: int, world_size: int, timeout_s: float) -> Any:
-    """Return a part of torchrun's key-value store that only this start of the job uses; a
-    collective call of all ranks.
+    """Return a part of torchrun's key-value store that only this start of the job uses; a collective call of all ranks.
 
     Raises:
         torch.distributed.DistError: a rank did not arrive within `timeout_s` seconds.

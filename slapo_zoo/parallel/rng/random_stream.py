@@ -121,8 +121,7 @@ class RandomStream(StreamPosition):
         """Return the seeds, on the device of x, from which operators hash the dropout mask of x.
 
         Args:
-            x: [rows, ...], or [rows, len(heads), ...]; it is cut into as many equal blocks as there
-                are seeds.
+            x: [rows, ...], or [rows, len(heads), ...]; it is cut into as many equal blocks as there are seeds.
             site: path of the module that drops.
             heads: global indices of the heads on axis 1; each head has a seed of its own.
         """
