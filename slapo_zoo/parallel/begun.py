@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 STEPS = "train_step"
-EXPLAIN: list[Callable[[Exception], None]] = []  # raises in words what gloo says of a lost peer
+EXPLAIN: list[Callable[[Exception], None]] = []  # raise a RankError for a lost peer
 
 _NOT_OF_USER = (str(Path(__file__).parents[1]), str(Path(threading.__file__).parent), "<")
 
@@ -56,7 +56,7 @@ def _is_of_user(file: str) -> bool:
     return not (file.startswith(_NOT_OF_USER) or "site-packages" in file)
 
 
-# By process group, and no longer than it lives; ranks may be threads, each with groups of its own.
+# Keyed weakly by process group; ranks may be threads, each with groups of its own.
 _OF_WORLD: WeakKeyDictionary[Any, Begun] = WeakKeyDictionary()
 _OF_GROUP: WeakKeyDictionary[Any, tuple[Begun, list[int]]] = WeakKeyDictionary()
 

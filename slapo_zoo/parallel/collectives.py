@@ -18,9 +18,8 @@ from slapo_zoo.parallel.once import once
 
 Group = dist.ProcessGroup | Any | None
 CHANNELS_LAST = torch.channels_last
-OBSERVERS: list[
-    Any
-] = []  # called with (kind, unsharded tensor, group) before each collective, by `verify`
+# `verify`'s functions, called with (kind, unsharded tensor, group) before each collective
+OBSERVERS: list[Any] = []
 
 
 def group_size(group: Group) -> int:

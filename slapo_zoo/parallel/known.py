@@ -32,9 +32,7 @@ class Known:
 
 
 _NOTHING = Known()
-_NOW: ContextVar[Known] = ContextVar(
-    "known", default=_NOTHING
-)  # torch's backward threads see it too
+_NOW: ContextVar[Known] = ContextVar("known", default=_NOTHING)  # read in backward threads too
 
 
 def known() -> Known:

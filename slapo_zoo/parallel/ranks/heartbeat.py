@@ -21,7 +21,7 @@ from slapo_zoo.parallel.begun import Begun, of_world
 
 BEAT_S = 1.0
 STILL = 3  # beats without a new collective, after which a rank publishes the line that began its last one
-LEAVE_S = 2.0  # longer, and the store does not answer
+LEAVE_S = 2.0  # seconds to wait for the thread, which may hang in a store that does not answer
 ERROR_KEY = "slapo_zoo/first_error"
 ENDED = "ended"
 
@@ -50,7 +50,7 @@ class Heart:
 
     def _work(self) -> None:
         count, moved, told, line = 0, 0, {}, None
-        with suppress(RuntimeError):  # the store went with the process that held it
+        with suppress(RuntimeError):  # the process that held the store has ended
             while True:
                 self.store.set(_key("beat", self.rank), str(count := count + 1))
                 if (counts := self._counts()) != told:
@@ -132,11 +132,11 @@ class Heart:
 _ALIVE: WeakSet[Heart] = WeakSet()
 
 
-@atexit.register  # at the import of this file, so that it runs after all that leaves a process group
+@atexit.register  # registered at import, so that it runs after the exit functions that leave process groups
 def _stop_all() -> None:
     """End all heartbeat threads at exit, even if the process group is already destroyed.
 
-    Inside the C++ code of the store they would abort the interpreter.
+    A thread that is still in the C++ code of the store when the interpreter ends would abort the process.
     """
     hearts = list(_ALIVE)
     for heart in hearts:
@@ -158,8 +158,8 @@ def parse_error(text: str | bytes) -> RankError:
     return error
 
 
-# By process group, and no longer than it lives: ranks may be threads of one process, and a forked
-# process must not be the one that frees a group of its parent, whose threads it lacks.
+# Keyed weakly by process group: ranks may be threads, and a reference kept here would let a forked process
+# free a group of its parent, whose threads it lacks.
 _OF_WORLD: WeakKeyDictionary[Any, Heart | None] = WeakKeyDictionary()
 
 

@@ -85,9 +85,7 @@ class HostedRanks:
         Raises:
             Exception: the error of the first rank that failed, with its traceback as the cause.
         """
-        own: Any = (
-            torch.random.default_generator
-        )  # the caller's generator, whose state all ranks start from
+        own: Any = torch.random.default_generator  # the caller's; all ranks start from its state
 
         def call(rank: int, *given: Any) -> Any:
             own_of_rank: Any = torch.random.default_generator

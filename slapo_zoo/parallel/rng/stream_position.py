@@ -76,18 +76,12 @@ class StreamPosition:
     is_open: bool = False  # a call is running; all its modules draw at one position
     again: Position | None = None  # position of the call whose backward runs
     calls: int = 0  # number of calls that drew and were no training step
-    now: Tensor | None = field(
-        default=None, repr=False, compare=False
-    )  # `position` as a tensor, for compiled code
-    _start: int | None = (
-        None  # state of torch's generator at the start of a call that has not drawn yet
-    )
-    _turns: dict[int, int] = field(
-        default_factory=dict, repr=False
-    )  # draws outside a call, by hash of the path
-    _seen: dict[Any, Position] = field(
-        default_factory=dict, repr=False
-    )  # by state of the generator
+    now: Tensor | None = field(default=None, repr=False, compare=False)  # `position` for a graph
+    # state of torch's generator at the start of a call that has not drawn yet
+    _start: int | None = None
+    # number of draws outside a call, by hash of the module's path
+    _turns: dict[int, int] = field(default_factory=dict, repr=False)
+    _seen: dict[Any, Position] = field(default_factory=dict, repr=False)  # by generator state
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a changed position is also stored as a tensor, `now`, for compiled code."""
