@@ -35,7 +35,9 @@ def with_positions(table: Table, cls: Any, positions: str) -> Table:
 
 
 def nearer(config: Any) -> Any:
-    """Return a copy of a config in which attention windows, chunks and similar sizes are at most NEAR tokens."""
+    """Return a copy of a config with windows, chunks and the like of at most NEAR tokens, fewer than a probed cp rank
+    holds.
+    """
     values = config.to_dict()
     for name, value in values.items():
         if NEARS.search(name) and type(value) is int and value > NEAR:

@@ -313,8 +313,10 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recompute policies, an integer per unit that is equal for units of equal cost, a dict), cached under
-        `what`. In the dict the caller caches memory and time of a stage by the integers of its units.
+        """Return (recompute policies, mark of each unit, dict); units of equal cost have the same integer as mark.
+
+        Stages of equal marks cost the same, so the caller stores memory and time in the dict by marks. `what` is a cache
+        key.
         """
         if what in self._stages:
             return self._stages[what]
