@@ -7,7 +7,7 @@ class SlapoError(Exception):
     """Base of every error that slapo_zoo raises on purpose.
 
     Args:
-        where: module path, file, argument or rank at which it happened.
+        where: module path, file, argument or rank at which the error happened.
         what: the directive or argument that cannot be honoured.
         problem: what was found against what was expected.
         hint: what to do about it.

@@ -1,6 +1,6 @@
 """Offload saved activations to host memory, and copy them back to the device for their backward.
 
-rewrite:  kept [...] on the device  -->  kept [...] in pinned memory of the host  -->  on the device again
+rewrite:  saved x [...] on the device  -->  x in pinned memory of the host  -->  x on the device for the backward
 
 Copies run on a side stream beside the computation. The first backward that needs an activation of a
 module copies back all of that module, and starts on the module that ran before it. On a CPU nothing is copied.
@@ -179,7 +179,7 @@ def unpack(kept: Any) -> Tensor:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Return the storage ids of a module's parameters and buffers, and of what it reads in their place (a cast)."""
+    """Return the storage ids of a module's parameters and buffers, and of the casts that it reads in their place."""
     found: set[int] = set()
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values()]

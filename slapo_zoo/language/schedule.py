@@ -109,14 +109,14 @@ class Selection(_Methods):
         return use
 
     def find(self, what: Any, func_pattern: Any = None) -> Any:
-        """Find nodes or subgraphs in the traced graphs of the matching modules: see
-        `slapo_zoo.language.graph.find.find`.
+        """Find nodes or subgraphs in the traced graphs of the selected modules: see `slapo_zoo.language.graph.find.find`.
 
         A module without a graph is traced first, and that `trace()` is recorded in the history.
 
         Args:
             what: a regex for module names, a predicate on a node, a pattern function or a Pattern.
-            func_pattern: search for this instead, in the modules below whose names match the regex `what`.
+            func_pattern: pattern function to search for; `what` is then a regex for the modules, below the selected
+                ones, whose graphs are searched.
 
         Returns:
             A list of (path of the traced module, node); for patterns a list of subgraphs.

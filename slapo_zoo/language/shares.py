@@ -1,6 +1,6 @@
 """Shard saved activations over tp: of an input that is equal on all tp ranks, each rank saves 1/tp.
 
-rewrite:  kept x [B, S, D] on every rank  -->  kept x_r [B * S * D / n]; the backward gathers x again
+rewrite:  saved x [B, S, D] on each of n ranks  -->  saved x_r [B * S * D / n]; the backward all-gathers x
 
 Source: Korthikanti et al. 2022, arXiv:2205.05198, section 6 (Megatron-LM's --distribute-saved-activations).
 """

@@ -29,7 +29,7 @@ class Begun:
 
     Attributes:
         counts: name of a process group --> [number of collectives begun in it], updated in place.
-        line: (file, line number) in the user's program that began the last one or waits for peers; None before the first.
+        line: (file, line number) in the user's program that began the last collective, or that waits for peers; or None.
     """
 
     counts: dict[str, list[int]] = field(default_factory=dict)

@@ -11,10 +11,8 @@ from torch import Tensor
 from slapo_zoo.parallel.collectives import all_gather, all_to_all, gather_along
 from slapo_zoo.parallel.mesh import Mesh
 
-WAYS = (
-    "gather",
-    "ulysses",
-)  # of attention: keys of all tokens on each rank; some heads of all tokens
+# Attention on a rank: "gather": its queries, keys of all tokens; "ulysses": all tokens, some heads.
+WAYS = ("gather", "ulysses")
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class TokenCut:
         n: number of ranks of cp.
         r: this rank's coordinate on cp.
         group: process group of these ranks.
-        way: how attention sees all tokens: a name of WAYS.
+        way: how attention reaches the tokens of other ranks: "gather" or "ulysses" (see WAYS).
     """
 
     n: int
@@ -35,8 +33,8 @@ class TokenCut:
 
     @classmethod
     def of(cls, mesh: Mesh, way: str = WAYS[0]) -> "TokenCut | None":
-        """Return how a mesh shards the tokens of each row over its cp ranks; None when cp is 1. `way` is that of
-        attention, a name of WAYS.
+        """Return how a mesh shards the tokens of each row over its cp ranks; None when cp is 1. `way` is "gather" or
+        "ulysses": how attention reaches the tokens of other ranks.
         """
         return cls(*mesh.place("cp"), mesh.group("cp"), way) if mesh.size("cp") > 1 else None
 
@@ -46,7 +44,7 @@ class TokenCut:
         return self.way == "ulysses"
 
     def heads(self, heads: Sequence[int]) -> Sequence[int]:
-        """Return those of some heads, given by their global indices, that attention computes on this rank."""
+        """Return those of `heads` (global indices) that attention computes on this rank: all with "gather"."""
         size = len(heads) // self.n if self.by_heads else len(heads)
         first = self.r * size if self.by_heads else 0
         return heads[first : first + size]
@@ -61,8 +59,8 @@ class TokenCut:
         return all_gather(x, axis, self.group)
 
     def exchanged(self, x: Tensor) -> Tensor:
-        """Return x [B, n * h, s, d], sharded over its axis 2, as [B, h, n * s, d], sharded over axis 1: an all-to-all,
-        as is its backward.
+        """Reshard x from [B, n * h, s, d] (this rank's tokens) to [B, h, n * s, d] (this rank's heads) by an all-to-all;
+        the backward is the opposite all-to-all.
         """
         return all_to_all(x, 1, 2, self.group)
 

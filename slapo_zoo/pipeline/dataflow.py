@@ -65,7 +65,7 @@ class Call:
     guessed: bool = False
 
     def keep(self, leaf: int, tensor: Tensor) -> Tensor:
-        """Return `tensor`, which is item `leaf` of the output, for sending it: a clone if code between units writes into it."""
+        """Return what to send for `tensor`, item `leaf` of the output: a clone if code between units writes into it."""
         return tensor.clone() if self.leaves[leaf].written else tensor
 
     def check(self, output: Any) -> None:

@@ -78,9 +78,9 @@ class Pipeline:
     def _dry_run(
         self, batch: Mapping[str, Any], divided: bool, cut: TokenCut | None
     ) -> tuple[list[Call], bool]:
-        """Return the calls of units in a forward, and whether they hold for the data of `batch` only.
+        """Run a dry run; return (calls of units in the forward, whether they hold for the data of `batch` only).
 
-        `divided`: tokens are sharded over tp; `cut`: how they are cut over cp.
+        `divided` is True if tokens are sharded over tp; `cut` says how they are sharded over cp, or is None.
         """
         with torch.inference_mode(False):  # training reuses plans of an evaluation
             mode, fake = self.prepare()

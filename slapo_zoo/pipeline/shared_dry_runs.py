@@ -1,4 +1,5 @@
-"""Dry runs that models of one program share: ranks that are threads, and later models of a process."""
+"""Cache of dry runs in a process, shared by ranks that are threads and by later models with the same class, config,
+mesh sizes and directives."""
 
 import json
 import sys
@@ -12,8 +13,8 @@ from slapo_zoo.hf.configs import config_key
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.pipeline.dataflow import Call
 
-KEPT = 64  # dry runs that a process keeps, the last ones
-OF_SHAPES = ("tokens", "parameters")  # mesh dims whose ranks may hold parts of different shapes
+KEPT = 64  # number of dry runs that are cached, the newest ones
+OF_SHAPES = ("tokens", "parameters")  # mesh dims whose ranks may hold shards of different shapes
 _calls: dict[Any, list[Call]] = {}
 _turn = threading.Lock()
 
@@ -21,12 +22,13 @@ _turn = threading.Lock()
 def shared_calls(
     program: Any, shapes: Any, run: Callable[[], tuple[list[Call], bool]]
 ) -> tuple[list[Call], bool]:
-    """Return what `run` returns, the calls of a dry run, or the calls of an earlier dry run of the same program.
+    """Return the result of `run`, or that of an earlier call with the same keys.
 
     Args:
-        program: key of `program_of`; None always calls `run`.
-        shapes: key of the batch.
-        run: makes the dry run; returns its calls, and whether they hold for the data of its batch only.
+        program: key of the model, from `program_of`; None always calls `run`.
+        shapes: key of the batch: its shapes and dtypes.
+        run: makes a dry run; returns (calls of units, whether they hold for the data of its batch only). A result that
+            holds for its data only is not cached.
     """
     with _turn:  # ranks that are threads wait for the first
         if program is not None and (program, shapes) in _calls:
@@ -42,7 +44,7 @@ def shared_calls(
 def program_of(
     schedule: Schedule, cls: Any, units: Sequence[str], leave_out: Collection[str]
 ) -> Any:
-    """Return all that determines a dry run beside the batch, as a key; None if a directive holds an object.
+    """Return a key of all that determines a dry run except the batch; None if a directive holds a live object.
 
     Args:
         schedule: schedule of any rank.
@@ -67,7 +69,10 @@ def program_of(
 
 
 def _source(cls: Any) -> tuple[Any, ...]:
-    """Return the functions, classes and forwards of the module of a class: what a user replaced is another program."""
+    """Return weak references to the functions, classes and forwards in the Python module of `cls`, as part of a key.
+
+    The key then differs after a user has replaced one of them.
+    """
     parts = [part for part in vars(sys.modules[cls.__module__]).values() if isinstance(part, FunctionType | type)]  # fmt: skip
     forwards = (getattr(part, "forward", None) for part in parts)
     return tuple(map(weakref.ref, [*parts, *(each for each in forwards if each is not None)]))

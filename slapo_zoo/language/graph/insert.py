@@ -121,8 +121,8 @@ def carry_parameters(
 
 
 def operand(graph: fx.Graph, value: Any) -> Any:
-    """Return what a new node of `graph` takes as input for `value`, a node, constant or ModuleTensor that a pattern
-    argument matched: a new `get_attr` node for a ModuleTensor, otherwise `value` itself.
+    """Return `value`, which a pattern argument matched, as an input for new nodes of `graph`: a ModuleTensor becomes a
+    new `get_attr` node; a node or constant is returned as it is.
     """
     if isinstance(value, ModuleTensor):
         return graph.get_attr(f"{value.target}.{value.name}")

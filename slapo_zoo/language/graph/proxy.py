@@ -1,4 +1,4 @@
-"""fx proxy that carries an example value: sizes stay symbolic, and each Python branch on one leaves a check."""
+"""fx proxy that carries an example value: sizes stay symbolic, and a Python branch on a size adds a check to the graph."""
 
 import dis
 import operator

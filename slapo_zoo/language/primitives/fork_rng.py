@@ -264,7 +264,8 @@ def _is_whole(x: Tensor, child: _AfterChild | None, size: int) -> bool:
 
     Args:
         x: input of the Dropout.
-        child: record of a module whose output is sharded; if it has just run, x is that output. None without one.
+        child: record of the module that `ForkRng.after` names; if that has just run, x is its sharded output. None if
+            `after` is empty.
         size: global size of the last axis, compared with that of `x` when `child` is None.
     """
     if child is None:

@@ -12,7 +12,7 @@ from slapo_zoo.language.primitives.seen import Seen
 class VocabBias(Directive):
     """Add a head's sharded bias to each rank's shard of the logits, before they are gathered.
 
-    rewrite:  y = linear(x) + b  -->  y_r = (linear_r(x) + b_r) + 0: the head's own forward adds 0 as b
+    rewrite:  y = linear(x) + b  -->  y_r = linear_r(x) + b_r; the head's own forward then adds 0 in place of b
     why:      ESM-2 keeps the bias of its logits beside the linear; a shard of it fits no unsharded logits
     errors:   no such child; the bias is not sharded; the module's forward was replaced
 

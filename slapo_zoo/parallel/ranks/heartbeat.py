@@ -1,7 +1,7 @@
 """Heartbeats: they tell which ranks are alive, how far each is, and the first error that a rank published.
 
-A thread of every rank updates its count in the process group's store once a second, and checks for a
-published error. So a stopped rank can be named, and an error is known even after the store's process ended.
+Once a second, a thread of every rank writes the next number to the process group's store, and checks whether a rank
+published an error. So a stopped rank can be named, and an error is known even after the store's process ended.
 """
 
 import atexit

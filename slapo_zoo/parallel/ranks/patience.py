@@ -64,8 +64,8 @@ def patient_group() -> Any:
 
 
 def _meet(what: str) -> None:
-    """Wait until all ranks have reached the step named `what`, and log late ones. Creating a
-    process group without this would wait silently.
+    """Wait until all ranks have reached the step named `what`, and log which ranks are late. Without this, the creation
+    of a process group that follows would wait silently.
     """
     heart = heartbeat.current()
     if heart is None:

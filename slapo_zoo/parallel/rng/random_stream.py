@@ -63,8 +63,7 @@ class RandomStream(StreamPosition):
             p: probability that an element becomes 0.
             site: path of the module that drops; the masks of different paths are independent.
             heads: global indices of the heads on axis 1; each head has a seed of its own.
-            first: number of elements of each row, or of each head of a row, that are not in x, which has those
-                that follow; for rows whose tokens are sharded.
+            first: number of elements before x in each row, or in each head of a row, of the unsharded tensor.
         """
         if not self.draws_in_blocks(x.device):
             seeds = self.seeds(x, site, heads)
@@ -206,8 +205,8 @@ class RandomStream(StreamPosition):
     def keep_queries(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the dropout mask (0 or 1/(1-p)) of attention weights x [B, H, s, T].
 
-        Under context parallelism the s queries, or the H heads, are only this rank's part. `heads` are
-        the global indices of all heads, `site` is the path of the attention.
+        Under context parallelism x has only this rank's queries or, with "ulysses", only its heads; `heads` are the
+        global indices of the heads of all cp ranks. `site` is the path of the attention.
         """
         if self.cut is None or self.cut.by_heads:
             return self.keep_mask(x, p, site, self.cut.heads(heads) if self.cut else heads)
@@ -216,8 +215,8 @@ class RandomStream(StreamPosition):
     def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the seeds from which operators hash the dropout mask of attention weights x [B, H, s, T].
 
-        Under context parallelism the s queries, or the H heads, are only this rank's part. `heads` are
-        the global indices of all heads, `site` is the path of the attention.
+        Under context parallelism x has only this rank's queries or, with "ulysses", only its heads; `heads` are the
+        global indices of the heads of all cp ranks. `site` is the path of the attention.
         """
         if self.cut is None or self.cut.by_heads:
             return self.seeds(x, site, self.cut.heads(heads) if self.cut else heads)
@@ -226,8 +225,7 @@ class RandomStream(StreamPosition):
     def keep_tokens(self, x: Tensor, p: float, site: Where, n: int, r: int) -> Tensor:
         """Return the dropout mask (0 or 1/(1-p)) of an x that holds the r-th of n equal slices of the tokens.
 
-        x is [rows, tokens / n, ...], or [rows * tokens / n, width]; `site` is the path of the
-        module that drops.
+        x is [rows, tokens / n, ...], or [rows * tokens / n, width]; `site` is the path of the module that drops.
         """
         if x.ndim > 2 and self.real_tokens is None:
             return self.keep_mask(x, p, site, first=r * (x.numel() // max(x.shape[0], 1)))
@@ -291,11 +289,10 @@ def drawn_mask(
 ) -> Tensor:  # fmt: skip
     """Return the dropout mask (0 or 1/(1-p)) of a tensor of `shape` on a CPU; a custom op.
 
-    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis
-    0 is the batch, False if all micro-batches draw alike; `real` [B, S] marks tokens that are no
-    padding, or is None; `key` and `site` are the path of the module, as `in_graph` returns it;
-    `heads` are the global indices of the heads on axis 1, or empty; `first` elements of each row or
-    head are skipped.
+    `at`, int64 [3], is (step, first row, number of rows) of the micro-batch; `rows` is True if axis 0 is the batch,
+    False if all micro-batches draw alike; `real` [B, S] marks tokens that are no padding, or is None; `key` and `site`
+    are the path of the module, as `in_graph` returns it; `heads` are the global indices of the heads on axis 1, or
+    empty; `first` elements of each row or head are skipped.
     """
     whole = torch.empty((), dtype=dtype).expand(list(shape))
     stream = _stream(at, seed, rows, real)

@@ -78,7 +78,8 @@ class RngTracker:
 class GeneratorOfThreads(threading.local):
     """Wrapper of torch's CPU generator for emulated ranks, which are threads and share it.
 
-    Each thread has its own `mark`, a number that identifies the state that its rank's generator would have.
+    Each thread has its own `mark`, a number that identifies the state that the generator would have if the rank were
+    a process.
     """
 
     def __init__(self, own: torch.Generator):
