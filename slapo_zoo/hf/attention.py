@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -128,18 +127,17 @@ class CoreAttention(nn.Module):
         """
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None
-        run = partial(self._over_keys, attention, dropout, scaling)
+        run = OverKeys(self, attention, dropout if self.training else 0.0, scaling)
         if self.stream.cut is not None:
             return attend(self.stream.cut, attention, q, k, v, mask, kwargs, run)
         return run(q, k, v, mask, kwargs)
 
-    def _over_keys(
+    def over_keys(
         self, attention: nn.Module, dropout: float, scaling: float | None,
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any],
     ) -> tuple[Tensor, Any]:  # fmt: skip
         """Return what `forward` returns; k and v may be those of all cp ranks, `options` are its further arguments."""
         bias, cap = options.get("position_bias"), options.get("softcap")
-        dropout = dropout if self.training else 0.0
         if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)
             run = self.backend.run
             if self.stream.cut is not None and self.name == "sdpa":
@@ -238,6 +236,36 @@ class CoreAttention(nn.Module):
         else:
             probabilities = dropout(probabilities, p, self.stream, self.site, self.heads)
         return (probabilities @ v).transpose(1, 2).contiguous()
+
+
+@dataclass(frozen=True)
+class OverKeys:
+    """One call of a `CoreAttention`, as a function of queries, keys, values, mask and options.
+
+    Args:
+        core: the module.
+        attention: the attention module of `transformers`.
+        dropout: probability that an attention weight becomes 0 in this call.
+        scaling: factor of the scores; None is d ** -0.5.
+    """
+
+    core: CoreAttention
+    attention: nn.Module
+    dropout: float
+    scaling: float | None
+
+    def __call__(self, *given: Any) -> tuple[Tensor, Any]:
+        """Return (output [B, S, H, d], None or attention weights) of queries, keys, values, mask and options."""
+        return self.core.over_keys(self.attention, self.dropout, self.scaling, *given)
+
+    def mask_again(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """Return a function that draws the dropout mask of attention weights x [B, H, s, T], 0 or 1 in the dtype of
+        x, the same each time; None without dropout.
+        """
+        core = self.core
+        if not self.dropout:
+            return None
+        return core.stream.queries_again(x, self.dropout, core.site, core.heads)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

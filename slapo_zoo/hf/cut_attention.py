@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.hf import cut_gather, cut_ulysses
+from slapo_zoo.hf import cut_gather, cut_ring, cut_ulysses
 from slapo_zoo.hf.attention_backends import implementation
 from slapo_zoo.hf.made_again import made_again
 from slapo_zoo.hf.padding import SKIPS
 from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 
-WAYS = {"gather": cut_gather.attend, "ulysses": cut_ulysses.attend}
+WAYS = {"gather": cut_gather.attend, "ulysses": cut_ulysses.attend, "ring": cut_ring.attend}
 
 
 def attend(cut: TokenCut, *given: Any) -> tuple[Tensor, Any]:
@@ -86,6 +86,10 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["q_length"] = cut.n * rows
         else:
             kwargs["q_offset"] = kwargs.get("q_offset", 0) + cut.r * rows
+        if cut.way == "ring" and padding is None:
+            whole = {"q_length": cut.n * rows, "q_offset": 0, "device": "meta"}
+            if make(*args, **{**kwargs, **whole}) is None:  # none is needed
+                return None
         if padding is not None or not cut.by_heads:
             kwargs |= dict.fromkeys(SKIPS, False)
         if padding is not None:

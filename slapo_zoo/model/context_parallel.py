@@ -44,6 +44,11 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
                 f"not supported together with cp={mesh.cp}",
             )
             raise MeshError(where, what, problem, f"{hint}, or cp=1")
+    if options.cp_attention == "ring" and options.attention == "eager":
+        problem = "the ring computes the scores, eager attention would too"
+        raise MeshError(
+            where, 'attention="eager"', problem, 'leave it out, or use cp_attention="gather"'
+        )
     return options.but(kernels="reference")
 
 
@@ -68,8 +73,9 @@ def require_cp_support(table: Table, cls: Any, config: Any) -> None:
         raise ArchitectureError("zoo", what, problem, "use cp=1, or another rope_type")
 
 
-def require_heads(modules: Mapping[str, Any], n: int, way: str) -> None:
-    """Raise MeshError if `way` is "ulysses" and n does not divide the number of heads of some attention on this rank.
+def require_way(modules: Mapping[str, Any], n: int, way: str) -> None:
+    """Raise MeshError if `way` is "ulysses" and n does not divide the number of heads of some attention on this rank,
+    or if it is "ring" and an attention computes its own scores.
 
     Args:
         modules: path --> module of a model.
@@ -82,6 +88,12 @@ def require_heads(modules: Mapping[str, Any], n: int, way: str) -> None:
         for path, m in modules.items()
         if hasattr(m, "_attn")
     }
+    own = next((path for path, m in modules.items() if hasattr(m, "_attn")), None)
+    if way == "ring" and own is not None:
+        problem = "this attention computes its own scores, of all keys at once"
+        raise MeshError(
+            own, 'cp_attention="ring"', problem, 'use cp_attention="gather" or "ulysses"'
+        )
     for path, count in counts.items() if way == "ulysses" else ():
         if count % n:
             fits = ", ".join(str(i) for i in range(1, count + 1) if count % i == 0)

@@ -4,6 +4,7 @@
 of the two functions that Megatron-LM calls f and g (arXiv:1909.08053, section 3).
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slapo_zoo.parallel.begun import collective
+from slapo_zoo.parallel.begun import collective, explained
 from slapo_zoo.parallel.compat import all_gather_single, reduce_scatter_single
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
 from slapo_zoo.parallel.once import once
@@ -189,3 +190,22 @@ def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tens
     there = partial(exchange_along, split_axis=split_axis, join_axis=join_axis, group=group)
     back = partial(exchange_along, split_axis=join_axis, join_axis=split_axis, group=group)
     return with_gradient(x, there, back)
+
+
+def begin_shift(x: Tensor, group: Group) -> Callable[[], Tensor]:
+    """Start to send x to the next rank of the group, and return a function that waits for the x of the rank before;
+    no gradient. x has one shape on all ranks.
+    """
+    n, r = group_size(group), group_rank(group)
+    flat = x.contiguous().view(-1)
+    out, work = torch.empty_like(flat), None
+    if not _dry_run_of(group, "shift", flat):
+        sizes = [[flat.numel() * (i == (r + step) % n) for i in range(n)] for step in (-1, 1)]
+        work = collective(dist.all_to_all_single, out, flat, *sizes, group=group, async_op=True)
+
+    def wait(_flat: Tensor = flat) -> Tensor:  # which is read until then
+        if work is not None:
+            explained(work.wait)
+        return out.view(x.shape)
+
+    return wait

@@ -11,8 +11,9 @@ from torch import Tensor
 from slapo_zoo.parallel.collectives import all_gather, all_to_all, gather_along
 from slapo_zoo.parallel.mesh import Mesh
 
-# Attention on a rank: "gather": its queries, keys of all tokens; "ulysses": all tokens, some heads.
-WAYS = ("gather", "ulysses")
+# Attention on a rank: "gather": its queries, keys of all tokens; "ulysses": all tokens, some heads; "ring": its
+# queries, keys of one rank after the other.
+WAYS = ("gather", "ulysses", "ring")
 
 
 @dataclass(frozen=True)

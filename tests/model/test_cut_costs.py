@@ -7,11 +7,12 @@ import transformers
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.live_bytes import LiveBytes
+from slapo_zoo.parallel.token_cut import WAYS
 
 LAYERS, HEADS, KV_HEADS, HEAD_SIZE, TOKENS, ROWS = 4, 8, 2, 8, 512, 2
 WIDTH = HEADS * HEAD_SIZE
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-KINDS = {"all_gather", "reduce_scatter", "all_to_all"}
+KINDS = {"all_gather", "reduce_scatter", "all_to_all", "shift"}
 USUAL = {
     "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": 64,
     "max_position_embeddings": TOKENS, **ENDS,
@@ -65,7 +66,12 @@ def test_gathered_bytes_are_those_of_keys_and_values(cp):
     """Keys and values of a layer are gathered in the forward and once more in the backward, for which a rank saves
     its own alone; their gradients are reduced and scattered."""
     layer = 2 * ROWS * KV_HEADS * TOKENS * HEAD_SIZE * 4  # fp32
-    expected = {"all_gather": 2 * LAYERS * layer, "reduce_scatter": LAYERS * layer, "all_to_all": 0}
+    expected = {
+        "all_gather": 2 * LAYERS * layer,
+        "reduce_scatter": LAYERS * layer,
+        "all_to_all": 0,
+        "shift": 0,
+    }
     for found in emulate(sent, cp, "gather", mesh=(1, 1, cp)):
         assert found == pytest.approx(
             expected, rel=0.02, abs=64
@@ -77,11 +83,20 @@ def test_exchanged_bytes_are_those_of_queries_keys_values_and_outputs(cp):
     """By heads: each is exchanged in the forward, and its gradient in the backward; KV heads are at least cp."""
     heads = 2 * HEADS + 2 * max(KV_HEADS, cp)
     layer = heads * ROWS * TOKENS // cp * HEAD_SIZE * 4
-    expected = {"all_gather": 0, "reduce_scatter": 0, "all_to_all": 2 * LAYERS * layer}
+    expected = {"all_gather": 0, "reduce_scatter": 0, "all_to_all": 2 * LAYERS * layer, "shift": 0}
     for found in emulate(sent, cp, "ulysses", mesh=(1, 1, cp)):
         assert found == pytest.approx(
             expected, rel=0.02, abs=64
         )  # counts of targets are gathered too
+
+
+@pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_bytes_on_the_ring_are_those_of_keys_values_and_their_gradients(cp):
+    """Keys and values pass cp - 1 ranks in the forward and again in the backward, their gradients all cp."""
+    layer = (3 * cp - 2) * 2 * ROWS * KV_HEADS * TOKENS // cp * HEAD_SIZE * 4
+    expected = {"all_gather": 0, "reduce_scatter": 0, "all_to_all": 0, "shift": LAYERS * layer}
+    for found in emulate(sent, cp, "ring", mesh=(1, 1, cp)):
+        assert found == pytest.approx(expected, rel=0.02, abs=64)
 
 
 def peak(cls, padded, cp, **options):
@@ -99,7 +114,7 @@ QUICK = ("LlamaForCausalLM", True, "gather")
     ("cls", "padded", "way"),
     [
         pytest.param(*cell, marks=() if cell == QUICK else pytest.mark.slow)
-        for cls in MODELS for padded in (False, True) for cell in ((cls, padded, "gather"), (cls, padded, "ulysses"))
+        for cls in MODELS for padded in (False, True) for cell in ((cls, padded, way) for way in WAYS)
     ],
 )  # fmt: skip
 def test_peak_of_a_step_shrinks_with_cp(cls, padded, way):

@@ -9,8 +9,9 @@ argument: a graph draws new masks at every step without a recompilation, and its
 
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -211,6 +212,15 @@ class RandomStream(StreamPosition):
         if self.cut is None or self.cut.by_heads:
             return self.keep_mask(x, p, site, self.cut.heads(heads) if self.cut else heads)
         return self.keep_mask(x, p, site, heads, first=self.cut.r * x.shape[2] * x.shape[3])
+
+    def queries_again(
+        self, x: Tensor, p: float, site: Where, heads: Sequence[int]
+    ) -> Callable[[], Tensor]:
+        """Return a function that draws the mask of `keep_queries` as 0 and 1, later and again; arguments are the same."""
+        first = self.cut.r * x.shape[2] * x.shape[3] if self.cut else 0
+        if not self.draws_in_blocks(x.device):
+            return partial(hashed_cells, x, p, later(self.seeds(x, site, heads), first))
+        return partial(drawn_cells, x, p, self.cells(x.shape[0], site, heads), first)
 
     def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the seeds from which operators hash the dropout mask of attention weights x [B, H, s, T].

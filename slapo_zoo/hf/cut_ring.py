@@ -1,0 +1,190 @@
+"""Attention over cp by a ring (arXiv:2310.01889): keys and values travel from rank to rank, one part at a time.
+
+rewrite:  attention(q, k, v)  -->  for each part of the keys: its share of the output, weighed by its share of
+          the sum of exponentials (a softmax that goes on from part to part)
+
+A rank holds the keys of two ranks at a time: those with which it computes, and those that arrive meanwhile. In the
+backward keys travel once more, and their gradients with them, back to their rank. Dropout multiplies weights that
+are normalised by all scores, dropped ones too, as in one process. B batch size, H query and K KV heads,
+s queries and t keys of a rank, T = n * t keys of a row.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slapo_zoo.hf.cut_gather import bias_of_all
+from slapo_zoo.parallel.collectives import begin_shift
+from slapo_zoo.parallel.once import once
+from slapo_zoo.parallel.token_cut import TokenCut
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How scores are made from queries and keys.
+
+    Args:
+        cut: how the tokens are cut over cp.
+        scaling: factor of the scores.
+        cap: bounds scores to cap * tanh(scores / cap); None sets no bound.
+        mask: bool or additive, broadcasts to [B, H, s, T]; or None.
+        causal: without a mask, no query sees a later key.
+        p: probability that a weight becomes 0.
+        keep: function that draws the dropout mask [B, H, s, T], a bool, the same each time; None for p = 0.
+    """
+
+    cut: TokenCut
+    scaling: float
+    cap: float | None
+    mask: Tensor | None
+    causal: bool
+    p: float
+    keep: Callable[[], Tensor] | None
+
+    def of(
+        self, q: Tensor, k: Tensor, bias: Tensor | None, owner: int, rows: slice
+    ) -> tuple[Tensor, Any]:
+        """Return (scores [B, H, c, t] of c queries, `rows` of q, and the keys of rank `owner`, their slope by the cap
+        or 1).
+        """
+        hidden = -torch.inf if self.keep is None else torch.finfo(q.dtype).min  # as in one process
+        scores, slope = (q[:, :, rows] * self.scaling), 1.0
+        scores, at = wide(rows_by_keys(scores, k.transpose(-1, -2))), self.place(owner, k, rows)
+        scores = scores if bias is None else scores + bias[at]
+        if self.cap is not None:
+            scores = (scores / self.cap).tanh()
+            scores, slope = scores * self.cap, 1 - scores.square()
+        if self.mask is not None:
+            seen = self.mask[at if self.mask.shape[-2] > 1 else (..., at[-1])]
+            is_bool = seen.dtype == torch.bool
+            scores = scores.masked_fill_(~seen, hidden) if is_bool else scores + seen
+        elif self.causal and owner == self.cut.r:
+            later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1 + rows.start)
+            scores = scores.masked_fill_(later, hidden)
+        return scores, slope
+
+    def chunks(self, q: Tensor) -> Iterator[slice]:
+        """Yield ranges of the queries, so short that their scores are about as large as q [B, H, s, d]."""
+        for start in range(0, q.shape[2], q.shape[3]):
+            yield slice(start, min(start + q.shape[3], q.shape[2]))
+
+    def place(self, owner: int, k: Tensor, rows: slice) -> tuple[Any, slice, slice]:
+        """Return where the scores of the queries `rows` and the keys k of rank `owner` lie in those of all keys."""
+        return ..., rows, slice(owner * k.shape[2], (owner + 1) * k.shape[2])
+
+    @property
+    def share(self) -> float:
+        """Return the share of the weights that dropout keeps, by which the others are divided; 1 if it keeps none."""
+        return 1 - self.p if self.p < 1 else 1.0
+
+    def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
+        """Yield (rank, its x, whether this rank's queries see it), first this rank's own; the next arrives meanwhile."""
+        for step in range(self.cut.n):
+            arrives = begin_shift(x, self.cut.group) if step + 1 < self.cut.n else None
+            owner = (self.cut.r - step) % self.cut.n
+            yield owner, x, self.mask is not None or not self.causal or owner <= self.cut.r
+            x = arrives() if arrives else x
+
+
+def attend(
+    cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    options: dict[str, Any], run: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """Return (output [B, s, H, d], None) of this rank's queries and the keys of all ranks.
+
+    The arguments are those of `cut_attention.attend`; mask: broadcasts to [B, 1, s, n * t], n is cp.
+    """
+    causal, (B, H, s, d), total = options.get("is_causal"), q.shape, cut.n * k.shape[2]
+    causal = getattr(attention, "is_causal", True) if causal is None else causal
+    bias = bias_of_all(attention, options.get("position_bias"), k.shape[2], total)
+    keep = run.mask_again(torch.empty((), dtype=torch.bool, device=q.device).expand(B, H, s, total))
+    scaling = d**-0.5 if run.scaling is None else run.scaling
+    scores = Scores(cut, scaling, options.get("softcap"), mask, causal, run.dropout, keep)
+    out: Any = _Ring.apply(scores, q, k, v, bias)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return x in fp32, or as it is if it has at least as many bits."""
+    return x.float() if x.element_size() < 4 else x
+
+
+def rows_by_keys(x: Tensor, y: Tensor) -> Tensor:
+    """Return x @ y for x [B, H, s, a] and y [B, K, a, b], whose K heads are shared by H / K heads of x each."""
+    (B, H, s, a), K = x.shape, y.shape[1]
+    return (x.reshape(B, K, H // K * s, a) @ y).view(B, H, s, y.shape[-1])
+
+
+def keys_by_rows(x: Tensor, y: Tensor, heads: int) -> Tensor:
+    """Return the products x^T @ y of x [B, H, s, t] and y [B, H, s, d], summed over each of the `heads` KV heads'
+    query heads: [B, K, t, d].
+    """
+    x, y = (z.reshape(z.shape[0], heads, -1, z.shape[-1]) for z in (x, y))
+    return x.transpose(-1, -2) @ y
+
+
+class _Ring(torch.autograd.Function):
+    """Attention of this rank's queries to the keys of all ranks; output [B, H, s, d]."""
+
+    @staticmethod
+    def forward(ctx, scores, q, k, v, bias):
+        keep = scores.keep and scores.keep()
+        out = wide(q).new_zeros((*q.shape[:3], v.shape[-1]))
+        total, lowest = out.new_zeros((*q.shape[:3], 1)), torch.finfo(out.dtype).min
+        top = torch.full_like(
+            total, lowest
+        )  # the largest score so far, and the sum of exp(score - top)
+        for owner, kv, is_seen in scores.parts(torch.cat([k, v], -1)):
+            k_o, v_o = kv.split([k.shape[-1], v.shape[-1]], -1)
+            for rows in scores.chunks(q) if is_seen else ():
+                found, _ = scores.of(q, k_o, bias, owner, rows)
+                highest = torch.maximum(top[:, :, rows], found.amax(-1, keepdim=True))
+                fade = (top[:, :, rows] - highest).exp_()
+                weights = found.sub_(highest).exp_()
+                top[:, :, rows] = highest
+                total[:, :, rows].mul_(fade).add_(weights.sum(-1, keepdim=True))
+                if keep is not None:
+                    weights.mul_(keep[scores.place(owner, k, rows)])
+                found = wide(rows_by_keys(weights.to(v.dtype), v_o))
+                out[:, :, rows].mul_(fade).add_(found)
+        total.masked_fill_(total == 0, 1.0)  # of queries that see no key
+        out = out.div_(total).div_(scores.share).to(q.dtype)
+        ctx.scores = scores
+        ctx.save_for_backward(
+            q, k, v, bias, out, top, total
+        )  # log(exp(top) * total) would lose `total`
+        return out
+
+    @staticmethod
+    @once
+    def backward(ctx, grad):
+        scores, (q, k, v, bias, out, *sums) = ctx.scores, ctx.saved_tensors
+        keep, width = scores.keep and scores.keep(), k.shape[-1]
+        mean = (wide(grad) * wide(out)).sum(-1, keepdim=True)
+        to_q, to_bias = wide(torch.zeros_like(q)), None if bias is None else torch.zeros_like(bias)
+        kv = torch.cat([k, v], -1)
+        to_kv = wide(torch.zeros_like(kv))
+        for owner, kv_o, is_seen in scores.parts(kv):
+            k_o, v_o = kv_o.split([width, v.shape[-1]], -1)
+            for rows in scores.chunks(q) if is_seen else ():
+                at = scores.place(owner, k, rows)
+                found, slope = scores.of(q, k_o, bias, owner, rows)
+                top, total, middle, given = (x[:, :, rows] for x in (*sums, mean, grad))
+                weights = found.sub_(top).exp_().div_(total)
+                back = wide(rows_by_keys(given, v_o.transpose(-1, -2)))
+                kept = weights
+                if keep is not None:
+                    back, kept = back.mul_(keep[at]).div_(scores.share), weights * keep[at] / scores.share  # fmt: skip
+                to_kv[..., width:] += keys_by_rows(kept.to(q.dtype), given, k.shape[1])
+                back = back.sub_(middle).mul_(weights).mul_(slope)
+                if to_bias is not None:
+                    to_bias[at] += back.sum_to_size(to_bias[at].shape)
+                back = back.to(q.dtype)
+                to_q[:, :, rows] += rows_by_keys(back, k_o) * scores.scaling
+                to_kv[..., :width] += keys_by_rows(back, q[:, :, rows], k.shape[1]) * scores.scaling
+            to_kv = begin_shift(to_kv, scores.cut.group)()
+        to_k, to_v = to_kv.to(k.dtype).split([width, v.shape[-1]], -1)
+        return None, to_q.to(q.dtype), to_k, to_v, to_bias

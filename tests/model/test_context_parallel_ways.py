@@ -1,0 +1,123 @@
+"""Context parallelism with other ways of attention (cp_attention=): ranks train as one process."""
+
+import pytest
+
+from cut_rows import FAMILIES, case_of, closeness, require_equal, rows_of, trained
+from parity import tiny_config
+from slapo_zoo import AutoScheduledModel, MeshError, emulate
+
+WAYS = ("ulysses", "ring")
+FOUR = {"hidden_size": 32, "num_attention_heads": 4}
+BART = {"d_model": 32, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+# class --> changes of the config, for heads that four ranks of cp divide; Llama's 8 heads share 2 KV heads
+HEADS = {
+    "GPT2LMHeadModel": {"n_embd": 32, "n_head": 4},
+    "GPTNeoForCausalLM": {"hidden_size": 32, "num_heads": 4},
+    "OPTForCausalLM": {**FOUR, "word_embed_proj_dim": 32},
+    "ModernBertForMaskedLM": {"num_attention_heads": 4},
+    "T5ForConditionalGeneration": {"num_heads": 4},
+    "BartForConditionalGeneration": BART,
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {},
+    "Qwen3ForCausalLM": {},
+}
+QUICK = {
+    ("ulysses", "LlamaForCausalLM", "bare", 4), ("ulysses", "T5ForConditionalGeneration", "padded", 2),
+    ("ulysses", "GPTNeoForCausalLM", "packed", 2), ("ring", "LlamaForCausalLM", "left", 4),
+    ("ring", "GPT2LMHeadModel", "bare", 2), ("ring", "T5ForConditionalGeneration", "padded", 2),
+}  # fmt: skip
+
+
+def cells():
+    for way in WAYS:
+        for cls, (_, masks, _) in FAMILIES.items():
+            for mask in masks if (way, cls) != ("ring", "GPTNeoForCausalLM") else ():
+                for cp in (2, 4):
+                    marks = () if (way, cls, mask, cp) in QUICK else pytest.mark.slow
+                    yield pytest.param(way, cls, mask, cp, marks=marks)
+
+
+def case(cls, dropout=0.1):
+    return case_of(cls, dropout, **HEADS.get(cls, FOUR))
+
+
+@pytest.mark.parametrize(("way", "cls", "mask", "cp"), list(cells()))
+def test_each_way_of_attention_trains_as_one_process(way, cls, mask, cp):
+    """Losses, every gradient, the norm, and weights after three steps, with dropout."""
+    one = case(cls)
+    found = emulate(trained, one, mask, mesh=(1, 1, cp), cp=cp, cp_attention=way)
+    require_equal(found[0], trained(one, mask), **closeness(one))
+    assert all(each[0] == found[0][0] for each in found)
+
+
+# class, kind of rows, sizes of the mesh, options of the loader
+TOGETHER = [
+    ("GPT2LMHeadModel", "padded", {"tp": 2}, {"sequence_parallel": True, "checkpoint_ratio": 0.5}),
+    ("BertForMaskedLM", "left", {"dp": 2}, {"micro_batches": 2, "dp_shard": 2}),
+    ("T5ForConditionalGeneration", "bare", {"pp": 2}, {"micro_batches": 2}),
+    ("LlamaForCausalLM", "packed", {"tp": 2, "pp": 2}, {"micro_batches": 2}),
+]  # fmt: skip
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("cls", "mask", "sizes", "options"), TOGETHER)
+def test_each_way_of_attention_on_a_mesh_trains_as_one_process(way, cls, mask, sizes, options):
+    one, ranks = case(cls), sizes.get("dp", 1) * 2
+    mesh = sizes.get("tp", 1), sizes.get("pp", 1), ranks
+    found = emulate(trained, one, mask, mesh=mesh, cp=2, cp_attention=way, **sizes, **options)
+    require_equal(found[0], trained(one, mask), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("way", "cls", "mask"),
+    [
+        ("ring", "LlamaForCausalLM", "bare"),
+        *(
+            pytest.param(way, cls, mask, marks=pytest.mark.slow)
+            for way in WAYS
+            for cls in ("LlamaForCausalLM", "BertForMaskedLM", "T5ForConditionalGeneration")
+            for mask in FAMILIES[cls][1]
+            if (way, cls, mask) != ("ring", "LlamaForCausalLM", "bare")
+        ),
+    ],
+)
+def test_each_way_of_attention_without_dropout_trains_as_one_process(way, cls, mask):
+    """Fused attention of one process; queries that see no key have no output there."""
+    one = case(cls, dropout=0.0)
+    found = emulate(trained, one, mask, mesh=(1, 1, 2), cp=2, cp_attention=way)
+    require_equal(found[0], trained(one, mask))
+
+
+def loss_of(one, tokens, **layout):
+    """Loss of rows of some tokens."""
+    layout = {"dp": 1, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(one)[0], auto_class=one.cls, **layout)
+    batch = {name: x[:, :tokens].contiguous() for name, x in rows_of(one, "padded").items()}
+    return float(model.train().train_step(batch))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_cp_does_not_divide_are_padded_for_each_way(way):
+    one = case_of("GPT2LMHeadModel", 0.0, n_head=6)
+    expected = loss_of(one, 11)
+    found = emulate(loss_of, one, 11, cp=3, mesh=(1, 1, 3), cp_attention=way)
+    assert found == pytest.approx([expected] * 3)
+
+
+REFUSED = [
+    ("GPT2LMHeadModel", {"cp_attention": "ulysses"}, "cp=2 does not divide the 5 heads", 'use cp_attention="gather", or cp among 1, 5'),
+    ("GPTNeoForCausalLM", {"cp_attention": "ulysses"}, "cp=2 does not divide the 5 heads", 'use cp_attention="gather", or cp among 1, 5'),
+    ("T5ForConditionalGeneration", {"cp_attention": "ulysses"}, "cp=2 does not divide the 5 heads", 'use cp_attention="gather", or cp among 1, 5'),
+    ("GPTNeoForCausalLM", {"cp_attention": "ring"}, "computes its own scores", 'use cp_attention="gather" or "ulysses"'),
+    ("BertForMaskedLM", {"cp_attention": "ring", "attention": "eager"}, "the ring computes the scores", 'leave it out, or use cp_attention="gather"'),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("cls", "options", "problem", "hint"), REFUSED)
+def test_models_that_a_way_of_attention_does_not_fit_are_refused_at_the_load(
+    cls, options, problem, hint
+):
+    with pytest.raises(MeshError, match=problem) as caught:
+        emulate(loss_of, case_of(cls), 12, cp=2, mesh=(1, 1, 2), **options)
+    assert caught.value.hint == hint
