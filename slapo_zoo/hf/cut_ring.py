@@ -24,7 +24,7 @@ from slapo_zoo.parallel.token_cut import TokenCut
 
 @dataclass(frozen=True)
 class Scores:
-    """How scores are made from queries and keys.
+    """Rule that makes scores from queries and keys.
 
     Args:
         cut: how the tokens are cut over cp.

@@ -169,7 +169,8 @@ class AutoScheduledModel:
             cp: ranks that shard the tokens of each row, for rows that are too long for one device; the guide,
                 "Long rows", says which models and options it takes.
             cp_attention: how attention sees the tokens of all cp ranks: "gather" all-gathers keys and values;
-                "ulysses" computes some heads of all tokens on each rank, and cp must divide the heads of a rank.
+                "ulysses" computes some heads of all tokens on each rank, and cp must divide the heads of a rank;
+                "ring" passes keys and values from rank to rank.
             config_changes: fields of the config to change, e.g. `num_labels=3`; and arguments of
                 transformers' `from_pretrained`: token, cache_dir, local_files_only, subfolder,
                 variant, config, attn_implementation, torch_dtype, ignore_mismatched_sizes, ....

@@ -146,10 +146,8 @@ class Scheduled(Structure, Generates, Recomputes):
         own_call = self.schedule.state.within(ForwardContext(is_call=True))
         note_step()
         with rank_guard("train_step"), own_call, self._slapo.precision.step(model):
-            options = StepOptions(
-                micro_batches, return_logits, targets, loss_fn, scaler, batch_is_sharded
-            )
-            return train_step(model, batch, options)
+            given = micro_batches, return_logits, targets, loss_fn, scaler, batch_is_sharded
+            return train_step(model, batch, StepOptions(*given))
 
     def memory(
         self, optimizer: Any = None, batch: Mapping[str, Any] | None = None,

@@ -47,8 +47,9 @@ def test_classes_with_other_positions_are_cut_too(name, positions):
         pytest.param("MBartForConditionalGeneration", "placed", marks=pytest.mark.slow),
     ],
 )
-def test_probe_finds_positions_of_models_whose_attention_is_sharded_by_heads(name, positions):
+def test_probe_finds_positions_of_models_for_each_way_of_attention(name, positions):
     assert probed(name, way="ulysses").cut_tokens[name] == positions
+    assert probed(name, way="ring").cut_tokens[name] == positions
 
 
 def test_what_mixes_tokens_is_refused_with_its_module():

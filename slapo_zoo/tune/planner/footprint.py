@@ -34,7 +34,14 @@ REDUCTIONS = (
     "cumsum", "argmax", "sort", "topk", "scatter", "var",
 )  # fmt: skip
 # Bytes that one rank moves per byte of the whole tensor, on a ring of many ranks.
-RING = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "send": 1.0}
+RING = {
+    "all_reduce": 2.0,
+    "all_gather": 1.0,
+    "reduce_scatter": 1.0,
+    "all_to_all": 1.0,
+    "send": 1.0,
+    "shift": 1.0,
+}
 
 
 class Meter:
