@@ -197,7 +197,7 @@ class Directive:
 
     @classmethod
     def called(cls, path: str, args: tuple, kwargs: dict[str, Any]) -> "Directive":
-        """Construct the directive of the call `sch[path].<name>(...)`; wrong arguments raise ScheduleError."""
+        """Construct the directive of the call `sch[path].<name>(...)`; wrong arguments raise ScheduleError with `path`."""
         try:
             return cls.of(*args, **kwargs)
         except TypeError as error:

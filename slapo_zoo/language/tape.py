@@ -211,7 +211,7 @@ class Tape(TorchDispatchMode):
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 
     def listen(self, group: Any, mesh_dim: str, path: str, directive: object) -> Any:
-        """Return `group`, changed so that each collective over it is recorded on this tape.
+        """Return a copy of `group` that records each collective over the group on this tape.
 
         Args:
             group: a ShapeOnlyGroup of a dry run; a real process group is returned unchanged.

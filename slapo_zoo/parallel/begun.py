@@ -25,7 +25,7 @@ _NOT_OF_USER = (str(Path(__file__).parents[1]), str(Path(threading.__file__).par
 
 @dataclass
 class Begun:
-    """Collectives that this rank has begun in the groups of one world.
+    """Collectives that this rank has begun in the groups of one world (default process group).
 
     Attributes:
         counts: name of a process group --> [number of collectives begun in it], updated in place.
@@ -62,7 +62,7 @@ _OF_GROUP: WeakKeyDictionary[Any, tuple[Begun, list[int]]] = WeakKeyDictionary()
 
 
 def of_world() -> Begun:
-    """Return the collectives that this rank has begun in the current world."""
+    """Return the record of the collectives that this rank has begun since it joined the current default process group."""
     return _OF_WORLD.setdefault(dist.group.WORLD, Begun())
 
 

@@ -32,8 +32,9 @@ def software() -> dict[str, str]:
 
 
 def new_group(ranks: Sequence[int]) -> Any:
-    """Create a process group of `ranks`; a collective call of all ranks. It has the timeout of the
-    default group: with torch's default, 30 minutes, peers of a dead rank would hang.
+    """Create a process group of `ranks`, or return the default group if they are all ranks; a collective call of all.
+
+    The group has the timeout of the default group: with torch's 30 minutes, peers of a dead rank would hang.
     """
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD

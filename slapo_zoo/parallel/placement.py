@@ -135,7 +135,7 @@ class Placement:
         return sum(run.stop - run.start for run in self.runs(size, n, r))
 
     def replicas(self, size: int, n: int, r: int) -> int:
-        """Return how many of `n` ranks hold the same part as `r` of an axis of length `size`; 1 but for KV heads."""
+        """Return how many of `n` ranks hold the same shard of an axis of length `size` as rank `r`; 1 except for KV heads."""
         mine = self.runs(size, n, r)
         return sum(self.runs(size, n, other) == mine for other in range(n))
 
@@ -147,7 +147,9 @@ class Placement:
 
 
 def _balanced(units: int, n: int, r: int) -> tuple[int, int]:
-    """Return (first unit, one past the last) of rank `r` of `n`; first ranks hold one more."""
+    """Return (first unit, one past the last) that rank `r` of `n` holds when `units` are spread evenly, the rest of the
+    division over the first ranks.
+    """
     small, larger = divmod(units, n)
     return r * small + min(r, larger), (r + 1) * small + min(r + 1, larger)
 

@@ -33,7 +33,7 @@ class StageDone(Exception):  # noqa: N818 - not an error: it ends the forward of
 def leaf_units(
     model: nn.Module, blocks: Sequence[str], late: Sequence[str] = (), order: Sequence[str] = ()
 ) -> list[str]:
-    """Return the paths of the units (modules with parameters that stages never split) as they run.
+    """Return the paths of the units (modules with parameters that stages never split) in the order in which they run.
 
     These are the blocks, and the siblings of blocks and of modules that contain blocks. Modules without
     parameters (dropouts, rotary tables) run on every stage.

@@ -185,7 +185,7 @@ class Matcher:
 
     def _alignments(self, p: fx.Node, v: fx.Node) -> Iterator[list[tuple[Any, Any, int]]]:
         """Yield each way to pair the arguments of pattern node `p` with those of graph node `v`;
-        two if it is commutative.
+        two if the operation is commutative.
 
         Each way is a list of (argument of p, argument of v, number of axes of v's tensor if the
         argument is an axis, else 0).

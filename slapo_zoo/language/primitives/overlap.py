@@ -74,7 +74,7 @@ def _wanted(site: Site, group: Any) -> bool:
 
 
 def _columns(site: Site, shared: bool) -> list[ColumnForward]:
-    """Return the column-parallel layers within a module (with `shared`, within its parent), found at the first call."""
+    """Return the column-parallel layers within a module (with `shared`, within its parent), cached by the first call."""
     root = site.path.rpartition(".")[0] if shared else site.path
     key = ("overlap", root)
     if key not in site.state.shared:

@@ -45,7 +45,7 @@ class _Pending:
 
 def start(write: Callable[[], None]) -> Saving:
     """Run `write`, which saves files and calls collectives, in a background thread; return the
-    future of the save. All ranks must call this function. It first waits for the save before.
+    future of the save. All ranks must call this function, which first waits for the previous save.
     """
     join()
     group = _group()
