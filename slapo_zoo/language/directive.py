@@ -213,7 +213,7 @@ class Directive:
         raise NotImplementedError
 
     def undo(self, site: Site) -> None:
-        """Undo `apply` at the module of `site`; only primitives that leave the model unchanged implement this method."""
+        """Undo `apply` at the module of `site`; NotImplementedError unless `apply` only records something, as a pipeline cut."""
         raise NotImplementedError
 
     def local(self) -> str:

@@ -1,14 +1,15 @@
 """Overlap of the all-reduce of input gradients with the computation of weight gradients.
 
 A column-parallel layer needs two products in backward, dx = dy w and dw = dy' x, and dx is all-reduced.
-Megatron-LM starts the all-reduce between the two (`async_tensor_model_parallel_allreduce`). If several
-layers share x (q, k and v; gate and up), their dx are added first, so here all of their dw wait:
+Megatron-LM starts the all-reduce between the two (`async_tensor_model_parallel_allreduce`). If several layers
+share x (q, k and v; gate and up), their dx are added first, so all of their dw are postponed until the all-reduce has
+begun. `wait`, `later` and `start` are autograd nodes that pass x and w on unchanged in the forward:
 
     forward:   x -> wait -> [w -> later, for each column-parallel w below] -> start -> the module
     backward:  every dx; start: the all-reduce begins; later: every dw; wait: the all-reduce is complete
 
-The order is autograd's own: among the nodes that are ready, it runs the one that was created last.
-Another order would cost the overlap, not the result.
+Autograd makes this order: of the nodes that are ready, it runs the one that was created last. Another order would
+lose the overlap, but give the same result.
 """
 
 from collections.abc import Iterable

@@ -48,7 +48,7 @@ def timeout_of_world() -> float:
 
 
 def forget_groups() -> None:
-    """Reset torch's counter of process groups after a failed `init_process_group`, so that all ranks retry with one name."""
+    """Reset torch's counter of process groups, from which their names are made, after a failed `init_process_group`."""
     dist.distributed_c10d._world.group_count = 0
 
 

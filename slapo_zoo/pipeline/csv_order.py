@@ -129,7 +129,7 @@ def _homes(places: _Places, ranks: list[list[Action]]) -> tuple[int, ...]:
 
 
 def _check_complete(places: _Places, num_stages: int) -> int:
-    """Check that each micro-batch has one forward and one backward per stage; return the number of micro-batches."""
+    """Return the number of micro-batches; MeshError unless each has one forward and one backward per stage."""
     count = 1 + max(action.micro_batch for action in places.of)
     for stage, micro_batch in product(range(num_stages), range(count)):
         found = {kind for kind in NAMES if Action(stage, kind, micro_batch) in places.of}
@@ -148,7 +148,7 @@ def _check_complete(places: _Places, num_stages: int) -> int:
 
 
 def _check_runs(places: _Places, ranks: list[list[Action]], num_stages: int) -> None:
-    """Check by simulation that no rank waits forever and that the last stage takes micro-batches in order."""
+    """Simulate the order; MeshError if a rank waits forever or the last stage takes micro-batches out of order."""
     try:
         simulate(ranks, lambda action: 1.0)
     except Stuck as stuck:

@@ -85,8 +85,8 @@ def _by_mode(graph: Graph, asked: Node, mine: Any, theirs: Any, training: bool) 
 
 
 def _leaves(node: Node, same: Mapping[Node, Node]) -> tuple[list[Any], TreeSpec]:
-    """Return (flat arguments, tree spec) of a node, each node among them replaced by its
-    counterpart in the other graph. `same` maps a node of this graph to its counterpart.
+    """Return (flat arguments, tree spec) of a node; arguments that are nodes are replaced by their counterparts in the
+    other graph. `same` maps a node of this graph to its counterpart.
     """
     return tree_flatten(map_arg((node.args, node.kwargs), lambda n: same[n]))
 

@@ -28,7 +28,7 @@ class Fuse(Directive):
 
     rewrite:  t = f(a); y = g(t, b)  -->  y = self.FusedModule_0(a, b)
               ... with compiler="kernel"  -->  y = kernel(a, b)
-    note:     the modules that the nodes call keep their places and names
+    note:     the modules that the nodes call keep their paths
     errors:   an unknown compiler; nothing matches; no registered kernel computes the nodes
 
     Args:

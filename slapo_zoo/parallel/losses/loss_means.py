@@ -199,8 +199,8 @@ class GlobalMeans(TorchFunctionMode):
         return self._total(weight, weighed(self.targets[k]))
 
     def _total(self, weights: Tensor | None, mine: Tensor) -> float:
-        """Return `mine`, this rank's sum of class weights, summed over dp. `weights` are those of
-        the classes; MeshError if micro-batches or ranks have others.
+        """Return the sum over dp of `mine`, this rank's sum of class weights; MeshError if `weights`, one per class, differ
+        between micro-batches or ranks.
         """
         if self.found not in self.totals:
             marks = [] if weights is None else [weights.detach().double().flatten()]

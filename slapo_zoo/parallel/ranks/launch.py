@@ -113,7 +113,7 @@ def _start_all(
     Args:
         ranks: list that gets the processes.
         nprocs: number of ranks.
-        start: "fork" or "spawn"; None chooses.
+        start: "fork" or "spawn"; None takes "fork" with one thread per rank and CUDA unused, else "spawn".
         threads: CPU threads per rank; None takes an equal share of the cores.
         job: (device, name for errors, function, its arguments).
     """

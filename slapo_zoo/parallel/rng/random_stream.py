@@ -216,7 +216,9 @@ class RandomStream(StreamPosition):
     def queries_again(
         self, x: Tensor, p: float, site: Where, heads: Sequence[int]
     ) -> Callable[[], Tensor]:
-        """Return a function that draws the mask of `keep_queries` as 0 and 1, later and again; arguments are the same."""
+        """Return a function that draws the mask that `keep_queries` gives now for these arguments, but as 0 and 1, also in a
+        later backward.
+        """
         first = self.cut.r * x.shape[2] * x.shape[3] if self.cut else 0
         if not self.draws_in_blocks(x.device):
             return partial(hashed_cells, x, p, later(self.seeds(x, site, heads), first))
