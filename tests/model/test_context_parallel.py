@@ -267,6 +267,8 @@ def _compiled(model):
 
 USES = {
     "embeddings": (_step(lambda batch: {"input_ids": None, "inputs_embeds": torch.zeros(4, 12, 30)}), "inputs_embeds | no rule says how to shard this entry over cp"),
+    "mask": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, None, None].bool()}), "attention_mask | found [4, 1, 1, 12], expected [rows, 1 or heads, 12, 12]"),
+    "three axes": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, None]}), "attention_mask | found 3 axes"),
     "engine": (lambda model: init_target_engine(model, "torch"), "init_target_engine | torch | not supported together with cp=2"),
     "compiled": (_compiled, "torch.compile | cp > 1 | compiled code would not gather the keys"),
     "loss_function": (_own_loss_function, "model.loss_function | a loss function of your own would get labels that are already shifted and sharded over cp"),

@@ -109,6 +109,10 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
     if wrong:
         problem = f"found {ndim[wrong[0]]} axes, expected [rows, tokens]"
         raise SlapoError(WHERE, wrong[0], problem, "pass one number per token, or load with cp=1")  # fmt: skip
+    mask, tokens = batch.get(MASK), batch["input_ids"].shape[1]
+    if mask is not None and mask.ndim == 4 and mask.shape[2:] != (tokens, tokens):
+        problem = f"found {list(mask.shape)}, expected [rows, 1 or heads, {tokens}, {tokens}], a row of keys per query"
+        raise SlapoError(WHERE, MASK, problem, "expand it, or pass [rows, tokens]")
 
 
 def _require_decoder(model: Any, n: int) -> None:
