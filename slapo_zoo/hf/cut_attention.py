@@ -19,6 +19,7 @@ from slapo_zoo.hf import cut_gather, cut_ring, cut_ulysses
 from slapo_zoo.hf.attention_backends import implementation
 from slapo_zoo.hf.made_again import made_again
 from slapo_zoo.hf.padding import SKIPS
+from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 
 WAYS = {"gather": cut_gather.attend, "ulysses": cut_ulysses.attend, "ring": cut_ring.attend}
@@ -80,7 +81,8 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*args: Any, **kwargs: Any) -> Any:
         if (cut := cut_now()) is None:
             return make(*args, **kwargs)
-        padding, rows = kwargs.get("attention_mask"), kwargs["q_length"]
+        rows = kwargs["q_length"]
+        padding = None if known().padded is False else kwargs.get("attention_mask")
         kwargs["kv_length"] *= cut.n
         if cut.by_heads:
             kwargs["q_length"] = cut.n * rows
@@ -92,8 +94,7 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
                 return None
         if padding is not None or not cut.by_heads:
             kwargs |= dict.fromkeys(SKIPS, False)
-        if padding is not None:
-            kwargs["attention_mask"] = cut.whole_of_numbers(padding, 1)
+        kwargs["attention_mask"] = None if padding is None else cut.whole_of_numbers(padding, 1)
         return make(*args, **kwargs)
 
     return made

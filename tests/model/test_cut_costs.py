@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from slapo_zoo import AutoScheduledModel, emulate
+from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.live_bytes import LiveBytes
 from slapo_zoo.parallel.token_cut import WAYS
@@ -123,3 +124,25 @@ def test_peak_of_a_step_shrinks_with_cp(cls, padded, way):
     for cp in (2, 4):
         for found in emulate(peak, cls, padded, cp, cp_attention=way, mesh=(1, 1, cp)):
             assert found <= 1.1 * one / cp
+
+
+def masked_elements(way, padded, cp):
+    """Elements of the masks that the model's mask functions make in a step whose batch has a mask [rows, tokens]."""
+    model = model_of("GPT2LMHeadModel", cp, cp_attention=way)
+    batch = batch_of("GPT2LMHeadModel", padded=True)
+    batch["attention_mask"] = batch["attention_mask"] if padded else torch.ones_like(batch["input_ids"])  # fmt: skip
+    seen = []
+    for _, module in model.named_modules():
+        if isinstance(module, CoreAttention):
+            module.register_forward_pre_hook(lambda _m, given: seen.append(0 if given[3] is None else given[3].numel()))  # fmt: skip
+    model.train_step(batch)
+    return seen
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_mask_without_padding_costs_nothing(way):
+    """All cp ranks know before the step whether a row has padding; only then a mask is made."""
+    for found in emulate(masked_elements, way, False, 2, mesh=(1, 1, 2)):
+        assert found == [0] * LAYERS
+    for found in emulate(masked_elements, way, True, 2, mesh=(1, 1, 2)):
+        assert min(found) > 0

@@ -80,12 +80,13 @@ def count_step(
     mesh: Mesh = model.mesh
     device = next(iter(tensors.values())).device
     missed = float(model._slapo.calls.reducer.missed)
-    summed = [_number(n, device) for n in (*counts, missed, rows)]
     masks = [tensors[name] for name in MASKS if name in tensors and tensors[name].ndim == 2]
     if mesh.size("loss") == 1 and not masks and not any(isinstance(n, Tensor) for n in counts):
         packed = None if _positions(tensors, whole) else False
         return StepCounts([float(n) for n in counts], 0, packed=packed)  # the host does not wait
     own = _of_rows(model, tensors, masks, whole)
+    hidden = [own.pop("hidden", torch.zeros(1))[0]] if mesh.size("cp") > 1 else []
+    summed = [_number(n, device) for n in (*counts, *hidden, missed, rows)]
     each = all_gather(torch.stack(summed)[None], 0, mesh.group("loss"))
     mine = [x.to(torch.float64) for x in own.values()]
     flat = torch.cat([each.flatten(), *mine]).tolist()
@@ -93,19 +94,20 @@ def count_step(
     width = len(summed)
     by_rank = [every[i : i + width] for i in range(0, len(every), width)]
     *totals, missing, _ = [sum(column) for column in zip(*by_rank, strict=True)]
+    hides = [int(totals.pop()) for _ in hidden]
+    found = {"hidden": hides} if masks and hides else {}
     rows_of = {
         mesh.coord("batch", rank): numbers[-1]
         for rank, numbers in zip(mesh.peers("loss"), by_rank, strict=True)
     }
     first = int(sum(n for coord, n in rows_of.items() if coord < mesh.coord("batch")))
-    found = {}
     for name, x in own.items():
         found[name], flat = [int(n) for n in flat[: len(x)]], flat[len(x) :]
     others = _positions(tensors, whole) - {"position_ids"} or "packed" not in found
     packed = None if _positions(tensors, whole) and others else any(found.get("packed", ()))
     padded, targets, real = _read(found, tensors)
-    if mesh.size("cp") > 1:  # a rank counted its own tokens, not those of the whole row
-        padded = packed = None
+    if hidden:  # a rank counted its own tokens, not those of the whole row
+        packed = None
     return StepCounts(totals, first, padded, targets, real, packed, missing > 0)
 
 
