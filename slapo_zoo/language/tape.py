@@ -275,6 +275,10 @@ class Tape(TorchDispatchMode):
         terms = [x.float().sum() for x in (*self.losses, *found)]
         return torch.stack(terms).sum() if terms else None
 
+    def on_close(self, undo: Callable[[], Any]) -> None:
+        """Call `undo` when the tape is closed, the last one first."""
+        self._ends.append(undo)
+
     def close(self) -> None:
         """Remove all hooks from the model; later events are not recorded."""
         while self._ends:

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.tape import Tape
 from slapo_zoo.pipeline.dataflow import GUESS, Call, calls_of
+from slapo_zoo.pipeline.unit_costs import restore_forward, skip_repeated
 
 DEPENDS = (DataDependentOutputException, DynamicOutputShapeException)
 RANDOM = torch.Tag.nondeterministic_seeded
@@ -41,8 +42,10 @@ def dry_run(
         fake: the FakeTensorMode of the parameters.
         batch: arguments of the forward on any device; their data are read only if the forward branches on them.
     """
+    tape = Tape(model, units)
+    skip_repeated(tape, model, units, repeat_rows=False)
     try:
-        return calls_of(Tape(model, units).run(model, fake, batch).rows), False
+        return calls_of(tape.run(model, fake, batch).rows), False
     except DEPENDS:
         pass  # try again below, with the data
     tape = DataTape(model, units)
@@ -78,7 +81,7 @@ class DataTape(Tape):
         for module in {m: None for unit in units for m in model.get_submodule(unit).modules()}:
             own = vars(module).get("forward")
             module.forward = self._or_like_input(module)
-            self._ends.append(partial(_restore_forward, module, own))
+            self.on_close(partial(restore_forward, module, own))
 
     def _inputs(self, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
         inputs = super()._inputs(model, batch)
@@ -151,12 +154,6 @@ class DataTape(Tape):
                 )
 
         return forward
-
-
-def _restore_forward(module: nn.Module, forward: Any) -> None:
-    del module.forward
-    if forward is not None:
-        module.forward = forward
 
 
 def _first_float(tree: Any) -> Tensor | None:

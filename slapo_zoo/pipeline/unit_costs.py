@@ -9,7 +9,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -185,43 +185,63 @@ def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
             module.forward = forward
 
 
-def skip_repeated(tape: Tape, model: nn.Module, units: Sequence[str]) -> None:
-    """Replace block forwards so that equal blocks run twice only; each later call appends the recorded rows of the
-    second call to the tape.
+def skip_repeated(
+    tape: Tape, model: nn.Module, units: Sequence[str], repeat_rows: bool = True
+) -> None:
+    """Replace block forwards, until the tape is closed, so that equal blocks run twice only.
 
     rewrite:  y = block(x)  -->  a tensor of the shape of y; the tape gets the rows of the second call again
 
     Args:
         tape: tape that records the forward.
-        model: model of fake tensors, used for this one forward only.
+        model: model of fake tensors.
         units: paths of the blocks; units that are called once are left alone.
+        repeat_rows: False adds no rows: those of the second call name the tensors of the second call.
     """
     calls: dict[Any, Seen] = {}
     for unit in units:
         module = model.get_submodule(unit)
         if any(True for _ in module.children()):
-            module.forward = _once_more(tape, module.forward, signature(module), calls)
+            tape.on_close(partial(restore_forward, module, vars(module).get("forward")))
+            module.forward = _once_more(tape, module.forward, signature(module), calls, repeat_rows)
+
+
+def restore_forward(module: nn.Module, forward: Any) -> None:
+    """Undo a replaced forward; `forward` is the one that the module itself held before, or None."""
+    del module.forward
+    if forward is not None:
+        module.forward = forward
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for modules with the same computation: classes, shapes, and plain attributes."""
+    """Return a key that is equal for modules with the same computation: classes, shapes, plain attributes, and
+    names of replaced forwards and hooks.
+    """
     rows = []
     for path, part in module.named_modules():
-        shapes = tuple((n, tuple(p.shape)) for n, p in part._parameters.items() if p is not None)
+        added = (
+            vars(part).get("forward"),
+            *part._forward_pre_hooks.values(),
+            *part._forward_hooks.values(),
+        )
+        shapes = (*((n, tuple(p.shape)) for n, p in part._parameters.items() if p is not None),
+                  *(getattr(f, "__qualname__", type(f).__name__) for f in added))  # fmt: skip
         plain = {n: v for n, v in vars(part).items() if isinstance(v, bool | int | float | str)}
         rows.append((path, type(part), shapes, tuple(sorted(
             (n, v) for n, v in plain.items() if n not in POSITIONS))))  # fmt: skip
     return tuple(rows)
 
 
-def _once_more(tape: Tape, forward: Callable, who: Any, calls: dict[Any, Seen]) -> Callable:
+def _once_more(
+    tape: Tape, forward: Callable, who: Any, calls: dict[Any, Seen], repeat_rows: bool
+) -> Callable:
     def run(*args: Any, **kwargs: Any) -> Any:
         earlier = calls.setdefault((who, _shapes((args, kwargs))), [])
         begin = len(tape.rows)
         if len(earlier) > 1:
             rows, like = earlier[1]
             output = tree_map(_alike, like)
-            tape.rows[begin:] = rows  # drop rows written while making the output
+            tape.rows[begin:] = rows if repeat_rows else []  # without those of making the output
             return output
         output = forward(*args, **kwargs)
         earlier.append((tape.rows[begin:], output))
@@ -231,7 +251,11 @@ def _once_more(tape: Tape, forward: Callable, who: Any, calls: dict[Any, Seen]) 
 
 
 def _alike(x: Any) -> Any:
-    return torch.empty_like(x).requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+    """Return an uninitialised tensor like `x`, also as no leaf of a graph: code may write into it in place."""
+    if not isinstance(x, Tensor):
+        return x
+    found = torch.empty_like(x)
+    return found.requires_grad_() * 1 if x.requires_grad else found
 
 
 def _shapes(tree: Any) -> tuple[Any, ...]:
