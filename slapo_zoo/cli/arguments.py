@@ -21,7 +21,7 @@ SequenceParallel = Annotated[bool, typer.Option(help="Shard the tokens over tp t
 CheckpointRatio = Annotated[
     float, typer.Option(help="Share of the blocks that are recomputed, 0 to 1.")
 ]
-Order = Annotated[str, typer.Option(help="Pipeline order: a name, or a .csv file.")]
+Order = Annotated[str, typer.Option(help="Pipeline order, by name.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 POLICY = "What a recomputed block keeps: nothing, or save_matmuls, offload, sharded."

@@ -122,7 +122,7 @@ class AutoScheduledModel:
                 "auto" is "zoo", or for a family without a table one derived from its modules (and the plan of
                 `transformers`), used only after a tiny model on this mesh equals the plain one.
             pipeline_order: 1f1b, gpipe, interleaved_1f1b, looped_bfs, interleaved_zero_bubble,
-                zbv or dualpipev; or a .csv file with an order of your own (see the guide, "Pipelines").
+                zbv or dualpipev.
             stages_per_rank: stages on each rank in an interleaved order, at least 2.
             auto_class: head class; None takes the checkpoint's own.
             dtype: dtype of the parameters; "auto" takes the checkpoint's.

@@ -6,7 +6,6 @@ differ were started or fed differently, and that is an error that names them and
 
 import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
     found = software() | {"Python": platform.python_version()}
     asked = {name: value for name, value in vars(options).items() if name not in OWN}
     found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in asked.items()}
-    if (order := Path(options.pipeline_order)).is_file():  # each rank reads its own
-        found["pipeline_order"] += f" with the hash {digest(order.read_bytes())}"
     found |= {name: str(size) for name, size in mesh.sizes.items()}
     fields = {k: v for k, v in config.to_dict().items() if not k.startswith("_")}  # paths
     return found | {f"config.{name}": repr(value) for name, value in fields.items()}

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from slapo_zoo.errors import MeshError
-from slapo_zoo.pipeline.csv_order import CsvOrder, read_order
 from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, Action
 
 
@@ -46,7 +45,7 @@ ORDERS = {
 def find_order(name: str) -> Order:
     """Return the order with that name; MeshError lists all names."""
     if name not in ORDERS:
-        hint = f"choose one of {', '.join(ORDERS)}, or name a .csv file"
+        hint = f"choose one of {', '.join(ORDERS)}"
         raise MeshError("pipeline", f"pipeline_order={name!r}", "no such order", hint)
     return ORDERS[name]
 
@@ -59,19 +58,15 @@ class StageMap:
         order: the order.
         pp: number of ranks.
         per_rank: number of stages on each rank.
-        custom: order from a CSV file, or None.
     """
 
     order: Order
     pp: int
     per_rank: int
-    custom: CsvOrder | None = None
 
     @staticmethod
     def make(name: str, pp: int, stages_per_rank: int | None) -> "StageMap":
-        """Construct the stage map of an order (a name or CSV file); a wrong `stages_per_rank` raises MeshError."""
-        if str(name).endswith(".csv"):
-            return StageMap._from_file(str(name), pp, stages_per_rank)
+        """Construct the stage map of the order with that name; a wrong `stages_per_rank` raises MeshError."""
         order = find_order(str(name).lower())  # torch spells it "1F1B"
         if pp == 1:
             return StageMap(order, 1, 1)
@@ -83,17 +78,6 @@ class StageMap:
             raise MeshError("pipeline", "stages_per_rank", problem, hint)
         return StageMap(order, pp, per_rank)
 
-    @staticmethod
-    def _from_file(path: str, pp: int, stages_per_rank: int | None) -> "StageMap":
-        custom = read_order(path, pp)
-        if pp == 1:
-            return StageMap(Order(path, "its file"), 1, 1)
-        order = Order(path, "its file", len(custom.rank_of_stage) // pp)
-        if stages_per_rank not in (None, order.stages_per_rank):
-            problem = f"found {stages_per_rank}, the file has {order.stages_per_rank}"
-            raise MeshError("pipeline", "stages_per_rank", problem, "leave it out")
-        return StageMap(order, pp, order.stages_per_rank, custom)
-
     @property
     def num_stages(self) -> int:
         """Return the number of stages over all ranks."""
@@ -101,26 +85,16 @@ class StageMap:
 
     def rank_of(self, stage: int) -> int:
         """Return the pp coordinate of the rank that holds a stage."""
-        if self.custom is not None:
-            return self.custom.rank_of_stage[stage]
         turn, place = divmod(stage, self.pp)
         return self.pp - 1 - place if self.order.v_shape and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
         """Return the stages on the rank with pp coordinate `rank`, in ascending order."""
-        if self.custom is not None:
-            return [s for s in range(self.num_stages) if self.rank_of(s) == rank]
         back = self.pp - 1 - rank if self.order.v_shape else rank
         return [turn * self.pp + (back if turn % 2 else rank) for turn in range(self.per_rank)]
 
     def check_micro_batches(self, count: int) -> None:
         """Raise MeshError when the order cannot run with `count` micro-batches."""
-        if self.custom is not None and count != self.custom.micro_batches:
-            problem = (
-                f"found {count}, the order in {self.order.name} is for {self.custom.micro_batches}"
-            )
-            hint = f"pass micro_batches={self.custom.micro_batches}"
-            raise MeshError("pipeline", "micro_batches", problem, hint)
         need = self.num_stages if self.order.fewest == "stages" else 1
         if self.order.name == "1F1B":
             return  # with fewer, GPipe runs instead
@@ -163,8 +137,6 @@ class StageMap:
     def actions(self, micro_batches: int) -> list[list[Action]]:
         """Return the actions (forwards and backwards) of each rank in the order in which the rank would run them."""
         self.check_micro_batches(micro_batches)
-        if self.custom is not None:
-            return [list(actions) for actions in self.custom.actions]
         if self.order.name in ("1F1B", "GPipe"):
             deep = self.order.name == "GPipe" or micro_batches < self.pp
             return [

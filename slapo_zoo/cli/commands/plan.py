@@ -97,7 +97,7 @@ def _forecast(
     others = {k: v for k, v in knobs.items() if k not in ("pipeline_order", "stages_per_rank")}
     check_dp_shard(Mesh(tp, pp, dp), knobs["dp_shard"], None, None)
     places = StageMap.make(order, pp, per_rank)
-    count = count or (places.custom.micro_batches if places.custom else max(1, 2 * (pp > 1) * pp))
+    count = count or max(1, 2 * (pp > 1) * pp)
     layout = Layout(tp, pp, dp, rows, count, order, places.per_rank, **others)
     found, stages = forecast(planner, layout)
     return found, stages, worth(planner, found), planner.hardware.name

@@ -74,15 +74,12 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """Return the number of micro-batches if the user gave none: 1 without a pipeline; with a pipeline order from a
-    .csv file, the number in the file. For other orders it is the smallest divisor of `rows` from 2 * pp on that the
-    order allows; if there is none, the largest allowed divisor; if there is none either, `rows`.
+    """Return the number of micro-batches if the user gave none: 1 without a pipeline, else the smallest divisor of
+    `rows` from 2 * pp on that the order allows; if there is none, the largest allowed divisor; if none, `rows`.
     """
     if pipeline is None:
         return 1
     places = pipeline.places
-    if places.custom is not None:
-        return places.custom.micro_batches
     legal = [i for i in range(1, rows + 1) if rows % i == 0 and places.admits(i)]
     return next((i for i in legal if i >= 2 * places.pp), legal[-1] if legal else rows)
 

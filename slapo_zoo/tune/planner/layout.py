@@ -76,8 +76,6 @@ class Layout:
 
 def places_of(layout: Layout) -> StageMap:
     """Return the map from pipeline ranks to the stages that they hold, and back, for a layout."""
-    if layout.pipeline_order.endswith(".csv"):
-        return StageMap.make(layout.pipeline_order, layout.pp, None)
     return _places(layout.pipeline_order, layout.pp, layout.stages_per_rank)
 
 

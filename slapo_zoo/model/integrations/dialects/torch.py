@@ -96,7 +96,7 @@ def _check_stages(model: Any, what: str) -> None:
     last backward. `what` is the user's option that chose DDP or FSDP2, for the error.
     """
     places, pp = model._slapo.pipeline.places, model.mesh.pp
-    if places.num_stages != pp or places.custom is not None:
+    if places.num_stages != pp:
         problem = (
             f"found {places.num_stages} stages on pp={pp} ranks, in the order {places.order.name}"
         )
