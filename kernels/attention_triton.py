@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from slapo_zoo.kernels.dropout_triton import scaled_keep, threshold_and_scale
+from slapo_zoo.kernels.dropout_triton import contiguous, scaled_keep, threshold_and_scale
 
 
 @triton.jit
@@ -243,20 +243,19 @@ def _key_kernel(
     _store(dv + own_k, j, T, stride, acc_v, HEAD, BLOCK_D)
 
 
-def _options(q: Tensor, k: Tensor, table, classes, key_mask, keep, seeds, p, scale, causal, window):
-    """Return (arguments of the kernels after v: tensors and sizes; {kernel name: {constant: value}}). The arguments are
-    those of `blocked_attention.attention`, but q and k are [B, S, H, D].
+def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[str, Any]]]:
+    """Return (arguments of the kernels after v: tensors and sizes; {kernel name: {constant: value}}) for q and k
+    [B, S, H, D] and the other arguments `given` (`blocked_attention.Given`).
     """
     (_, S, H, D), T = q.shape, k.shape[1]
-    mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
-    tensors = [
-        None if t is None else t.contiguous() for t in (table, classes, key_mask, keep, seeds)
-    ]
+    table, key_mask, keep, seeds = given.table, given.key_mask, given.keep, given.seeds
+    mask = "keep" if keep is not None else "seeds" if seeds is not None and given.p > 0 else "none"
+    tensors = contiguous(table, given.classes, key_mask, keep, seeds)
     if key_mask is not None:
-        tensors[2] = key_mask.contiguous().view(torch.uint8)
+        tensors[2] = tensors[2].view(torch.uint8)
     C = 0 if table is None else table.shape[1]
-    sizes = (S, T, H, C, window, scale, *threshold_and_scale(p))
-    flags = {"CAUSAL": causal, "WINDOW": bool(window), "TABLE": table is not None,
+    sizes = (S, T, H, C, given.window, given.scale, *threshold_and_scale(given.p))
+    flags = {"CAUSAL": given.causal, "WINDOW": bool(given.window), "TABLE": table is not None,
              "KEYS": ("none", "", "keys", "pairs")[0 if key_mask is None else key_mask.ndim],
              "MASK": mask}  # fmt: skip
     flags["PRECISION"] = "ieee"
@@ -292,31 +291,16 @@ def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> d
     return sizes | {"num_warps": warps, "num_stages": 2, "enable_fp_fusion": True}
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    classes: Tensor | None,
-    key_mask: Tensor | None,
-    keep: Tensor | None,
-    seeds: Tensor | None,
-    p: float,
-    scale: float,
-    causal: bool,
-    window: int,
-) -> tuple[Tensor, Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, given: Any) -> tuple[Tensor, Tensor]:
     """Launch the forward kernel; return the output [B, S, H, D] and the log-sum-exp of the scores [B, H, S].
 
-    The arguments are those of `blocked_attention.attention`, but q, k and v are [B, S, H, D].
+    q, k and v are [B, S, H, D]; `given` has the other arguments (`blocked_attention.Given`).
     """
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     B, S, H, _ = q.shape
     out, log_sum = torch.empty_like(q), q.new_empty((B, H, S), dtype=torch.float32)
     if q.numel():
-        args, options = _options(
-            q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window
-        )
+        args, options = _options(q, k, given)
         own = options["forward"]
         grid = (B * H, triton.cdiv(S, own["BM"]))
         _forward_kernel[grid](out, log_sum, q, k, v, *args, **own)
@@ -324,21 +308,7 @@ def forward(
 
 
 def backward(
-    d_out: Tensor,
-    out: Tensor,
-    log_sum: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    classes: Tensor | None,
-    key_mask: Tensor | None,
-    keep: Tensor | None,
-    seeds: Tensor | None,
-    p: float,
-    scale: float,
-    causal: bool,
-    window: int,
+    d_out: Tensor, out: Tensor, log_sum: Tensor, q: Tensor, k: Tensor, v: Tensor, given: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward kernels for `d_out`, the gradient of `out`; return the gradients of q, k,
     v and of the bias table (empty without one). `out` and `log_sum` are the results of `forward`.
@@ -347,8 +317,8 @@ def backward(
     (B, S, H, _), T = q.shape, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     delta = torch.empty_like(log_sum)
-    args, options = _options(q, k, table, classes, key_mask, keep, seeds, p, scale, causal, window)
-    by_query, by_key = options["query"], options["key"]
+    args, options = _options(q, k, given)
+    by_query, by_key, table = options["query"], options["key"], given.table
     blocks, C = triton.cdiv(S, by_query["BM"]), 0 if table is None else table.shape[1]
     partial = q.new_empty((B, H, blocks, C), dtype=torch.float32)
     if q.numel():

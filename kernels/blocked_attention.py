@@ -25,28 +25,23 @@ LARGEST_HEAD = 128  # head dim; larger tiles spill registers
 class Given(NamedTuple):
     """Arguments of the attention operators after q, k and v, in this order; they are those of `attention`."""
 
-    table: Tensor | None
-    classes: Tensor | None
-    bias: Tensor | None
-    key_mask: Tensor | None
-    keep: Tensor | None
-    seeds: Tensor | None
-    places: Tensor | None
-    p: float
-    scale: float
-    causal: bool
-    window: int
-    drawn: int
-    wide: bool
+    table: Tensor | None = None
+    classes: Tensor | None = None
+    bias: Tensor | None = None
+    key_mask: Tensor | None = None
+    keep: Tensor | None = None
+    seeds: Tensor | None = None
+    places: Tensor | None = None
+    p: float = 0.0
+    scale: float = 1.0
+    causal: bool = False
+    window: int = 0
+    drawn: int = 0
+    wide: bool = True
 
     def runs_in_tiles(self, q: Tensor) -> bool:
         """Return whether the Triton kernels run for `q`; they support neither `bias` nor masks that a CPU draws."""
         return in_triton(q) and self.bias is None and not self.drawn
-
-    def of_tiles(self) -> tuple:
-        """Return the arguments of the Triton kernels after q, k and v, in their order."""
-        tensors = (self.table, self.classes, self.key_mask, self.keep, self.seeds)
-        return *tensors, self.p, self.scale, self.causal, self.window
 
 
 def attention(
@@ -167,7 +162,7 @@ def _forward(
     if given.runs_in_tiles(q):
         from slapo_zoo.kernels import attention_triton
 
-        return attention_triton.forward(q, k, v, *given.of_tiles())
+        return attention_triton.forward(q, k, v, given)
     blocks, (B, S, H, _) = _Blocks(q, k, given), q.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     by_head, v = out.transpose(1, 2), v.transpose(1, 2)
@@ -215,7 +210,7 @@ def _backward(
     if given.runs_in_tiles(q):
         from slapo_zoo.kernels import attention_triton
 
-        return attention_triton.backward(d_out, out, log_sum, q, k, v, *given.of_tiles())
+        return attention_triton.backward(d_out, out, log_sum, q, k, v, given)
     blocks, (B, S, H, _), T = _Blocks(q, k, given), q.shape, k.shape[1]
     made = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     d_out, q, k, v, dq, dk, dv = (t.transpose(1, 2) for t in (d_out, q, k, v, *made))

@@ -95,6 +95,7 @@ def losses(dtype: torch.dtype) -> Iterator[Case]:
 def attentions(dtype: torch.dtype) -> Iterator[Case]:
     """Yield launches of t5_attention, local_causal_attention, and attention with dropout of any model."""
     from slapo_zoo.kernels import attention_triton as triton_part
+    from slapo_zoo.kernels.blocked_attention import Given
 
     def run(D: int, S: int, table: bool, causal: bool, window: int, mask: str, keys: bool) -> None:
         B, H = 4, 12
@@ -104,12 +105,14 @@ def attentions(dtype: torch.dtype) -> Iterator[Case]:
             if table
             else (None, None)
         )
-        real = meta(B, S, dtype=torch.bool) if keys else None
-        keep = meta(B, H, S, S, dtype=dtype) if mask == "keep" else None
-        seeds = meta(B * H, dtype=INT) if mask == "seeds" else None
-        args = (*bias, real, keep, seeds, 0.1, 1.0 if table else 0.125, causal, window)
-        out, log_sum = triton_part.forward(q, q, q, *args)
-        triton_part.backward(q, out, log_sum, q, q, q, *args)
+        given = Given(
+            *bias, key_mask=meta(B, S, dtype=torch.bool) if keys else None,
+            keep=meta(B, H, S, S, dtype=dtype) if mask == "keep" else None,
+            seeds=meta(B * H, dtype=INT) if mask == "seeds" else None, p=0.1,
+            scale=1.0 if table else 0.125, causal=causal, window=window,
+        )  # fmt: skip
+        out, log_sum = triton_part.forward(q, q, q, given)
+        triton_part.backward(q, out, log_sum, q, q, q, given)
 
     for D in HEADS:
         for S in TOKENS:
