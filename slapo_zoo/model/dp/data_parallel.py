@@ -73,12 +73,18 @@ class DataParallel:
 
         `run`: (batch, row indices) --> loss; `tensors`: entries split by rows into `count` parts; `others`: the rest.
         """
+        scale = self.loss_scale
+        scaled = run if scale == 1.0 else lambda *args: run(*args) * scale
+        return self.run_stages(pipeline, scaled, tensors, others, count) / scale
+
+    def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
+        """Run all micro-batches through the pipeline, and reduce gradients over dp in the last backward.
+
+        `step` are the arguments of `pipeline_step`, with the loss already scaled; return the scaled loss.
+        """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():
-            loss = pipeline_step(
-                pipeline, scaled(run, self.loss_scale), tensors, others, count, before_last
-            )
-        return loss / self.loss_scale
+            return pipeline_step(pipeline, *step, before_last)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
         """Average over dp this rank's gradients that neither the backward nor the engine has reduced yet.
@@ -196,11 +202,6 @@ def sum_partial_gradients_in_backward(model: Any) -> None:
     """Hook parameters to reduce gradients over tp only, for an engine that reduces over dp in its own backward."""
     model._slapo.calls.reducer.over_dp = False
     model._slapo.calls.prepare(model)
-
-
-def scaled(run: Callable[..., Any], scale: float) -> Callable[..., Any]:
-    """Return a function like `run`, (...) --> loss, with the loss multiplied by `scale`."""
-    return run if scale == 1.0 else lambda *args: run(*args) * scale
 
 
 def _ends_once(pipeline: Any) -> bool:

@@ -5,7 +5,7 @@ Sources: arXiv:2006.15704 (DDP), arXiv:2304.11277 (FSDP); `torch.distributed.fsd
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from slapo_zoo.model.dp.data_parallel import (
     DataParallel,
     Native,
     Whole,
-    scaled,
     use_engine,
     within_engine,
 )
@@ -151,18 +150,10 @@ class _DdpStages(DataParallel):
     def __init__(self, native: Any, loss_scale: float):
         self.sums, self.loss_scale = native.reducer, loss_scale
 
-    def pipeline_step(
-        self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
-        others: dict[str, Any], count: int,
-    ) -> Tensor:  # fmt: skip
-        """Run all micro-batches through the pipeline; return this rank's share of the loss.
-
-        `run`: (batch, row indices) --> loss; `tensors`: entries split by rows into `count` parts; `others`: the rest.
-        """
+    def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
+        """Run all micro-batches through the pipeline; DDP's reducer averages gradients in the last backward."""
         self.sums._rebuild_buckets()  # once, in the order of the first backward
-        times = scaled(run, self.loss_scale)
-        loss = pipeline_step(pipeline, times, tensors, others, count, self._expect_gradients)
-        return loss / self.loss_scale
+        return pipeline_step(pipeline, *step, self._expect_gradients)
 
     def _expect_gradients(self, outputs: Any) -> None:
         found = [outputs] if isinstance(outputs, Tensor) else outputs
@@ -202,19 +193,12 @@ class _Fsdp2Stages(_Fsdp2):
         self.native = native
         native.set_reshard_after_backward(False, recurse=False)
 
-    def pipeline_step(
-        self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
-        others: dict[str, Any], count: int,
-    ) -> Tensor:  # fmt: skip
-        """Run all micro-batches through the pipeline; return this rank's share of the loss.
-
-        `run`: (batch, row indices) --> loss; `tensors`: entries split by rows into `count` parts; `others`: the rest.
-        """
+    def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
+        """Run all micro-batches through the pipeline; each backward reduce-scatters the gradients of its blocks."""
         try:
-            loss = pipeline_step(pipeline, scaled(run, self.loss_scale), tensors, others, count)
+            return pipeline_step(pipeline, *step)
         finally:
             self.native.reshard()
-        return loss / self.loss_scale
 
 
 class _WholeDTensors(Whole):
