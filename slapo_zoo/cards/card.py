@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from slapo_zoo.cards import files, readme, strict_json
-from slapo_zoo.cards.pictures import draw, pictures_of
 from slapo_zoo.cards.plans import plans_of
 from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import CardError
@@ -82,7 +81,6 @@ class Card:
             "primitives": sorted(Counter(name for _, name, _ in program.steps).items()),
             "measured": [(name, self.bench.get(name, UNMEASURED)) for name in MEASURES],
             "verdict": self.verify.get("verdict", UNMEASURED),
-            "pictures": pictures_of(self.bench),
             "plans": plans_of(self.tuning),
         }
         return readme.render(self.metadata(), values)
@@ -96,7 +94,6 @@ class Card:
             **{
                 name: (json.dumps(dict(r), indent=1) + "\n").encode() for name, r in reports.items()
             },
-            **draw(self.bench),
         }
 
     def write(self, folder: Path) -> None:
