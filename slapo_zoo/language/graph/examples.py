@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from slapo_zoo.errors import ScheduleError
+from slapo_zoo.hf.example_inputs import example_batch
 from slapo_zoo.language.graph.patches import set_mode, unchanged
 from slapo_zoo.language.graph.proxy import UNKNOWN
 from slapo_zoo.language.graph.trace import calls_of
@@ -91,32 +92,15 @@ def tiny_batch(model: Any, path: str = "") -> dict[str, Any]:
     if not _is_known(model):
         problem = f"{type(model).__name__} is no text or image model of transformers"
         raise _no_example(path, problem)
-    config, main = model.config, model.main_input_name
-    device = next(model.parameters()).device
-    accepted = _parameters(model)
-    if main == "pixel_values":
-        size = getattr(config, "image_size", 32)
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        return {main: torch.rand(ROWS, config.num_channels, height, width, device=device)}
-    shape = (ROWS, 3, TOKENS) if "MultipleChoice" in type(model).__name__ else (ROWS, TOKENS)
-    batch = _tokens("input_ids", "attention_mask", shape, config.vocab_size, device)
-    if getattr(config, "is_encoder_decoder", False):
-        shape = (ROWS, OTHER_TOKENS)
-        names = "decoder_input_ids", "decoder_attention_mask"
-        batch |= _tokens(*names, shape, config.vocab_size, device)
-    batch["use_cache"] = False
-    return {k: v for k, v in batch.items() if k in accepted}
-
-
-def _parameters(model: nn.Module) -> set[str]:
-    return set(inspect.signature(model.forward).parameters)
-
-
-def _tokens(ids: str, mask: str, shape: tuple[int, ...], vocab: int, device: Any) -> dict[str, Any]:
-    tokens = torch.arange(3, 3 + torch.Size(shape).numel()).remainder(vocab).reshape(shape)
-    real = torch.ones(shape, dtype=torch.long)
-    real[-1, ..., -2:] = 0  # at the end of the last row, as a tokenizer pads
-    return {ids: tokens.to(device), mask: real.to(device)}
+    batch: dict[str, Any] = example_batch(model, ROWS, TOKENS)
+    if "attention_mask" in batch:
+        batch["attention_mask"][-1, ..., -2:] = 0  # at the end of the last row, as a tokenizer pads
+    if "decoder_input_ids" in batch:
+        for name in ("input_ids", "attention_mask"):
+            batch[f"decoder_{name}"] = batch[name][:, -OTHER_TOKENS:]
+    device, accepted = next(model.parameters()).device, inspect.signature(model.forward).parameters
+    batch = {k: v.to(device) for k, v in batch.items() if k in accepted}
+    return batch | ({"use_cache": False} if "use_cache" in accepted else {})
 
 
 def _no_example(path: str, problem: str) -> ScheduleError:
