@@ -172,9 +172,9 @@ def scores_by_place(attention: Any, stream: Any) -> None:
         if cut.by_heads:
             scores, weights = own(*map(cut.exchanged, (query, key, value)), *mask, **more)
             return cut.exchanged(scores.transpose(1, 2)).transpose(1, 2), weights
-        key, value = cut.whole(key, 2), cut.whole(value, 2)
-        with _rows_of(attention, cut, query.shape[2], key.shape[2]):
-            return own(query, key, value, *mask, **more)
+        rows, total = query.shape[2], cut.n * key.shape[2]
+        with _rows_of(attention, cut, rows, total), cut_gather.gathered(cut, key, value) as whole:
+            return own(query, *whole, *mask, **more)
 
     attention._attn = scored
 

@@ -33,10 +33,20 @@ def attend(
     bias = bias_of_all(attention, options.get("position_bias"), own, cut.n * own)
     options = {**options, "is_causal": False, "position_bias": bias}
     groups = 1 if mask is None else q.shape[1] // k.shape[1]
+    with grouped(attention, groups), gathered(cut, k, v, groups) as whole:
+        return run(q, *whole, mask, options)
+
+
+@contextmanager
+def gathered(cut: TokenCut, k: Tensor, v: Tensor, groups: int = 1) -> Iterator[list[Tensor]]:
+    """Context with keys and values [B, K * groups, n * t, d] of all ranks, which autograd does not save.
+
+    `k` and `v` [B, K, t, d] are those of this rank's tokens; each of their heads is repeated `groups` times.
+    """
     whole = [repeated(cut.whole(x, 2), groups) for x in (k, v)]
     again = [partial(_gathered, cut, x.detach(), groups) for x in (k, v)]
-    with grouped(attention, groups), made_again(list(zip(whole, again, strict=True))):
-        return run(q, *whole, mask, options)
+    with made_again(list(zip(whole, again, strict=True))):
+        yield whole
 
 
 def repeated(x: Tensor, groups: int) -> Tensor:

@@ -31,7 +31,7 @@ def test_bytes_that_attention_sends_are_those_of_the_formula(cp, way, costs):
     """gather: keys and values twice, since a rank saves its own alone for the backward, their gradients once; ulysses:
     queries, keys, values, outputs and their gradients; ring: keys and values twice, their gradients once more."""
     for found in emulate(costs.sent, cp, way, mesh=(1, 1, cp)):  # and counts of targets
-        assert found == pytest.approx(costs.formula(cp, way), rel=costs.OFF, abs=64)
+        assert found == pytest.approx(costs.formula(cp, way), rel=costs.OFF, abs=256)
 
 
 @pytest.mark.parametrize(
