@@ -23,8 +23,8 @@ from slapo_zoo.kernels.vocab_logits import VocabLogits, keeps_last_axis, sizes_b
 from slapo_zoo.parallel.known import IGNORED, known, places
 from slapo_zoo.parallel.once import once
 from slapo_zoo.parallel.ranks.heartbeat import names_of
+from slapo_zoo.parallel.ranks.lost_rank import rank_guard
 from slapo_zoo.parallel.ranks.patience import meet
-from slapo_zoo.parallel.ranks.process_group import rank_guard
 from slapo_zoo.parallel.stand_ins import as_read_now
 
 _TENSOR: Any = torch.Tensor  # its attributes are descriptors, which type checkers do not know

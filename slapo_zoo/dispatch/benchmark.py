@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.dispatch.baselines import EXPERT, PLAIN, liger
-from slapo_zoo.dispatch.fast_enough import KEPT
+from slapo_zoo.dispatch.choose_kernel import KEPT
 from slapo_zoo.dispatch.kernel_registry import KERNELS, bucket, force, load_kernels
 from slapo_zoo.dispatch.tables import (
     UNMEASURED,

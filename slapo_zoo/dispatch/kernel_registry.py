@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slapo_zoo.dispatch.fast_enough import decide
+from slapo_zoo.dispatch.choose_kernel import decide
 from slapo_zoo.dispatch.tables import UNMEASURED, changes, table_of
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.parallel.once import once

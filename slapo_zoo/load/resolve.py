@@ -14,7 +14,7 @@ from slapo_zoo.load.auto_schedule import proven_table, zoo_table_for_cp
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.verify.card_check import require_correct
-from slapo_zoo.zoo.kernel_choice import apply_kernels, device_name
+from slapo_zoo.zoo.kernels_for_modules import apply_kernels, device_name
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.schedule_source import find_table, kind_of
 from slapo_zoo.zoo.table import families

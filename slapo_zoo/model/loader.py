@@ -15,7 +15,7 @@ from slapo_zoo.model.context_parallel import check_cp
 from slapo_zoo.model.dp.dp_shard import check_dp_shard
 from slapo_zoo.model.same_on_all import facts_of, require_same_facts
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.ranks.process_group import rank_guard
+from slapo_zoo.parallel.ranks.lost_rank import rank_guard
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
 from slapo_zoo.weights.load import LoadOptions
 from slapo_zoo.weights.snapshot import read_by_all

@@ -8,7 +8,7 @@ from typing import Any
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import Site
 from slapo_zoo.language.primitives import Replace, Sync
-from slapo_zoo.language.primitives.sharded_linear import output_of
+from slapo_zoo.language.primitives.bias_after_sum import output_of
 from slapo_zoo.language.schedule import Schedule
 
 FORWARD = 'its output is a part of a sum on each rank, and nothing sums it: sync("fwd_post", "all_reduce") there'

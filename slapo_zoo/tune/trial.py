@@ -20,7 +20,7 @@ from slapo_zoo.tune.outcome import NO_MEMORY, OK, OUT_OF_MEMORY, WRONG, Outcome
 from slapo_zoo.tune.worker import RESULT
 from slapo_zoo.weights.ledger import AnonymousPeak
 from slapo_zoo.zoo.argument_values import config_of, to_dtype
-from slapo_zoo.zoo.kernel_choice import kernels_of
+from slapo_zoo.zoo.kernels_for_modules import kernels_of
 from slapo_zoo.zoo.options import KNOBS, LoaderOptions
 
 PROBE_ROWS, WARM_UP = 2, 1

@@ -3,8 +3,7 @@
 import contextlib
 import re
 import warnings
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,17 +11,16 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.parallel.local_tensors import runs_within
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.load_memory import Target, can_stay_mapped
 from slapo_zoo.weights.progress import byte_progress
+from slapo_zoo.weights.rank_slices import read_ahead
 
 MOST_SHOWN = 20
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PIECE = 1 << 22  # elements
-AHEAD = 256 << 20  # bytes that the kernel may fetch before they are copied
 
 
 @dataclass(frozen=True)
@@ -96,7 +94,7 @@ def load_tensors(
     gpu = next((t.tensor.device for t in targets.values() if t.tensor.is_cuda), None)
     staged = DeviceCopy(gpu) if gpu is not None else None
     with torch.no_grad(), byte_progress("loading", total, visible=mesh.rank == 0) as done:
-        for name, parts in _read_ahead(order, targets, folder, source, mesh):
+        for name, parts in read_ahead(order, targets, folder, source, mesh):
             target = targets[name]
             if (
                 _stays(target, parts)
@@ -121,53 +119,11 @@ def load_tensors(
     return Loaded(len(targets), bytes_read, mapped)
 
 
-def _read_ahead(
-    order: Sequence[str], targets: Mapping[str, Target], folder: CheckpointFolder,
-    source: Mapping[str, str], mesh: Mesh,
-) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
-    """Yield (name, slices in the mapped file) of the names in `order`, the order in the file, while
-    the operating system prefetches the next slices. `source` maps names to keys.
-    """
-    waiting: deque[tuple[str, list[Tensor]]] = deque()
-    asked = 0
-    for name in order:
-        view = folder.view(source[name])
-        parts = [part for part in _parts(targets[name], view, mesh) if part.numel()]
-        for part in parts:
-            folder.read_ahead(source[name], part.data_ptr() - view.data_ptr(), _extent(part))
-        waiting.append((name, parts))
-        asked += sum(part.nbytes for part in parts)
-        while asked > AHEAD:
-            asked -= sum(part.nbytes for part in waiting[0][1])
-            yield waiting.popleft()
-    yield from waiting
-
-
-def _extent(part: Tensor) -> int:
-    """Return the bytes from the first element of a strided part to its last."""
-    steps = zip(part.shape, part.stride(), strict=True)
-    return (1 + sum((size - 1) * stride for size, stride in steps)) * part.itemsize
-
-
 def _is_finite(tensor: Tensor) -> bool:
     """Return whether a tensor has no NaN or infinity; it is checked in pieces, since a full mask would take memory."""
     if tensor.dtype not in FLOATS:
         return True
     return all(bool(piece.isfinite().all()) for piece in tensor.reshape(-1).split(PIECE))
-
-
-def _parts(target: Target, view: Tensor, mesh: Mesh) -> list[Tensor]:
-    """Return the slices of `view`, an unsharded tensor in a mapped file, that make up this rank's tensor, in order."""
-    placement, rows = target.placement, target.rows
-    if placement is None:
-        return [view if rows is None else view.narrow(0, *rows[:2])]
-    n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
-    runs = placement.runs(view.shape[placement.axis], n, r)
-    if rows is not None and placement.axis == 0:
-        runs = runs_within(runs, *rows[:2])
-    elif rows is not None:
-        view = view.narrow(0, *rows[:2])
-    return [view.narrow(placement.axis, start, stop - start) for start, stop in runs]
 
 
 def _stays(target: Target, parts: Sequence[Tensor]) -> bool:

@@ -17,7 +17,7 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.pipeline.orders import balanced_cuts
 from slapo_zoo.pipeline.stages import leaf_units
 from slapo_zoo.pipeline.unit_costs import UnitCost, unit_costs
-from slapo_zoo.zoo.kernel_choice import apply_kernels, device_name
+from slapo_zoo.zoo.kernels_for_modules import apply_kernels, device_name
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.rules import Row, Rule, all_tokens, dropout, dropout_tokens
 from slapo_zoo.zoo.table import Table, base_prefix

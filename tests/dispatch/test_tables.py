@@ -5,7 +5,7 @@ import json
 import pytest
 
 from slapo_zoo.dispatch import tables
-from slapo_zoo.dispatch.fast_enough import KEPT, decide
+from slapo_zoo.dispatch.choose_kernel import KEPT, decide
 
 H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 

@@ -13,7 +13,7 @@ from parity import Case, batch_of, checkpoint
 from slapo_zoo import AutoScheduledModel
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.language import gradients
-from slapo_zoo.language.primitives import sharded_linear
+from slapo_zoo.language.primitives import bias_after_sum
 from slapo_zoo.load.exact_trace import ExactTrace
 from slapo_zoo.model.step import train_step
 from slapo_zoo.parallel import collectives
@@ -72,7 +72,7 @@ MUTANTS = {
         (collectives, "reduce_scatter_along", scattered_after_another_tree), "c10d::",
     ),
     "product in two pieces": (
-        (sharded_linear.WITHOUT_BIAS, "Conv1D", (product_in_two_pieces, 0)), "attn.c_proj",
+        (bias_after_sum.WITHOUT_BIAS, "Conv1D", (product_in_two_pieces, 0)), "attn.c_proj",
     ),
     "statistics of the loss in another order": (
         (cross_entropy, "join", joined_in_another_order), "aten::flip",

@@ -14,12 +14,8 @@ import torch.distributed as dist
 
 from slapo_zoo.errors import MeshError, RankError, ScheduleError, SlapoError
 from slapo_zoo.parallel.ranks.launch import run_local
-from slapo_zoo.parallel.ranks.process_group import (
-    is_distributed_launch,
-    peer_error,
-    publish_error,
-    rank_guard,
-)
+from slapo_zoo.parallel.ranks.lost_rank import peer_error, publish_error, rank_guard
+from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
 
 
 def rank_sum(offset):
@@ -232,7 +228,8 @@ def test_rank_exiting_without_error_raises_on_its_peers(ranks):
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
-from slapo_zoo.parallel.ranks.process_group import init_distributed, rank_guard
+from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.process_group import init_distributed
 init_distributed()
 with rank_guard("step"):
     if dist.get_rank() == 0:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.dispatch import cpu_matmul as products
 from slapo_zoo.language.directive import Directive, Site, primitive, subtree
-from slapo_zoo.language.primitives.sharded_linear import WEIGHT_AXES, output_of
+from slapo_zoo.language.primitives.bias_after_sum import WEIGHT_AXES, output_of
 from slapo_zoo.parallel import collectives
 from slapo_zoo.parallel.async_reduce import ColumnForward, enter, possible
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.directive import Directive, Site, primitive
-from slapo_zoo.language.primitives.sharded_linear import output_of, sum_before_bias
+from slapo_zoo.language.primitives.bias_after_sum import output_of, sum_before_bias
 
 MODES = ("fwd_pre", "fwd_post", "bwd_post")
 OLDER = {"forward": "fwd_post", "backward": "bwd_post"}  # names of the first release of Slapo

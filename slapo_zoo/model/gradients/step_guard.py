@@ -23,8 +23,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.parallel.ranks.heartbeat import names_of
 from slapo_zoo.parallel.ranks.hosted_ranks import called_once
+from slapo_zoo.parallel.ranks.lost_rank import rank_guard
 from slapo_zoo.parallel.ranks.patience import meet
-from slapo_zoo.parallel.ranks.process_group import rank_guard
 
 PROBES, ELEMENTS, ALIKE = 8, 64, 1e-4
 FEWEST = 4  # elements that tell a common factor from one that clipping by value leaves behind

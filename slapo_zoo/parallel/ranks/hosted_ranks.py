@@ -21,7 +21,8 @@ import torch.distributed as dist
 from slapo_zoo.errors import MeshError, RankError, is_agreed
 from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.ranks import heartbeat
-from slapo_zoo.parallel.ranks.process_group import join_group, rank_guard
+from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.process_group import join_group
 from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads
 
 BUILDING = threading.RLock()  # torch's default dtype and transformers' patches are global

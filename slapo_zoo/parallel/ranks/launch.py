@@ -19,13 +19,8 @@ from typing import Any, Literal
 import torch
 
 from slapo_zoo.errors import MeshError, RankError
-from slapo_zoo.parallel.ranks.process_group import (
-    init_distributed,
-    is_lost_peer,
-    rank_error,
-    rank_guard,
-    shutdown_distributed,
-)
+from slapo_zoo.parallel.ranks.lost_rank import is_lost_peer, rank_error, rank_guard
+from slapo_zoo.parallel.ranks.process_group import init_distributed, shutdown_distributed
 from slapo_zoo.parallel.ranks.store import local_store
 
 BLAME_S = 2.0  # seconds in which the rank that failed first can report, before a rank that lost it is named

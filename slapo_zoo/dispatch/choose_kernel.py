@@ -1,7 +1,7 @@
 """Decide whether a kernel is fast enough for a size on a device, by the device's table or an estimate.
 
 On a device without a table only the kernels in PRIOR run: they skip work, so they are faster without measurement. Which
-modules a kernel can replace is decided in slapo_zoo.zoo.kernel_choice.
+modules a kernel can replace is decided in slapo_zoo.zoo.kernels_for_modules.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Choice of the kernels of a model, with its reasons: the argument `kernels=`.
 
 Whether a kernel can replace a module follows from the module's class, so tables name none. Whether the
-kernel is used follows from measurements on the device (slapo_zoo.dispatch.fast_enough).
+kernel is used follows from measurements on the device (slapo_zoo.dispatch.choose_kernel).
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from slapo_zoo.dispatch.benchmark import quick_table
-from slapo_zoo.dispatch.fast_enough import PRIOR, decide
+from slapo_zoo.dispatch.choose_kernel import PRIOR, decide
 from slapo_zoo.dispatch.kernel_registry import Kernel, load_kernels
 from slapo_zoo.dispatch.tables import keep
 from slapo_zoo.errors import ScheduleError

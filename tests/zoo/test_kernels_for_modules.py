@@ -10,11 +10,11 @@ from heads import HEADS
 from parity import LAYOUTS, Case, batch_of, checkpoint, compare, references, scheduled, tiny_config
 from refusals import refused
 from slapo_zoo import AutoScheduledModel, Mesh, SlapoError
-from slapo_zoo.dispatch import fast_enough, tables
+from slapo_zoo.dispatch import choose_kernel, tables
 from slapo_zoo.dispatch import kernel_registry as registry
 from slapo_zoo.dispatch.benchmark import SHAPES
-from slapo_zoo.zoo import kernel_choice
-from slapo_zoo.zoo.kernel_choice import choose
+from slapo_zoo.zoo import kernels_for_modules
+from slapo_zoo.zoo.kernels_for_modules import choose
 from slapo_zoo.zoo.outline import Outline
 
 GPT2, BERT = HEADS["gpt2"][0], Case("BertForMaskedLM", ("tokens",))
@@ -171,7 +171,7 @@ def test_kernel_unsupported_by_the_device_is_reported_before_launch(
     assert bool(said) == ("torch operations" in asked.reason)
     assert "torch operations" not in str(choose(sch, kernel, "cpu"))
     monkeypatch.setattr(
-        kernel_choice, "decide", lambda *key: fast_enough.Decision(True, "measured")
+        kernels_for_modules, "decide", lambda *key: choose_kernel.Decision(True, "measured")
     )
     auto = next(c for c in choose(sch, "auto", on) if c.kernel == kernel)
     assert (auto.accepted, said in auto.reason) == (not said, True)
