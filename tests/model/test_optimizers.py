@@ -75,8 +75,14 @@ def test_matrix_optimizers_on_shards_equal_one_process(case, name, tmp_path, ran
         assert all(kept["momentum_buffer"] == shape for shape, kept in sizes)
 
 
+def next_token_loss(output, batch):
+    """Return the causal loss in the dtype of the logits; the model's own loss is computed in fp32."""
+    logits, labels = output.logits[:, :-1], batch["labels"][:, 1:]
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
 def trained(folder, layout):
-    """Train in fp64, where the rounding of gradients does not change Muon's bf16."""
+    """Train in fp64, loss included: the rounding of gradients in fp32 would change bf16 values inside Muon."""
     from slapo_zoo import AutoScheduledModel
 
     tp, pp, dp = layout
@@ -84,7 +90,7 @@ def trained(folder, layout):
     model = AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, dp=dp, seed=0, dtype=dtype)
     optimizers = muon(model.train())
     for i in range(STEPS):
-        model.train_step(batch_of(CASES[0], i))
+        model.train_step(batch_of(CASES[0], i), loss_fn=next_token_loss, micro_batches=1)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
