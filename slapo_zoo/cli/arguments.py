@@ -17,6 +17,7 @@ Head = Annotated[str | None, typer.Option("--auto-class", help="Head class, e.g.
 Tp = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel ranks.")]
 Pp = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel ranks.")]
 Dp = Annotated[int, typer.Option("--dp", min=1, help="Data-parallel replicas.")]
+Cp = Annotated[int, typer.Option("--cp", min=1, help="Ranks that shard the tokens of each row.")]
 SequenceParallel = Annotated[bool, typer.Option(help="Shard the tokens over tp too.")]
 CheckpointRatio = Annotated[
     float, typer.Option(help="Share of the blocks that are recomputed, 0 to 1.")
@@ -24,12 +25,13 @@ CheckpointRatio = Annotated[
 Order = Annotated[str, typer.Option(help="Pipeline order, by name.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.", metavar="NAME")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+MESH = ("tp", "pp", "dp", "cp")
 POLICY = "What a recomputed block keeps: nothing, or save_matmuls, offload, sharded."
 # flag of a layout --> its type and default, both those of the loader's option
 LAYOUT: dict[str, tuple[Any, Any]] = {
-    "tp": (Tp, 1), "pp": (Pp, 1), "dp": (Dp, 1),
+    "tp": (Tp, 1), "pp": (Pp, 1), "dp": (Dp, 1), "cp": (Cp, 1),
     "sequence_parallel": (SequenceParallel, False), "checkpoint_ratio": (CheckpointRatio, 0.0),
-    "dp_shard": (Annotated[int, typer.Option(min=1, help="Data-parallel replicas that shard weights and states (ZeRO).")], 1),
+    "dp_shard": (Annotated[int, typer.Option(min=1, help="Ranks of dp and cp that shard weights and states (ZeRO).")], 1),
     "zero_stage": (Annotated[int, typer.Option(min=1, max=3, help="ZeRO stage: 1, 2 or 3.")], 3),
     "pipeline_order": (Order, "1f1b"),
     "stages_per_rank": (Annotated[int | None, typer.Option(min=1, help="Stages per rank of an interleaved order.")], None),
@@ -79,17 +81,52 @@ def command(
     return run
 
 
-def data_parallel_size(tp: int, pp: int, dp: int | None) -> int:
-    """Return dp; None means the number of launched processes divided by tp * pp, or 1 without a launcher.
+def take_mesh(layout: dict[str, Any], rank: int = 0) -> Any:
+    """Remove the sizes of tp, pp, dp and cp from the flags `layout`; return the mesh of these sizes, as `rank` sees it."""
+    from slapo_zoo.parallel.mesh import Mesh
 
-    MeshError is raised if tp * pp * dp differs from the number of launched processes.
+    return Mesh(**{name: layout.pop(name) for name in MESH}, rank=rank)
+
+
+def sizes_text(mesh: Any) -> str:
+    """Return the sizes of a mesh as text: "tp=2 pp=1 dp=1", followed by cp if it is used."""
+    return " ".join(f"{name}={size}" for name, size in mesh.sizes.items())
+
+
+def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[str, Any]) -> Any:
+    """Return "zoo", or with cp > 1 the table by which the tokens of the model are cut; one that the zoo does not say is probed.
+
+    `where` is the name of the command, `cls` that of the model's class, `layout` the flags beside the mesh.
+
+    Raises:
+        SlapoError: the tokens cannot be cut, or not beside these flags.
+    """
+    from slapo_zoo.hf import models as hf
+    from slapo_zoo.load.auto_schedule import cut_zoo_table
+    from slapo_zoo.model.context_parallel import check_cp, require_cp_support
+    from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.zoo.options import LoaderOptions
+
+    if mesh.size("cp") == 1:
+        return "zoo"
+    hf.register_models()
+    cls, options = hf.resolve_class(config, cls), LoaderOptions(**layout)
+    table = cut_zoo_table(config, cls, Mesh(), check_cp(where, mesh, options))
+    require_cp_support(table, cls, config)
+    return table
+
+
+def data_parallel_size(tp: int, pp: int, dp: int | None, cp: int = 1) -> int:
+    """Return dp; None means the number of launched processes divided by tp * pp * cp, or 1 without a launcher.
+
+    MeshError is raised if tp * pp * dp * cp differs from the number of launched processes.
     """
     from slapo_zoo.parallel.ranks.process_group import is_distributed_launch, world_size_of_launch
     from slapo_zoo.zoo.argument_values import mesh_sizes
 
     if not is_distributed_launch():
         return dp or 1
-    return mesh_sizes(world_size_of_launch(), {"tp": tp, "pp": pp, "dp": dp})["dp"]
+    return mesh_sizes(world_size_of_launch(), {"tp": tp, "pp": pp, "dp": dp, "cp": cp})["dp"]
 
 
 def on_ranks(

@@ -87,6 +87,21 @@ def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {**batch, **labels}
 
 
+def cut_example(
+    model: Any, batch: dict[str, Tensor], ranks: int, positions: str
+) -> dict[str, Tensor]:
+    """Return an example batch as one of the `ranks` of cp gets it: shapes only, the values are those of the first rank.
+
+    The entries are those that training makes before it cuts a batch (`slapo_zoo.model.step.cut_batch`): position ids,
+    and labels of the next token. `positions` is the value in `Table.cut_tokens` for the model's class.
+    """
+    if positions.startswith("counted"):
+        batch = {**batch, "position_ids": batch["input_ids"]}
+    if head_of(type(model).__name__).shifts and "labels" in batch:
+        batch = {**batch, "shift_labels": batch["labels"]}
+    return {name: x[:, : -(-x.shape[1] // ranks)].contiguous() for name, x in batch.items()}
+
+
 def padded_batch(
     model: Any, rows: int, tokens: int, seed: int = 0, tp: int = 1
 ) -> dict[str, Tensor]:

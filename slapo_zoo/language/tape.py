@@ -9,6 +9,7 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,7 +21,8 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
 from slapo_zoo.hf.models import accepts
-from slapo_zoo.parallel.mesh import ShapeOnlyGroup
+from slapo_zoo.parallel.mesh import Mesh, ShapeOnlyGroup
+from slapo_zoo.parallel.token_cut import TokenCut
 
 
 class Product(NamedTuple):
@@ -228,6 +230,11 @@ class Tape(TorchDispatchMode):
             self.note(kind, path=path, amount=nbytes, transfer=transfer)
 
         return group._replace(note=note)
+
+    def cut_of(self, mesh: Mesh) -> TokenCut | None:
+        """Return how a mesh of a dry run shards the tokens of each row, so that its collectives are recorded; None when cp is 1."""
+        cut = TokenCut.of(mesh)
+        return cut and replace(cut, group=self.listen(cut.group, "cp", "", "cp"))
 
     def run(
         self, model: nn.Module, mode: Any, batch: Mapping[str, Any],

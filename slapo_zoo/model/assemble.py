@@ -41,7 +41,6 @@ class Assembly(Outline):
         super().__init__(config, auto_class, mesh, dtype, options)
         if mesh.size("cp") > 1:
             require_cp_support(self.table, self.cls, self.model.config)
-            self.state.positions = self.table.cut_tokens[self.cls.__name__]
             self.state.cp_attention = options.cp_attention
             require_way(self.state.modules, self.mesh.cp, options.cp_attention)
             follow_places(self.state.modules, self.state.random, self.state.positions)

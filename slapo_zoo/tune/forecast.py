@@ -4,7 +4,8 @@ import itertools
 from dataclasses import dataclass
 
 from slapo_zoo.tune.planner.layout import Layout, places_of
-from slapo_zoo.tune.planner.layout_search import Forecasted, Planner
+from slapo_zoo.tune.planner.layout_search import Planner
+from slapo_zoo.tune.planner.search_result import Forecasted
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class StageForecast:
 def forecast(planner: Planner, layout: Layout) -> tuple[Forecasted, list[StageForecast]]:
     """Return (memory and time of a training step under `layout`, the forecast of each pipeline stage)."""
     found, places = planner.forecast(layout), places_of(layout)
-    names = [unit.name for unit in planner.profile(layout.tp, layout.sequence_parallel).units]
+    names = [unit.name for unit in planner.profile_of(layout).units]
     edges = itertools.pairwise([0, *planner.cuts(layout.stages), len(names)])
     stages = []
     for i, ((a, b), (memory, time)) in enumerate(

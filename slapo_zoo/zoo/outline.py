@@ -61,6 +61,8 @@ class Outline:
         self.schedule = Schedule(self.model, mesh, self.seed)
         self.state: State = self.schedule.state
         self.state.compute_dtype = options.compute_dtype
+        if mesh.cp > 1:
+            self.state.positions = self.table.cut_tokens.get(self.cls.__name__, "")
         self.places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
         if kind in FROM_TABLE:
             is_auto = options.kernels == "auto"

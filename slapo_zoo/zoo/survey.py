@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slapo_zoo.hf.example_inputs import example_batch
+from slapo_zoo.hf.example_inputs import cut_example, example_batch
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.explain import Explanation, TrafficRow, after_backward
 from slapo_zoo.language.tape import Tape, Transfer
 from slapo_zoo.parallel.rank_plan import TIED
+from slapo_zoo.parallel.token_cut import cutting
 from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.dry_run import refused
 from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
@@ -87,10 +88,12 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
     mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
     mode, schedule = fake_schedule(outline.schedule, outline.cls)
     fake = schedule.model
-    tape = Tape(fake, outline.units)
+    tape, positions = Tape(fake, outline.units), outline.state.positions
     schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
     floats = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    with refused(fake):
+    cut = tape.cut_of(schedule.mesh) if positions else None
+    floats = cut_example(fake, floats, cut.n, positions) if cut else floats
+    with refused(fake), cutting(schedule.state.random, cut):
         tape.run(fake, mode, floats, tape.sum_of)
     found = [*tape.transfers, *_between_stages(outline, calls_of(tape.rows))]
     for stage in range(mesh.pp):

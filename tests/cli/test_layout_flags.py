@@ -12,7 +12,7 @@ from slapo_zoo.cli.main import main
 from slapo_zoo.zoo.options import LoaderOptions
 
 LAYOUT = (
-    "tp", "pp", "dp", "sequence_parallel", "dp_shard", "zero_stage", "pipeline_order", "stages_per_rank",
+    "tp", "pp", "dp", "cp", "sequence_parallel", "dp_shard", "zero_stage", "pipeline_order", "stages_per_rank",
     "checkpoint_ratio", "checkpoint_policy",
 )  # fmt: skip
 
@@ -64,3 +64,35 @@ def test_verify_command_refuses_flags_fixed_by_the_card(capsys):
         cli("verify", "gpt2", "--tp", 2, "--schedule", "hub_cards/gpt2", "--sequence-parallel") == 2
     )
     assert "the card given by --schedule sets this option" in capsys.readouterr().err
+
+
+def test_show_and_plan_commands_know_cp(capsys):
+    """Keys and values of 12 layers are gathered over cp; half of a row's activations stay on a rank."""
+    assert cli("show", "gpt2", "--cp", 2, "--seq-len", 64, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["collectives"]
+    scattered = [
+        r["count"] for r in rows if r["mesh_dim"] == "cp" and r["kind"] == "reduce_scatter"
+    ]
+    assert scattered == [24]
+    kept = []
+    for cp in (1, 2):
+        words = ("--seq", 512, "--cp", cp, "--json")
+        assert cli("plan", "gpt2", "--training", *words) == 0
+        kept.append(json.loads(capsys.readouterr().out)["training"]["ranks"][0]["activations"])
+    assert kept[1] < 0.55 * kept[0]
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "verify"])
+def test_what_does_not_run_beside_cp_is_refused_by_name(command, capsys):
+    more = ("--training",) if command == "plan" else ()
+    assert cli(command, "gpt2", "--cp", 2, "--checkpoint-policy", "save_matmuls", *more) == 2
+    assert (
+        "checkpoint_policy='save_matmuls': not supported together with cp=2"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.one_in(2)
+def test_verify_command_compares_a_model_with_cut_tokens(capsys):
+    assert cli("verify", "gpt2", "--cp", 2) == 0
+    assert "verified" in capsys.readouterr().out

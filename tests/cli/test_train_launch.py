@@ -1,6 +1,7 @@
 """`slapo-zoo train` with every engine under every launcher has the losses of one process."""
 
 import contextlib
+import json
 import multiprocessing
 import os
 import subprocess
@@ -29,6 +30,7 @@ NUMBERS = [
 ]
 ENGINES = {
     "torch": ["--engine", "torch", "--tp", "2"],
+    "torch, cut tokens": ["--engine", "torch", "--cp", "2"],
     "deepspeed": [
         *("--engine", "deepspeed", "--dp", "2"),
         "--set",
@@ -115,6 +117,53 @@ def test_train_with_local_ranks_equals_one_process(engine, job, capfd):
         main([*arguments, *ENGINES[engine]])
     assert caught.value.code in (0, None)
     assert losses(capfd.readouterr().out) == expected
+
+
+def test_training_with_cut_tokens_saves_and_resumes_on_another_mesh(job, tmp_path, capfd):
+    """Two steps on cp=2 and two on tp=2, with evaluations, have the losses of four steps of one process."""
+    from transformers import GPT2LMHeadModel
+
+    folder, found = str(tmp_path / "out"), []
+    runs = [("4",), ("2", "--cp", "2"), ("4", "--tp", "2", "--output", folder)]
+    for i, (steps, *mesh) in enumerate(runs):
+        words = [
+            *job[0],
+            "--json",
+            "--max-steps",
+            steps,
+            "--eval-share",
+            "0.2",
+            "--checkpoint",
+            str(tmp_path / f"{i > 0}"),
+            *mesh,
+        ]
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        out, err = capfd.readouterr()
+        assert caught.value.code in (0, None), err
+        found.append(json.loads(out[out.index("{") :])["losses"])
+    assert [len(each) for each in found] == [4, 2, 2]
+    assert found[1] + found[2] == pytest.approx(found[0], rel=2e-6)
+    assert GPT2LMHeadModel.from_pretrained(folder).config.n_layer == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--engine", "deepspeed"], "--engine deepspeed: not supported together with cp=2"),
+        (["--exact", "tp=2"], "exact: not supported together with cp=2"),
+        (
+            ["--checkpoint-policy", "save_matmuls"],
+            "checkpoint_policy='save_matmuls': not supported together with cp=2",
+        ),
+        (
+            ["--set", "load={kernels: [linear]}"],
+            "kernels=['linear']: not supported together with cp=2",
+        ),
+    ],
+)
+def test_what_does_not_run_beside_cp_is_refused_before_data_are_read(words, said, job, capsys):
+    assert said in failure(capsys, *job[0], "--cp", "2", *words)
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "megatron")]

@@ -7,7 +7,6 @@ import transformers
 from cut_rows import CLOSE, FAMILIES, case_of, closeness, require_equal, rows_of, trained
 from parity import Case, batch_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel, SlapoError, emulate, init_target_engine
-from slapo_zoo.cli.training.checks import check_load
 
 
 def cells():
@@ -269,7 +268,7 @@ USES = {
     "embeddings": (_step(lambda batch: {"input_ids": None, "inputs_embeds": torch.zeros(4, 12, 30)}), "inputs_embeds | no rule says how to shard this entry over cp"),
     "mask": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, None, None].bool()}), "attention_mask | found [4, 1, 1, 12], expected [rows, 1 or heads, 12, 12]"),
     "three axes": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, None]}), "attention_mask | found 3 axes"),
-    "engine": (lambda model: init_target_engine(model, "torch"), "init_target_engine | torch | not supported together with cp=2"),
+    "engine": (lambda model: init_target_engine(model, "torch", data_parallel="ddp"), "init_target_engine | ddp | not supported together with cp=2"),
     "compiled": (_compiled, "torch.compile | cp > 1 | compiled code would not gather the keys"),
     "loss_function": (_own_loss_function, "model.loss_function | a loss function of your own would get labels that are already shifted and sharded over cp"),
     "replaced": (_replaced_core, "h.1.attn.core_attn | it was replaced"),
@@ -283,12 +282,6 @@ def test_wrong_uses_are_refused_before_anything_is_sent():
     for found in emulate(used, "GPT2LMHeadModel", uses, mesh=(1, 1, 2)):
         for name, (_, text) in USES.items():
             assert text in found[name], name
-
-
-def test_train_command_refuses_cp():
-    """Its own option for it is not built; the error names the call in Python."""
-    with pytest.raises(SlapoError, match=r"load\.cp: slapo-zoo train does not cut tokens yet"):
-        check_load({"cp": 2}, transformers.GPT2Config())
 
 
 def of_sharded(case, change=None, **layout):

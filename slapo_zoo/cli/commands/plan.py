@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import command
+from slapo_zoo.cli.arguments import command, sizes_text, table_of_cut, take_mesh
 
 Model = Annotated[str, typer.Argument(help="A checkpoint folder, a Hub id, or with --gpus a family.")]  # fmt: skip
 Weights = Annotated[bool | None, typer.Option("--weights/--no-weights", help="Show only what is read from the files.")]  # fmt: skip
@@ -26,6 +26,7 @@ def plan(
     micro_batches: Annotated[int | None, typer.Option(min=1, help="Micro-batches per step; default: 2 * pp.")] = None,
     micro_batch_size: Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")] = 1,
     seq_len: Annotated[int | None, typer.Option("--seq-len", "--seq", min=1, help="Tokens per row.")] = None,
+    padding: Annotated[bool, typer.Option(help="Rows have padding: batches carry an attention mask.")] = True,
     gpus: Annotated[int | None, typer.Option(min=1, help="Search the fastest layout of this many GPUs.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of a device, e.g. 80GiB.", rich_help_panel=SEARCH)] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows of a step, over all replicas.", rich_help_panel=SEARCH)] = 1024,
@@ -44,61 +45,63 @@ def plan(
     from slapo_zoo.errors import MeshError
 
     device = (hardware, memory, precision, runtime)
-    tp, pp, dp = (layout.pop(name) for name in ("tp", "pp", "dp"))
+    mesh = take_mesh(layout)
     if gpus is None and (write or explain):
         what = "--write" if write else "--explain"
         problem = "this option is for a search over layouts, which --gpus starts"
         raise MeshError("plan", what, problem, "add --gpus N")
     if gpus is not None:
-        if (tp, pp, dp) != (1, 1, 1):
-            problem = f"found tp={tp} pp={pp} dp={dp}, but a search tries every layout"
-            hint = "leave out --gpus, or leave out tp, pp and dp"
+        if mesh.world_size > 1:
+            problem = f"found {sizes_text(mesh)}, but a search tries every layout"
+            hint = "leave out --gpus, or leave out tp, pp, dp and cp"
             raise MeshError("plan", f"--gpus {gpus}", problem, hint)
-        return search(make_planner(model, seq_len, device), gpus, batch, explain, write, most)
+        return search(
+            make_planner(model, seq_len, device, padding), gpus, batch, explain, write, most
+        )
     from slapo_zoo.zoo.load_forecast import plan_weights
 
     data, texts = {"weights": None, "training": None}, []
     both = not weights and not training  # neither flag was given
     if weights or (both and weights is None):
-        read = plan_weights(model, tp, pp, dp)
+        read = plan_weights(model, mesh.tp, mesh.pp, mesh.dp)
         data["weights"] = _weights_data(read)
-        texts.append(_weights_text(read, f"{model}: tp={tp} pp={pp} dp={dp}", 1 if every_rank else tp))  # fmt: skip
+        texts.append(_weights_text(read, f"{model}: {sizes_text(mesh)}", mesh.world_size, 1 if every_rank else mesh.tp))  # fmt: skip
     if training or (both and training is None):
-        planner = make_planner(model, seq_len, device)
-        step = _forecast(planner, (tp, pp, dp), layout, micro_batches, micro_batch_size)
+        planner = make_planner(model, seq_len, device, padding)
+        step = _forecast(planner, mesh, layout, micro_batches, micro_batch_size)
         data["training"] = _step_data(step)
         texts.append(_forecast_text(step, layout["pipeline_order"]))
     return data, "\n".join(texts)
 
 
-def _forecast(
-    planner: Any, mesh: tuple[int, int, int], knobs: dict[str, Any], count: int | None, rows: int
-) -> Any:
+def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None, rows: int) -> Any:
     """Simulate a training step of one layout.
 
     Returns (planner's forecast, forecast of each stage, throughput and bottleneck, hardware name).
 
     Args:
         planner: planner of the model on that hardware.
-        mesh: sizes (tp, pp, dp).
+        mesh: sizes of tp, pp, dp and cp.
         knobs: the other flags of the layout, e.g. pipeline_order, by name.
         count: micro-batches per step; None: 2 * pp with a pipeline, else 1.
         rows: rows per micro-batch.
     """
     from slapo_zoo.model.dp.dp_shard import check_dp_shard
-    from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.pipeline.orders import StageMap
     from slapo_zoo.tune.forecast import forecast
     from slapo_zoo.tune.planner.layout import Layout
     from slapo_zoo.tune.planner.layout_report import worth
 
-    tp, pp, dp = mesh
     order, per_rank = knobs["pipeline_order"], knobs["stages_per_rank"]
     others = {k: v for k, v in knobs.items() if k not in ("pipeline_order", "stages_per_rank")}
-    check_dp_shard(Mesh(tp, pp, dp), knobs["dp_shard"], None, None)
-    places = StageMap.make(order, pp, per_rank)
-    count = count or max(1, 2 * (pp > 1) * pp)
-    layout = Layout(tp, pp, dp, rows, count, order, places.per_rank, **others)
+    family = planner.family
+    table = table_of_cut("plan", mesh, family.config, family.cls, knobs)
+    family.table = family.table if table == "zoo" else table
+    check_dp_shard(mesh, knobs["dp_shard"], None, None)
+    places = StageMap.make(order, mesh.pp, per_rank)
+    count = count or max(1, 2 * (mesh.pp > 1) * mesh.pp)
+    layout = Layout(**mesh.sizes, rows=rows, micro_batches=count, pipeline_order=order,
+                    stages_per_rank=places.per_rank, **others)  # fmt: skip
     found, stages = forecast(planner, layout)
     return found, stages, worth(planner, found), planner.hardware.name
 
@@ -142,8 +145,8 @@ def _forecast_text(found: Any, order: str) -> str:
     return "\n".join((*tables, filled(f"{said}\n{best.text()}")))
 
 
-def _weights_text(found: Any, what: str, step: int) -> str:
-    """Return the forecast `found` of what ranks read as a table titled `what`.
+def _weights_text(found: Any, what: str, ranks: int, step: int) -> str:
+    """Return the forecast `found` of what ranks read as a table titled `what`, for a mesh of `ranks` ranks.
 
     Each row stands for `step` consecutive ranks: all ranks of a stage, or one rank.
     """
@@ -157,7 +160,7 @@ def _weights_text(found: Any, what: str, step: int) -> str:
         files = len(set().union(*(rank.files for rank in group)))
         rows.append((group[0].stage, place, group[-1].tensors, " .. ".join(sizes), files))
     names = ("stage", "tp", "tensors", "bytes per rank", "files")
-    table = as_table(f"{what}, {found.mesh.world_size} ranks", names, rows)
+    table = as_table(f"{what}, {ranks} ranks", names, rows)
     missing = (
         f"{len(found.missing)} tensors are in no file, {len(found.unexpected)} keys fill no tensor"
     )

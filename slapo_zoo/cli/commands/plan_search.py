@@ -11,13 +11,16 @@ from slapo_zoo.cli.readable_errors import check_new_file
 from slapo_zoo.errors import SlapoError
 
 
-def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None, str, str]) -> Any:
+def make_planner(
+    model: str, seq_len: int | None, device: tuple[str, str | None, str, str], padding: bool = True
+) -> Any:  # fmt: skip
     """Return the planner of a model on some hardware; it simulates training steps.
 
     Args:
         model: a checkpoint folder, a Hub id or a family.
         seq_len: tokens per row; None takes a default that fits the model.
         device: values of --hardware, --memory, --precision and --runtime.
+        padding: whether batches carry an attention mask.
     """
     from slapo_zoo.pipeline.unit_costs import row_length
     from slapo_zoo.tune.planner.hardware import find_hardware, with_memory
@@ -31,7 +34,7 @@ def make_planner(model: str, seq_len: int | None, device: tuple[str, str | None,
     head = usual_head(config, head)
     table_for(config.model_type)
     found = with_memory(find_hardware(hardware), parse_size(memory, "--memory"))
-    planner = Planner(config, found, row_length(config, seq_len), precision, runtime, head)
+    planner = Planner(config, found, row_length(config, seq_len), precision, runtime, head, padding)
     if planner.family.cls.main_input_name == "pixel_values":  # a row is an image
         planner.seq_len = planner.family.lengths(1)[-1]
     return planner
@@ -46,10 +49,12 @@ def search(
     others do not fit. `write` is the file for the fastest layout's schedule, or None.
     """
     from slapo_zoo.tune.planner import layout_report as show
-    from slapo_zoo.tune.planner.layout_search import require_feasible
+    from slapo_zoo.tune.planner.search_result import require_feasible
 
     check_new_file(write, "--write")
-    found = planner.search(gpus, batch)
+    cut, why = _may_cut(planner, write)
+    found = planner.search(gpus, batch, cut=cut)
+    found.refused.extend([("cp > 1", why)] * bool(why))
     data, text = show.as_json(planner, found, most), show.as_text(planner, found, most, explain)
     try:
         require_feasible(found, f"--gpus {gpus}")
@@ -61,6 +66,19 @@ def search(
         data["call"] = call
         text += f"\n{write}: from_pretrained(..., schedule={str(write)!r}, {call})"
     return data, text
+
+
+def _may_cut(planner: Any, write: Path | None) -> tuple[bool, str]:
+    """Return (whether a search tries cp > 1, why not); `write` is the file that takes the fastest schedule, or None."""
+    from slapo_zoo.model.context_parallel import require_cp_support
+
+    if write is not None:
+        return False, "--write: the schedule of a file runs with cp=1"
+    try:
+        require_cp_support(planner.family.table, planner.family.cls, planner.family.config)
+    except SlapoError as error:
+        return False, error.problem
+    return True, ""
 
 
 @command

@@ -4,7 +4,16 @@ from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import Device, Head, Model, command, device_named
+from slapo_zoo.cli.arguments import (
+    Device,
+    Head,
+    Model,
+    command,
+    device_named,
+    sizes_text,
+    table_of_cut,
+    take_mesh,
+)
 
 Rows = Annotated[int, typer.Option(min=1, help="Rows of a micro-batch.")]
 Tokens = Annotated[int | None, typer.Option(min=1, help="Tokens per row; default: 128, or what the model takes.")]  # fmt: skip
@@ -27,7 +36,6 @@ def show(
     import torch
 
     from slapo_zoo.cli.training.checks import row_length
-    from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.argument_values import config_of, pick_device
     from slapo_zoo.zoo.outline import Outline
@@ -35,16 +43,18 @@ def show(
 
     config, head = config_of(model)
     asked, dtype = kernels or ["auto"], config.dtype or torch.float32
-    tp, pp, dp = (layout.pop(name) for name in ("tp", "pp", "dp"))
+    mesh = take_mesh(layout, rank or 0)
+    table = table_of_cut("show", mesh, config, auto_class or head, layout)
+    asked = asked if mesh.cp == 1 else ["reference"]
     outline = Outline(
-        config, auto_class or head, Mesh(tp, pp, dp, rank or 0), dtype, **layout,
+        config, auto_class or head, mesh, dtype, **layout, schedule=table,
         kernels=asked[0] if len(asked) == 1 else asked, device=pick_device(device_named(device)),
     )  # fmt: skip
     if rank is not None:
         return {"rank": rank, "plan": str(outline.plan)}, filled(str(outline.plan))
     seq_len = seq_len or row_length(None, config)
     found = survey(outline, batch_size, seq_len)
-    what = f"{outline.cls.__name__}, {dtype}, {batch_size} x {seq_len}: tp={tp} pp={pp} dp={dp}"
+    what = f"{outline.cls.__name__}, {dtype}, {batch_size} x {seq_len}: {sizes_text(mesh)}"
     return as_data(found), _text(found, what)
 
 

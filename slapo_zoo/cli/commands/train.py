@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_origin
 
 import typer
 
-from slapo_zoo.cli.arguments import LAYOUT, command
+from slapo_zoo.cli.arguments import LAYOUT, MESH, command
 from slapo_zoo.cli.training import options as config_keys
 from slapo_zoo.cli.training.options import KINDS, LEAST, TrainOptions
 from slapo_zoo.parallel.ranks.slurm import is_first
@@ -26,7 +26,7 @@ KEYS = {
     if field.name != "model" and get_origin(KINDS[field.name]) not in (tuple, Mapping)
 }  # fmt: skip
 EXACT = {"exact": (Annotated[str, typer.Option(help=ABOUT["exact"], metavar="tp=4,dp=2")], "")}
-OF_LOAD = {name: flag for name, flag in LAYOUT.items() if name not in ("tp", "pp", "dp")}
+OF_LOAD = {name: flag for name, flag in LAYOUT.items() if name not in MESH}
 
 
 def train(
@@ -40,7 +40,7 @@ def train(
 
     Keys come from a YAML file (--config), from flags and from --set; a later one of these three wins.
     Under torchrun, srun or the deepspeed launcher the command joins their processes; otherwise it
-    starts tp * pp * dp local ranks.
+    starts tp * pp * dp * cp local ranks.
     Losses are the same on any mesh, and a checkpoint can be resumed on any other mesh.
     SIGTERM, SIGUSR1 and Ctrl-C finish the step and save; the exit code is then 75, or 130 for Ctrl-C.
     With --json the losses of the steps of this run are printed at the end.

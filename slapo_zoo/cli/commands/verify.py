@@ -5,7 +5,15 @@ from typing import Annotated, Any
 
 import typer
 
-from slapo_zoo.cli.arguments import LAYOUT, Head, Model, command
+from slapo_zoo.cli.arguments import (
+    LAYOUT,
+    Head,
+    Model,
+    command,
+    sizes_text,
+    table_of_cut,
+    take_mesh,
+)
 from slapo_zoo.cli.waiting import waiting
 
 WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own schedule.")]  # fmt: skip
@@ -44,20 +52,22 @@ def verify(
     program = None if own else load_card(str(schedule)).program
     named = hf.resolve_class(config, auto_class or usual_head(config, head)).__name__
     cls = program.model_class if program else named
-    tp, pp, dp = (layout.pop(name) for name in ("tp", "pp", "dp"))
+    mesh = take_mesh(layout)
+    sizes = mesh.tp, mesh.pp, mesh.dp
     if program:
-        _refuse_beside_card(layout)
+        _refuse_beside_card({**layout, "cp": mesh.cp})
         layout = {name: layout[name] for name in ORDER}
     else:
-        _require_mesh(config, cls, (tp, pp, dp), layout)
+        _require_mesh(config, cls, mesh, layout)
+        layout |= {"cp": mesh.cp} if mesh.cp > 1 else {}
     if exact:
-        return _same_bits(config, cls, (tp, pp, dp), layout, program)
+        return _same_bits(config, cls, sizes, layout, program)
     request = {
-        "config": config.to_dict(), "cls": cls, "mesh": (tp, pp, dp), "quick": not full, "layers": layers,
+        "config": config.to_dict(), "cls": cls, "mesh": sizes, "quick": not full, "layers": layers,
         "program": program.to_bytes().decode() if program else None, "knobs": layout,
         "folder": str(Path(model).absolute()) if full and Path(model).is_dir() else None,  # a family has none
     }  # fmt: skip
-    with waiting(f"verify {model} tp={tp} pp={pp} dp={dp}"):
+    with waiting(f"verify {model} {sizes_text(mesh)}"):
         found = verify_apart(request)
     text = found.pop("text")
     return found, text, int(found["verdict"] != "verified")
@@ -93,15 +103,13 @@ def _refuse_beside_card(given: dict[str, Any]) -> None:
             raise SlapoError("verify", flag, "the card given by --schedule sets this option", hint)
 
 
-def _require_mesh(config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any]) -> None:
-    """Raise an error if the model cannot be sharded on the mesh (tp, pp, dp): then the flags are
-    wrong, not the schedule. `cls` is the head class, `knobs` are the other loader arguments.
-    """
+def _require_mesh(config: Any, cls: str, mesh: Any, knobs: dict[str, Any]) -> None:
+    """Raise an error if the model cannot be sharded on the mesh: then the flags are wrong, not the schedule. `cls` is the head class, `knobs` are the other loader arguments."""
     import torch
 
     from slapo_zoo.model.dp.dp_shard import check_dp_shard
-    from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.outline import Outline
 
-    check_dp_shard(Mesh(*mesh), knobs["dp_shard"], None, None)
-    Outline(config, cls, Mesh(*mesh), torch.float32, **knobs)
+    check_dp_shard(mesh, knobs["dp_shard"], None, None)
+    table = table_of_cut("verify", mesh, config, cls, knobs)
+    Outline(config, cls, mesh, torch.float32, schedule=table, **knobs)

@@ -33,7 +33,7 @@ from slapo_zoo.zoo.options import unknown_knob
 WRITTEN = ("output", "best", "checkpoint", "log_file")
 BEHIND_PADDING = {"roberta", "xlm-roberta", "camembert", "esm"}  # positions begin after padding_idx
 # keys that `load` refuses --> the option that sets them
-OWN_KEYS = {"tp": "tp", "pp": "pp", "dp": "dp", "seed": "seed", "micro_batches": "micro_batches", "device": "device",
+OWN_KEYS = {"tp": "tp", "pp": "pp", "dp": "dp", "cp": "cp", "seed": "seed", "micro_batches": "micro_batches", "device": "device",
             "auto_class": "task", "target": "engine", "exact": "exact"}  # fmt: skip
 # options that decide the numbers of a step; the layout does not, and the data are compared by `check_checkpoint`
 DECIDE = ("document_masks", "load", "exact", "max_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay",
@@ -45,9 +45,9 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
 
     Every check that needs no data is made here too.
     """
-    dp = data_parallel_size(options.tp, options.pp, options.dp)
+    dp = data_parallel_size(options.tp, options.pp, options.dp, options.cp)
     options = replace(options, dp=dp, device=device_named(options.device or "auto"))
-    mesh = Mesh(options.tp, options.pp, dp)
+    mesh = Mesh(options.tp, options.pp, dp, cp=options.cp)
     if options.exact:
         mesh = virtual_mesh(mesh, options.exact)
         options = replace(options, exact=mesh.sizes)
@@ -85,6 +85,14 @@ def _require(held: Any, what: str, problem: str, hint: str) -> None:
 def check_engine(options: TrainOptions) -> None:
     """Raise ConfigError if the engine is not installed, or does not support the other options."""
     name, pp = options.engine, options.pp
+    problem = f"not supported together with cp={options.cp}"
+    _require(options.cp == 1 or not options.exact, "exact", problem, "leave exact out, or use cp=1")
+    _require(
+        options.cp == 1 or name == "torch",
+        f"--engine {name}",
+        problem,
+        "choose --engine torch, or cp=1",
+    )
     _require(name in HOMES, "--engine", f"found {name!r}, expected one of {sorted(HOMES)}", "choose one of them")  # fmt: skip
     _require(name == "torch" or not options.exact, "exact", f"found --engine {name}, which sums gradients in an order of its own", "leave --engine out")  # fmt: skip
     _require(options.exact or not options.log_digest, "log_digest", "bits without `exact` differ between meshes", "add exact: {tp: 2}")  # fmt: skip
@@ -196,9 +204,6 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
             hint = f"write `{OWN_KEYS[name]}:` outside of load"
             problem = "this argument is an option of its own, not an entry of `load`"
             raise ConfigError("train", f"load.{name}", problem, hint)
-        if name == "cp":
-            hint = "load the model in Python: AutoScheduledModel.from_pretrained(..., cp=2)"
-            raise ConfigError("train", "load.cp", "slapo-zoo train does not cut tokens yet", hint)
         if name not in known and not hasattr(config, name):
             raise unknown_knob(
                 "train", f"load.{name}", [f"load.{n}" for n in (*known, *vars(config))]
@@ -216,11 +221,14 @@ def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> Non
     """
     import torch
 
+    from slapo_zoo.model.context_parallel import check_cp
     from slapo_zoo.model.dp.dp_shard import check_dp_shard
-    from slapo_zoo.zoo.options import BuildOptions
+    from slapo_zoo.zoo.options import BuildOptions, LoaderOptions
     from slapo_zoo.zoo.outline import Outline
 
     given = options.load
+    known = LoaderOptions.__dataclass_fields__.keys()
+    check_cp("train", mesh, LoaderOptions(**{k: v for k, v in given.items() if k in known}))
     check_dp_shard(mesh, given.get("dp_shard", 1), options.engine, None, given.get("zero_stage", 3))
     if mesh.world_size == 1 or "schedule" in given:  # the user's own schedule may shard otherwise
         return

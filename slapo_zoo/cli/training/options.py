@@ -62,7 +62,8 @@ class TrainOptions:
     eval_batches: int | None = option(None, "maximum number of batches of an evaluation; None: all rows.", least=1)
     tp: int = option(1, "tensor-parallel ranks.", least=1)
     pp: int = option(1, "pipeline stages.", least=1)
-    dp: int | None = option(None, "data-parallel replicas; None: launched processes / (tp * pp).", least=1)
+    dp: int | None = option(None, "data-parallel replicas; None: launched processes / (tp * pp * cp).", least=1)
+    cp: int = option(1, "ranks that shard the tokens of each row.", least=1)
     micro_batches: int | None = option(None, "micro-batches per step and replica; None: the loader's default.", least=1)
     batch_size: int = option(8, "rows per step, over all replicas.", least=1)
     exact: Mapping[str, int] = option({}, "virtual mesh, e.g. {tp: 4, dp: 2}: every mesh that divides it trains with the same bits.")
@@ -127,7 +128,7 @@ RENAMED = {
 ELSEWHERE = {
     "lr_scheduler": "lr_scheduler_type", "gradient_clip_val": "max_grad_norm", "early_stopping_patience": "patience",
     "model_name_or_path": "model", "dataset_name": "data", "train_file": "data", "validation_file": "eval_data",
-    "max_length": "seq_len", "max_seq_length": "seq_len", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp",
+    "max_length": "seq_len", "max_seq_length": "seq_len", "tensor_parallel_size": "tp", "pipeline_parallel_size": "pp", "context_parallel_size": "cp",
     "output_dir": "checkpoint, the folder of all that training needs to go on; output is that of the trained model",
     "per_device_train_batch_size": "batch_size, which counts the rows of all copies together",
     "train_batch_size": "batch_size, which counts the rows of all copies together",

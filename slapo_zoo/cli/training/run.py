@@ -44,7 +44,7 @@ def run(options: TrainOptions, inputs: Inputs) -> list[float]:
 
     StoppedError is raised if a signal stopped the run.
     """
-    world = options.tp * options.pp * (options.dp or 1)
+    world = options.tp * options.pp * options.cp * (options.dp or 1)
     starts = world > 1 and not is_distributed_launch()  # local ranks: this process gets signals
     with listening() if starts else nullcontext() as stop:
         found = on_ranks(train, world, (options, inputs), options.device, "train")
@@ -84,7 +84,7 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
     head = "AutoModelForCausalLM" if task is None else task.head
     settings = {} if task is None else task.settings()
     return AutoScheduledModel.from_pretrained(
-        options.model, tp=options.tp, pp=options.pp, dp=options.dp or 1, seed=options.seed,
+        options.model, tp=options.tp, pp=options.pp, dp=options.dp or 1, cp=options.cp, seed=options.seed,
         micro_batches=options.micro_batches, device=options.device, exact=options.exact or False,
         auto_class=getattr(transformers, head), **{**settings, **options.load},
     )  # fmt: skip
@@ -327,13 +327,13 @@ def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> str:
     """Return a table of what each rank read while loading (`ledgers`, by rank), one row per rank with its mesh
     coordinates.
     """
-    rows = []
+    rows, dims = [], ("pp", "dp", "cp", "tp") if mesh.cp > 1 else ("pp", "dp", "tp")
     for rank, ledger in enumerate(ledgers):
         place = replace(mesh, rank=rank)
-        coords = [place.coord(name) for name in ("pp", "dp", "tp")]
+        coords = [place.coord(name) for name in dims]
         sizes = [f"{size / 1e6:.1f} MB" for size in (ledger.bytes_read, ledger.shard_bytes)]
         memory = f"+{ledger.peak_anonymous / 1e6:.1f} MB"
         counts = [ledger.tensors, *sizes, ledger.files_opened, f"{ledger.seconds:.2f}", memory]
         rows.append((rank, *coords, *counts))
-    names = ("rank", "pp", "dp", "tp", "tensors", "read", "its share", "files", "s", "memory")
+    names = ("rank", *dims, "tensors", "read", "its share", "files", "s", "memory")
     return as_table("what each rank read", names, rows)

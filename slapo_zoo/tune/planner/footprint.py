@@ -50,15 +50,18 @@ class Meter:
     def __init__(self) -> None:
         self.products: list[Product] = []
         self.moved = self.ops = self.fused = self.launches = 0.0
-        self.comm = self.collectives = 0.0
+        self.comm = self.collectives = self.cut_comm = self.cut_collectives = 0.0
         self._pending: dict[int, int] = {}  # storage written by the current chain --> bytes
         self._read: set[int] = set()  # storages that the current chain has read
 
     def note(self, row: Row) -> None:
         """Add one recorded operation or collective, `row`, to the totals."""
         if row.transfer is not None:
-            self.comm += RING[row.transfer.kind] * row.transfer.bytes
-            self.collectives += 1
+            sent = RING[row.transfer.kind] * row.transfer.bytes
+            over_tp = row.transfer.mesh_dim == "tp"
+            self.comm, self.collectives = self.comm + sent * over_tp, self.collectives + over_tp
+            self.cut_comm += sent * (not over_tp)
+            self.cut_collectives += not over_tp
         if isinstance(row.op, str) or is_view(row.op):
             return
         self.ops += 1
@@ -101,7 +104,7 @@ class Meter:
         """Return the totals so far; outputs of element-wise chains that are not complete count as written."""
         self.settle()
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
-                self.collectives)  # fmt: skip
+                self.collectives, self.cut_comm, self.cut_collectives)  # fmt: skip
 
     def between(self, begin: tuple[float, ...], end: tuple[float, ...]) -> Work:
         """Return the work that was counted between two calls of `now`, whose results are `begin` and `end`."""
@@ -179,7 +182,8 @@ class Footprint:
 
     def _computed(self, row: Row) -> None:
         self.meter.note(row)
-        self.gathered += row.op == "all_gather" and int(row.amount)
+        if row.op == "all_gather" and row.transfer and row.transfer.mesh_dim == "tp":
+            self.gathered += int(row.amount)
         over = self._summed_in_place(row)
         for ref in row.writes:
             self._born(ref, over, row.unit)

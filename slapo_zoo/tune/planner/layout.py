@@ -32,6 +32,7 @@ class Layout:
         sequence_parallel: whether tp ranks shard the tokens too.
         dp_shard: dp ranks over which ZeRO shards; 1 turns ZeRO off.
         zero_stage: ZeRO shards optimizer states (1), gradients too (2), weights too (3).
+        cp: ranks that shard the tokens of each row.
     """
 
     tp: int = 1
@@ -46,6 +47,17 @@ class Layout:
     sequence_parallel: bool = False
     dp_shard: int = 1
     zero_stage: int = 3
+    cp: int = 1
+
+    @property
+    def replicas(self) -> int:
+        """Return the number of ranks that hold the same parameters, over which ZeRO may shard them."""
+        return self.dp * self.cp
+
+    @property
+    def devices(self) -> int:
+        """Return the number of devices of the whole mesh."""
+        return self.tp * self.pp * self.replicas
 
     @property
     def stages(self) -> int:
@@ -61,7 +73,8 @@ class Layout:
         return {n: v for n, v in found.items() if n in ("tp", "pp", "dp") or v != defaults[n]}
 
     def __str__(self) -> str:
-        text = f"tp={self.tp} pp={self.pp} dp={self.dp} micro-batches {self.micro_batches} x {self.rows} rows"
+        mesh = f"tp={self.tp} pp={self.pp} dp={self.dp}" + f" cp={self.cp}" * (self.cp > 1)
+        text = f"{mesh} micro-batches {self.micro_batches} x {self.rows} rows"
         if self.stages_per_rank > 1:
             text += f" {self.pipeline_order} x{self.stages_per_rank}"
         if not isinstance(self.checkpoint_policy, str):
@@ -96,9 +109,9 @@ def divisors(n: int) -> list[int]:
 
 def layouts(
     tp: int, gpus: int, batch: int, blocks: int, orders: Sequence[str] = ("1f1b", "interleaved_1f1b"),
-    sequence_parallel: bool = False,
+    sequence_parallel: bool = False, cp: int = 1,
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yield every layout with `tp` ranks per layer that uses all devices and splits the batch evenly.
+    """Yield every layout with `tp` ranks per layer and `cp` per row that uses all devices and splits the batch evenly.
 
     Args:
         tp: ranks that shard each layer.
@@ -107,18 +120,30 @@ def layouts(
         blocks: number of blocks of the model, which bounds the number of stages.
         orders: pipeline orders to try.
         sequence_parallel: tp ranks shard the tokens too.
+        cp: ranks that shard the tokens of each row; with them a recomputed block keeps nothing.
     """
-    for pp in (n for n in divisors(gpus // tp) if n <= blocks):
-        dp = gpus // tp // pp
+    whole = tp > 1 and not sequence_parallel
+    policies = RECOMPUTE + LEAST * whole if cp == 1 else [one for one in RECOMPUTE if not one[1]]
+    for pp in (n for n in divisors(gpus // tp // cp) if n <= blocks):
+        dp = gpus // tp // cp // pp
         if batch % dp:
             continue
         for rows in (n for n in divisors(batch // dp) if n <= MOST_ROWS):
             count = batch // dp // rows
             for order, virtual in orders_for(pp, count, blocks, orders):
-                whole = tp > 1 and not sequence_parallel
-                for ratio, policy in RECOMPUTE + LEAST * whole:
+                for ratio, policy in policies:
                     yield Layout(
-                        tp, pp, dp, rows, count, order, virtual, ratio, policy, sequence_parallel
+                        tp,
+                        pp,
+                        dp,
+                        rows,
+                        count,
+                        order,
+                        virtual,
+                        ratio,
+                        policy,
+                        sequence_parallel,
+                        cp=cp,
                     )
 
 

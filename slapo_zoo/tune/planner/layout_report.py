@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from slapo_zoo.tune.planner.hardware import GIB
-from slapo_zoo.tune.planner.layout_search import Forecasted, Found, Planner, require_feasible
+from slapo_zoo.tune.planner.layout_search import Planner
+from slapo_zoo.tune.planner.search_result import Forecasted, Found, require_feasible
 from slapo_zoo.weights.ledger import as_table, filled
 
 FASTER = 2.0  # factor for links and network, to see whether they bind
 COLUMNS = (
-    "tp", "pp", "dp", "micro-batches", "order", "recompute", "sp", "step s", "tokens/s", "bubble", "GiB",
+    "tp", "pp", "dp", "cp", "micro-batches", "order", "recompute", "sp", "step s", "tokens/s", "bubble", "GiB",
     "GB sent",
 )  # fmt: skip
 
@@ -57,11 +58,11 @@ class Worth:
 def worth(planner: Planner, found: Forecasted) -> Worth:
     """Return throughput, MFU and bottleneck of a step that the planner has forecast, `found`."""
     at, step, hardware = found.layout, found.step, planner.hardware
-    gpus = at.tp * at.pp * at.dp
+    gpus = at.devices
     tokens = at.dp * at.micro_batches * at.rows * planner.seq_len
-    uses = planner.profile(at.tp, at.sequence_parallel).uses(at.rows)
+    uses = planner.profile_of(at).uses(at.rows)
     flops = sum(use.forward.flops + use.backward.flops for use in uses)
-    flops *= at.tp * at.dp * at.micro_batches
+    flops *= at.tp * at.replicas * at.micro_batches
     peak = hardware.peak * gpus * step.seconds
     links = replace(hardware, link=FASTER * hardware.link, network=FASTER * hardware.network)
     other = planner.on(links).forecast(at).step.seconds
@@ -118,11 +119,11 @@ def _cells(found: Found, f: Forecasted) -> list[str]:
     at = f.layout
     order = at.pipeline_order if at.pp > 1 else "-"
     again = f"{at.checkpoint_ratio:g} {at.checkpoint_policy}" if at.checkpoint_ratio else "-"
-    comm = f.step.tp_bytes + f.step.dp_bytes + f.step.pp_bytes
+    comm = f.step.tp_bytes + f.step.dp_bytes + f.step.pp_bytes + f.step.cp_bytes
     total = (f.memory + found.hardware.reserved) / GIB
     shards = f" (ZeRO-{at.zero_stage} over {at.dp_shard})" * (at.dp_shard > 1)
     return [
-        str(at.tp), str(at.pp), f"{at.dp}{shards}", f"{at.micro_batches} of {at.rows} rows",
+        str(at.tp), str(at.pp), f"{at.dp}{shards}", str(at.cp), f"{at.micro_batches} of {at.rows} rows",
         f"{order} x{at.stages_per_rank}" if at.stages_per_rank > 1 else order, again.strip(),
         "yes" if at.sequence_parallel else "-", f"{f.step.seconds:.3g}",
         f"{found.tokens_per_s(f):.3g}", f"{f.step.bubble_share:.1%}", f"{total:.1f}", f"{comm / 1e9:.3g}",

@@ -3,12 +3,12 @@
 import copy
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
@@ -19,67 +19,20 @@ from slapo_zoo.tune.planner.mixtures import mixed
 from slapo_zoo.tune.planner.profile import Profile, Recompute
 from slapo_zoo.tune.planner.profiling import Family
 from slapo_zoo.tune.planner.refine import STARTS, refine
-from slapo_zoo.tune.planner.runtime_kind import find_precision, find_runtime
+from slapo_zoo.tune.planner.runtime_kind import RUNTIMES, find_precision, find_runtime
+from slapo_zoo.tune.planner.search_result import Forecasted, Found, no_layout
 from slapo_zoo.tune.planner.stage_memory import (
     RankMemory,
     StageMemory,
     rank_memory,
     stage_memory,
 )
-from slapo_zoo.tune.planner.timing import How, StageTime, StepTime, stage_time, step_time
+from slapo_zoo.tune.planner.timing import How, StageTime, stage_time, step_time
 from slapo_zoo.zoo.apply import block_paths, spread, step_costs, units_of
 
+SHORTEST = 2048  # tokens of a row on a cp rank, in a search
 WORTH = 0.01  # share of a step that a policy per block must save
 PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers")
-
-
-@dataclass(frozen=True)
-class Forecasted:
-    """Layout with its predicted time and memory.
-
-    Args:
-        layout: the configuration.
-        step: times and bytes sent of a step.
-        ranks: memory of every pipeline rank.
-        fullest: index of the pipeline rank that needs most memory.
-    """
-
-    layout: Layout
-    step: StepTime
-    ranks: list[RankMemory]
-    fullest: int
-
-    @property
-    def memory(self) -> float:
-        """Return the bytes of the fullest rank, without the memory that libraries reserve."""
-        return self.ranks[self.fullest].total
-
-
-@dataclass(frozen=True)
-class Found:
-    """Result of a layout search: layouts that fit, and why others do not.
-
-    Args:
-        feasible: layouts that fit, the fastest first.
-        refused: (layout or tp size, why it is impossible), the nearest to fitting first.
-        looked_at: number of configurations that were evaluated.
-        hardware: hardware profile of the search.
-        rows: rows of a step.
-        seq_len: tokens of a row.
-        parameters: number of parameters of the model.
-    """
-
-    feasible: list[Forecasted]
-    refused: list[tuple[str, str]]
-    looked_at: int
-    hardware: Hardware
-    rows: int
-    seq_len: int
-    parameters: int
-
-    def tokens_per_s(self, found: Forecasted) -> float:
-        """Return the tokens per second of the whole cluster under the layout of the forecast `found`."""
-        return self.rows * self.seq_len / found.step.seconds
 
 
 class Planner:
@@ -93,33 +46,40 @@ class Planner:
             (without masters), or "fp32".
         runtime: "eager", "kernels", "compiled" or "megatron": how element-wise operations are run.
         auto_class: head class; None takes the one that the config names.
+        padding: whether batches carry an attention mask; without one causal rows need no mask in memory if cp is 1.
     """
 
     def __init__(
         self, config: Any, hardware: Hardware, seq_len: int, precision: str = "bf16",
-        runtime: str = "eager", auto_class: Any = None,
+        runtime: str = "eager", auto_class: Any = None, padding: bool = True,
     ):  # fmt: skip
         self.precision, self.runtime = find_precision(precision), find_runtime(runtime)
         self.family, self.hardware, self.seq_len = Family(config, auto_class), hardware, seq_len
+        self.family.padding = padding
         self.dtype: torch.dtype = getattr(torch, self.precision.dtype)
-        self._profiles: dict[tuple[int, bool], Profile] = {}
+        self._profiles: dict[tuple[int, bool, int], Profile] = {}
         self._stages: dict[Any, Any] = {}
         self._costs: list[tuple[str, float]] = []
 
-    def profile(self, tp: int, sequence_parallel: bool = False) -> Profile:
+    def profile(self, tp: int, sequence_parallel: bool = False, cp: int = 1) -> Profile:
         """Return the costs of the model's units (blocks, embeddings, heads) on one of `tp` ranks, by a cached dry run;
-        `sequence_parallel`: whether these ranks shard the tokens too.
+        `sequence_parallel`: whether these ranks shard the tokens too; `cp`: ranks that shard the tokens of each row.
         """
-        key = tp, sequence_parallel and tp > 1
+        key = tp, sequence_parallel and tp > 1, cp
         if key not in self._profiles:
             self._profiles[key] = self.family.profile(
-                *key, self.seq_len, self.dtype, on_cpu=not self.hardware.foreach,
-                scores=self.runtime.scores, parts=self.runtime.parts,
+                *key[:2], self.seq_len, self.dtype, on_cpu=not self.hardware.foreach,
+                scores=self.runtime.scores, parts=self.runtime.parts, cp=cp,
             )  # fmt: skip
         return self._profiles[key]
 
+    def profile_of(self, layout: Layout) -> Profile:
+        """Return the costs of the model's units on one rank under `layout`."""
+        return self.profile(layout.tp, layout.sequence_parallel, layout.cp)
+
     def search(
-        self, gpus: int, batch: int, orders: Sequence[str] | None = None, divided: bool = True
+        self, gpus: int, batch: int, orders: Sequence[str] | None = None, divided: bool = True,
+        cut: bool = True,
     ) -> Found:  # fmt: skip
         """Forecast every layout that uses all devices, and return them ranked.
 
@@ -128,28 +88,31 @@ class Planner:
             batch: rows of a step over all replicas.
             orders: pipeline orders to try; None takes the usual ones.
             divided: whether layouts with sequence parallelism are tried too.
+            cut: whether layouts with cp > 1 are tried too, for a model whose tokens can be cut.
 
         Raises:
             MeshError: no layout uses all devices and splits the batch evenly.
         """
         limit = self.hardware.memory - self.hardware.reserved
         fits, refused, looked_at = [], [], 0
-        least: dict[Any, tuple[float, Layout]] = {}  # (tp, pp, dp) --> smallest that does not fit
-        for layout in self._candidates(gpus, batch, orders, divided, refused):
+        least: dict[
+            Any, tuple[float, Layout]
+        ] = {}  # (tp, pp, dp, cp) --> smallest that does not fit
+        for layout in self._candidates(gpus, batch, orders, (divided, cut), refused):
             looked_at += 1
             layout, memory = self._least_zero(layout, limit)
             if memory <= limit:
                 fits.append(self.forecast(layout))
                 continue
-            key = layout.tp, layout.pp, layout.dp
+            key = layout.tp, layout.pp, layout.dp, layout.cp
             least[key] = min(least.get(key, (memory, layout)), (memory, layout))
         if not looked_at:
-            raise _no_layout(gpus, batch, refused)
+            raise no_layout(gpus, batch, refused)
         first_pass = len(fits)
         fits += self._refined(fits, limit, orders)
         fits += self._mixed(fits, [at for _, at in least.values()], limit)
         looked_at += len(fits) - first_pass
-        fitting = {(f.layout.tp, f.layout.pp, f.layout.dp) for f in fits}
+        fitting = {(f.layout.tp, f.layout.pp, f.layout.dp, f.layout.cp) for f in fits}
         short = sorted((key in fitting, *one) for key, one in least.items())  # no fit at all: first
         refused = [(str(at), self.why(self.forecast(at))) for *_, at in short] + refused
         fits.sort(key=lambda found: (found.step.seconds, found.memory, str(found.layout)))
@@ -185,43 +148,63 @@ class Planner:
         bound: dict[Any, Forecasted] = {}
         for one in sorted(fits, key=lambda f: f.step.seconds)[:STARTS]:
             at = one.layout
-            if at.checkpoint_ratio:
+            if at.checkpoint_ratio and at.cp == 1:  # with cp > 1 a recomputed block keeps nothing
                 bare = replace(at, checkpoint_ratio=0.0, checkpoint_policy="")
                 bound.setdefault(bare, one)
         within = (1 - WORTH) * min((f.step.seconds for f in fits), default=float("inf"))
         found = [mixed(self, f.layout, limit, within) for f in bound.values()]
         if not fits:
-            found += [mixed(self, layout, limit) for layout in over]
+            found += [mixed(self, layout, limit) for layout in over if layout.cp == 1]
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
         """Return (the layout with the lowest ZeRO stage that fits `limit` bytes, its bytes); ZeRO-3 if none fits."""
         memory = self.most_memory(layout)
-        for stage in (1, 3) if layout.dp > 1 else ():
+        for stage in (1, 3) if layout.replicas > 1 else ():
             if memory <= limit:
                 break
-            layout = replace(layout, dp_shard=layout.dp, zero_stage=stage)
+            layout = replace(layout, dp_shard=layout.replicas, zero_stage=stage)
             memory = self.most_memory(layout)
         return layout, memory
 
     def _candidates(
-        self, gpus: int, batch: int, orders: Sequence[str] | None, tokens: bool,
+        self, gpus: int, batch: int, orders: Sequence[str] | None, tries: tuple[bool, bool],
         refused: list[tuple[str, str]],
     ) -> Iterator[Layout]:  # fmt: skip
+        """Yield every layout to look at; note in `refused` each mesh whose dry run fails, with the reason.
+
+        `tries`: whether sequence parallelism and cp are tried.
+        """
         blocks = sum(name in self._blocks() for name, _ in self.costs())
         more = {} if orders is None else {"orders": orders}
         for tp in (n for n in divisors(gpus) if self.hardware.per_node % n == 0):
-            divide = (
-                tokens and tp > 1 and not any(n % tp for n in self.family.lengths(self.seq_len))
-            )
-            for divided in (False, True)[: 1 + divide]:
+            for divided, cp in self._divisions(tp, gpus, *tries):
                 try:
-                    self.profile(tp, divided)
+                    self.profile(tp, divided, cp)
                 except SlapoError as error:
-                    what = f"tp={tp}" + " sequence parallel" * divided
+                    what = f"tp={tp}" + f" cp={cp}" * (cp > 1) + " sequence parallel" * divided
                     refused.append((what, error.problem))
                     continue
-                yield from layouts(tp, gpus, batch, blocks, sequence_parallel=divided, **more)
+                yield from layouts(
+                    tp, gpus, batch, blocks, sequence_parallel=divided, cp=cp, **more
+                )
+
+    def _divisions(
+        self, tp: int, gpus: int, divided: bool, cut: bool
+    ) -> Iterator[tuple[bool, int]]:
+        """Yield each (whether `tp` ranks shard the tokens, number of cp ranks) to try.
+
+        A cp rank has at least SHORTEST tokens of a row; with cp > 1 tp ranks shard these too wherever they can.
+        """
+        lengths = self.family.lengths(self.seq_len)
+        for cp in divisors(gpus // tp):
+            can = divided and tp > 1 and not any(n % (tp * cp) for n in lengths)
+            if cp == 1:
+                yield from ((each, 1) for each in (False, True)[: 1 + can])
+            elif (
+                cut and self.family.cuts and self.seq_len >= SHORTEST * cp and not self.seq_len % cp
+            ):
+                yield can, cp
 
     def forecast(self, layout: Layout) -> Forecasted:
         """Return predicted time and memory of a training step under `layout`."""
@@ -261,7 +244,7 @@ class Planner:
         found = rank_memory(mine, held, layout, self.precision, self.runtime, self.hardware)
         if not self.hardware.scratch:
             return found
-        profile = self.profile(layout.tp, layout.sequence_parallel)
+        profile = self.profile_of(layout)
         uses = zip(profile.units, profile.uses(layout.rows), strict=True)
         scratch = self.hardware.scratch * max(use.output for unit, use in uses if unit.is_block)
         return replace(found, total=found.total + scratch, working=found.working + scratch)
@@ -280,8 +263,11 @@ class Planner:
         return other
 
     def how(self, layout: Layout) -> How:
-        """Return the conditions under which times of a layout are computed: hardware, runtime, precision and tp."""
-        return How(self.hardware, self.runtime, self.precision, layout.tp)
+        """Return the conditions under which times of a layout are computed: hardware, runtime, precision, tp and cp."""
+        runtime = self.runtime
+        if layout.cp > 1 and runtime in (RUNTIMES["kernels"], RUNTIMES["compiled"]):
+            runtime = RUNTIMES["eager"]  # cp runs without them
+        return How(self.hardware, runtime, self.precision, layout.tp, layout.cp)
 
     def why(self, found: Forecasted) -> str:
         """Return one line that says why the layout of `found` does not fit: its bytes of each kind, and the device's."""
@@ -296,10 +282,10 @@ class Planner:
 
     def stages_of(self, layout: Layout) -> list[tuple[StageMemory, StageTime]]:
         """Return (memory, time) of every pipeline stage, in order; stages with equal modules share one object."""
-        what = (layout.tp, layout.sequence_parallel, layout.rows, layout.checkpoint_ratio,
+        what = (layout.tp, layout.sequence_parallel, layout.cp, layout.rows, layout.checkpoint_ratio,
                 layout.checkpoint_policy)  # fmt: skip
         if (what, layout.stages) not in self._stages:
-            profile, how = self.profile(layout.tp, layout.sequence_parallel), self.how(layout)
+            profile, how = self.profile_of(layout), self.how(layout)
             again, marks, known = self._marks(what, profile, layout)
             found = self._stages[what, layout.stages] = []
             for a, b in itertools.pairwise(self.edges(layout.stages)):
@@ -367,29 +353,3 @@ class Planner:
                 costs = [float(name in self._blocks()) for name in names]
             self._stages[key] = [i + 1 for i in balanced_cuts(costs, may_cut, stages)]
         return self._stages[key]
-
-
-def _no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
-    """Return the error of a search in which no layout was evaluated. `refused` are (tp size, reason) pairs, of which the
-    error names the first; [] if `gpus` devices and `batch` rows cannot be divided evenly.
-    """
-    near = -(-batch // gpus) * gpus
-    problem = f"no layout of {gpus} devices divides {batch} rows"
-    hint = f"choose a batch that {gpus} or a divisor of it divides, e.g. {near}"
-    if refused:
-        problem = f"every tp size was refused; {': '.join(refused[0])}"
-        hint = "pass a checkpoint whose config names a head with a loss (architectures)"
-    return MeshError("plan", f"--gpus {gpus} --batch {batch}", problem, hint)
-
-
-def require_feasible(found: Found, what: str) -> Forecasted:
-    """Return the fastest layout that a search (`found`) has found to fit.
-
-    Raises:
-        MeshError: none fits; it names `what` (the option) and the layout that comes nearest.
-    """
-    if found.feasible:
-        return found.feasible[0]
-    name, reason = found.refused[0]
-    hint = "try more devices, a smaller batch or shorter rows; --explain lists every layout"
-    raise MeshError("plan", what, f"no layout fits; the nearest is {name}: {reason}", hint)

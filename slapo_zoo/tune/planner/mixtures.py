@@ -43,7 +43,7 @@ def choose(
         budget: bytes of activations per rank: one number, or one for each rank.
     """
     budgets = budget if isinstance(budget, Sequence) else [budget] * layout.pp
-    profile, how = planner.profile(layout.tp, layout.sequence_parallel), planner.how(layout)
+    profile, how = planner.profile_of(layout), planner.how(layout)
     uses, edges = profile.uses(layout.rows), planner.edges(layout.stages)
     names = [name for name in CHOICES if name != "offload" or planner.hardware.host]
     shares = 1 if layout.sequence_parallel else layout.tp

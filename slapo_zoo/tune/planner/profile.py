@@ -25,6 +25,8 @@ class Work(NamedTuple):
         launches: number of kernels when fused.
         comm: bytes that a rank sends over tp, in a ring of many ranks.
         collectives: number of collectives over tp.
+        cut_comm: bytes that a rank sends over cp, in a ring of many ranks.
+        cut_collectives: number of collectives over cp.
     """
 
     products: tuple[Product, ...] = ()
@@ -34,6 +36,8 @@ class Work(NamedTuple):
     launches: float = 0.0
     comm: float = 0.0
     collectives: float = 0.0
+    cut_comm: float = 0.0
+    cut_collectives: float = 0.0
 
     @property
     def flops(self) -> float:

@@ -16,13 +16,15 @@ from torch import Tensor
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.attention import ATTRIBUTE
-from slapo_zoo.hf.example_inputs import training_batch
+from slapo_zoo.hf.example_inputs import cut_example, training_batch
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.language.tape import Tape
+from slapo_zoo.parallel.known import Known, knowing
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rng.random_stream import RandomStream
+from slapo_zoo.parallel.token_cut import cutting
 from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan
@@ -43,7 +45,8 @@ class Family:
     """Configs and meta-device models of one family: the given one and, where possible, one with fewer blocks, whose
     costs are repeated for the full depth.
 
-    `target_len` may be set before the first profile: tokens of a decoder's row, if an encoder's row has more.
+    Two fields may be set before the first profile: `target_len`, the tokens of a decoder's row if an encoder's row has
+    more, and `padding`, whether batches carry an attention mask.
 
     Args:
         config: config of `transformers`; it is not changed.
@@ -52,7 +55,7 @@ class Family:
 
     def __init__(self, config: Any, auto_class: Any = None):
         hf.register_models()
-        self.config, self.target_len = copy.deepcopy(config), 0
+        self.config, self.target_len, self.padding = copy.deepcopy(config), 0, True
         for name in [n for n in vars(config) if n.endswith("layerdrop")]:
             setattr(self.config, name, 0.0)  # a randomly skipped layer costs as one that runs
         self.cls: Any = hf.resolve_class(self.config, auto_class)
@@ -67,6 +70,17 @@ class Family:
         """Return [seq_len], and after it the tokens of a non-text input (image patches, audio) if the family has one."""
         other = self.table.num_tokens
         return [seq_len, *([other(self.config)] if other else [])]
+
+    @property
+    def cuts(self) -> bool:
+        """Return whether the tokens of the model's rows can be cut over cp."""
+        return self.cls.__name__ in self.table.cut_tokens
+
+    def require_cuts(self) -> None:
+        """Raise ArchitectureError if it is not known how to cut the tokens of the model's rows over cp."""
+        if not self.cuts:
+            problem = f"{self.cls.__name__} is not known to train exactly when its tokens are cut"
+            raise ArchitectureError("plan", "cp > 1", problem, "use cp=1")
 
     def _built(self, config: Any) -> tuple[Any, list[str]]:
         """Return the model of a config on meta, and the paths of its blocks."""
@@ -89,9 +103,11 @@ class Family:
     def profile(
         self, tp: int, sequence_parallel: bool, seq_len: int, dtype: torch.dtype,
         attention: str | None = None, on_cpu: bool = False, scores: bool = True,
-        parts: bool = False,
+        parts: bool = False, cp: int = 1,
     ) -> Profile:  # fmt: skip
         """Return the costs of the model's units (blocks, embeddings, heads) on one tp rank, from dry runs.
+
+        With cp > 1 it is the rank that holds the last tokens of each row: in causal rows they see most keys.
 
         Args:
             tp: ranks that shard each layer.
@@ -102,13 +118,18 @@ class Family:
             on_cpu: whether the model would run on a CPU.
             scores: whether attention with dropout writes its scores to memory.
             parts: whether under sequence parallelism a rank keeps only its own tokens for the backward.
+            cp: ranks that shard the tokens of each row.
         """
-        outline = Outline(self.small, self.cls, Mesh(tp=tp), dtype, attention=attention,
+        mesh = Mesh(tp=tp, cp=cp, rank=tp * (cp - 1))
+        outline = Outline(self.small, self.cls, mesh, dtype, attention=attention,
                           sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
+        if cp > 1:
+            self.require_cuts()
         scans = hasattr(self.config, "state_size")  # a scan runs token by token; its cost is linear
         tokens = min(seq_len, SCANNED_TOKENS) if scans else seq_len
         lengths, longer = (tokens, self.target_len), seq_len / tokens
-        runs = (dry_run(outline, rows, lengths, _Masks(on_cpu, parts), scores) for rows in ROWS)
+        masks, stream = self.padding, _Masks(on_cpu, parts)
+        runs = (dry_run(outline, rows, lengths, stream, scores, masks) for rows in ROWS)
         few, many = ([(name, use.times(longer)) for name, use in run] for run in runs)
         sizes, shared = parameter_bytes(outline.model, outline.units)
         blocks = set(block_paths(outline.schedule, outline.table))
@@ -223,6 +244,12 @@ class _Masks(RandomStream):
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
+    def keep_queries(self, x: Tensor, p: float, site: str, heads: Any) -> Tensor:
+        """Return an uninitialised dropout mask for attention weights x; on a CPU that of all queries is made first."""
+        return (
+            super().keep_queries(x, p, site, heads) if self.on_cpu else self.keep_mask(x, p, site)
+        )
+
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
         """Return an uninitialised dropout mask for x, which is one of n slices of the tokens; `p` and `r` are unused."""
         if self.in_bytes or x.ndim > 2:
@@ -231,7 +258,12 @@ class _Masks(RandomStream):
 
 
 def dry_run(
-    outline: Outline, rows: int, tokens: tuple[int, int], stream: "_Masks", scores: bool = True
+    outline: Outline,
+    rows: int,
+    tokens: tuple[int, int],
+    stream: "_Masks",
+    scores: bool = True,
+    padding: bool = True,
 ) -> list[tuple[str, Use]]:
     """Run one training step on fake tensors with dropout; return (path, cost) of each call of a block, embedding, head.
 
@@ -240,7 +272,8 @@ def dry_run(
         rows: rows of the micro-batch.
         tokens: (tokens of a row, tokens of a decoder's row, or 0 for the same number).
         stream: source of dropout masks that draws nothing.
-        scores: whether attention with dropout writes its scores to memory.
+        scores: whether attention with dropout writes its scores to memory; with cp > 1 it does.
+        padding: whether the batch has an attention mask.
 
     Raises:
         ArchitectureError: the head has no loss.
@@ -250,17 +283,19 @@ def dry_run(
     mode, schedule = fake_schedule(outline.schedule, outline.cls, kinds, stream)
     model: Any = schedule.model
     model.train()
-    for name, module in model.named_modules() if not scores else ():
+    mesh = schedule.mesh
+    for name, module in model.named_modules() if not scores and mesh.cp == 1 else ():
         if name.rpartition(".")[2] == ATTRIBUTE:
             module.eval()  # attention is one operation, with dropout or not
     made = training_batch(outline.model, rows, tokens[0])
     batch: Any = {k: v.to(dtype) if v.is_floating_point() else v for k, v in made.items()}
     short = {"labels", "decoder_input_ids"} & batch.keys() if tokens[1] else ()
     batch |= {name: batch[name][:, : tokens[1]].contiguous() for name in short}
-    if head_of(
-        outline.cls.__name__
-    ).over_real_tokens:  # numbers choose them, and there are none here
+    numbers_choose = head_of(outline.cls.__name__).over_real_tokens  # and there are none here
+    if numbers_choose or not padding:
         batch.pop("attention_mask", None)
+    if mesh.cp > 1:
+        batch = cut_example(outline.model, batch, mesh.cp, outline.state.positions)
     if not any(name.startswith(("label", "start_pos")) for name in batch):
         problem = f"{outline.cls.__name__} has no loss that the planner knows"
         raise ArchitectureError("plan", "model", problem, "choose a head that takes labels")
@@ -268,7 +303,9 @@ def dry_run(
     cores = [name for name, _ in model.named_modules() if name.rpartition(".")[2] == ATTRIBUTE]
     tape = Tape(model, outline.units, cores, last=outline.units[-1])
     schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
-    tape.run(model, mode, batch, lambda output: _loss(tape, output))
+    numbers = Known() if padding else Known(packed=False)
+    with cutting(stream, tape.cut_of(mesh)), knowing(numbers):
+        tape.run(model, mode, batch, lambda output: _loss(tape, output))
     received = _received(calls_of(tape.rows))
     uses = Footprint(tape.rows, outline.units[-1]).uses()
     return [(name, use._replace(received=n)) for (name, use), n in zip(uses, received, strict=True)]

@@ -9,7 +9,11 @@ from slapo_zoo.tune.planner.hardware import Hardware
 # (rows, columns, rate relative to the largest) of the tiles into which a GPU's library splits a product
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (256, 64, 0.85), (64, 256, 0.85),
          (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))  # fmt: skip
-FUSED_ATTENTION = 0.6  # rate of a fused attention relative to a large product
+# rate of a fused attention relative to a large product, where operations that a causal one skips are counted
+FUSED_ATTENTION = 0.6
+UNSKIPPED = (
+    0.5  # factor of that rate with cp: queries have a mask over all keys, and none is skipped
+)
 
 
 def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
@@ -20,7 +24,8 @@ def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
     """
     rate, moved = hardware.flops(dtype), product.moved / hardware.bandwidth
     if not product.n:
-        return max(product.flops / (rate * FUSED_ATTENTION), moved)
+        share = FUSED_ATTENTION * (UNSKIPPED if product.k > product.m else 1.0)
+        return max(product.flops / (rate * share), moved)
     if not hardware.multiprocessors:
         return max(product.flops / rate, moved)
     return max(_tiled(*product[:4], hardware.multiprocessors, hardware.fill) / rate, moved)

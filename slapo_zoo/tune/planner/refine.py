@@ -36,7 +36,7 @@ def refine(
     starts: dict[Any, Any] = {}
     for one in sorted(found, key=lambda f: f.step.seconds):
         at = one.layout
-        starts.setdefault((at.tp, at.pp, at.dp, at.rows, at.sequence_parallel), one)
+        starts.setdefault((at.tp, at.pp, at.dp, at.cp, at.rows, at.sequence_parallel), one)
     chosen = list(starts.values())[:STARTS]
     climb = Climb(forecast, fits, blocks, orders or tuple(ORDERS))
     better = [climb.from_here(start) for start in chosen]
@@ -69,7 +69,7 @@ class Climb:
     def _sharded(self, layout: Layout) -> Iterator[Layout]:
         """Yield variants of a layout: without ZeRO, and with each ZeRO stage and number of ranks that shard."""
         yield replace(layout, dp_shard=1, zero_stage=3)
-        for shards in divisors(layout.dp)[1:]:
+        for shards in divisors(layout.replicas)[1:]:
             for stage in (1, 2, 3):
                 yield replace(layout, dp_shard=shards, zero_stage=stage)
 
@@ -83,7 +83,7 @@ class Climb:
     def _least_recomputed(self, layout: Layout, best: Any) -> Any:
         """Return the faster of `best` and the forecast of `layout` with the least recomputation that fits."""
         steps = min(self.blocks, GRAIN)
-        for policy in ("", "save_matmuls"):
+        for policy in ("", "save_matmuls")[: 1 + (layout.cp == 1)]:
             each = [
                 replace(layout, checkpoint_ratio=i / steps, checkpoint_policy=policy * (i > 0))
                 for i in range(steps + 1)

@@ -159,7 +159,9 @@ def rank_memory(
     if m == 1 and len(stages) == 1 and layout.dp_shard == 1:
         before = count * min(precision.gradients, precision.itemsize)  # counted in `growing` too
         middle = fixed - before + buffers + stages[0].growing
-    bucket = min(gradients, max(BUCKET_BYTES, largest * precision.gradients)) * (layout.dp > 1)
+    bucket = min(gradients, max(BUCKET_BYTES, largest * precision.gradients)) * (
+        layout.replicas > 1
+    )
     copies = hardware.optimizer_copies * largest * precision.update
     if hardware.foreach and not runtime.fused_optimizer:  # temporaries of all parameters at once
         copies = count * precision.update

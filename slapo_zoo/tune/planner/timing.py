@@ -17,19 +17,21 @@ GRADIENT_PASSES = 3  # passes for the norm, for scaling, for the update
 
 @dataclass(frozen=True)
 class How:
-    """Conditions from which the seconds of some work are computed: hardware, runtime, precision and tp.
+    """Conditions from which the seconds of some work are computed: hardware, runtime, precision, tp and cp.
 
     Args:
         hardware: profile of the cluster.
         runtime: how the model is run.
         precision: precision of the parameters.
         tp: ranks that shard each layer.
+        cp: ranks that shard the tokens of each row.
     """
 
     hardware: Hardware
     runtime: Runtime
     precision: Precision
     tp: int = 1
+    cp: int = 1
 
     def seconds(self, work: Work) -> float:
         """Return the seconds of a unit's forward or backward, whose operations and bytes are
@@ -42,6 +44,9 @@ class How:
         products = sum(product_seconds(hardware, dtype, product) for product in work.products)
         device = products + moved / hardware.bandwidth
         shared = collective_seconds(hardware, self.tp, work.comm, work.collectives)
+        shared += collective_seconds(
+            hardware, self.cp, work.cut_comm, work.cut_collectives, self.tp
+        )
         return max(device, launches * hardware.operation_s) + shared
 
     def again(self, use: Use, policy: str) -> float:
@@ -66,12 +71,13 @@ class StageTime:
     """Predicted seconds of one pipeline stage for one micro-batch.
 
     Args:
-        forward_s: seconds of the forward, tp collectives included.
+        forward_s: seconds of the forward, collectives over tp and cp included.
         backward_s: seconds of the backward, recomputation included.
         flops: floating-point operations of forward plus backward on one rank, recomputation included.
         comm: bytes that a rank sends over tp.
         received: bytes received from the stage before.
         units: number of units; ZeRO gathers and reduces each unit in a collective of its own.
+        cut_comm: bytes that a rank sends over cp.
     """
 
     forward_s: float
@@ -80,6 +86,7 @@ class StageTime:
     comm: float
     received: float
     units: int
+    cut_comm: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -94,14 +101,15 @@ class StepTime:
     Args:
         seconds: time of the whole step.
         bubble: share of the pipeline's time in which a rank waits, 0 to 1.
-        compute_s: seconds of compute on the busiest rank, tp collectives included.
-        gradients_s: seconds of the gradient all-reduce over dp.
+        compute_s: seconds of compute on the busiest rank, collectives over tp and cp included.
+        gradients_s: seconds of the gradient all-reduce over dp and cp.
         optimizer_s: seconds of the optimizer step.
         transfer_s: seconds that the busiest rank waits for tensors of its neighbours.
         tp_bytes: bytes that one rank sends over tp in a step.
-        dp_bytes: bytes that one rank sends over dp.
+        dp_bytes: bytes of gradients and, with ZeRO, weights that one rank sends over dp and cp.
         pp_bytes: bytes that one rank sends over pp.
         flops: operations of one step on the busiest rank.
+        cp_bytes: bytes of keys, values and their gradients that one rank sends over cp.
     """
 
     seconds: float
@@ -114,6 +122,7 @@ class StepTime:
     dp_bytes: float
     pp_bytes: float
     flops: float
+    cp_bytes: float = 0.0
 
     @property
     def bubble_share(self) -> float:
@@ -128,10 +137,10 @@ def stage_time(
     """Return the time of a stage that consists of the units begin..end-1 of a profile.
 
     `rows` is the rows of a micro-batch, `again` the recompute policies of the units, `how` the hardware,
-    runtime, precision and tp.
+    runtime, precision, tp and cp.
     """
     share = (how.tp - 1) / how.tp
-    forward = backward = flops = comm = 0.0
+    forward = backward = flops = comm = cut_comm = 0.0
     cache = profile.cache
     for unit, use in zip(profile.units[begin:end], profile.uses(rows)[begin:end], strict=True):
         policy = again.of(unit.name)
@@ -148,8 +157,10 @@ def stage_time(
         whole, gathered = policy in ("recompute", "sharded"), use.output * (policy == "sharded")
         flops += use.forward.flops * (1 + whole) + use.backward.flops
         comm += share * (use.forward.comm * (1 + whole) + use.backward.comm + gathered)
+        cut_comm += use.forward.cut_comm * (1 + whole) + use.backward.cut_comm
     received = profile.uses(rows)[begin].received if begin else 0.0
-    return StageTime(forward, backward, flops, comm, received, end - begin)
+    cut_comm *= (how.cp - 1) / how.cp
+    return StageTime(forward, backward, flops, comm, received, end - begin, cut_comm)
 
 
 def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, how: How) -> StepTime:
@@ -159,7 +170,7 @@ def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, ho
         stages: times of all stages of the pipeline, in order.
         layout: the configuration.
         parameters: number of parameters on the fullest rank.
-        how: hardware, runtime, precision and tp.
+        how: hardware, runtime, precision, tp and cp.
     """
     m, precision, hardware = layout.micro_batches, how.precision, how.hardware
     wait = [_transfer(stage.received, layout, how) for stage in stages]
@@ -176,7 +187,7 @@ def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, ho
     return StepTime(
         run + gradients + optimizer, bubble, m * max(per_rank), gradients, optimizer, transfers,
         m * sum(s.comm for s in mine), dp_bytes, 2 * m * sum(s.received for s in mine),
-        m * sum(s.flops for s in mine),
+        m * sum(s.flops for s in mine), m * sum(s.cut_comm for s in mine),
     )  # fmt: skip
 
 
@@ -228,8 +239,9 @@ def _transfer(received: float, layout: Layout, how: How) -> float:
         return 0.0
     hardware = how.hardware
     sent = received / layout.tp if how.runtime.scatters else received
-    rate = group_rate(hardware, 2, layout.tp * layout.dp)
-    inside = hardware.per_node >= 2 * layout.tp * layout.dp
+    apart = layout.tp * layout.replicas
+    rate = group_rate(hardware, 2, apart)
+    inside = hardware.per_node >= 2 * apart
     shared = received * (layout.tp - 1) / layout.tp / hardware.link * how.runtime.scatters
     return hardware.latency_s + sent / (rate if inside else hardware.network) + shared
 
@@ -237,13 +249,13 @@ def _transfer(received: float, layout: Layout, how: How) -> float:
 def _gradients(
     parameters: float, layout: Layout, how: How, micro_batch_s: float, mine: Sequence[StageTime]
 ) -> tuple[float, float]:
-    """Return (seconds, bytes that a rank sends) of the gradient all-reduce over dp and of ZeRO's gathers.
+    """Return (seconds, bytes that a rank sends) of the gradient all-reduce over dp and cp and of ZeRO's gathers.
 
     Only time that does not overlap with compute counts. Collectives of a micro-batch overlap with its compute.
     The all-reduce overlaps with the last backward, except for the last group of gradients that it sends.
 
     The rank has `parameters` parameters, stages `mine`, and takes `micro_batch_s` per micro-batch; `how` are the
-    hardware, runtime, precision and tp.
+    hardware, runtime, precision, tp and cp.
     """
     precision, stage, shards = how.precision, layout.zero_stage, layout.dp_shard
     weights, gradients = parameters * precision.weights, parameters * precision.gradients
@@ -257,7 +269,7 @@ def _gradients(
     def of_parts(moved: float, count: float) -> float:
         return collective_seconds(how.hardware, shards, moved, count, layout.tp, cards=1)
 
-    m, copies = layout.micro_batches, layout.dp // shards
+    m, copies = layout.micro_batches, layout.replicas // shards
     found = m * max(0.0, of_parts(hidden, times) - micro_batch_s)
     found += of_parts(once, once > 0)
     sums = 2 * gradients / shards

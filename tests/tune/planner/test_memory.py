@@ -25,7 +25,11 @@ def check(rows):
 
 @pytest.mark.slow
 def test_predicted_memory_of_gpt2_matches_measured_memory(memory):
-    check(memory.cells("gpt2", "small", {"1": (1, 1)}, {"blocks": {"checkpoint_ratio": 1.0}}))
+    check(
+        memory.cells(
+            "gpt2", "small", {"1": memory.LAYOUTS["1"]}, {"blocks": {"checkpoint_ratio": 1.0}}
+        )
+    )
 
 
 @pytest.mark.slow

@@ -58,10 +58,11 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
         target: name of the engine; None means "torch".
         **kwargs: options of the engine.
     """
-    if hasattr(sch, "mesh") and sch.mesh.cp > 1:
+    kind = kwargs.get("data_parallel")
+    if hasattr(sch, "mesh") and sch.mesh.cp > 1 and (kind or target not in (None, "torch")):
         problem = f"not supported together with cp={sch.mesh.cp}"
-        hint = "leave the engine out: dp_shard= and precision= compose with cp; or load with cp=1"
-        raise MeshError("init_target_engine", target or "torch", problem, hint)
+        hint = 'use target="torch" without data_parallel=: dp_shard= and precision= compose with cp; or load with cp=1'
+        raise MeshError("init_target_engine", kind or target, problem, hint)
     return get_dialect_cls("runtime_engine", target or "torch")(sch, **kwargs)
 
 

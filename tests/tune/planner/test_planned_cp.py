@@ -1,0 +1,122 @@
+"""The planner places cp: what a rank gets, keeps, sends and computes is read from a dry run of the cut program."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+
+from slapo_zoo import AutoScheduledModel, emulate
+from slapo_zoo.hf.example_inputs import cut_example, training_batch
+from slapo_zoo.model.step.cut_batch import cut_batch
+from slapo_zoo.parallel.token_cut import TokenCut
+from slapo_zoo.tune.planner.hardware import HARDWARE
+from slapo_zoo.tune.planner.layout import Layout
+from slapo_zoo.tune.planner.layout_search import Planner
+
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 64}
+TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, **ENDS}  # fmt: skip
+CONFIGS = {
+    "GPT2LMHeadModel": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, **ENDS},
+    "LlamaForCausalLM": TINY,
+    "OPTForCausalLM": {**TINY, "ffn_dim": 32, "word_embed_proj_dim": 16},
+    "BertForMaskedLM": TINY,
+    "RobertaForMaskedLM": {**TINY, "max_position_embeddings": 64},
+    "BartForConditionalGeneration": {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 2,
+                                     "encoder_attention_heads": 2, "decoder_attention_heads": 2, **ENDS},
+    "T5ForConditionalGeneration": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2,
+                                   "decoder_start_token_id": 0, "vocab_size": 64},
+}  # fmt: skip
+HEADS, KV_HEADS, SIZE, TOKENS = 8, 2, 8, 4096
+
+
+def config_of(name):
+    config = getattr(transformers, name).config_class(**CONFIGS[name])
+    config.architectures = [name]
+    return config
+
+
+def shapes(batch):
+    return {name: (tuple(x.shape), x.dtype) for name, x in batch.items()}
+
+
+def really_cut(name):
+    model = AutoScheduledModel.from_config(config_of(name), auto_class=name, cp=2, dp=1).train()
+    batch = training_batch(model, 2, 16)
+    return shapes(cut_batch(model, TokenCut.of(model.mesh), batch, {})[0]), shapes(
+        cut_example(model, batch, 2, model._slapo.schedule.state.positions)
+    )
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_planned_batch_has_the_entries_of_a_batch_that_training_cuts(name):
+    for real, planned in emulate(really_cut, name, mesh=(1, 1, 2)):
+        assert planned == real
+
+
+def llama(**changes):
+    sizes = {"hidden_size": HEADS * SIZE, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+             "intermediate_size": 128, "num_hidden_layers": 4, "vocab_size": 64, "max_position_embeddings": TOKENS}  # fmt: skip
+    return transformers.LlamaConfig(**sizes | changes, architectures=["LlamaForCausalLM"])
+
+
+def test_planned_bytes_over_cp_are_those_of_keys_and_values():
+    """All-gathered in the forward, and in the backward at least their gradients are reduced and scattered."""
+    planner, rows, cp = Planner(llama(), HARDWARE["h100"], 512, "fp32", padding=False), 2, 4
+    block = planner.profile(1, False, cp).units[2].few
+    expected = 2 * rows * KV_HEADS * 512 * SIZE * 4
+    assert block.forward.cut_comm == pytest.approx(expected, rel=0.02)
+    assert block.backward.cut_comm >= expected
+    step = planner.forecast(Layout(rows=rows, cp=cp)).step
+    assert step.cp_bytes >= 4 * 2 * expected * (cp - 1) / cp
+    assert step.tp_bytes == step.pp_bytes == 0 < step.dp_bytes
+
+
+def test_cp_rank_keeps_activations_of_its_tokens():
+    planner = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16")
+    whole, half = (planner.forecast(Layout(cp=cp)).ranks[0] for cp in (1, 2))
+    assert 0.45 < half.activations / whole.activations < 0.55
+    assert half.weights == whole.weights
+    assert half.gradients == whole.gradients
+    shared = planner.forecast(Layout(cp=2, dp_shard=2)).ranks[0]
+    assert shared.optimizer == pytest.approx(half.optimizer / 2, rel=0.01)
+
+
+def test_search_cuts_tokens_where_nothing_else_divides_a_row():
+    """One head and one block leave no tp and no pp, one row no dp; two devices fit what one does not."""
+    config = llama(num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
+    planner = Planner(config, HARDWARE["h100"], TOKENS, "bf16")
+    one, two = (planner.most_memory(Layout(cp=cp, checkpoint_ratio=1.0)) for cp in (1, 2))
+    assert two < 0.7 * one
+    tight = planner.on(
+        replace(planner.hardware, memory=(one + two) / 2 + planner.hardware.reserved)
+    )
+    assert not tight.search(1, 1).feasible
+    best = tight.search(2, 1).feasible[0].layout
+    assert best.cp == 2 == best.devices
+    assert best.knobs()["cp"] == 2
+    assert not tight.search(1, 1, cut=False).feasible
+
+
+def test_search_leaves_tokens_whole_where_rows_divide():
+    found = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16").search(2, 8)
+    assert found.feasible[0].layout.cp == 1
+    assert any(f.layout.cp == 2 for f in found.feasible)
+    named = {f.layout.checkpoint_policy for f in found.feasible if f.layout.cp > 1}
+    assert named == {""}  # the others are refused at the load
+
+
+def test_class_that_mixes_tokens_is_not_planned_with_cp():
+    config = transformers.BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=64, architectures=["BloomForCausalLM"])  # fmt: skip
+    planner = Planner(config, HARDWARE["h100"], TOKENS)
+    assert all(f.layout.cp == 1 for f in planner.search(2, 2).feasible)
+    with pytest.raises(Exception, match="not known to train exactly when its tokens are cut"):
+        planner.profile(1, False, 2)
+
+
+def test_without_padding_a_causal_row_needs_no_mask_in_memory():
+    masked, bare = (
+        Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=p).profile(1).units[2].few.kept
+        for p in (True, False)
+    )
+    assert masked - bare >= 2 * TOKENS * TOKENS * torch.bfloat16.itemsize  # of two rows
