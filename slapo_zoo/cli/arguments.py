@@ -102,7 +102,7 @@ def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[s
         SlapoError: the tokens cannot be cut, or not beside these flags.
     """
     from slapo_zoo.hf import models as hf
-    from slapo_zoo.load.auto_schedule import cut_zoo_table
+    from slapo_zoo.load.auto_schedule import zoo_table_for_cp
     from slapo_zoo.model.context_parallel import check_cp, require_cp_support
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.options import LoaderOptions
@@ -111,7 +111,7 @@ def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[s
         return "zoo"
     hf.register_models()
     cls, options = hf.resolve_class(config, cls), LoaderOptions(**layout)
-    table = cut_zoo_table(config, cls, Mesh(), check_cp(where, mesh, options))
+    table = zoo_table_for_cp(config, cls, Mesh(), check_cp(where, mesh, options))
     require_cp_support(table, cls, config)
     return table
 
