@@ -41,13 +41,15 @@ def seeded_attention(
         q: queries [B, H, S, D].
         k: keys [B, H, T, D].
         v: values [B, H, T, D].
-        mask: [B or 1, 1, S or 1, T or more], True where a query sees a key, or added to the scores.
+        mask: [B or 1, 1, S or 1, T or more], of which the first T columns count; bool: True where a query sees a key;
+            else added to the scores.
         causal: no query sees a later key.
         scaling: factor of the scores.
         seeds: int64 [B * H], from which dropout masks are made; None: no dropout.
         p: dropout probability.
-        drawn: tokens per row, padding included, for which a CPU draws a mask from each seed; 0: masks are hashed.
-        places: [S], index of each token in a row of `drawn` tokens; None: the tokens are the first S of the row.
+        drawn: 0: dropout masks are hashed from seed and position. Else the length L of a row with padding: the CPU's
+            generator draws a mask [L, L] from each seed, whose rows and columns `places` are used.
+        places: [S], index of each token in such a row; None: the tokens are the first S of it.
     """
     (B, _, S, _), T = q.shape, k.shape[2]
     options: dict[str, Any] = {"seeds": seeds, "p": p}

@@ -159,8 +159,9 @@ def _report(document: Any, name: str) -> dict[str, Any]:
 def _sizes(params: Any) -> dict[str, int]:
     sizes: dict[str, Any] = {name: params.get(name) if isinstance(params, dict) else None for name in ("tp", "pp", "dp")}  # fmt: skip
     if any(type(size) is not int or not 1 <= size <= 2**20 for size in sizes.values()):
-        problem = f"found {sizes}, expected sizes of tp, pp and dp"
-        raise CardError("README.md", "schedule.params", problem, "write the sizes of all three")
+        problem = f"found {sizes}, expected integers from 1 to {2**20} for tp, pp and dp"
+        hint = "write all three as integers, e.g. {tp: 4, pp: 2, dp: 1}"
+        raise CardError("README.md", "schedule.params", problem, hint)
     return sizes
 
 

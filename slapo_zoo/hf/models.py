@@ -61,7 +61,9 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
             raise ArchitectureError("from_pretrained", name, problem, hint) from None
     if not (isinstance(auto_class, type) and issubclass(auto_class, transformers.PreTrainedModel)):
         name = getattr(auto_class, "__name__", repr(auto_class))
-        raise _no_model(f"auto_class={name!r:.80}", "it names no model class of transformers")
+        problem = "it names no model class of transformers"
+        hint = "pass a class of transformers, e.g. auto_class=AutoModelForCausalLM"
+        raise ArchitectureError("from_pretrained", f"auto_class={name!r:.80}", problem, hint)
     return auto_class
 
 

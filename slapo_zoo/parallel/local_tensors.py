@@ -1,4 +1,4 @@
-"""Shards of unsharded tensors as a Placement describes them, and marks of the rows that a dp rank holds under ZeRO."""
+"""Shards of unsharded tensors as a Placement describes them; attributes that say which rows a dp rank holds under ZeRO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

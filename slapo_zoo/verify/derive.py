@@ -113,7 +113,7 @@ class Search:
     def run(self) -> Proof:
         """Return the proof of the first table whose sharded model equals the plain one; ArchitectureError if none does."""
         if unknown := self.case.seen.spelling.unknown:
-            problem = f"its files hold {unknown[0]} in a form that is not read"
+            problem = f"its files hold {unknown[0]}, which is neither a renamed nor a split tensor of the model"
             raise refusal(self.config, problem, "load it with plain transformers")
         problem = ""
         for make in self._attempts():

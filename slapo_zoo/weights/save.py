@@ -71,10 +71,9 @@ def save_folder(
     kept = {**(metadata or PYTORCH), SAVE_ID: BLANK}
     save.finite = [spec.name for spec in specs] if check_finite else []
     if differs := unlike(together(mesh, STEP, lambda: save.prepare(max_shard_size, kept))):
-        problem = f"ranks {differs} passed other tensors or sizes than rank 0"
-        raise WeightsError(
-            STEP, "specs", problem, "pass the same specs of the full model on all ranks"
-        )
+        problem = f"ranks {differs} differ from rank 0 in names or unsharded shapes of tensors, or in max_shard_size"
+        hint = "save the same model on all ranks, with the same max_shard_size"
+        raise WeightsError(STEP, "specs", problem, hint)
     try:
         path = Path(together(mesh, STEP, save.create)[0])
         written = together(mesh, STEP, lambda: save.write(path))

@@ -113,7 +113,8 @@ def _value(node: ast.expr, text: str, numbers: Mapping[str, int]) -> int:
     try:
         value = _ARITHMETIC[type(node.op)](left, right)
     except ZeroDivisionError:
-        raise ScheduleError("arithmetic", repr(text), "a division by 0", hint) from None
+        problem = f"a division by 0: {ast.unparse(node.right)} is 0"
+        raise ScheduleError("arithmetic", repr(text), problem, hint) from None
     if abs(value) > MAX_NUMBER:
         raise ScheduleError("arithmetic", repr(text), "a number beyond 2**53", hint)
     return value

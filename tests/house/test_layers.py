@@ -111,7 +111,7 @@ def test_module_names_in_strings_reach_only_lower_layers():
     assert not up, f"not in a lower package: {up}"
 
 
-def test_schedule_tables_are_imported_by_name_at_run_time():
+def test_no_module_imports_a_schedule_table_statically():
     """`zoo` imports a table by its name at run time, so that unused tables cost no import."""
     named = [
         label(path) for path in SOURCES

@@ -1,4 +1,6 @@
-"""Commands `slapo-zoo plan --gpus N`, which simulates all layouts, and `slapo-zoo calibrate`."""
+"""Commands `slapo-zoo plan --gpus N`, which simulates all layouts, and `slapo-zoo calibrate`, which measures the speeds
+of this machine for such simulations.
+"""
 
 import json
 from pathlib import Path

@@ -93,7 +93,7 @@ class ForkRng(Directive):
         return made and _AfterChild(made, self._run(site), self._size(site))
 
     def _size(self, site: Site) -> int:
-        """Return the global size of the sharded axis; 0 when no axis is sharded."""
+        """Return the unsharded size of the axis along which the dropped tensor is sharded; 0 when it is not."""
         if self.size or not self.after:
             return int(self.size)
         placed = site.state.placed.get(join(self._after_path(site), "weight"))

@@ -299,9 +299,14 @@ def _rule(
         kinds = [one.if_tokens_sharded for one in row.sums(True, PARTIAL)] if row else []
         sums = tuple(SumGradient("weight", sequence=tokens) for tokens in kinds)
         return sums, sums
-    if placed.placement.pad or any(s.sync_op_or_fn != "all_reduce" for s in syncs):
-        problem = "an adapter of a layer over the sharded vocabulary, or with another sync than all_reduce, is not supported"
-        raise _refusal(path, problem)
+    if placed.placement.pad:
+        raise _refusal(
+            path, "it is sharded over the padded vocabulary, where an adapter is not supported"
+        )
+    if other := [s.sync_op_or_fn for s in syncs if s.sync_op_or_fn != "all_reduce"]:
+        raise _refusal(
+            path, f"its collective is {other[0]!r}, expected 'all_reduce' for an adapter"
+        )
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - no other directive shards tensors
     mode = "bwd_post" if placed.placement.axis != input_axis else "fwd_post"

@@ -87,7 +87,7 @@ class DataParallel:
             return pipeline_step(pipeline, *step, before_last)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Average over dp this rank's gradients that neither the backward nor the engine has reduced yet.
+        """Average over dp this rank's gradients, unless the backwards of the step have averaged them already.
 
         Losses were multiplied by `loss_scale`, so the average is the sum of the ranks' gradients.
         """

@@ -1,8 +1,8 @@
 """Gather the outputs of a forward whose tokens are sharded over cp, for losses that the user computes.
 
-Each rank computes its own tokens; then logits are all-gathered, and the ranks' shares of a loss are summed. Every cp
-rank computes the same loss of all tokens, so the backward sums the gradients over cp, and the mean over dp and cp at
-its end is the gradient of one process.
+Each rank computes its own tokens. Then logits are all-gathered over cp, and the model's own loss is summed from the
+ranks' shares, so that every cp rank computes the user's loss of all tokens. The backward of the gather sums the
+gradients of the cp ranks (a factor of cp), which the mean of parameter gradients over dp and cp removes.
 """
 
 from collections.abc import Callable, Mapping
