@@ -23,6 +23,7 @@ LAYOUTS = {
     "pp2-dp2": ("padded", {"pp": 2, "dp": 2}, {"micro_batches": 2}),
 }  # fmt: skip
 ALWAYS = {("GPT2LMHeadModel", "pp2"), ("BertForMaskedLM", "dp_shard2"), ("LlamaForCausalLM", "sp")}
+BLOCKS = {"pp2-interleaved": 4, "pp2-zbv": 4}  # one for each virtual stage
 CLOSE = {"LlamaForCausalLM": {"atol": 1e-6}}  # its norms compute in fp32
 
 
@@ -42,7 +43,7 @@ def on_mesh(case, mask, sizes, options):
 def test_cut_tokens_on_a_mesh_train_as_one_process(cls, name):
     """Losses, every gradient, the norm, and weights after three steps, with dropout, on every rank."""
     mask, sizes, options = LAYOUTS[name]
-    case = case_of(cls)
+    case = case_of(cls, **({"num_hidden_layers": BLOCKS[name]} if name in BLOCKS else {}))
     found = on_mesh(case, mask, sizes, options)
     require_equal(found[0], trained(case, mask), **CLOSE.get(cls, {}))
     assert all(each[0] == found[0][0] for each in found)
