@@ -45,10 +45,11 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
             )
             raise MeshError(where, what, problem, f"{hint}, or cp=1")
     if options.cp_attention == "ring" and options.attention == "eager":
-        problem = "the ring computes the scores, eager attention would too"
-        raise MeshError(
-            where, 'attention="eager"', problem, 'leave it out, or use cp_attention="gather"'
+        problem = (
+            'not supported together with cp_attention="ring", which computes the scores itself'
         )
+        hint = 'leave it out, or use cp_attention="gather"'
+        raise MeshError(where, 'attention="eager"', problem, hint)
     return options.but(kernels="reference")
 
 

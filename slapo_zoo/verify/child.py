@@ -31,12 +31,14 @@ MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up t
 
 
 def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return, as JSON data, the outcome of verifying a schedule; of deriving a table of sharding rules
-    if the request has "sizes"; or of finding how cp shards tokens if it has "cut" (the tp size) and "way" (of
-    attention).
+    """Do the task of a request; return its outcome as JSON data. Its keys choose the task:
 
-    Other keys: "config" (a dict), "cls" (name of the class), "mesh" (tp, pp, dp); optional are "program" (text of a
-    schedule.json), "knobs" and "folder" (of `core.verify`), "quick" and "layers" (small model, a few layers at a time).
+    - "sizes" (tp, pp, dp): derive a table of sharding rules.
+    - "cut" (size of tp) and "way" (`cp_attention`): find how cp shards the tokens of a class.
+    - neither: verify a schedule on "mesh" (tp, pp, dp). Optional are "program" (text of a schedule.json), "knobs" and
+      "folder" (of `core.verify`), "quick" (bool: a small model) and "layers" (bool: compare a few layers at a time).
+
+    Every request has "config" (a dict) and "cls" (name of the class).
     """
     import transformers
 

@@ -150,13 +150,13 @@ def _is_dtype(kept: Mapping[str, Any]) -> bool:
 
 
 class Restored:
-    """Saved optimizer state, prepared for this rank's optimizer, which only `apply` changes.
+    """Saved optimizer state, prepared for this rank's optimizer; `apply` alone changes the optimizer.
 
     Args:
         optimizer: optimizer of the same class and groups as the saved one.
         record: JSON record of all stages, made by `merge`.
-        names: id of a parameter --> its name in the checkpoint.
-        specs: name --> spec of the model's tensors.
+        names: `id(parameter)` --> its name in the checkpoint.
+        specs: name in the checkpoint --> spec of that tensor of the model.
         mesh: mesh with the coordinates of this rank.
 
     Attributes:

@@ -139,7 +139,7 @@ def test_repeated_plan_search_writes_identical_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "family", [f.name for f in sorted(CARDS.iterdir()) if (f / "tuning.json").exists()]
 )
-def test_published_plan_has_consistent_gpu_and_row_counts(family):
+def test_mesh_of_a_published_plan_has_its_gpus_and_divides_its_batch(family):
     for plan in plans_of(read_card(CARDS / family).tuning):
         knobs = plan.knobs
         assert knobs["tp"] * knobs["pp"] * knobs["dp"] == plan.gpus

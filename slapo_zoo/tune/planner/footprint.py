@@ -127,8 +127,16 @@ class Alive(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Bytes in use at one point of a dry run. `work` is a result of `Meter.now`, `gathered` sums all-gathers over tp;
-    `matmuls`, `peak` (without parameter gradients) and `grown` (with them) count since the previous `Moment`.
+    """Memory and work of a dry run at one point.
+
+    Args:
+        work: totals since the start, from `Meter.now`.
+        gathered: bytes all-gathered over tp since the start.
+        peak: most bytes in use since the previous `Moment`, without gradients of parameters.
+        grown: the same with these gradients.
+        gradients: bytes of gradients of parameters at this point.
+        matmuls: bytes of results of matrix products since the previous `Moment`.
+        output: bytes of the unit's output.
     """
 
     work: tuple[float, ...]
