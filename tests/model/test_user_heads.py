@@ -168,3 +168,23 @@ def fed_unlike(folder):
 def test_hand_written_loop_with_different_batches_on_tp_ranks_raises(folder):
     with pytest.raises(MeshError, match=r"ranks \[1\] were fed another batch than rank 0"):
         emulate(fed_unlike, folder, mesh=(2, 1, 1))
+
+
+SMALL = {"num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 32, "num_attention_heads": 4}
+CACHED = {
+    "GPT2LMHeadModel": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "LlamaForCausalLM": {"num_key_value_heads": 2, "intermediate_size": 64},
+}
+
+
+@pytest.mark.parametrize("name", CACHED)
+def test_part_with_a_cache_called_alone_has_equal_gradients_with_recomputation(name):
+    cls = getattr(transformers, name)
+    config, found = cls.config_class(**SMALL, **CACHED[name], bos_token_id=0, eos_token_id=0), []
+    for ratio in (0.0, 1.0):
+        model = AutoScheduledModel.from_config(
+            config, auto_class=cls, seed=0, checkpoint_ratio=ratio
+        )
+        model.train().base_model(input_ids=IDS).last_hidden_state.square().mean().backward()
+        found.append({n: p.grad for n, p in model.base_model.named_parameters()})
+    torch.testing.assert_close(found[1], found[0])

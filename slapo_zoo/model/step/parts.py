@@ -5,6 +5,7 @@ and gradients are complete after its backward.
 """
 
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -31,7 +32,15 @@ class Part:
         the compute dtype, gather ZeRO's shards, choose the dropout masks, hook gradients.
         """
         own: Any = super()
-        return called(self.__dict__[WHOLE](), own.__call__, args, kwargs)
+        model = self.__dict__[WHOLE]()
+        if self.training and model.schedule.state.checkpointed and _takes_cache(type(self)):  # pyright: ignore[reportAttributeAccessIssue]
+            kwargs["use_cache"] = False  # a recomputation would append to the cache again
+        return called(model, own.__call__, args, kwargs)
+
+
+@functools.cache
+def _takes_cache(cls: Any) -> bool:
+    return "use_cache" in inspect.signature(cls.forward).parameters
 
 
 def called(model: Any, run: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
