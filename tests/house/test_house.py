@@ -8,7 +8,7 @@ from sources import CODE, LINKED, ROOT, files, label, lines, tree
 
 MOST_LINES = 400
 MOST_ENTRIES = 16  # packages and modules of slapo_zoo/; the links and py.typed come on top
-LINE_BUDGET = 57_130
+LINE_BUDGET = 57_140
 VAGUE = {"utils", "util", "helpers", "common", "misc"}
 EVERYTHING = (*CODE, "hub_cards", "tests", "ci")
 

@@ -154,8 +154,13 @@ class Shard(Directive):
         units = self.placement.units(size)
         lenient = self.uneven or self.pad or self.replicate or self.unit > 1
         if not lenient and any(count % n for count in units):
-            problem = f"size {size} is not a multiple of mesh_dim {self.mesh_dim}={n}"
-            raise self.fail(site, problem, "pass uneven=True or pad=True, or change the mesh")
+            of, pad = f"size {size}", " or pad=True"
+            if self.shared:
+                of = f"size {size} less the shared end of {self.shared}"
+            elif len(units) > 1:
+                of, pad = f"one of the groups {tuple(units)}", ""  # only one group can be padded
+            problem = f"{of} is not a multiple of mesh_dim {self.mesh_dim}={n}"
+            raise self.fail(site, problem, f"pass uneven=True{pad}, or change the mesh")
 
     def apply(self, site: Site) -> None:
         site.state.applied.setdefault(site.path, set()).add(self.param_name)
