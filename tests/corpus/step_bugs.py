@@ -266,7 +266,7 @@ def in_one_run(specs, local, mesh):
 BUGS = [
     Bug("each dp rank divides by its own targets", ("huggingface/transformers#34242", "NVIDIA/Megatron-LM#7452 (3)", "OpenPipe/ART#619"),
         "Trainer under DDP; multi-token prediction in Megatron Core", "a mean of means: 14/3 where the mean over all tokens is 4",
-        BERT, instead(f"{STEP}.ask", own_counts), "verify", "loss", "dp2", always=True),
+        BERT, instead(f"{STEP}.count_step", own_counts), "verify", "loss", "dp2", always=True),
     Bug("each micro-batch divides by its own targets", ("huggingface/transformers#34191", "ml-explore/mlx-lm#1544", "meta-pytorch/torchtune#1917"),
         "Trainer with gradient accumulation", "accumulated gradients favour short rows; another batch size gives another loss",
         GPT2, instead(f"{STEP}.GlobalMeans", means(PARTS)), "verify", "loss", "pp2"),
@@ -329,7 +329,7 @@ BUGS = [
         MIXTRAL, scores(lambda x, summed: x.detach()), "verify", "model.layers.*.mlp.gate"),
     Bug("a dp rank without targets", ("NVIDIA/Megatron-LM#1764",),
         "Megatron-LM with context parallelism, short padded data", "all tokens of a rank are masked out: loss and gradients are NaN",
-        BERT, replace(instead(f"{STEP}.ask", own_counts), training=HalfWithoutTargets), "verify", "loss", "dp2"),
+        BERT, replace(instead(f"{STEP}.count_step", own_counts), training=HalfWithoutTargets), "verify", "loss", "dp2"),
     Bug("accumulated gradients scaled in each further step", ("pytorch/torchtitan#1733",),
         "torchtitan's pipeline with gradient accumulation", "scale_grads divides all that .grad holds: an average that forgets, not a sum",
         GPT2, replace(instead("slapo_zoo.language.gradients.only_new", halved), training=TwoSteps), "verify", "accumulated"),
