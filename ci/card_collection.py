@@ -15,15 +15,15 @@ from typing import Any
 from card_plan import plan_for, with_plans
 from card_sizes import CLUSTERS, LENGTH, MOST_TOKENS, ROOM, ROWS, SIZES
 
-from slapo_zoo.cards.card import Card, read_card
-from slapo_zoo.cards.make import zoo_card
-from slapo_zoo.cards.plans import Plan, plans_of
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.verify.card_check import verify_card
 from slapo_zoo.zoo.argument_values import config_of
+from slapo_zoo.zoo.cards.card import Card, read_card
+from slapo_zoo.zoo.cards.make import zoo_card
+from slapo_zoo.zoo.cards.plans import Plan, plans_of
 from slapo_zoo.zoo.table import families, table_for
 from slapo_zoo.zoo.tuned import CARDS
 

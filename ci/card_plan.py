@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from slapo_zoo.cards.plans import SIMULATED, Plan, plans_of
 from slapo_zoo.tune.planner.hardware import GIB
 from slapo_zoo.tune.planner.layout_report import worth
 from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.tune.planner.search_result import require_feasible
+from slapo_zoo.zoo.cards.plans import SIMULATED, Plan, plans_of
 from slapo_zoo.zoo.tuned import shape_name
 
 ORDERS = ("1f1b", "interleaved_1f1b")

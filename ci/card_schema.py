@@ -1,13 +1,13 @@
-"""Make `slapo_zoo/cards/schedule.schema.json` from the fields of the primitives that a card may name."""
+"""Make `slapo_zoo/zoo/cards/schedule.schema.json` from the fields of the primitives that a card may name."""
 
 import dataclasses
 import types
 from typing import Any, get_args, get_origin, get_type_hints
 
 import slapo_zoo.language.primitives  # noqa: F401 - registers them
-from slapo_zoo.cards.schema import PUBLISHABLE
 from slapo_zoo.language.directive import PRIMITIVES
 from slapo_zoo.language.schedule import FORMAT
+from slapo_zoo.zoo.cards.schema import PUBLISHABLE
 from slapo_zoo.zoo.expressions import MAX_TEXT
 
 MAX_STEPS = 10_000
@@ -48,7 +48,7 @@ _VALUE: dict[str, Any] = {
 
 
 def build_schema() -> dict[str, Any]:
-    """Return the JSON Schema of schedule.json, as committed in slapo_zoo/cards."""
+    """Return the JSON Schema of schedule.json, as committed in slapo_zoo/zoo/cards."""
     text = {"type": "string", "maxLength": MAX_TEXT}
     digest = {"type": "string", "pattern": "^sha256:[0-9a-f]{64}" + END}
     name = {"type": "string", "pattern": "^[A-Za-z][A-Za-z0-9_-]{0,80}" + END}

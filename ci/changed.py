@@ -34,7 +34,8 @@ def module_of(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     if parts[:2] == ("tests", "support"):
         return parts[2]
-    parts = parts if parts[0] in ("slapo_zoo", "tests", "ci") else ("slapo_zoo", *parts)
+    home = {"kernels": ("slapo_zoo",), "schedules": ("slapo_zoo", "zoo")}.get(parts[0], ())
+    parts = (*home, *parts)
     return ".".join(parts).removesuffix(".__init__")
 
 
@@ -75,7 +76,7 @@ def reached(files: list[str]) -> list[str]:
     needs = {module_of(p): imports(p, homes) for p in paths}
     where = {module_of(p): p for p in paths}
     dirty = {module_of(ROOT / name) for name in files if (ROOT / name).resolve() in paths}
-    tables = {name for name in dirty if name.startswith("slapo_zoo.schedules.")}
+    tables = {name for name in dirty if name.startswith("slapo_zoo.zoo.schedules.")}
     dirty |= {"slapo_zoo.zoo.table"} if tables else set()  # tables are found by name
     while new := {name for name in needs.keys() - dirty if needs[name] & dirty}:
         dirty |= new

@@ -25,14 +25,14 @@ import torch
 from transformers import GPT2Config
 
 from slapo_zoo import AutoScheduledModel, Mesh, SlapoError, save_checkpoint
-from slapo_zoo.cards import Program
-from slapo_zoo.cards.make import zoo_card
-from slapo_zoo.cards.readme import metadata_of
 from slapo_zoo.weights.checksums import read_checksums
 from slapo_zoo.weights.index import read_index
 from slapo_zoo.weights.safetensors_file import SafetensorsFile
 from slapo_zoo.weights.training_state import read_state
 from slapo_zoo.zoo.argument_values import changed_config
+from slapo_zoo.zoo.cards import Program
+from slapo_zoo.zoo.cards.make import zoo_card
+from slapo_zoo.zoo.cards.readme import metadata_of
 
 PIECES = [b"[", b"]", b"{", b"}", b'"', b"\\", b":", b",", b"null", b"true", b"NaN", b"1e999", b"-1",
           b"9" * 20, b"\xff", b"\x00", b"\\ud800", b"$tensor", b"- ", b"? ", b"&a ", b"!!x "]  # fmt: skip

@@ -101,12 +101,11 @@ def layers() -> list[str]:
 
 def about(package: str) -> str:
     """Return the first sentence of a package's docstring."""
+    linked = {"kernels": "one file per kernel", "zoo.schedules": "one table per architecture"}
+    if package in linked:
+        return linked[package]
     place = ROOT / "slapo_zoo" / package.replace(".", "/")
     file = place / "__init__.py" if (place / "__init__.py").exists() else place.with_suffix(".py")
-    if not file.exists():
-        return {"kernels": "one file per kernel", "schedules": "one table per architecture"}[
-            package
-        ]
     words = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").split("\n\n")[0]
     return " ".join(words.split()).split(". ")[0].rstrip(".")[:104]
 

@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from slapo_zoo.language.schedule import Schedule as Schedule
     from slapo_zoo.language.schedule import Selection as Selection
     from slapo_zoo.language.schedule import from_json as from_json
-    from slapo_zoo.load.auto import AutoScheduledModel as AutoScheduledModel
-    from slapo_zoo.load.build import apply_card as apply_card
-    from slapo_zoo.load.build import build as build
-    from slapo_zoo.load.build import consolidate_model as consolidate_model
-    from slapo_zoo.load.build import create_schedule as create_schedule
-    from slapo_zoo.load.build import publish_card as publish_card
-    from slapo_zoo.load.compat import ScheduleMetadata as ScheduleMetadata
-    from slapo_zoo.load.compat import analyze_tie_weights as analyze_tie_weights
-    from slapo_zoo.load.compat import init_empty_weights as init_empty_weights
-    from slapo_zoo.load.compat import is_module_list as is_module_list
-    from slapo_zoo.load.compat import is_random_seed_set as is_random_seed_set
-    from slapo_zoo.load.compat import set_random_seed as set_random_seed
     from slapo_zoo.model.checkpoints.resume import load_checkpoint as load_checkpoint
     from slapo_zoo.model.checkpoints.training_checkpoint import (
         async_save_checkpoint as async_save_checkpoint,
@@ -58,6 +46,18 @@ if TYPE_CHECKING:
     from slapo_zoo.model.integrations.dialects import register_dialect as register_dialect
     from slapo_zoo.model.integrations.trainer import ScheduledTrainer as ScheduledTrainer
     from slapo_zoo.model.integrations.trainer import prepare as prepare
+    from slapo_zoo.model.load.auto import AutoScheduledModel as AutoScheduledModel
+    from slapo_zoo.model.load.build import apply_card as apply_card
+    from slapo_zoo.model.load.build import build as build
+    from slapo_zoo.model.load.build import consolidate_model as consolidate_model
+    from slapo_zoo.model.load.build import create_schedule as create_schedule
+    from slapo_zoo.model.load.build import publish_card as publish_card
+    from slapo_zoo.model.load.compat import ScheduleMetadata as ScheduleMetadata
+    from slapo_zoo.model.load.compat import analyze_tie_weights as analyze_tie_weights
+    from slapo_zoo.model.load.compat import init_empty_weights as init_empty_weights
+    from slapo_zoo.model.load.compat import is_module_list as is_module_list
+    from slapo_zoo.model.load.compat import is_random_seed_set as is_random_seed_set
+    from slapo_zoo.model.load.compat import set_random_seed as set_random_seed
     from slapo_zoo.model.numerics import NumericsError as NumericsError
     from slapo_zoo.model.numerics import NumericsWarning as NumericsWarning
     from slapo_zoo.model.numerics import NumericsWatch as NumericsWatch
@@ -102,16 +102,6 @@ _HOMES = {  # module --> public names that are found in it
     "language.primitives.shard": ("shard_rule",),
     "language.primitives.sync_ops": ("sync_op",),
     "language.schedule": ("Schedule", "Selection", "from_json"),
-    "load.auto": ("AutoScheduledModel",),
-    "load.build": ("apply_card", "build", "consolidate_model", "create_schedule", "publish_card"),
-    "load.compat": (
-        "ScheduleMetadata",
-        "analyze_tie_weights",
-        "init_empty_weights",
-        "is_module_list",
-        "is_random_seed_set",
-        "set_random_seed",
-    ),
     "model.checkpoints.resume": ("load_checkpoint",),
     "model.checkpoints.training_checkpoint": ("async_save_checkpoint", "save_checkpoint"),
     "model.dp.sampler": ("MeshSampler", "broadcast_batch"),
@@ -119,6 +109,22 @@ _HOMES = {  # module --> public names that are found in it
     "model.gradients.scaler": ("GradScaler",),
     "model.integrations.dialects": ("get_dialect_cls", "init_target_engine", "register_dialect"),
     "model.integrations.trainer": ("ScheduledTrainer", "prepare"),
+    "model.load.auto": ("AutoScheduledModel",),
+    "model.load.build": (
+        "apply_card",
+        "build",
+        "consolidate_model",
+        "create_schedule",
+        "publish_card",
+    ),
+    "model.load.compat": (
+        "ScheduleMetadata",
+        "analyze_tie_weights",
+        "init_empty_weights",
+        "is_module_list",
+        "is_random_seed_set",
+        "set_random_seed",
+    ),
     "model.numerics": ("NumericsError", "NumericsWarning", "NumericsWatch"),
     "parallel.mesh": ("Mesh",),
     "parallel.ranks.emulation": ("emulate",),

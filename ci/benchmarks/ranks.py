@@ -32,7 +32,7 @@ def import_all() -> None:
     """Import all modules that loading a model needs."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from slapo_zoo.load.auto import AutoScheduledModel  # noqa: F401
+    from slapo_zoo.model.load.auto import AutoScheduledModel  # noqa: F401
     from slapo_zoo.zoo.table import families
 
     families()

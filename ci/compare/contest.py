@@ -145,7 +145,7 @@ def _import_all() -> None:
     import transformers.models.gpt2.modeling_gpt2  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    from slapo_zoo.load.auto import AutoScheduledModel  # noqa: F401
+    from slapo_zoo.model.load.auto import AutoScheduledModel  # noqa: F401
     from slapo_zoo.zoo.table import families
 
     families()

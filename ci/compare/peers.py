@@ -129,7 +129,7 @@ class Ours(Contender):
     divides = True
 
     def load(self) -> Any:
-        from slapo_zoo.load.auto import AutoScheduledModel
+        from slapo_zoo.model.load.auto import AutoScheduledModel
 
         return AutoScheduledModel.from_pretrained(
             self.work.folder, tp=self.work.tp if self.divides else 1

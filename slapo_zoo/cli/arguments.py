@@ -102,8 +102,8 @@ def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[s
         SlapoError: the tokens cannot be cut, or not beside these flags.
     """
     from slapo_zoo.hf import models as hf
-    from slapo_zoo.load.auto_schedule import zoo_table_for_cp
     from slapo_zoo.model.context_parallel import check_cp, require_cp_support
+    from slapo_zoo.model.load.auto_schedule import zoo_table_for_cp
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.zoo.options import LoaderOptions
 

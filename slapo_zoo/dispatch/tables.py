@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-MEASURED = Path(__file__).parents[1] / "hub_cards" / "bench"
+MEASURED = Path(__file__).parents[1] / "zoo" / "hub_cards" / "bench"
 UNMEASURED = "unmeasured"
 # Compute capability by a word of the product name, for plans without the device.
 CAPABILITIES = {

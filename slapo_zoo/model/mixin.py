@@ -362,7 +362,7 @@ class Scheduled(Structure, Generates, Recomputes):
             any_size: let the card serve every model of the class with the same number of blocks.
             kwargs: token, private, tag, message, parent; a folder takes none.
         """
-        from slapo_zoo.cards.publish import card_of, publish
+        from slapo_zoo.zoo.cards.publish import card_of, publish
 
         with rank_guard("push_schedule_to_hub"):
             make = functools.partial(card_of, self, base_model, any_size)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cards import files
-from slapo_zoo.cards.card import read_card
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.outcome import Outcome
+from slapo_zoo.zoo.cards import files
+from slapo_zoo.zoo.cards.card import read_card
 from slapo_zoo.zoo.tuned import TUNING
 
 

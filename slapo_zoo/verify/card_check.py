@@ -7,13 +7,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cards.card import Card, read_card
-from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import CardError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.rng.seeds import get_logger
 from slapo_zoo.verify.apart import verify_apart
+from slapo_zoo.zoo.cards.card import Card, read_card
+from slapo_zoo.zoo.cards.program import Program
 
 LEVELS = ("quick", "off")
 

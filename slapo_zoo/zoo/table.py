@@ -184,7 +184,7 @@ def extend(
     Raises:
         ArchitectureError: the base has no row of a pattern in `without`.
     """
-    importlib.import_module(f"slapo_zoo.schedules.{base}")
+    importlib.import_module(f"slapo_zoo.zoo.schedules.{base}")
     table = ZOO[base]
     patterns = {pattern for pattern, _ in table.body}
     if missing := [pattern for pattern in without if pattern not in patterns]:
@@ -204,9 +204,9 @@ def extend(
 @cache
 def load_tables() -> None:
     """Import every file of `schedules/`; each registers its family's table."""
-    package = importlib.import_module("slapo_zoo.schedules")
+    package = importlib.import_module("slapo_zoo.zoo.schedules")
     for found in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"slapo_zoo.schedules.{found.name}")
+        importlib.import_module(f"slapo_zoo.zoo.schedules.{found.name}")
 
 
 def families() -> list[str]:

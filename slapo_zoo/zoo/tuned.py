@@ -14,7 +14,7 @@ import torch
 
 from slapo_zoo.parallel.digests import digest
 
-CARDS = Path(__file__).parents[1] / "hub_cards"
+CARDS = Path(__file__).parent / "hub_cards"
 TUNING = "tuning.json"
 USED = ("attention", "kernels")
 # names, words for people and for generation: they change no shape and no operation of a training step

@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from slapo_zoo import AutoScheduledModel, Mesh
-from slapo_zoo.cards.card import read_card
-from slapo_zoo.cards.hub import Reference, pull, push
-from slapo_zoo.cards.make import zoo_card
-from slapo_zoo.cards.resolve_card import load_card
 from slapo_zoo.errors import CardError
+from slapo_zoo.zoo.cards.card import read_card
+from slapo_zoo.zoo.cards.hub import Reference, pull, push
+from slapo_zoo.zoo.cards.make import zoo_card
+from slapo_zoo.zoo.cards.resolve_card import load_card
 
 REPO = "me/gpt2-tiny"
 

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from transformers import GPT2Config
 
 from slapo_zoo import Mesh
-from slapo_zoo.cards import Program
-from slapo_zoo.cards.card import read_card
-from slapo_zoo.cards.hub import Reference
-from slapo_zoo.cards.make import zoo_card
-from slapo_zoo.cards.readme import metadata_of
 from slapo_zoo.errors import CardError
+from slapo_zoo.zoo.cards import Program
+from slapo_zoo.zoo.cards.card import read_card
+from slapo_zoo.zoo.cards.hub import Reference
+from slapo_zoo.zoo.cards.make import zoo_card
+from slapo_zoo.zoo.cards.readme import metadata_of
 
 CONFIG = GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=65, architectures=["GPT2LMHeadModel"])  # fmt: skip
 CARD = zoo_card(CONFIG, None, Mesh(tp=2, pp=2), "gpt2")

@@ -11,10 +11,10 @@ import transformers
 from card_plan import with_plans
 
 from slapo_zoo import AutoScheduledModel, Mesh, get_logger
-from slapo_zoo.cards.card import read_card
-from slapo_zoo.cards.make import zoo_card
-from slapo_zoo.cards.plans import Plan, plans_of
 from slapo_zoo.errors import CardError
+from slapo_zoo.zoo.cards.card import read_card
+from slapo_zoo.zoo.cards.make import zoo_card
+from slapo_zoo.zoo.cards.plans import Plan, plans_of
 from slapo_zoo.zoo.tuned import machine_name, model_name, shape_name
 
 CARDS = Path(__file__).parents[2] / "hub_cards"

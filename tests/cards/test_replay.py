@@ -13,12 +13,12 @@ from jsonschema.validators import extend
 
 from parity import Case, checkpoint, compare, references, scheduled
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule, cards
-from slapo_zoo.cards import Program
-from slapo_zoo.cards.card import read_card
-from slapo_zoo.cards.make import make_program, zoo_card
-from slapo_zoo.cards.schema import schema, validator
 from slapo_zoo.errors import CardError
 from slapo_zoo.zoo.argument_values import config_of
+from slapo_zoo.zoo.cards import Program
+from slapo_zoo.zoo.cards.card import read_card
+from slapo_zoo.zoo.cards.make import make_program, zoo_card
+from slapo_zoo.zoo.cards.schema import schema, validator
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import families
 

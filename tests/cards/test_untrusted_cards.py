@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slapo_zoo.cards import Program, strict_json
-from slapo_zoo.cards.readme import metadata_of
 from slapo_zoo.errors import CardError
 from slapo_zoo.language.schedule import FORMAT
+from slapo_zoo.zoo.cards import Program, strict_json
+from slapo_zoo.zoo.cards.readme import metadata_of
 
 SHARD = ["transformer.h.*.mlp", "shard", {"param_name": "weight", "axis": 0}]
 GOOD = {

@@ -113,7 +113,7 @@ JSON_COMMANDS = {
     "coverage": ("type_coverage.cover", ["gpt2"], lambda: [type_coverage.Outcome("gpt2", "GPT2Model")]),
     "reshard": ("slapo_zoo.weights.reshard.reshard", ["reshard", "FOLDER", "NEW", "--max-shard-size", "20KB"], None),
     "demo": ("demo.compared", [], lambda: ([2.0], [2.0], True)),
-    "card lint": ("slapo_zoo.cards.resolve_card.load_card", ["card", "lint", CARD], None),
+    "card lint": ("slapo_zoo.zoo.cards.resolve_card.load_card", ["card", "lint", CARD], None),
 }  # fmt: skip
 
 

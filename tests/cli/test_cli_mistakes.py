@@ -12,10 +12,10 @@ import huggingface_hub
 import pytest
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from slapo_zoo.cards import hub
 from slapo_zoo.cli.main import main
 from slapo_zoo.tune.planner.hardware import find_hardware
 from slapo_zoo.tune.planner.layout_report import COLUMNS
+from slapo_zoo.zoo.cards import hub
 
 
 @pytest.fixture(scope="module")

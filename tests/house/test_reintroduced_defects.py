@@ -38,7 +38,7 @@ ALL = [
            "if (earlier := site.placed(self.param_name)) and not earlier:", f"{DEFECTS}::test_sharding_a_weight_twice_is_refused"),
     Defect("ties come apart when they are sharded", SHARD, "names = site.state.set_parameter(old, nn.Parameter(part, old.requires_grad))",
            "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_keeps_weights_tied"),
-    Defect("ties come apart when they get values", "slapo_zoo/load/build.py", "if id(module._parameters[n]) not in tied]",
+    Defect("ties come apart when they get values", "slapo_zoo/model/load/build.py", "if id(module._parameters[n]) not in tied]",
            "]; tied.clear()", f"{DEFECTS}::test_build_keeps_weights_tied"),
     Defect("a default counts as an input", "slapo_zoo/language/graph/insert.py", "if p.default is p.empty]",
            "]", f"{DEFECTS}::test_function_with_default_argument_replaces_a_subgraph"),

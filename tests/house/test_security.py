@@ -18,7 +18,7 @@ ALLOWED = {
     "slapo_zoo/parallel/ranks/launch.py": {
         "pickle.loads"
     },  # between a parent and the ranks that it forked
-    "slapo_zoo/cards/resolve_card.py": {
+    "slapo_zoo/zoo/cards/resolve_card.py": {
         "loader.exec_module"
     },  # trusted by the user, pinned to a sha
 }

@@ -70,7 +70,7 @@ def test_train_command_needs_one_extra():
 
 def test_wheel_contains_every_file_that_the_package_reads():
     """Cards are not in the wheel: they are on the Hub and in a checkout, and the package reads none."""
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]["slapo_zoo.hub_cards"]
+    patterns = PROJECT["tool"]["setuptools"]["package-data"]["slapo_zoo.zoo.hub_cards"]
     held = {p for pattern in patterns for p in (ROOT / "hub_cards").glob(pattern)}
     assert {path.name for path in held} >= {"template.md", "tuning.json", "cpu.json"}
     assert not [

@@ -223,7 +223,10 @@ REFUSED = {
     "dora": ({"use_dora": True}, "use_dora=True"),
     "pissa": ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa'"),
     "more modules": ({"modules_to_save": ["ln_f"]}, "modules_to_save"),
-    "vocabulary": ({"target_modules": ["lm_head"], "fan_in_fan_out": False}, "sharded over the padded vocabulary"),
+    "vocabulary": (
+        {"target_modules": ["lm_head"], "fan_in_fan_out": False},
+        "sharded over the padded vocabulary",
+    ),
     "embedding": ({"target_modules": ["wte"]}, "found a Embedding"),
     "no such module": ({"target_modules": ["nothing"]}, "nothing"),
     "uneven dropout": ({"target_modules": ["attn.c_proj"], "lora_dropout": 0.1}, "unequal parts"),

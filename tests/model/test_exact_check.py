@@ -8,7 +8,7 @@ import transformers
 
 from cli_runs import run
 from slapo_zoo.language.primitives import bias_after_sum
-from slapo_zoo.load import exact_check
+from slapo_zoo.model.load import exact_check
 
 CONV = bias_after_sum._conv1d
 

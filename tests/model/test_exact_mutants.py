@@ -14,7 +14,7 @@ from slapo_zoo import AutoScheduledModel
 from slapo_zoo.kernels import cross_entropy
 from slapo_zoo.language import gradients
 from slapo_zoo.language.primitives import bias_after_sum
-from slapo_zoo.load.exact_trace import ExactTrace
+from slapo_zoo.model.load.exact_trace import ExactTrace
 from slapo_zoo.model.step import train_step
 from slapo_zoo.parallel import collectives
 

@@ -6,7 +6,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 CODE = ("slapo_zoo", "kernels", "schedules")
-LINKED = ("kernels", "schedules", "hub_cards")  # slapo_zoo/<name> -> ../<name>
+LINKED = {
+    "kernels": "slapo_zoo",
+    "schedules": "slapo_zoo/zoo",
+    "hub_cards": "slapo_zoo/zoo",
+}  # where the link is
 
 
 @cache

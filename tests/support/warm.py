@@ -11,9 +11,9 @@ import torch
 import torch.distributed.device_mesh  # noqa: F401
 import torch.distributed.pipelining  # noqa: F401
 
-import slapo_zoo.load.auto  # noqa: F401
 import slapo_zoo.model.checkpoints.resume  # noqa: F401
 import slapo_zoo.model.integrations.dialects.torch  # noqa: F401
+import slapo_zoo.model.load.auto  # noqa: F401
 import slapo_zoo.model.mixin  # noqa: F401
 import slapo_zoo.pipeline.in_flight  # noqa: F401
 import slapo_zoo.pipeline.stage  # noqa: F401

@@ -7,10 +7,10 @@ import pytest
 import transformers
 
 from slapo_zoo import AutoScheduledModel, Mesh
-from slapo_zoo.cards.card import read_card
-from slapo_zoo.cards.make import zoo_card
 from slapo_zoo.cli.main import main
 from slapo_zoo.errors import CardError
+from slapo_zoo.zoo.cards.card import read_card
+from slapo_zoo.zoo.cards.make import zoo_card
 
 CONFIG = transformers.GPT2Config(
     n_embd=32, n_head=4, n_layer=2, vocab_size=65, n_positions=32, bos_token_id=0, eos_token_id=0,

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from parity import CHANGES, LAYOUTS, Case, checkpoint, compare, references, scheduled
 from refusals import refused
 from slapo_zoo import ArchitectureError, AutoScheduledModel, MeshError
-from slapo_zoo.load import auto_schedule as derived
+from slapo_zoo.model.load import auto_schedule as derived
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.apart import ProcessApart
 from slapo_zoo.parallel.ranks.emulation import emulate

@@ -38,10 +38,10 @@ def make(
     auto_class: Head = None,
 ) -> Any:
     """Write the schedule that the zoo has for a model as a card; its figures are marked unmeasured."""
-    from slapo_zoo.cards.make import zoo_card
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.argument_values import config_of
+    from slapo_zoo.zoo.cards.make import zoo_card
 
     config, head = config_of(model)
     card = zoo_card(
@@ -58,8 +58,8 @@ def make(
 @command
 def lint(card: Name) -> Any:
     """Check a card without running it; exit code 2 if something is wrong with it."""
-    from slapo_zoo.cards.resolve_card import load_card
     from slapo_zoo.weights.ledger import filled
+    from slapo_zoo.zoo.cards.resolve_card import load_card
 
     found = load_card(card)
     lines = [f"{card}: {len(found.program.steps)} steps, {found.program.hash}",
@@ -75,11 +75,11 @@ def verify(
     full: Annotated[bool, typer.Option(help="Verify the full model, not a small one.")] = False,
 ) -> Any:  # fmt: skip
     """Compare a card's schedule with the plain model, and write the verdict into the card."""
-    from slapo_zoo.cards.card import read_card
-    from slapo_zoo.cards.program import MODULE
     from slapo_zoo.errors import CardError
     from slapo_zoo.verify.card_check import verify_card
     from slapo_zoo.zoo.argument_values import config_of
+    from slapo_zoo.zoo.cards.card import read_card
+    from slapo_zoo.zoo.cards.program import MODULE
 
     with waiting(f"card verify {folder}"):
         card = read_card(folder)
@@ -99,8 +99,8 @@ def verify(
 @command
 def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]) -> Any:
     """Compare the programs of two cards, and print a unified diff."""
-    from slapo_zoo.cards.resolve_card import load_card
     from slapo_zoo.errors import CardError
+    from slapo_zoo.zoo.cards.resolve_card import load_card
 
     programs = [load_card(name).program for name in (card, other)]
     if programs[0].model_class != programs[1].model_class:
@@ -123,7 +123,7 @@ def push(
     ] = None,
 ) -> Any:
     """Publish a card on the Hub as one commit, and print its reference org/name@sha."""
-    from slapo_zoo.cards.hub import push
+    from slapo_zoo.zoo.cards.hub import push
 
     found = push(folder, repo_id, private=private or None, tag=tag, parent=parent)
     return {"card": found}, str(found)
@@ -136,8 +136,8 @@ def pull(
     folder: Annotated[Path | None, typer.Argument(help="Folder to copy the card to; default: the cache only.")] = None,
 ) -> Any:  # fmt: skip
     """Download a card from the Hub, check it, and print its commit and folder."""
-    from slapo_zoo.cards.card import read_card
-    from slapo_zoo.cards.hub import Reference, pull
+    from slapo_zoo.zoo.cards.card import read_card
+    from slapo_zoo.zoo.cards.hub import Reference, pull
 
     found = pull(Reference.parse(card))
     checked = read_card(found.folder, found.root)

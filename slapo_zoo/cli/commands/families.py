@@ -52,7 +52,7 @@ def derive(
     source = to_source(proof.open_table, proof.per_rank)
     words = [source, *(f"# {line}" for line in proof.words())]
     if write:
-        file = Path(__file__).parents[2] / "schedules" / f"{config.model_type}.py"
+        file = Path(__file__).parents[2] / "zoo" / "schedules" / f"{config.model_type}.py"
         file.write_text(source, encoding="utf-8")
         words.append(f"# written: {file.name}; now its golden file and its tests (CONTRIBUTING.md)")
     return {**proof.document(), "source": source}, "\n".join(words)

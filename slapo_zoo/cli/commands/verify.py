@@ -41,11 +41,11 @@ def verify(
     """
     if full and layers:
         raise typer.BadParameter("--full holds all layers at once; choose one", param_hint="--layers")  # fmt: skip
-    from slapo_zoo.cards.resolve_card import load_card
     from slapo_zoo.hf import models as hf
     from slapo_zoo.verify.apart import verify_apart
     from slapo_zoo.verify.core import known_schedule
     from slapo_zoo.zoo.argument_values import config_of, usual_head
+    from slapo_zoo.zoo.cards.resolve_card import load_card
 
     config, head = config_of(model)
     own = schedule in (None, "zoo", "auto") and known_schedule(config, schedule or "zoo")
@@ -84,7 +84,7 @@ def _same_bits(
     import transformers
 
     from slapo_zoo.hf import models as hf
-    from slapo_zoo.load.exact_check import compare_meshes
+    from slapo_zoo.model.load.exact_check import compare_meshes
 
     transformers.logging.disable_progress_bar()
     with waiting("train on the mesh and in one process"):

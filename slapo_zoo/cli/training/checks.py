@@ -19,8 +19,8 @@ from slapo_zoo.cli.training.trainer_arguments import make_schedule
 from slapo_zoo.data.read import kind_of
 from slapo_zoo.data.tasks import TASKS, DataError
 from slapo_zoo.errors import ArchitectureError, WeightsError
-from slapo_zoo.load.exact import virtual_mesh
 from slapo_zoo.model.integrations.dialects import HOMES
+from slapo_zoo.model.load.exact import virtual_mesh
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.slurm import is_first
 from slapo_zoo.weights.encode import decode
@@ -196,7 +196,7 @@ def check_load(given: Mapping[str, Any], config: Any) -> None:
     """Raise an error for an entry of the option `load` (`given`) that from_pretrained does not
     take, or another option sets.
     """
-    from slapo_zoo.load.auto import AutoScheduledModel
+    from slapo_zoo.model.load.auto import AutoScheduledModel
 
     known = inspect.signature(AutoScheduledModel.from_pretrained).parameters.keys()
     for name in given:

@@ -77,7 +77,7 @@ def load(options: TrainOptions, task: Task | None = None) -> Any:
     """Load this rank's part of the scheduled model, with the head of the task."""
     import transformers
 
-    from slapo_zoo.load.auto import AutoScheduledModel
+    from slapo_zoo.model.load.auto import AutoScheduledModel
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

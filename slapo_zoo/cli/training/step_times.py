@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from slapo_zoo.hf.example_inputs import random_batch
-from slapo_zoo.load.auto import AutoScheduledModel
+from slapo_zoo.model.load.auto import AutoScheduledModel
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.pipeline.profiler import record_step
 from slapo_zoo.pipeline.timeline import Span

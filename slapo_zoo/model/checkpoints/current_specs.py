@@ -117,7 +117,7 @@ def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[
     def write(folder: Path) -> None:
         write_configs(folder)
         if published:
-            from slapo_zoo.cards.publish import write_beside
+            from slapo_zoo.zoo.cards.publish import write_beside
 
             write_beside(model, folder)
 

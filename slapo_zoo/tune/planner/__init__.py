@@ -1,4 +1,4 @@
 """Planner: simulate which layout (tp, pp, dp, micro-batches, recomputation) fits a cluster and is fastest.
 
-Imports `cards`, `zoo` and lower.
+Imports `zoo.cards`, `zoo` and lower.
 """

@@ -145,8 +145,8 @@ def write_schedule(planner: Planner, found: Found, path: Path) -> Forecasted:
     Raises:
         MeshError: no layout fits.
     """
-    from slapo_zoo.cards.make import make_program
     from slapo_zoo.parallel.mesh import Mesh
+    from slapo_zoo.zoo.cards.make import make_program
     from slapo_zoo.zoo.outline import Outline
 
     best = require_feasible(found, "--write")

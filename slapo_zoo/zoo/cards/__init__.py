@@ -3,4 +3,4 @@
 Imports the package `zoo` and packages of lower floors (see CONTRIBUTING.md).
 """
 
-from slapo_zoo.cards.program import Program as Program
+from slapo_zoo.zoo.cards.program import Program as Program

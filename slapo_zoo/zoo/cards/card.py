@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cards import files, readme, strict_json
-from slapo_zoo.cards.plans import plans_of
-from slapo_zoo.cards.program import Program
 from slapo_zoo.errors import CardError
+from slapo_zoo.zoo.cards import files, readme, strict_json
+from slapo_zoo.zoo.cards.plans import plans_of
+from slapo_zoo.zoo.cards.program import Program
 
 UNMEASURED = "unmeasured"
 MEASURES = ("device", "step_ms_p50", "tokens_per_s", "peak_memory_gib", "baselines")

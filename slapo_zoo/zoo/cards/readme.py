@@ -23,7 +23,7 @@ def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
     """
     from huggingface_hub import ModelCard, ModelCardData
 
-    template = resources.files("slapo_zoo.hub_cards").joinpath("template.md")
+    template = resources.files("slapo_zoo.zoo.hub_cards").joinpath("template.md")
     card = ModelCard.from_template(
         ModelCardData(**metadata), template_str=template.read_text(encoding="utf-8"), **values
     )

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from slapo_zoo.cards.publish import card_of_module, publish
-from slapo_zoo.cards.resolve_card import module_steps
 from slapo_zoo.errors import ScheduleError
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
@@ -24,6 +22,8 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
 from slapo_zoo.parallel.rng.device_seeds import mix
 from slapo_zoo.parallel.rng.random_stream import drawn_from
+from slapo_zoo.zoo.cards.publish import card_of_module, publish
+from slapo_zoo.zoo.cards.resolve_card import module_steps
 
 
 def create_schedule(

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slapo_zoo.cards import strict_json
-from slapo_zoo.cards.schema import PUBLISHABLE, schema, validator
 from slapo_zoo.errors import CardError, ScheduleError
 from slapo_zoo.language.schedule import FORMAT, Step, from_json
 from slapo_zoo.zoo import expressions as arithmetic
+from slapo_zoo.zoo.cards import strict_json
+from slapo_zoo.zoo.cards.schema import PUBLISHABLE, schema, validator
 
 MESH_NUMBERS = ("tp", "pp", "dp", "stages")
 MODULE = "module"  # the model type of a program for a module outside of `transformers`

@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import nn
 
-from slapo_zoo.cards import files, strict_json
-from slapo_zoo.cards.card import Card, read_card
-from slapo_zoo.cards.hub import Reference, pull
-from slapo_zoo.cards.make import structure_of
-from slapo_zoo.cards.program import MODULE, Program
 from slapo_zoo.errors import CardError
 from slapo_zoo.language.schedule import Step, from_json
 from slapo_zoo.parallel.digests import structure_hash
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.rng.seeds import get_logger
+from slapo_zoo.zoo.cards import files, strict_json
+from slapo_zoo.zoo.cards.card import Card, read_card
+from slapo_zoo.zoo.cards.hub import Reference, pull
+from slapo_zoo.zoo.cards.make import structure_of
+from slapo_zoo.zoo.cards.program import MODULE, Program
 
 
 def load_card(name: str) -> Card:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.load.exact import exact_model
-from slapo_zoo.load.planned import with_options
-from slapo_zoo.load.resolve import Trust, resolve_schedule
 from slapo_zoo.model.integrations.dialects import check_target, in_target
+from slapo_zoo.model.load.exact import exact_model
+from slapo_zoo.model.load.planned import with_options
+from slapo_zoo.model.load.resolve import Trust, resolve_schedule
 from slapo_zoo.model.loader import Source, load_checkpoint, new_model
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.lost_rank import rank_guard

@@ -35,7 +35,7 @@ PUBLISHABLE: dict[str, tuple[str, ...]] = {
 @cache
 def schema() -> dict[str, Any]:
     """Return the JSON Schema of schedule.json, read from the package."""
-    file = resources.files("slapo_zoo.cards").joinpath("schedule.schema.json")
+    file = resources.files("slapo_zoo.zoo.cards").joinpath("schedule.schema.json")
     return json.loads(file.read_text(encoding="utf-8"))
 
 

@@ -2,18 +2,18 @@
 
 from typing import Any, NamedTuple
 
-from slapo_zoo.cards.resolve_card import (
+from slapo_zoo.hf import models as hf
+from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.model.load.auto_schedule import proven_table, zoo_table_for_cp
+from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.pipeline.orders import StageMap
+from slapo_zoo.verify.card_check import require_correct
+from slapo_zoo.zoo.cards.resolve_card import (
     check_structure,
     plain_steps,
     program_for_all,
     python_schedule,
 )
-from slapo_zoo.hf import models as hf
-from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.load.auto_schedule import proven_table, zoo_table_for_cp
-from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.pipeline.orders import StageMap
-from slapo_zoo.verify.card_check import require_correct
 from slapo_zoo.zoo.kernels_for_modules import apply_kernels, device_name
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.schedule_source import find_table, kind_of

@@ -21,9 +21,9 @@ from torch.utils import deterministic as memory
 from torch.utils._pytree import tree_map
 
 from slapo_zoo.errors import MeshError, SlapoError
-from slapo_zoo.load.exact_optimizer import give_back, narrowed, split_over_ranks, without
-from slapo_zoo.load.exact_output import computed, joined
-from slapo_zoo.load.exact_trace import ExactTrace, Recorder, Row
+from slapo_zoo.model.load.exact_optimizer import give_back, narrowed, split_over_ranks, without
+from slapo_zoo.model.load.exact_output import computed, joined
+from slapo_zoo.model.load.exact_trace import ExactTrace, Recorder, Row
 from slapo_zoo.model.step.runtime import count_rows
 from slapo_zoo.parallel.digests import digest, digest_of_tensor
 from slapo_zoo.parallel.mesh import Mesh

@@ -6,9 +6,6 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.cards.card import Card
-from slapo_zoo.cards.program import MODULE, Program
-from slapo_zoo.cards.schema import PUBLISHABLE
 from slapo_zoo.errors import CardError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.directive import Directive
@@ -16,6 +13,9 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.digests import structure_hash
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.zoo.cards.card import Card
+from slapo_zoo.zoo.cards.program import MODULE, Program
+from slapo_zoo.zoo.cards.schema import PUBLISHABLE
 from slapo_zoo.zoo.expressions import Named, names_in, parse
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import Table, table_for

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.load.auto import AutoScheduledModel
+from slapo_zoo.model.load.auto import AutoScheduledModel
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.launch import run_local
 from slapo_zoo.pipeline.orders import StageMap

@@ -6,16 +6,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cards import files
-from slapo_zoo.cards.card import Card
-from slapo_zoo.cards.hub import push
-from slapo_zoo.cards.make import make_program, module_program
-from slapo_zoo.cards.program import MODULE
 from slapo_zoo.errors import CardError
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
+from slapo_zoo.zoo.cards import files
+from slapo_zoo.zoo.cards.card import Card
+from slapo_zoo.zoo.cards.hub import push
+from slapo_zoo.zoo.cards.make import make_program, module_program
+from slapo_zoo.zoo.cards.program import MODULE
 
 
 def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -> Card:

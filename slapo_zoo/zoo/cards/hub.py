@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slapo_zoo.cards import files
-from slapo_zoo.cards.card import read_card
 from slapo_zoo.errors import CardError
+from slapo_zoo.zoo.cards import files
+from slapo_zoo.zoo.cards.card import read_card
 
 SHA = re.compile(r"[0-9a-f]{40}\Z")
 _REFERENCE = re.compile(

@@ -142,7 +142,7 @@ def cache_file(config: Any, cls: Any, sizes: tuple[Any, ...], options: BuildOpti
 def own_code() -> str:
     """Return a digest of the source code of slapo_zoo."""
     found = hashlib.sha256()
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+    for file in sorted(Path(__file__).parents[2].rglob("*.py")):
         found.update(file.read_bytes())
     return found.hexdigest()
 

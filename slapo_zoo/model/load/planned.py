@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.cards.plans import Plan, measured_knobs, plans_of
-from slapo_zoo.cards.resolve_card import load_card
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.lost_rank import rank_guard
 from slapo_zoo.parallel.rng.seeds import get_logger
 from slapo_zoo.zoo.argument_values import changed_config, local_folder, make_mesh, pick_device
+from slapo_zoo.zoo.cards.plans import Plan, measured_knobs, plans_of
+from slapo_zoo.zoo.cards.resolve_card import load_card
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
 from slapo_zoo.zoo.options import LoaderOptions, unknown_knob
 from slapo_zoo.zoo.schedule_source import kind_of
