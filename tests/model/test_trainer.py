@@ -34,6 +34,49 @@ def test_scheduled_trainer_equals_plain_trainer(layout, accumulation, tmp_path, 
         assert_same((*found[:2], found[2] or expected[2], found[3]), expected)
 
 
+def squared(outputs, labels, num_items_in_batch=None):
+    """Return a sum over the targets of a step: a user's `compute_loss_func`."""
+    from torch.nn import functional
+
+    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
+    each = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (each + 0.1 * each.square()).sum() / num_items_in_batch
+
+
+OWN_LOSSES = {"label_smoothing_factor": 0.1}, {"compute_loss_func": squared}, {}
+
+
+def evaluated(folder, out, layout):
+    """Return eval_loss of seven rows by each loss in OWN_LOSSES; of the plain Trainer where layout is None."""
+    from accelerate.state import AcceleratorState
+
+    from slapo_zoo import AutoScheduledModel, ScheduledTrainer
+
+    AcceleratorState._reset_state(True)
+    sizes = dict(zip(("tp", "dp"), layout or (), strict=False))
+    base = AutoScheduledModel if layout else transformers.AutoModelForCausalLM
+    cls, found = (ScheduledTrainer if layout else transformers.Trainer), []
+    for given in OWN_LOSSES:
+        model = base.from_pretrained(folder, **sizes)
+        model.loss_type = "ForCausalLM"
+        changes = {k: v for k, v in given.items() if k.startswith("label")}
+        args = arguments(out, **changes)
+        loss = {k: v for k, v in given.items() if k not in changes}
+        metrics = cls(model=model, args=args, eval_dataset=rows()[:7], **loss).evaluate()
+        found.append(metrics["eval_loss"])
+    return found
+
+
+def test_eval_loss_of_an_own_loss_does_not_depend_on_the_layout(tmp_path, ranks):
+    """Under tp2 and dp2, where one rank's last row is there for the count alone."""
+    folder = checkpoint(CASE, tmp_path)
+    want = evaluated(folder, tmp_path, None)
+    assert len({*want}) == len(OWN_LOSSES)
+    for layout in ((2, 1), (1, 2)):
+        for found in ranks.run(evaluated, 2, folder, tmp_path, layout, timeout=200):
+            assert found == pytest.approx(want, rel=1e-6)
+
+
 @pytest.mark.parametrize("family", ["bert", "t5"])
 def test_scheduled_trainer_equals_plain_trainer_for_other_families(family, tmp_path, ranks):
     """tp=2 without accumulation: for these families the plain Trainer averages means of micro-batches."""
@@ -165,15 +208,6 @@ def thrice(trainer, model, inputs, return_outputs=False, num_items_in_batch=None
     return 3 * transformers.Trainer.compute_loss(
         trainer, model, inputs, num_items_in_batch=num_items_in_batch
     )
-
-
-def squared(outputs, labels, num_items_in_batch=None):
-    """Return a sum over the targets of a step: a user's `compute_loss_func`."""
-    from torch.nn import functional
-
-    logits, targets = outputs.logits[:, :-1].float(), labels[:, 1:]
-    each = functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-    return (each + 0.1 * each.square()).sum() / num_items_in_batch
 
 
 OPTIONS = {

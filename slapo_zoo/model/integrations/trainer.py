@@ -73,7 +73,7 @@ class ScheduledTrainer(Trainer):
         self.gather_function = gather_over_dp(self.accelerator, model.mesh)
         self.accelerator.gather_for_metrics = self.gather_function  # pyright: ignore[reportAttributeAccessIssue]
         self._targets: list[float | Tensor] | None = None
-        self._is_checkpoint = False
+        self._is_checkpoint = self._evaluates = False
 
     def _read_signature(self, model: Any) -> None:
         """For a model of `exact=`, read the names of inputs and labels, and set `use_cache`, as Trainer does for others."""
@@ -93,9 +93,12 @@ class ScheduledTrainer(Trainer):
         return self.model
 
     def get_tp_size(self) -> int:
-        """Return tp * pp * cp, the number of ranks that read the same samples, by which transformers sizes batches."""
+        """Return tp * pp * cp, the number of ranks that read the same samples, by which transformers sizes batches.
+
+        In evaluation return 1: transformers divides the number of targets by it, and a rank counts its own alone there.
+        """
         mesh: Any = self._scheduled.mesh
-        return mesh.world_size // mesh.size("batch")
+        return 1 if self._evaluates else mesh.world_size // mesh.size("batch")
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with _loaders_over_dp(self.accelerator, self._mesh):
@@ -134,6 +137,19 @@ class ScheduledTrainer(Trainer):
         if every is not None and self.state.global_step % every == 0:
             clear_device_cache()
         return loss
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return (loss, logits, labels) of an evaluation batch; the loss is the mean over the batch's own targets.
+
+        transformers would divide a loss of the user's own by the targets of all dp ranks' batches: `eval_loss`, a mean
+        over batches, would depend on dp.
+        """
+        average = self.args.average_tokens_across_devices
+        self._evaluates, self.args.average_tokens_across_devices = True, False
+        try:
+            return super().prediction_step(*args, **kwargs)
+        finally:
+            self._evaluates, self.args.average_tokens_across_devices = False, average
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
         """Return the autocast context of `bf16=True`; Accelerate enters it only in models that it wraps."""
