@@ -36,6 +36,7 @@ LAYOUT: dict[str, tuple[Any, Any]] = {
     "pipeline_order": (Order, "1f1b"),
     "stages_per_rank": (Annotated[int | None, typer.Option(min=1, help="Stages per rank of an interleaved order.")], None),
     "checkpoint_policy": (Annotated[str, typer.Option(help=POLICY)], ""),
+    "cp_attention": (Annotated[str, typer.Option(help="How attention sees the tokens of all cp ranks: gather, ulysses or ring.")], "gather"),
 }  # fmt: skip
 
 
@@ -105,12 +106,14 @@ def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[s
     from slapo_zoo.model.context_parallel import check_cp, require_cp_support
     from slapo_zoo.model.load.auto_schedule import zoo_table_for_cp
     from slapo_zoo.parallel.mesh import Mesh
-    from slapo_zoo.zoo.options import LoaderOptions
+    from slapo_zoo.zoo.options import LoaderOptions, check_knobs
 
+    options = LoaderOptions(**layout)
+    check_knobs(where, options)
     if mesh.size("cp") == 1:
         return "zoo"
     hf.register_models()
-    cls, options = hf.resolve_class(config, cls), LoaderOptions(**layout)
+    cls = hf.resolve_class(config, cls)
     table = zoo_table_for_cp(config, cls, Mesh(), check_cp(where, mesh, options))
     require_cp_support(table, cls, config)
     return table

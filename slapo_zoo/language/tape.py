@@ -231,9 +231,11 @@ class Tape(TorchDispatchMode):
 
         return group._replace(note=note)
 
-    def cut_of(self, mesh: Mesh) -> TokenCut | None:
-        """Return how a mesh of a dry run shards the tokens of each row, so that its collectives are recorded; None when cp is 1."""
-        cut = TokenCut.of(mesh)
+    def cut_of(self, mesh: Mesh, way: str) -> TokenCut | None:
+        """Return how a mesh of a dry run shards the tokens of each row, so that its collectives are recorded; None when cp
+        is 1. `way` is how attention sees the tokens of all cp ranks.
+        """
+        cut = TokenCut.of(mesh, way)
         return cut and replace(cut, group=self.listen(cut.group, "cp", "", "cp"))
 
     def run(

@@ -8,7 +8,7 @@ import torch
 from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.attention_backends import require_backend
 from slapo_zoo.hf.cut_attention import follow_places
-from slapo_zoo.model.context_parallel import require_cp_support, require_way
+from slapo_zoo.model.context_parallel import require_cp_support
 from slapo_zoo.model.dp.data_parallel import use_hooks
 from slapo_zoo.model.dp.dp_shard import Shards, shard_over_dp
 from slapo_zoo.model.missing_sums import warn_of_missing_sums
@@ -41,8 +41,6 @@ class Assembly(Outline):
         super().__init__(config, auto_class, mesh, dtype, options)
         if mesh.size("cp") > 1:
             require_cp_support(self.table, self.cls, self.model.config)
-            self.state.cp_attention = options.cp_attention
-            require_way(self.state.modules, self.mesh.cp, options.cp_attention)
             follow_places(self.state.modules, self.state.random, self.state.positions)
         self.pipeline = None
         if self.mesh.pp > 1:

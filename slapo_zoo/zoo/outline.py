@@ -19,6 +19,7 @@ from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import assign_stages, stages_of
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.zoo.apply import apply_table, block_paths, units_of
+from slapo_zoo.zoo.cut_heads import require_way
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.schedule_source import FROM_TABLE, find_table, kind_of
 from slapo_zoo.zoo.table import base_prefix
@@ -63,6 +64,7 @@ class Outline:
         self.state.compute_dtype = options.compute_dtype
         if mesh.cp > 1:
             self.state.positions = self.table.cut_tokens.get(self.cls.__name__, "")
+            self.state.cp_attention = options.cp_attention
         self.places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
         if kind in FROM_TABLE:
             is_auto = options.kernels == "auto"
@@ -81,6 +83,8 @@ class Outline:
         else:
             _refuse_knobs(options)
             self._apply(options)
+        if mesh.cp > 1:
+            require_way(self.state.modules, mesh.cp, options.cp_attention)
         blocks = block_paths(self.schedule, self.table)
         self.units = units_of(self.model, self.table, blocks)
         repeated = blocks if self.table.calls else ()  # a cut may lie after the first of its calls

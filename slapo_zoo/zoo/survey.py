@@ -91,7 +91,7 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
     tape, positions = Tape(fake, outline.units), outline.state.positions
     schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
     floats = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
-    cut = tape.cut_of(schedule.mesh) if positions else None
+    cut = tape.cut_of(schedule.mesh, outline.state.cp_attention) if positions else None
     floats = cut_example(fake, floats, cut.n, positions) if cut else floats
     with refused(fake), cutting(schedule.state.random, cut):
         tape.run(fake, mode, floats, tape.sum_of)

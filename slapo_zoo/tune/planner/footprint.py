@@ -51,6 +51,7 @@ class Meter:
         self.products: list[Product] = []
         self.moved = self.ops = self.fused = self.launches = 0.0
         self.comm = self.collectives = self.cut_comm = self.cut_collectives = 0.0
+        self.exchanged = 0.0
         self._pending: dict[int, int] = {}  # storage written by the current chain --> bytes
         self._read: set[int] = set()  # storages that the current chain has read
 
@@ -62,6 +63,7 @@ class Meter:
             self.comm, self.collectives = self.comm + sent * over_tp, self.collectives + over_tp
             self.cut_comm += sent * (not over_tp)
             self.cut_collectives += not over_tp
+            self.exchanged += sent * (not over_tp and row.transfer.kind == "all_to_all")
         if isinstance(row.op, str) or is_view(row.op):
             return
         self.ops += 1
@@ -104,7 +106,7 @@ class Meter:
         """Return the totals so far; outputs of element-wise chains that are not complete count as written."""
         self.settle()
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
-                self.collectives, self.cut_comm, self.cut_collectives)  # fmt: skip
+                self.collectives, self.cut_comm, self.cut_collectives, self.exchanged)  # fmt: skip
 
     def between(self, begin: tuple[float, ...], end: tuple[float, ...]) -> Work:
         """Return the work that was counted between two calls of `now`, whose results are `begin` and `end`."""

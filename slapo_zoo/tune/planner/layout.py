@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
 
+from slapo_zoo.parallel.token_cut import WAYS
 from slapo_zoo.pipeline.orders import StageMap, find_order
 from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD
 
@@ -33,6 +34,7 @@ class Layout:
         dp_shard: dp ranks over which ZeRO shards; 1 turns ZeRO off.
         zero_stage: ZeRO shards optimizer states (1), gradients too (2), weights too (3).
         cp: ranks that shard the tokens of each row.
+        cp_attention: how attention sees the tokens of all cp ranks.
     """
 
     tp: int = 1
@@ -48,6 +50,7 @@ class Layout:
     dp_shard: int = 1
     zero_stage: int = 3
     cp: int = 1
+    cp_attention: str = WAYS[0]
 
     @property
     def replicas(self) -> int:
@@ -74,6 +77,7 @@ class Layout:
 
     def __str__(self) -> str:
         mesh = f"tp={self.tp} pp={self.pp} dp={self.dp}" + f" cp={self.cp}" * (self.cp > 1)
+        mesh += f" {self.cp_attention}" * (self.cp > 1)
         text = f"{mesh} micro-batches {self.micro_batches} x {self.rows} rows"
         if self.stages_per_rank > 1:
             text += f" {self.pipeline_order} x{self.stages_per_rank}"
@@ -109,7 +113,7 @@ def divisors(n: int) -> list[int]:
 
 def layouts(
     tp: int, gpus: int, batch: int, blocks: int, orders: Sequence[str] = ("1f1b", "interleaved_1f1b"),
-    sequence_parallel: bool = False, cp: int = 1,
+    sequence_parallel: bool = False, cp: int = 1, cp_attention: str = WAYS[0],
 ) -> Iterator[Layout]:  # fmt: skip
     """Yield every layout with `tp` ranks per layer and `cp` per row that uses all devices and splits the batch evenly.
 
@@ -121,6 +125,7 @@ def layouts(
         orders: pipeline orders to try.
         sequence_parallel: tp ranks shard the tokens too.
         cp: ranks that shard the tokens of each row; with them a recomputed block keeps nothing.
+        cp_attention: how attention sees the tokens of all cp ranks.
     """
     whole = tp > 1 and not sequence_parallel
     policies = RECOMPUTE + LEAST * whole if cp == 1 else [one for one in RECOMPUTE if not one[1]]
@@ -144,6 +149,7 @@ def layouts(
                         policy,
                         sequence_parallel,
                         cp=cp,
+                        cp_attention=cp_attention,
                     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from slapo_zoo.errors import SlapoError
+from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.mesh import Mesh
@@ -31,6 +31,7 @@ from slapo_zoo.tune.planner.timing import How, StageTime, stage_time, step_time
 from slapo_zoo.zoo.apply import block_paths, spread, step_costs, units_of
 
 SHORTEST = 2048  # tokens of a row on a cp rank, in a search
+SIMULATED = ("gather", "ulysses")  # ways of attention over cp
 WORTH = 0.01  # share of a step that a policy per block must save
 PARTS = ("weights", "gradients", "optimizer", "activations", "working", "buffers")
 
@@ -57,25 +58,35 @@ class Planner:
         self.family, self.hardware, self.seq_len = Family(config, auto_class), hardware, seq_len
         self.family.padding = padding
         self.dtype: torch.dtype = getattr(torch, self.precision.dtype)
-        self._profiles: dict[tuple[int, bool, int], Profile] = {}
+        self._profiles: dict[tuple[int, bool, int, str], Profile] = {}
         self._stages: dict[Any, Any] = {}
         self._costs: list[tuple[str, float]] = []
 
-    def profile(self, tp: int, sequence_parallel: bool = False, cp: int = 1) -> Profile:
+    def profile(
+        self,
+        tp: int,
+        sequence_parallel: bool = False,
+        cp: int = 1,
+        cp_attention: str = SIMULATED[0],
+    ) -> Profile:
         """Return the costs of the model's units (blocks, embeddings, heads) on one of `tp` ranks, by a cached dry run;
-        `sequence_parallel`: whether these ranks shard the tokens too; `cp`: ranks that shard the tokens of each row.
+        `sequence_parallel`: whether these ranks shard the tokens too; `cp`: ranks that shard the tokens of each row;
+        `cp_attention`: how attention sees them all.
         """
-        key = tp, sequence_parallel and tp > 1, cp
+        key = tp, sequence_parallel and tp > 1, cp, cp_attention
+        if cp > 1 and cp_attention not in SIMULATED:
+            problem, hint = "this way is not simulated", f"plan with {' or '.join(SIMULATED)}"
+            raise MeshError("plan", f"cp_attention={cp_attention!r}", problem, hint)
         if key not in self._profiles:
             self._profiles[key] = self.family.profile(
                 *key[:2], self.seq_len, self.dtype, on_cpu=not self.hardware.foreach,
-                scores=self.runtime.scores, parts=self.runtime.parts, cp=cp,
+                scores=self.runtime.scores, parts=self.runtime.parts, cp=cp, cp_attention=cp_attention,
             )  # fmt: skip
         return self._profiles[key]
 
     def profile_of(self, layout: Layout) -> Profile:
         """Return the costs of the model's units on one rank under `layout`."""
-        return self.profile(layout.tp, layout.sequence_parallel, layout.cp)
+        return self.profile(layout.tp, layout.sequence_parallel, layout.cp, layout.cp_attention)
 
     def search(
         self, gpus: int, batch: int, orders: Sequence[str] | None = None, divided: bool = True,
@@ -178,21 +189,30 @@ class Planner:
         blocks = sum(name in self._blocks() for name, _ in self.costs())
         more = {} if orders is None else {"orders": orders}
         for tp in (n for n in divisors(gpus) if self.hardware.per_node % n == 0):
-            for divided, cp in self._divisions(tp, gpus, *tries):
+            for divided, cp, way in self._divisions(tp, gpus, *tries):
                 try:
-                    self.profile(tp, divided, cp)
+                    self.profile(tp, divided, cp, way)
                 except SlapoError as error:
-                    what = f"tp={tp}" + f" cp={cp}" * (cp > 1) + " sequence parallel" * divided
+                    what = (
+                        f"tp={tp}" + f" cp={cp} {way}" * (cp > 1) + " sequence parallel" * divided
+                    )
                     refused.append((what, error.problem))
                     continue
                 yield from layouts(
-                    tp, gpus, batch, blocks, sequence_parallel=divided, cp=cp, **more
+                    tp,
+                    gpus,
+                    batch,
+                    blocks,
+                    sequence_parallel=divided,
+                    cp=cp,
+                    cp_attention=way,
+                    **more,
                 )
 
     def _divisions(
         self, tp: int, gpus: int, divided: bool, cut: bool
-    ) -> Iterator[tuple[bool, int]]:
-        """Yield each (whether `tp` ranks shard the tokens, number of cp ranks) to try.
+    ) -> Iterator[tuple[bool, int, str]]:
+        """Yield each (whether `tp` ranks shard the tokens, number of cp ranks, how attention sees their tokens) to try.
 
         A cp rank has at least SHORTEST tokens of a row; with cp > 1 tp ranks shard these too wherever they can.
         """
@@ -200,11 +220,11 @@ class Planner:
         for cp in divisors(gpus // tp):
             can = divided and tp > 1 and not any(n % (tp * cp) for n in lengths)
             if cp == 1:
-                yield from ((each, 1) for each in (False, True)[: 1 + can])
+                yield from ((each, 1, SIMULATED[0]) for each in (False, True)[: 1 + can])
             elif (
                 cut and self.family.cuts and self.seq_len >= SHORTEST * cp and not self.seq_len % cp
             ):
-                yield can, cp
+                yield from ((can, cp, way) for way in SIMULATED)
 
     def forecast(self, layout: Layout) -> Forecasted:
         """Return predicted time and memory of a training step under `layout`."""
@@ -282,8 +302,8 @@ class Planner:
 
     def stages_of(self, layout: Layout) -> list[tuple[StageMemory, StageTime]]:
         """Return (memory, time) of every pipeline stage, in order; stages with equal modules share one object."""
-        what = (layout.tp, layout.sequence_parallel, layout.cp, layout.rows, layout.checkpoint_ratio,
-                layout.checkpoint_policy)  # fmt: skip
+        what = (layout.tp, layout.sequence_parallel, layout.cp, layout.cp_attention, layout.rows,
+                layout.checkpoint_ratio, layout.checkpoint_policy)  # fmt: skip
         if (what, layout.stages) not in self._stages:
             profile, how = self.profile_of(layout), self.how(layout)
             again, marks, known = self._marks(what, profile, layout)

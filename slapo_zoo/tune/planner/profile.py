@@ -27,6 +27,7 @@ class Work(NamedTuple):
         collectives: number of collectives over tp.
         cut_comm: bytes that a rank sends over cp, in a ring of many ranks.
         cut_collectives: number of collectives over cp.
+        exchanged: the part of `cut_comm` that all-to-alls send, each rank to every other.
     """
 
     products: tuple[Product, ...] = ()
@@ -38,6 +39,7 @@ class Work(NamedTuple):
     collectives: float = 0.0
     cut_comm: float = 0.0
     cut_collectives: float = 0.0
+    exchanged: float = 0.0
 
     @property
     def flops(self) -> float:

@@ -24,7 +24,7 @@ from slapo_zoo.parallel.known import Known, knowing
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rng.random_stream import RandomStream
-from slapo_zoo.parallel.token_cut import cutting
+from slapo_zoo.parallel.token_cut import WAYS, cutting
 from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan
@@ -103,7 +103,7 @@ class Family:
     def profile(
         self, tp: int, sequence_parallel: bool, seq_len: int, dtype: torch.dtype,
         attention: str | None = None, on_cpu: bool = False, scores: bool = True,
-        parts: bool = False, cp: int = 1,
+        parts: bool = False, cp: int = 1, cp_attention: str = WAYS[0],
     ) -> Profile:  # fmt: skip
         """Return the costs of the model's units (blocks, embeddings, heads) on one tp rank, from dry runs.
 
@@ -119,10 +119,11 @@ class Family:
             scores: whether attention with dropout writes its scores to memory.
             parts: whether under sequence parallelism a rank keeps only its own tokens for the backward.
             cp: ranks that shard the tokens of each row.
+            cp_attention: how attention sees the tokens of all cp ranks.
         """
         mesh = Mesh(tp=tp, cp=cp, rank=tp * (cp - 1))
         outline = Outline(self.small, self.cls, mesh, dtype, attention=attention,
-                          sequence_parallel=sequence_parallel and tp > 1)  # fmt: skip
+                          sequence_parallel=sequence_parallel and tp > 1, cp_attention=cp_attention)  # fmt: skip
         if cp > 1:
             self.require_cuts()
         scans = hasattr(self.config, "state_size")  # a scan runs token by token; its cost is linear
@@ -304,7 +305,7 @@ def dry_run(
     tape = Tape(model, outline.units, cores, last=outline.units[-1])
     schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
     numbers = Known() if padding else Known(packed=False)
-    with cutting(stream, tape.cut_of(mesh)), knowing(numbers):
+    with cutting(stream, tape.cut_of(mesh, outline.state.cp_attention)), knowing(numbers):
         tape.run(model, mode, batch, lambda output: _loss(tape, output))
     received = _received(calls_of(tape.rows))
     uses = Footprint(tape.rows, outline.units[-1]).uses()

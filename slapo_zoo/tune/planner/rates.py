@@ -73,3 +73,14 @@ def collective_seconds(
     hops = inside + hardware.node_hops * math.log2(nodes)
     wait = hardware.latency_s + hardware.hop_s * hops
     return count * wait + moved * (ranks - 1) / ranks / group_rate(hardware, ranks, stride, cards)
+
+
+def exchange_seconds(hardware: Hardware, ranks: int, moved: float, stride: int = 1) -> float:
+    """Return the seconds of all-to-alls over `ranks` devices that are `stride` ranks apart, without the time to start.
+
+    `moved` is the bytes that a rank resharded in them: it keeps one of `ranks` equal parts, and sends each other part to
+    its rank, over a link within the node and over its network card beyond.
+    """
+    inside = min(ranks, max(1, hardware.per_node // stride))
+    away = (ranks - inside) / ranks / hardware.network if ranks > inside else 0.0
+    return moved * max((inside - 1) / ranks / hardware.link, away)

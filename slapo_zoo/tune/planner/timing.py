@@ -8,7 +8,12 @@ from slapo_zoo.pipeline.timeline import BACKWARD, FORWARD, makespan, simulate
 from slapo_zoo.tune.planner.hardware import Hardware
 from slapo_zoo.tune.planner.layout import CLOSED, Layout, places_of
 from slapo_zoo.tune.planner.profile import Profile, Recompute, Use, Work
-from slapo_zoo.tune.planner.rates import collective_seconds, group_rate, product_seconds
+from slapo_zoo.tune.planner.rates import (
+    collective_seconds,
+    exchange_seconds,
+    group_rate,
+    product_seconds,
+)
 from slapo_zoo.tune.planner.runtime_kind import Precision, Runtime
 
 STATE_PASSES = 2  # AdamW reads and writes its states, and a float32 copy
@@ -44,9 +49,9 @@ class How:
         products = sum(product_seconds(hardware, dtype, product) for product in work.products)
         device = products + moved / hardware.bandwidth
         shared = collective_seconds(hardware, self.tp, work.comm, work.collectives)
-        shared += collective_seconds(
-            hardware, self.cp, work.cut_comm, work.cut_collectives, self.tp
-        )
+        rings = work.cut_comm - work.exchanged
+        shared += collective_seconds(hardware, self.cp, rings, work.cut_collectives, self.tp)
+        shared += exchange_seconds(hardware, self.cp, work.exchanged, self.tp)
         return max(device, launches * hardware.operation_s) + shared
 
     def again(self, use: Use, policy: str) -> float:

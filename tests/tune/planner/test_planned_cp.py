@@ -7,12 +7,14 @@ import torch
 import transformers
 
 from slapo_zoo import AutoScheduledModel, emulate
+from slapo_zoo.errors import MeshError
 from slapo_zoo.hf.example_inputs import cut_example, training_batch
 from slapo_zoo.model.step.cut_batch import cut_batch
 from slapo_zoo.parallel.token_cut import TokenCut
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.layout_search import Planner
+from slapo_zoo.tune.planner.rates import exchange_seconds
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 64}
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, **ENDS}  # fmt: skip
@@ -60,18 +62,48 @@ def llama(**changes):
     return transformers.LlamaConfig(**sizes | changes, architectures=["LlamaForCausalLM"])
 
 
-def test_planned_bytes_over_cp_are_those_of_keys_and_values():
-    """All-gathered in the forward, and again in the backward, where their gradients are reduced and scattered."""
-    planner, rows, cp = Planner(llama(), HARDWARE["h100"], 512, "fp32", padding=False), 2, 4
-    block = planner.profile(1, False, cp).units[2].few
-    expected = 2 * rows * KV_HEADS * 512 * SIZE * 4
-    assert block.forward.cut_comm == pytest.approx(expected, rel=0.02)
-    assert block.backward.cut_comm == pytest.approx(
-        2 * expected, rel=0.02
-    )  # gathered again, and their gradients
-    step = planner.forecast(Layout(rows=rows, cp=cp)).step
-    assert step.cp_bytes >= 4 * 2 * expected * (cp - 1) / cp
+HEAD_BYTES = 2 * 512 * SIZE * 4  # of one head's keys, of all tokens of two rows
+SENT = {  # way --> bytes of a block over cp=4: forward, backward, those in all-to-alls
+    # keys and values gathered; gathered again, and their gradients reduced and scattered
+    "gather": (2 * KV_HEADS * HEAD_BYTES, 4 * KV_HEADS * HEAD_BYTES, 0),
+    # queries and outputs, keys and values of a head for each rank: a quarter each; and their gradients
+    "ulysses": ((2 * HEADS + 8) * HEAD_BYTES / 4, (2 * HEADS + 8) * HEAD_BYTES / 4, (2 * HEADS + 8) * HEAD_BYTES / 4),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", SENT)
+def test_planned_bytes_over_cp_are_those_that_attention_sends(way):
+    planner, cp = Planner(llama(), HARDWARE["h100"], 512, "fp32", padding=False), 4
+    block, expected = planner.profile(1, False, cp, way).units[2].few, SENT[way]
+    found = block.forward.cut_comm, block.backward.cut_comm, block.forward.exchanged
+    assert found == pytest.approx(expected, rel=0.02)
+    step = planner.forecast(Layout(rows=2, cp=cp, cp_attention=way)).step
+    assert step.cp_bytes >= 4 * sum(expected[:2]) * (cp - 1) / cp
     assert step.tp_bytes == step.pp_bytes == 0 < step.dp_bytes
+
+
+def test_all_to_all_sends_most_of_its_bytes_over_the_network():
+    """Of 16 ranks 8 are on other nodes: half of the bytes go over a rank's own card, 7 of 16 parts over links."""
+    device = HARDWARE["h100"]
+    assert device.per_node == 8
+    assert exchange_seconds(device, 16, 1e9) == pytest.approx(5e8 / device.network)
+    assert exchange_seconds(device, 8, 1e9) == pytest.approx(7e9 / 8 / device.link)
+    assert exchange_seconds(device, 8, 1e9, stride=8) == pytest.approx(7e9 / 8 / device.network)
+    assert exchange_seconds(device, 1, 1e9) == 0
+
+
+def test_search_tries_the_ways_that_are_simulated_where_they_run():
+    """Two heads of a tp rank cannot be shared by cp=4; a ring is not simulated."""
+    config = llama(num_attention_heads=2, num_hidden_layers=1)
+    found = Planner(config, HARDWARE["h100"], TOKENS * 2, "bf16", padding=False).search(4, 2)
+    ways = {(f.layout.cp, f.layout.cp_attention) for f in found.feasible}
+    assert {(2, "gather"), (2, "ulysses"), (4, "gather")} <= ways
+    assert (4, "ulysses") not in ways
+    assert ("tp=1 cp=4 ulysses", "cp=4 does not divide the 2 heads of a rank") in found.refused
+    by_heads = next(f.layout for f in found.feasible if f.layout.cp_attention == "ulysses")
+    assert by_heads.knobs()["cp_attention"] == "ulysses"
+    with pytest.raises(MeshError, match="plan with gather or ulysses"):
+        Planner(config, HARDWARE["h100"], TOKENS).forecast(Layout(cp=2, cp_attention="ring"))
 
 
 def test_cp_rank_keeps_activations_of_its_tokens():
