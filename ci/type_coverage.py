@@ -19,8 +19,7 @@ from slapo_zoo.cli.readable_errors import readable_errors, stdout_for_json
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.case import Case, Trial
-from slapo_zoo.verify.derive import Search, derive, problem_of
-from slapo_zoo.verify.leak_probe import cut_table
+from slapo_zoo.verify.derive import Search, cut_table, derive, problem_of
 from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import families, table_for

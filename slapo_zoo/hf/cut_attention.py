@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import cut_gather, cut_ring, cut_ulysses
 from slapo_zoo.hf.attention_backends import implementation
-from slapo_zoo.hf.made_again import made_again
 from slapo_zoo.hf.padding import SKIPS
 from slapo_zoo.parallel.known import known
+from slapo_zoo.parallel.made_again import made_again
 from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 
 WAYS = {"gather": cut_gather.attend, "ulysses": cut_ulysses.attend, "ring": cut_ring.attend}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.hf.made_again import made_again
+from slapo_zoo.parallel.made_again import made_again
 from slapo_zoo.parallel.token_cut import TokenCut
 
 

@@ -6,13 +6,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slapo_zoo.hf.models import accepts
 from slapo_zoo.parallel.losses.heads import CLASS, FLAG, PAIR, TAG, TOKEN, head_of
 
 CHARACTERS = 96  # vocabulary of a model without `vocab_size`
 RESERVED = 3  # token ids below are special
 END = 3  # end token of a text, if the config names none
 LABELLED = 0.7  # the share of tokens that have a label; the loss ignores the others
+
+
+def accepts(cls: Any, name: str) -> bool:
+    """Return whether the forward of a class has an argument of that name."""
+    return name in inspect.signature(cls.forward).parameters
 
 
 def example_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import inspect
 import pkgutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +17,7 @@ from slapo_zoo.errors import ArchitectureError, SlapoError
 from slapo_zoo.hf import attention
 from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.hf.no_waits import without_waits
-from slapo_zoo.parallel.ranks.hosted_ranks import BUILDING
+from slapo_zoo.parallel.ranks.emulation import BUILDING
 
 
 @cache
@@ -201,11 +200,6 @@ def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
             if stays_wide(model, path, module, dtype):
                 _widen(module)
     return mode, model.train(False)
-
-
-def accepts(cls: Any, name: str) -> bool:
-    """Return whether the forward of a class has an argument of that name."""
-    return name in inspect.signature(cls.forward).parameters
 
 
 def to_fakes(model: nn.Module) -> Callable[[], None]:

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary
 
-from slapo_zoo.hf.models import accepts
+from slapo_zoo.hf.example_inputs import accepts
 from slapo_zoo.parallel.mesh import Mesh, ShapeOnlyGroup
 from slapo_zoo.parallel.token_cut import TokenCut
 

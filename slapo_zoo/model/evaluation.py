@@ -11,7 +11,7 @@ from slapo_zoo.model.step.runtime import takes_cache
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.losses.in_batch_negatives import InBatchNegatives
 from slapo_zoo.parallel.losses.loss_means import count_targets
-from slapo_zoo.parallel.ranks.hosted_ranks import on_each_rank
+from slapo_zoo.parallel.ranks.emulation import on_each_rank
 
 
 @on_each_rank

@@ -220,13 +220,3 @@ def _describe(event: Event) -> str:
 def parent_of(path: str) -> str:
     """Return the path of a module's parent: "h.0" for "h.0.attn"."""
     return path.rpartition(".")[0]
-
-
-def directives_at(schedule: Any, paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (path, directive as source text) for every directive that changed a module of `paths`, in their order."""
-    found = []
-    for path in paths:
-        for landed, (pattern, directive) in zip(schedule.landed, schedule.history, strict=True):
-            if path in landed:
-                found.append((path, f"sch[{pattern!r}].{directive}"))
-    return found

@@ -19,9 +19,8 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.verify.core import verify
-from slapo_zoo.verify.derive import derive
+from slapo_zoo.verify.derive import cut_table, derive
 from slapo_zoo.verify.layerwise import require_memory, verify_layers
-from slapo_zoo.verify.leak_probe import cut_table
 from slapo_zoo.verify.report import UNMEASURED, Report
 from slapo_zoo.zoo.cards.program import Program
 from slapo_zoo.zoo.table import table_for

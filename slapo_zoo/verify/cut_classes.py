@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from slapo_zoo.errors import ArchitectureError
-from slapo_zoo.hf.models import accepts
+from slapo_zoo.hf.example_inputs import accepts
 from slapo_zoo.parallel.losses.heads import TAG, TOKEN, head_of
 from slapo_zoo.zoo.table import Table
 

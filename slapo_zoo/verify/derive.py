@@ -21,7 +21,7 @@ from slapo_zoo.verify.case import Case, Trial
 from slapo_zoo.verify.cut_classes import nearer, require_token_labels, with_positions
 from slapo_zoo.verify.judge import judge
 from slapo_zoo.verify.leak_probe import find_positions
-from slapo_zoo.verify.tiny_case import tiny_case
+from slapo_zoo.verify.tiny_case import near_case, tiny_case
 from slapo_zoo.zoo.derivation.from_tp_plan import plan_of, table_of_plan
 from slapo_zoo.zoo.derivation.stacks import find_stacks
 from slapo_zoo.zoo.derivation.table_document import freeze, to_document
@@ -278,3 +278,24 @@ def divided_share(table: Table, model: Any) -> float:
 
 def _on_meta(config: Any, cls: Any) -> Any:
     return hf.build_on_meta(cls, copy.deepcopy(config), torch.float32, False)
+
+
+def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[0]) -> Table:
+    """Return a family's table that says how cp shards the tokens of `cls`, proven on a tiny model.
+
+    Args:
+        config: a config of `transformers`; it is made tiny.
+        cls: class of the model.
+        table: sharding rules, for any config of the family.
+        tp: tp size of the mesh on which the tiny model is tried; its cp size is 2.
+        way: how attention sees all tokens, a value of `cp_attention=`.
+
+    Raises:
+        ArchitectureError: with sharded tokens the tiny model computes something else, or plain
+            `transformers` cannot train it.
+    """
+    require_token_labels(cls)
+    with tempfile.TemporaryDirectory(prefix="slapo_zoo-leaks-") as scratch:
+        case = near_case(config, cls, Path(scratch), tp)
+        found = find_positions(case, table, tp, way)
+    return with_positions(table, cls, found)

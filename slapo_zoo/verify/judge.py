@@ -13,7 +13,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from slapo_zoo.errors import SlapoError
-from slapo_zoo.hf.models import accepts, freeze_as_made, tied_names
+from slapo_zoo.hf.example_inputs import accepts
+from slapo_zoo.hf.models import freeze_as_made, tied_names
 from slapo_zoo.model.loader import Source, load_checkpoint
 from slapo_zoo.model.numerics import digests
 from slapo_zoo.model.step.runtime import tokens_divide

@@ -6,18 +6,16 @@ mixes tokens in another way than by attention (a convolution, a state space, a F
 """
 
 import copy
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from slapo_zoo.hf.cut_attention import counts_by_place
-from slapo_zoo.hf.models import accepts
+from slapo_zoo.hf.example_inputs import accepts
 from slapo_zoo.model.step.cut_batch import POSITIONS, cut_batch
 from slapo_zoo.model.step.of_all_tokens import cut_of
 from slapo_zoo.model.step.own_loss import whole_output
@@ -26,12 +24,11 @@ from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.token_cut import WAYS, cutting
 from slapo_zoo.verify.case import Case, Trial
 from slapo_zoo.verify.compare import Comparison, largest_of
-from slapo_zoo.verify.cut_classes import NEAR, nearer, refusal, require_token_labels, with_positions
+from slapo_zoo.verify.cut_classes import refusal, with_positions
 from slapo_zoo.verify.judge import compare_dropout, load, on_mesh
 from slapo_zoo.verify.safe import silence
-from slapo_zoo.verify.tiny_case import tiny_case
 from slapo_zoo.zoo.table import Table
-from slapo_zoo.zoo.tiny_config import TOKENS, Sizes
+from slapo_zoo.zoo.tiny_config import TOKENS
 
 EQUAL, CHANGED, SAME = 1e-4, 1e-4, 1e-7  # shares of the largest output
 CUT = {"cp": 2}
@@ -66,40 +63,6 @@ class Rows:
 
     perturbed: dict[str, Tensor]
     trained: dict[str, dict[str, Tensor]]
-
-
-def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[0]) -> Table:
-    """Return a family's table that says how cp shards the tokens of `cls`, proven on a tiny model.
-
-    Args:
-        config: a config of `transformers`; it is made tiny.
-        cls: class of the model.
-        table: sharding rules, for any config of the family.
-        tp: tp size of the mesh on which the tiny model is tried; its cp size is 2.
-        way: how attention sees all tokens, a value of `cp_attention=`.
-
-    Raises:
-        ArchitectureError: with sharded tokens the tiny model computes something else, or plain
-            `transformers` cannot train it.
-    """
-    require_token_labels(cls)
-    with tempfile.TemporaryDirectory(prefix="slapo_zoo-leaks-") as scratch:
-        case = near_case(config, cls, Path(scratch), tp)
-        found = find_positions(case, table, tp, way)
-    return with_positions(table, cls, found)
-
-
-def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
-    """Return a class's tiny test case for `tp` tp ranks, saved in `folder`; windows are shorter than a cp rank's tokens."""
-    small = Sizes(heads=max(4, 2 * tp), window=NEAR)
-    try:
-        return tiny_case(nearer(config), cls, folder, small)
-    except Exception:
-        try:
-            return tiny_case(config, cls, folder, small)
-        except Exception as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise refusal(f"plain transformers does not train it made tiny: {said}") from error
 
 
 def find_positions(case: Case, table: Table, tp: int = 1, way: str = WAYS[0]) -> str:

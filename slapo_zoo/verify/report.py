@@ -7,7 +7,6 @@ from typing import Any
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.verify.blame import directives_at
 from slapo_zoo.verify.compare import CHECKS, Comparison, Divergence, Finding
 
 VERIFIED, FAILED, UNMEASURED = "verified", "failed", "unmeasured"
@@ -136,4 +135,14 @@ def figures(comparison: Comparison) -> dict[str, Any]:
     for finding in comparison.findings:
         if not isinstance(found[finding.check], dict):
             found[finding.check] = {"compared": 1, "worst": 0.0}
+    return found
+
+
+def directives_at(schedule: Any, paths: Sequence[str]) -> list[tuple[str, str]]:
+    """Return (path, directive as source text) for every directive that changed a module of `paths`, in their order."""
+    found = []
+    for path in paths:
+        for landed, (pattern, directive) in zip(schedule.landed, schedule.history, strict=True):
+            if path in landed:
+                found.append((path, f"sch[{pattern!r}].{directive}"))
     return found

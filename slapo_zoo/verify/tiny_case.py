@@ -14,6 +14,7 @@ from torch import Tensor
 from slapo_zoo.parallel.rng.random_stream import drawn_from
 from slapo_zoo.verify.case import Case, changes_for_comparison, expressive_config, noisy_model
 from slapo_zoo.verify.compare import Result
+from slapo_zoo.verify.cut_classes import NEAR, nearer, refusal
 from slapo_zoo.verify.judge import plain
 from slapo_zoo.zoo.derivation.observe import Observation, observe
 from slapo_zoo.zoo.derivation.spelling import find_spelling
@@ -57,6 +58,19 @@ def tiny_case(
         else:
             raise not_finite  # a larger model gives no finite values either
     raise problems[0]
+
+
+def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
+    """Return a class's tiny test case for `tp` tp ranks, saved in `folder`; windows are shorter than a cp rank's tokens."""
+    small = Sizes(heads=max(4, 2 * tp), window=NEAR)
+    try:
+        return tiny_case(nearer(config), cls, folder, small)
+    except Exception:
+        try:
+            return tiny_case(config, cls, folder, small)
+        except Exception as error:
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise refusal(f"plain transformers does not train it made tiny: {said}") from error
 
 
 def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:

@@ -15,7 +15,7 @@ from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError, RankError, StageError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
-from slapo_zoo.parallel.ranks.hosted_ranks import called_once
+from slapo_zoo.parallel.ranks.emulation import called_once
 from slapo_zoo.parallel.ranks.launch import run_local
 
 CONFIG = transformers.GPT2Config(

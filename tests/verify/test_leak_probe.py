@@ -7,8 +7,8 @@ import transformers
 from slapo_zoo import AutoScheduledModel, SlapoError
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.verify.cut_classes import nearer
-from slapo_zoo.verify.derive import derive
-from slapo_zoo.verify.leak_probe import Seen, cut_table, first_unlike, leaks, reached
+from slapo_zoo.verify.derive import cut_table, derive
+from slapo_zoo.verify.leak_probe import Seen, first_unlike, leaks, reached
 from slapo_zoo.zoo.table import families, table_for
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96}

@@ -32,7 +32,7 @@ from slapo_zoo.model.step_meter import StepMeter
 from slapo_zoo.parallel.losses.in_batch_negatives import InBatchNegatives
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
-from slapo_zoo.parallel.ranks.hosted_ranks import on_each_rank
+from slapo_zoo.parallel.ranks.emulation import on_each_rank
 from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
 from slapo_zoo.parallel.ranks.stop_signals import Stop, listening
 from slapo_zoo.weights.history import keep_newest, latest, place_of

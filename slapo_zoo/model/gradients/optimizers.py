@@ -24,7 +24,7 @@ from slapo_zoo.model.gradients.of_models import parameters_of, place_of, runtime
 from slapo_zoo.parallel.local_tensors import part_of, put_part
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import TensorPlan
-from slapo_zoo.parallel.ranks.hosted_ranks import called_once
+from slapo_zoo.parallel.ranks.emulation import called_once
 
 ELEMENTWISE = {
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax", "ASGD", "Rprop",

@@ -21,8 +21,8 @@ from slapo_zoo.model.gradients.scaler import GradScaler
 from slapo_zoo.parallel.local_tensors import is_divided
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rank_plan import RankPlan
+from slapo_zoo.parallel.ranks.emulation import called_once
 from slapo_zoo.parallel.ranks.heartbeat import names_of
-from slapo_zoo.parallel.ranks.hosted_ranks import called_once
 from slapo_zoo.parallel.ranks.lost_rank import rank_guard
 from slapo_zoo.parallel.ranks.patience import meet
 

@@ -15,7 +15,7 @@ from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
 from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.once import once
-from slapo_zoo.parallel.ranks.hosted_ranks import HostedRanks
+from slapo_zoo.parallel.ranks.emulation import HostedRanks
 
 
 def joined(

@@ -1,17 +1,146 @@
-"""Emulation of all ranks of a mesh as threads of one process: for notebooks, debuggers and quick checks.
+"""Several ranks of one world as threads of this process: `emulate` runs a whole mesh so, for notebooks and debuggers.
 
-The same collectives run as on many processes, with the same results.
+The other ranks of a world may be in other processes. Every thread has its own gloo process groups, so the same
+collectives run, in the same order and with the same results, wherever the ranks of the world are.
 """
 
 import functools
-from collections.abc import Callable
+import gc
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from slapo_zoo.errors import MeshError
+from slapo_zoo.errors import MeshError, RankError, is_agreed
+from slapo_zoo.parallel import compat
 from slapo_zoo.parallel.mesh import Mesh
-from slapo_zoo.parallel.ranks.hosted_ranks import HostedRanks
+from slapo_zoo.parallel.ranks import heartbeat
+from slapo_zoo.parallel.ranks.lost_rank import rank_guard
+from slapo_zoo.parallel.ranks.process_group import join_group
+from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads
+
+BUILDING = threading.RLock()  # torch's default dtype and transformers' patches are global
+_ONE_WORLD = threading.Lock()  # torch's switch to process groups per thread is per process
+_STAYS = threading.Event()  # set while the ranks that hold the lock live until they are closed
+
+
+class HostedRanks:
+    """Ranks of a world that run as threads of this process; a context, at whose end the threads leave their groups.
+
+    Within the context, operations use one CPU thread, because the bits of a sum depend on the number of threads.
+
+    Args:
+        store: store of all processes of the world.
+        ranks: the ranks that run in this process.
+        size: number of ranks of the world.
+        timeout_s: seconds after which a waiting collective raises.
+        stays: True if the ranks live until the user closes a model. Until then, a second HostedRanks in this process
+            raises MeshError; if `stays` is False, it waits until this one ends.
+    """
+
+    def __init__(
+        self, store: Any, ranks: Sequence[int], size: int, timeout_s: float = 60.0, stays: bool = False
+    ):  # fmt: skip
+        self.ranks, self._size, self._timeout = tuple(ranks), size, timedelta(seconds=timeout_s)
+        self._jobs: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in ranks}
+        self._results: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        self._store, self._threads, self._within = store, [], ExitStack()
+        self._stays = stays
+        self._failed: dict[int, BaseException] = {}  # rank --> why it has left
+
+    def __enter__(self) -> "HostedRanks":
+        if _STAYS.is_set():
+            problem = "this process hosts the ranks of an exact model already"
+            raise MeshError("ranks as threads", "", problem, "call close() of that model first")
+        self._within.enter_context(_ONE_WORLD)
+        if self._stays:
+            _STAYS.set()
+            self._within.callback(_STAYS.clear)
+        shared = compat.process_groups_per_thread(), _one_thread(), _set_aside(), _loads_in_turn()
+        for context in shared:
+            self._within.enter_context(context)
+        for rank in self.ranks:
+            thread = threading.Thread(target=self._work, args=(rank,), name=f"rank {rank}", daemon=True)  # fmt: skip
+            self._threads.append(thread)
+            thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for jobs in self._jobs.values():
+            jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        gc.collect()  # a group that is freed only at interpreter exit may abort the process
+        self._within.close()
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call `function(rank, *args)` on every rank of this process, in that rank's thread; return
+        the results by rank.
+
+        Raises:
+            Exception: the error of the first rank that failed, with its traceback as the cause.
+        """
+        own: Any = torch.random.default_generator  # the caller's; all ranks start from its state
+
+        def call(rank: int, *given: Any) -> Any:
+            own_of_rank: Any = torch.random.default_generator
+            own_of_rank.mark = mark
+            found = function(rank, *given)
+            marks[rank] = own_of_rank.mark
+            return found
+
+        marks: dict[int, int] = {}
+        mark = own.mark
+        functools.update_wrapper(call, function)
+        for rank in self.ranks:
+            self._jobs[rank].put((call, *args))
+        try:
+            found = [self._results.get() for _ in self.ranks]
+        except BaseException:  # Ctrl-C: the threads may hang in a collective, so do not join them
+            self._threads.clear()
+            raise
+        own.mark = marks.get(self.ranks[0], mark)
+        if failures := [error for _, _, error in found if error is not None]:
+            raise _first_cause(failures)
+        return [value for _, value, _ in sorted(found, key=lambda each: each[0])]
+
+    def _work(self, rank: int) -> None:
+        """Thread of one rank: join the world, run each function passed to `run`, leave at the end."""
+        store = self._store.clone()  # threads that share a store object would block each other
+        jobs = self._jobs[rank]
+        self._done(rank, lambda _: join_group(store, rank, self._size, backend="gloo", timeout=self._timeout))  # fmt: skip
+        while (job := jobs.get()) is not None:
+            self._results.put((rank, *self._done(rank, *job)))
+            del job
+        if dist.is_initialized():
+            with suppress(RuntimeError):  # a failed peer is missing
+                dist.barrier()
+            _leave()
+
+    def _done(
+        self, rank: int, function: Callable[..., Any], *args: Any
+    ) -> tuple[Any, BaseException | None]:
+        """Call `function(rank, *args)`; return (result, None), or (None, error) if the call raised. After an error on
+        this rank alone the rank leaves the world, and later calls return the same error.
+        """
+        if rank in self._failed:
+            return None, self._failed[rank]
+        try:
+            with rank_guard(getattr(function, "__name__", "emulate")):
+                return function(rank, *args), None
+        except BaseException as error:
+            found = _without_frames(error)
+            if not is_agreed(error):
+                self._failed[rank] = found
+                _leave_at_once()
+            return None, found
 
 
 def emulate(
@@ -53,3 +182,122 @@ def emulate(
 
     with HostedRanks(store, range(size), size, timeout_s) as ranks:
         return ranks.run(call)
+
+
+def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a function whose first argument is a model.
+
+    If this process runs several ranks as threads, the wrapper calls the function once in each
+    rank's thread, with that rank's model, and returns the first rank's result.
+    """
+
+    @functools.wraps(function)
+    def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+        each = getattr(model, "on_each_rank", None)
+        return each(function, *args, **kwargs) if each else function(model, *args, **kwargs)
+
+    return call
+
+
+def called_once(function: Callable[[], Any]) -> Callable[[], Any]:
+    """Wrap a function without arguments: its first call runs the body, and every call returns that result.
+
+    `functools.cache` alone lets two threads run the body when both call it first.
+    """
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call() -> Any:
+        with BUILDING:
+            return cached()
+
+    return call
+
+
+class RankTracebackError(Exception):
+    """Traceback, as text, of the failed rank (a thread); it is the cause of the rank's error."""
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Replace the traceback of an error by its text, since frames would keep the model and its open groups alive."""
+    text = "".join(traceback.format_exception(error)).rstrip()
+    error.__traceback__ = error.__context__ = None
+    error.__cause__ = RankTracebackError(f"\n{text}\n")
+    return error
+
+
+def _leave_at_once() -> None:
+    """Abort this rank's process groups, so that its peers stop waiting, and leave the world."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        with suppress(RuntimeError):
+            group.abort()
+    _leave()
+
+
+def _leave() -> None:
+    """Destroy this rank's process groups."""
+    if dist.is_initialized():
+        heartbeat.stop()
+        dist.destroy_process_group()
+    gc.collect()  # freeing a group closes its connections, so peers that wait in it get an error
+
+
+def _first_cause(failures: Sequence[BaseException]) -> BaseException:
+    """Return the first error that is no consequence of a lost peer (RankError); if there is none, the first error."""
+    return next((error for error in failures if not isinstance(error, RankError)), failures[0])
+
+
+@contextmanager
+def _set_aside() -> Iterator[None]:
+    """Context in which garbage collection skips all objects that exist already. Scanning the
+    objects of torch would take 0.25 s each time.
+    """
+    if gc.get_freeze_count():  # frozen by other code: do not unfreeze at the end
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextmanager
+def _loads_in_turn() -> Iterator[None]:
+    """Context in which plain `from_pretrained` of transformers runs in one thread at a time.
+
+    While it builds a model, transformers replaces `PreTrainedModel.tie_weights` by an empty method and sets the
+    default dtype, for all threads: one thread would tie no weights, and another would "restore" the empty method.
+    """
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel.__dict__["from_pretrained"]
+
+    def in_turn(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        with BUILDING:
+            return original.__func__(cls, *args, **kwargs)
+
+    PreTrainedModel.from_pretrained = classmethod(in_turn)
+    try:
+        yield
+    finally:
+        PreTrainedModel.from_pretrained = original
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Context in which torch computes with one CPU thread, and its CPU generator is a GeneratorOfThreads.
+
+    That generator keeps a mark per rank: a number for the state that the generator would have in a process of its own.
+    """
+    before, hook = torch.get_num_threads(), sys.excepthook
+    names: Any = torch.random
+    generator = names.default_generator
+    names.default_generator = GeneratorOfThreads(generator)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        names.default_generator = generator
+        torch.set_num_threads(before)
+        sys.excepthook = hook  # a process group puts "[rank0]:" before each line of a traceback
