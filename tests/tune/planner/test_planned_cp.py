@@ -14,7 +14,7 @@ from slapo_zoo.parallel.token_cut import TokenCut
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.layout_search import Planner
-from slapo_zoo.tune.planner.rates import exchange_seconds
+from slapo_zoo.tune.planner.timing import exchange_seconds
 
 ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "vocab_size": 64}
 TINY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, **ENDS}  # fmt: skip
