@@ -62,7 +62,6 @@ class State:
     checkpointed: list[str] = field(default_factory=list)
     applied: dict[str, set[str]] = field(default_factory=dict)
     shared: dict[Any, Any] = field(default_factory=dict)
-    overlap: dict[str, bool] = field(default_factory=dict)  # path of a sync --> overlap() on or off
     sequence_gradients: set[str] = field(default_factory=set)
     sequence_parallel: bool = False  # some directive shards tokens
     unpads: bool = False  # some kernel skips padding

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
         fork_rng = _Method(ps.ForkRng)
         fuse = _Method(ps.Fuse)
         hook = _Method(ps.Hook)
-        overlap = _Method(ps.Overlap)
         pipeline_split = _Method(ps.PipelineSplit)
         replace = _Method(ps.Replace)
         replace_all: Callable[..., "Selection"]  # takes options of the factory

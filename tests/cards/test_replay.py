@@ -12,8 +12,9 @@ from jsonschema import Draft202012Validator
 from jsonschema.validators import extend
 
 from parity import Case, checkpoint, compare, references, scheduled
-from slapo_zoo import AutoScheduledModel, Mesh, Schedule, cards
+from slapo_zoo import AutoScheduledModel, Mesh, Schedule
 from slapo_zoo.errors import CardError
+from slapo_zoo.zoo import cards
 from slapo_zoo.zoo.argument_values import config_of
 from slapo_zoo.zoo.cards import Program
 from slapo_zoo.zoo.cards.card import read_card

@@ -9,7 +9,6 @@ from slapo_zoo.language.primitives.expert_parallel import ExpertParallel as Expe
 from slapo_zoo.language.primitives.fork_rng import ForkRng as ForkRng
 from slapo_zoo.language.primitives.fuse import Fuse as Fuse
 from slapo_zoo.language.primitives.hook import Hook as Hook
-from slapo_zoo.language.primitives.overlap import Overlap as Overlap
 from slapo_zoo.language.primitives.pipeline_split import PipelineSplit as PipelineSplit
 from slapo_zoo.language.primitives.primitive_registry import list_primitives as list_primitives
 from slapo_zoo.language.primitives.primitive_registry import (

@@ -7,7 +7,6 @@ from slapo_zoo.kernels.lm_loss import lm_loss
 from slapo_zoo.kernels.logits_on_demand import LogitsOnDemand
 from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import Site
-from slapo_zoo.language.primitives.overlap import sum_gradient_of
 from slapo_zoo.language.primitives.sync import Sync, require_divisible, sync_op
 from slapo_zoo.parallel import collectives
 
@@ -27,7 +26,7 @@ def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
             return collectives.all_gather(x, axis, group)
         return collectives.reduce_scatter(x, axis, group)
     if sync.mode == "bwd_post":
-        return sum_gradient_of(x, group, site, sync.shared)
+        return collectives.reduce_backward(x, group)
     return collectives.reduce_forward(x, group)
 
 

@@ -18,7 +18,6 @@ PUBLISHABLE: dict[str, tuple[str, ...]] = {
     "decompose": (),
     "expert_parallel": (),
     "fork_rng": (),
-    "overlap": (),
     "replace": ("subgraph", "concrete_args", "target_ops"),
     "shard": (),
     "shard_argument": (),

@@ -19,7 +19,6 @@ from slapo_zoo.hf.attention_backends import NAME
 from slapo_zoo.language.directive import PRIMITIVES
 from slapo_zoo.language.graph.traced import TracedModule
 from slapo_zoo.language.schedule import from_json
-from slapo_zoo.parallel.async_reduce import ColumnForward
 from slapo_zoo.parallel.local_tensors import local_part
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.table import table_for
@@ -245,8 +244,6 @@ USES = [
         lambda sch: sch[ACT].fuse(compiler="kernel", name="nobody"), "subgraph is missing", variant="kernel"),
     Use("hook", divided(lambda sch: sch[LAYER].hook("fw_post", lambda m, args, y: y)), call_count,
         lambda sch: sch[LAYER].hook("fw_past", print), "found mode 'fw_past'", live=True),
-    Use("overlap", divided(lambda sch: sch.overlap()), lambda sch: sch.state.overlap[f"{INNER}.dense"],
-        lambda sch: sch["bert.embeddings"].overlap(), "below this module all-reduces a gradient"),
     Use("pipeline_split", divided(lambda sch: sch[LAYER].pipeline_split()), lambda sch: sch.state.cuts == [(LAYER, 0)],
         lambda sch: sch.pipeline_split(), "the whole model cannot be cut"),
     Use("replace", divided(lambda sch: sch[ACT].replace("gelu_of_tests")), has_forward(ACT),
@@ -330,8 +327,6 @@ def compare(key, n=1):
         if placed := state.placed.get(name):
             whole = local_part(whole, placed.placement, n, rank)
         torch.testing.assert_close(grad, whole, atol=1e-5, rtol=1e-4, msg=name)
-    if key == "overlap" and n > 1:
-        assert isinstance(sch[f"{INNER}.dense"].mod.forward, ColumnForward)
 
 
 @pytest.mark.parametrize("key", INDEX)
