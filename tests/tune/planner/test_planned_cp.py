@@ -83,7 +83,7 @@ def test_planned_bytes_over_cp_are_those_that_attention_sends(way):
 
 
 def test_all_to_all_sends_most_of_its_bytes_over_the_network():
-    """Of 16 ranks 8 are on other nodes: half of the bytes go over a rank's own card, 7 of 16 parts over links."""
+    """Count 8 of 16 ranks on other nodes: half of the bytes go over a rank's own card, 7 of 16 parts over links."""
     device = HARDWARE["h100"]
     assert device.per_node == 8
     assert exchange_seconds(device, 16, 1e9) == pytest.approx(5e8 / device.network)
