@@ -13,7 +13,7 @@ from slapo_zoo.zoo.options import LoaderOptions
 
 LAYOUT = (
     "tp", "pp", "dp", "cp", "sequence_parallel", "dp_shard", "zero_stage", "pipeline_order", "stages_per_rank",
-    "checkpoint_ratio", "checkpoint_policy",
+    "checkpoint_ratio", "checkpoint_policy", "cp_attention",
 )  # fmt: skip
 
 
@@ -74,6 +74,10 @@ def test_show_and_plan_commands_know_cp(capsys):
         r["count"] for r in rows if r["mesh_dim"] == "cp" and r["kind"] == "reduce_scatter"
     ]
     assert scattered == [24]
+    by_heads = ("--cp-attention", "ulysses")
+    assert cli("show", "gpt2", "--cp", 2, *by_heads, "--seq-len", 64, "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["collectives"]
+    assert [r["count"] for r in rows if r["kind"] == "all_to_all"] == [48, 48]
     kept = []
     for cp in (1, 2):
         words = ("--seq", 512, "--cp", cp, "--json")
@@ -90,6 +94,27 @@ def test_what_does_not_run_beside_cp_is_refused_by_name(command, capsys):
         "checkpoint_policy='save_matmuls': not supported together with cp=2"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "verify"])
+@pytest.mark.parametrize(
+    ("way", "cp", "words"),
+    [
+        ("ulisses", 2, "cp_attention: found 'ulisses', expected one of gather, ulysses, ring hint: pass a value"),
+        ("ulysses", 5, 'cp=5 does not divide the 12 heads of a rank hint: use cp_attention="gather"'),
+    ],
+)  # fmt: skip
+def test_ways_of_attention_that_do_not_fit_are_refused_by_name(way, cp, words, command, capsys):
+    more = ("--training",) if command == "plan" else ()
+    assert cli(command, "gpt2", "--cp", cp, "--cp-attention", way, *more) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_verify_exact_is_refused_beside_cp(capsys):
+    assert cli("verify", "gpt2", "--exact", "--cp", 2) == 2
+    found = " ".join(capsys.readouterr().err.split())
+    assert "verify: --exact: not supported together with cp=2" in found
+    assert "leave --exact out, or use cp=1" in found
 
 
 @pytest.mark.one_in(2)

@@ -267,6 +267,7 @@ def _compiled(model):
 USES = {
     "embeddings": (_step(lambda batch: {"input_ids": None, "inputs_embeds": torch.zeros(4, 12, 30)}), "inputs_embeds | no rule says how to shard this entry over cp"),
     "mask": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, None, None].bool()}), "attention_mask | found [4, 1, 1, 12], expected [rows, 1 or heads, 12, 12]"),
+    "short mask": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, :9]}), "attention_mask | found [4, 9], expected 12 numbers per row"),
     "three axes": (_step(lambda batch: {"attention_mask": batch["attention_mask"][:, None]}), "attention_mask | found 3 axes"),
     "engine": (lambda model: init_target_engine(model, "torch", data_parallel="ddp"), "init_target_engine | ddp | not supported together with cp=2"),
     "compiled": (_compiled, "torch.compile | cp > 1 | compiled code would not gather the keys"),

@@ -15,6 +15,7 @@ from slapo_zoo.cli.arguments import (
     take_mesh,
 )
 from slapo_zoo.cli.waiting import waiting
+from slapo_zoo.errors import MeshError
 
 WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own schedule.")]  # fmt: skip
 ORDER = ("pipeline_order", "stages_per_rank")  # knobs that a card does not set
@@ -53,6 +54,11 @@ def verify(
     named = hf.resolve_class(config, auto_class or usual_head(config, head)).__name__
     cls = program.model_class if program else named
     mesh = take_mesh(layout)
+    if exact and mesh.cp > 1:
+        problem = (
+            f"not supported together with cp={mesh.cp}: one process has no ranks that share a row"
+        )
+        raise MeshError("verify", "--exact", problem, "leave --exact out, or use cp=1")
     sizes = mesh.tp, mesh.pp, mesh.dp
     if program:
         _refuse_beside_card({**layout, "cp": mesh.cp})

@@ -110,6 +110,10 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
         problem = f"found {ndim[wrong[0]]} axes, expected [rows, tokens]"
         raise SlapoError(WHERE, wrong[0], problem, "pass one number per token, or load with cp=1")  # fmt: skip
     mask, tokens = batch.get(MASK), batch["input_ids"].shape[1]
+    for name in (MASK, "token_type_ids", "position_ids"):
+        if name in batch and ndim[name] == 2 and batch[name].shape[1] != tokens:
+            problem = f"found {list(batch[name].shape)}, expected {tokens} numbers per row"
+            raise SlapoError(WHERE, name, problem, "pass one number per token of input_ids")
     if mask is not None and mask.ndim == 4 and mask.shape[2:] != (tokens, tokens):
         problem = f"found {list(mask.shape)}, expected [rows, 1 or heads, {tokens}, {tokens}], a row of keys per query"
         raise SlapoError(WHERE, MASK, problem, "expand it, or pass [rows, tokens]")
