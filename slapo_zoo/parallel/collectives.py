@@ -72,7 +72,7 @@ def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Sum x [.., n * s, ..] over the n ranks and return this rank's slice [.., s, ..] along `axis`; no gradient."""
+    """Sum x [.., n * s, ..] over the n ranks; return this rank's slice [.., s, ..] of it along `axis`; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
     if not _dry_run_of(group, "reduce_scatter", flat):
@@ -87,8 +87,8 @@ def slice_along(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """Reshard x [.., n * s, .., t, ..] on each of n ranks to [.., s, .., n * t, ..] by an all-to-all: `split_axis` is
-    split, `join_axis` concatenated; no gradient.
+    """Reshard x [.., n * s, .., t, ..] on each of n ranks to [.., s, .., n * t, ..] by an all-to-all, without a
+    gradient. The axis `split_axis` (n * s) is split over the ranks, the axis `join_axis` (t) is concatenated.
     """
     n = group_size(group)
     parts = torch.stack(x.chunk(n, split_axis))

@@ -95,7 +95,7 @@ class _WorldPerThread:
         try:
             return self._state()[name]
         except KeyError:
-            raise AttributeError(name) from None
+            raise AttributeError(f"torch's process group state has no {name!r}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._state()[name] = value

@@ -33,7 +33,7 @@ def made_again(
 ) -> AbstractContextManager[Any]:
     """Context in which autograd saves handles in place of some tensors and of views of them.
 
-    Within torch's checkpoint nothing changes: it saves none of them, and recomputes all.
+    Within torch's checkpoint this has no effect, since checkpoint saves none of these tensors.
 
     Args:
         makers: (tensor, function that makes it again in the same layout), for each tensor. Where such functions

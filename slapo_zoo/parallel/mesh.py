@@ -100,7 +100,7 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the mesh dims by name: tp, pp, dp, then any others in use (of more than one rank)."""
+        """Return {mesh dim: size}: tp, pp and dp always, other mesh dims (cp) only if they have more than one rank."""
         names = dict.fromkeys((*ALWAYS, *(dim.name for dim in self.DIMS)))
         return {name: getattr(self, name) for name in names if self._is_in_use(name)}
 

@@ -45,7 +45,7 @@ class Placement:
     shared: int = 0
 
     def units(self, size: int) -> list[int]:
-        """Return how many times `unit` fits into each group, for an axis of length `size`."""
+        """Return, for each group of an axis of length `size`, how many runs of `unit` indices that stay together it has."""
         return [group // self.unit for group in self._groups(size)]
 
     def _groups(self, size: int) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class Placement:
         """Return the reason why an axis of length `size` cannot be sharded over `n` ranks; "" if it can."""
         groups = self._groups(size)
         if self.shared and (self.groups or self.pad or self.replicate or self.shared < n):
-            return f"a shared end of {self.shared} cannot be sharded over {self.mesh_dim}={n}, with groups or padding"
+            return f"a shared end of {self.shared} cannot be sharded over {self.mesh_dim}={n}: it needs {n} or more, without groups and padding"
         if sum(groups) + self.shared != size:
             return (
                 f"axis {self.axis} has size {size}, but the groups {groups} add up to {sum(groups)}"
@@ -63,13 +63,13 @@ class Placement:
         if any(group % self.unit for group in groups):
             return f"group sizes {groups} are not multiples of unit {self.unit}"
         if self.pad and len(groups) > 1:
-            return "only an axis of one group can be padded"
+            return f"only an axis of one group can be padded, found {len(groups)} groups"
         if self.together > 1:
             first, *others = self.units(size)
             return self._together_problem(first, n) or self._beside_problem(first, others, n)
         fewest = min(self.units(size))
         if fewest < n and not self.pad and not self.replicate:
-            return f"{fewest} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}"
+            return f"{fewest} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}: each rank needs one"
         return ""
 
     def _together_problem(self, units: int, n: int) -> str:
@@ -85,7 +85,7 @@ class Placement:
     def _beside_problem(self, units: int, others: list[int], n: int) -> str:
         runs = units // self.together
         if any(other != runs for other in others):
-            return f"groups of {others} units beside {runs} runs of {self.together}"
+            return f"the groups after the first have {others} units, expected {runs}, one per {self.together} units of the first"
         if others and runs < n:
             return f"{runs} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}"
         return ""
@@ -117,7 +117,7 @@ class Placement:
         return found
 
     def _share(self, units: int, n: int, r: int) -> tuple[int, int]:
-        """Return (first unit, one past the last) that rank `r` of `n` holds of a group with `units` units."""
+        """Return (first unit, one past the last) of the `units` units (indices that stay together) on rank `r` of `n`."""
         if self.pad:
             share = -(-units // n)
             return min(r * share, units), min((r + 1) * share, units)
@@ -147,8 +147,8 @@ class Placement:
 
 
 def _balanced(units: int, n: int, r: int) -> tuple[int, int]:
-    """Return (first unit, one past the last) that rank `r` of `n` holds when `units` are spread evenly, the rest of the
-    division over the first ranks.
+    """Return (first unit, one past the last) that rank `r` of `n` holds of `units` units (indices that stay together),
+    spread evenly; the first ranks hold one more.
     """
     small, larger = divmod(units, n)
     return r * small + min(r, larger), (r + 1) * small + min(r + 1, larger)

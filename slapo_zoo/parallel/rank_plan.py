@@ -88,7 +88,7 @@ class TensorPlan(TensorSpec):
         return self.placement.replicas(size, mesh.tp, mesh.coord("tp"))
 
     def held_shape(self, mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of the tensor on `mesh.rank`: sharded over tp, and under ZeRO also over dp along axis 0."""
+        """Return the shape of the tensor's shard on `mesh.rank`: over tp, and with ZeRO-3 (dp_shard) also over dp, by rows."""
         shape = self.local_shape(mesh.tp, mesh.coord("tp"))
         if self.row_shards == 1 or not shape or not self.is_parameter:
             return shape
@@ -97,7 +97,7 @@ class TensorPlan(TensorSpec):
         return (min(rows, shape[0] - first), *shape[1:])
 
     def place(self) -> str:
-        """Return how the tensor is sharded, as text: "tp: axis 0"; "replicated" if it is not."""
+        """Return how the tensor is sharded, as text such as "tp: axis 0"; "replicated" if it is not sharded."""
         found = []
         if self.placement is not None:
             found.append(f"{self.placement.mesh_dim}: axis {self.placement.axis}")
@@ -108,7 +108,7 @@ class TensorPlan(TensorSpec):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Plan of one rank: a row per tensor; it prints as a table.
+    """Plan of one rank: one row per tensor says how it is sharded; printing shows a table.
 
     Args:
         mesh: sizes of the mesh dims, and the rank.

@@ -60,8 +60,8 @@ class TokenCut:
         return all_gather(x, axis, self.group)
 
     def exchanged(self, x: Tensor) -> Tensor:
-        """Reshard x from [B, n * h, s, d] (this rank's tokens) to [B, h, n * s, d] (this rank's heads) by an all-to-all;
-        the backward is the opposite all-to-all.
+        """Reshard x [B, n * h, s, d] (this rank's tokens) to [B, h, n * s, d] (this rank's heads) by an all-to-all;
+        so does the backward, the opposite way.
         """
         return all_to_all(x, 1, 2, self.group)
 

@@ -27,7 +27,7 @@ class Value(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape and dtype of a tensor in a unit's output; `written` is True if code between units changes it in place."""
+    """Shape and dtype of a tensor that a block, embedding or head returns; `written`: later code changes it in place."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Call:
     guessed: bool = False
 
     def keep(self, leaf: int, tensor: Tensor) -> Tensor:
-        """Return what to send for `tensor`, item `leaf` of the output: a clone if code between units writes into it."""
+        """Return `tensor`, item `leaf` of the output, to be sent later; a clone if other code writes into it before."""
         return tensor.clone() if self.leaves[leaf].written else tensor
 
     def check(self, output: Any) -> None:
@@ -98,7 +98,7 @@ class Call:
 
 
 def calls_of(rows: Iterable[Row]) -> list[Call]:
-    """Return the calls of units (blocks, embeddings, heads) on a tape of operators, each with the values it depends on."""
+    """Return the unit calls (blocks, embeddings, heads) in `rows`, the operators of a recorded forward, with their inputs."""
     calls: list[Call] = []
     origin: dict[int, frozenset[Value]] = {}
     guessed = False

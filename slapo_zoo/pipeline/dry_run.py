@@ -32,7 +32,7 @@ RANDOM = torch.Tag.nondeterministic_seeded
 def dry_run(
     model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]
 ) -> tuple[list[Call], bool]:
-    """Return (calls of `units` in one forward of a fake model, whether that forward read the data of `batch`).
+    """Return (calls of the modules `units` in a forward of a fake model, True if that forward read data of `batch`).
 
     If it read them, the calls hold for batches with these data only; otherwise for all batches of these shapes.
 

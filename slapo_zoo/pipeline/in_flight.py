@@ -21,7 +21,7 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 def arrivals(
     ranks: Sequence[Sequence[Action]], rank_of: Callable[[int], int], rank: int
 ) -> dict[Action, list[Action]]:
-    """Return {action of a rank: the rank's earlier sends that have arrived once it has the action's input}.
+    """Return {action of a rank: the rank's earlier sends that must have arrived once the action's input is received}.
 
     A peer computes a result from tensors that it has received, so the arrival of the result proves that these
     tensors, and those of the peer's earlier results, have arrived. Waiting for their sends never blocks.

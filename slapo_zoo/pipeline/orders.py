@@ -147,7 +147,7 @@ class StageMap:
 
 
 def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
-    """Return the actions of a stage: `ahead` forwards, then one backward and one forward in turn, then backwards."""
+    """Return a stage's actions: `ahead` forwards, then a backward and a forward in turn, then the backwards left."""
     found = [Action(stage, FORWARD, i) for i in range(ahead)]
     for i in range(micro_batches):
         found.append(Action(stage, BACKWARD, i))

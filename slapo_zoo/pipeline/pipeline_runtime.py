@@ -58,11 +58,11 @@ class Pipeline:
         self.clock: Callable[[], float] = time.monotonic  # the same for all processes of a machine
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy, without plans and the fake model, which the copy makes anew."""
+        """Return the state for a copy, without the plans and the fake model, which the copy makes for itself."""
         return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
-        """Return {stage of this rank: its plan} for the batch's shapes; new ones need a dry run."""
+        """Return {stage of this rank: its StagePlan} for the shapes of `batch`; shapes not met before need a dry run."""
         divided, cut = self.schedule.state.forward.tokens_divided, cut_now()
         shapes = sorted((k, _signature(v)) for k, v in batch.items())
         key = divided, cut is None, self._dtype(), *shapes
@@ -78,7 +78,7 @@ class Pipeline:
     def _dry_run(
         self, batch: Mapping[str, Any], divided: bool, cut: TokenCut | None
     ) -> tuple[list[Call], bool]:
-        """Run a dry run; return (calls of units in the forward, whether they hold for the data of `batch` only).
+        """Do a dry run; return (calls of blocks, embeddings, heads, True if they hold for the data of `batch` only).
 
         `divided` is True if tokens are sharded over tp; `cut` says how they are sharded over cp, or is None.
         """
@@ -90,7 +90,7 @@ class Pipeline:
                 return dry_run(fake.model, self.units, mode, batch)
 
     def plans_of_all(self, parts: Sequence[Mapping[str, Any]]) -> dict[int, StagePlan]:
-        """Return the plans of the first micro-batch, checked to hold for all micro-batches of the step.
+        """Return the StagePlans of the first micro-batch in `parts`, checked to hold for all micro-batches of the step.
 
         Raises:
             ScheduleError: the forward branches on data, and another micro-batch would send other values.
@@ -98,12 +98,12 @@ class Pipeline:
         plans = self.plans(parts[0])
         if self.depends_on_data and any(self.plans(part) != plans for part in parts[1:]):
             problem = "the tensors sent between stages depend on the data, and differ between micro-batches"
-            hint = "use pp=1, or one micro-batch"
+            hint = "use pp=1, or micro_batches=1"
             raise ScheduleError("pipeline", "micro_batches", problem, hint)
         return plans
 
     def sends(self, micro_batches: int) -> Any:
-        """Return the tracker (`Sends`) of the tensors that this rank sends in one step."""
+        """Return a tracker (`Sends`) of the tensors that this rank sends in one step of `micro_batches` micro-batches."""
         from slapo_zoo.pipeline.in_flight import Sends, arrivals
 
         if micro_batches not in self._arrivals:
@@ -218,7 +218,7 @@ def pipeline_step(
 ) -> Tensor:
     """Run the forward and backward of all micro-batches; gradients are added to `.grad`.
 
-    The stage objects are made anew in each step, because `PipelineStage` fixes its shapes at its first step.
+    Each step makes new stage objects, because torch's `PipelineStage` fixes its shapes in its first step.
 
     Args:
         pipeline: pipeline of this rank.
@@ -281,7 +281,7 @@ def _stage(
 
 
 def recomputed_units(units: Sequence[str], checkpointed: Sequence[str]) -> set[str]:
-    """Return those of `units` that recompute activations: they are, contain, or lie in a module of `checkpointed`.
+    """Return the blocks, embeddings and heads in `units` that are, contain or lie in a module of `checkpointed`.
 
     A stage with such a unit runs its backward in one part: two parts would each recompute the activations.
     """
@@ -342,8 +342,8 @@ def _run_stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, batch: Mapping[str, Any],
     received: tuple[Tensor, ...], device: torch.device,
 ) -> tuple[Any, tuple[Tensor, ...]]:  # fmt: skip
-    """Run one stage with the `received` tensors of the stage before; return (output, ()) on the
-    last stage, else (None, tensors for the next). `run` maps a batch to the model's output.
+    """Run one stage on the tensors `received` from the stage before. Return (output, ()) on the last stage, else
+    (None, tensors for the next stage). `run` maps a batch to the model's output.
     """
     cursor = pipeline.cursor
     cursor.begin(plan, received, device)

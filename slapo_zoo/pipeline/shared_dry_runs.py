@@ -44,7 +44,7 @@ def shared_calls(
 def program_of(
     schedule: Schedule, cls: Any, units: Sequence[str], leave_out: Collection[str]
 ) -> Any:
-    """Return a key of all that determines a dry run except the batch; None if a directive holds a live object.
+    """Return a key of all that determines a dry run except the batch; None if a directive holds a Python object.
 
     Args:
         schedule: schedule of any rank.

@@ -30,7 +30,7 @@ class Stage(InFlightStage):
 
     Args:
         args: positional arguments of torch's PipelineStage.
-        units: first and last unit of the stage as text, for errors.
+        units: paths of the stage's first and last module (block, embedding, head) as text, for errors.
         spans: list to which the time of each action is appended, or None.
         clock: function that returns the time in seconds.
         busy: measures the bubble for the training log, or None.
@@ -73,8 +73,8 @@ class Stage(InFlightStage):
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict, last_backward: bool = False
     ) -> Any:
-        """Run the part `backward_type` ("input", "weight" or "full") of a backward; run all of it
-        in the first part, "input", where torch 2.13 computes two parts wrong.
+        """Run the part `backward_type` ("input", "weight" or "full") of a backward. Where torch 2.13 computes a
+        backward in two parts wrong, "input" runs all of it, and "weight" does nothing.
 
         Torch groups weights whose gradients pass through common autograd nodes. A weight that is used in several places
         of a stage (ALBERT's block, T5's position bias) is put into two groups, or into none if only an output of the
@@ -126,7 +126,8 @@ class Stage(InFlightStage):
         path = failed_module(self.submod.get_submodule("model"), cause)
         where = f"stage {self.stage_index}, micro-batch {micro_batch}{path and ', '}{path}"
         problem = f"{type(cause).__name__}: {cause}"
-        named = StageError(where, NAMES[kind], problem, f"this stage holds {self.units}")
+        hint = f"look at this module and its inputs; the stage holds the modules {self.units}"
+        named = StageError(where, NAMES[kind], problem, hint)
         named.__cause__ = cause
         return named
 

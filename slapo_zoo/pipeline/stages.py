@@ -116,10 +116,10 @@ def stages_of(name: str, stages: Mapping[str, tuple[int, ...]]) -> tuple[int, ..
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Plan of one stage for forwards of one batch shape, made from a dry run and the cuts.
+    """Plan of one stage for forwards of one batch shape: which calls of units (block, embedding, head) the stage runs.
 
     Args:
-        calls: every unit call of the whole model, in order.
+        calls: every call of a block, embedding or head of the whole model, in order.
         stage_of_call: stage that runs each call.
         stage: index of this stage.
     """
@@ -130,7 +130,7 @@ class StagePlan:
 
     @staticmethod
     def make(calls: Sequence[Call], cuts: Sequence[Cut], stage: int) -> "StagePlan":
-        """Construct the plan of `stage`, where each cut (unit, call) ends a stage."""
+        """Construct the plan of `stage`; each cut (path of a block, index of its call) ends a stage."""
         ends, seen, at, of_call = set(cuts), {}, 0, []
         for call in calls:
             of_call.append(at)
@@ -151,13 +151,13 @@ class StagePlan:
 
     @property
     def units(self) -> list[str]:
-        """Return the paths of the units that this stage calls, in order."""
+        """Return the paths of the blocks, embeddings and heads that this stage calls, in order."""
         both = zip(self.calls, self.stage_of_call, strict=True)
         return list(dict.fromkeys(call.unit for call, at in both if at == self.stage))
 
     @property
     def extent(self) -> str:
-        """Return the first and last unit of the stage as text, e.g. "h.0 .. h.5"."""
+        """Return the first and last module (block, embedding, head) of the stage as text, e.g. "h.0 .. h.5"."""
         first, last = self.units[0], self.units[-1]
         return first if first == last else f"{first} .. {last}"
 
@@ -168,7 +168,7 @@ class StagePlan:
 
 
 class Cursor:
-    """State of one stage's running forward: received tensors, tensors to send, index of the next unit call."""
+    """State of a stage's running forward: tensors received and to send, index of the next call of a block or the like."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
@@ -195,11 +195,11 @@ class Cursor:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
-        """Return the received output of the next call if another stage runs that call, else None.
+        """Return the received output of the next call, of `unit` (e.g. a block), if another stage runs it, else None.
 
         Args:
             unit: path of the called module.
-            held: whether this stage has the module's weights; ScheduleError if it runs the call without.
+            held: False if another stage has the module's weights: ScheduleError if the call is this stage's.
         """
         if self.plan is None:
             problem = (
@@ -210,21 +210,21 @@ class Cursor:
         self.index += 1
         call = self.plan.calls[self.index] if self.index < len(self.plan.calls) else None
         if call is None or call.unit != unit:
-            problem = f"call number {self.index} was not in the dry run of the forward"
+            problem = f"this call, number {self.index} of the forward, did not occur in the dry run at load"
             hint = "if you moved blocks since the load: change the plain model, save it, and load that; "
-            hint += "if the forward depends on data: end the stage at another block, or use pp=1"
+            hint += "if the forward branches on data: end the stage at another block, or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         if self.plan.stage_of_call[self.index] == self.plan.stage:
             if not held:
                 problem = "this stage runs the module, but another stage holds its weights"
-                hint = "name it in after_blocks= in schedules/<model_type>.py, as it runs after the blocks"
+                hint = "add the module's path to after_blocks= in schedules/<model_type>.py, or use pp=1"
                 raise ScheduleError(unit, "pipeline", problem, hint)
             return None
         tensors = {v.leaf: x for v, x in self.values.items() if v.call == self.index}
         return call.output(tensors, self.device)
 
     def made(self, output: Any) -> None:
-        """Store the values in a unit's output that later stages need; raise StageDone after the stage's last call."""
+        """Store the tensors in a module's output that later stages need; raise StageDone after the stage's last call."""
         assert self.plan is not None  # noqa: S101 - called within begin and end
         self.plan.calls[self.index].check(output)
         for leaf, tensor in enumerate(tree_leaves(output)):
@@ -235,7 +235,7 @@ class Cursor:
 
 
 class Foreign(nn.Module):
-    """Replacement of a unit (block, embedding, head) of another stage; of its parameters only tied ones are kept.
+    """Placeholder of another stage's unit (block, embedding, head); it holds only parameters tied to this stage.
 
     rewrite:  h.3(x, ...)  -->  the received output, or zeros that nothing on this stage uses
     """
@@ -252,17 +252,17 @@ class Foreign(nn.Module):
                 self._modules[name] = ForeignPart(f"{unit}.{name}", child, cursor, held)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the replaced unit, such as a size; its parameters have shape and dtype but no data."""
+        """Return an attribute of the replaced module, such as a size; its parameters have shape and dtype but no data."""
         for own in (self.__dict__.get("_parameters", {}), self.__dict__.get("_modules", {})):
             if name in own:
                 return own[name]
         original = self.__dict__.get("_original")
         if original is None:
-            raise AttributeError(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return _readable(self.unit, name, getattr(original, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the unit's output without running hooks, which run once, on the stage that holds the unit."""
+        """Return the module's output without running hooks, which run once, on the stage that holds the module."""
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -270,20 +270,20 @@ class Foreign(nn.Module):
         return self.cursor.stand_in(self.unit, held=False)
 
     def extra_repr(self) -> str:
-        """Return the class name of the replaced unit, for `print(model)`."""
+        """Return the class name of the replaced module, for `print(model)`."""
         return self.original_name
 
 
 class ForeignPart(Foreign):
-    """Replacement of a module inside another stage's unit: attributes can be read, calling it raises."""
+    """Placeholder of a module inside another stage's block or the like: attributes can be read, calling it raises."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise ScheduleError: another stage runs the unit as a whole."""
-        raise _used_elsewhere(self.unit, "is called")
+        """Raise ScheduleError: another stage runs the block, embedding or head that contains this module."""
+        raise _used_elsewhere(self.unit, "a call of this module")
 
 
 class ForeignParameter(Tensor):
-    """A parameter of another stage's unit: shape, dtype and device without data; computing with it raises."""
+    """A parameter that another stage holds: shape, dtype and device without data; computing with it raises."""
 
     def register_hook(self, hook: Any) -> RemovableHandle:
         """Ignore a user's gradient hook here; it is registered on the stage that holds the parameter."""
@@ -297,7 +297,7 @@ class ForeignParameter(Tensor):
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         unit = next(x.unit for x in given if isinstance(x, ForeignParameter))
         if any(not isinstance(x, ForeignParameter) and not x.is_meta and x.ndim for x in given):
-            raise _used_elsewhere(unit, "is computed with")
+            raise _used_elsewhere(unit, "a computation with this parameter")
         found = super().__torch_function__(func, types, args, kwargs)
         for x in tree_leaves(found):
             if isinstance(x, ForeignParameter):
@@ -306,8 +306,8 @@ class ForeignParameter(Tensor):
 
 
 def _readable(unit: str, name: str, found: Any) -> Any:
-    """Return `found`, attribute `name` of another stage's `unit`, in a form that a forward may
-    read: a module that cannot be called, a parameter without data, or a plain value.
+    """Return `found`, attribute `name` of another stage's module `unit`, in a form that a forward may read: a module
+    that cannot be called, a parameter without data, or a plain value.
     """
     if isinstance(found, nn.Module):
         return ForeignPart(f"{unit}.{name}", found, Cursor())
@@ -317,9 +317,10 @@ def _readable(unit: str, name: str, found: Any) -> Any:
     return found
 
 
-def _used_elsewhere(path: str, what: str) -> ScheduleError:
-    problem = f"it {what} beside its own module's call, and another stage holds it"
-    return ScheduleError(path, "pipeline", problem, "use pp=1")
+def _used_elsewhere(path: str, use: str) -> ScheduleError:
+    problem = f"found {use} on a pipeline stage that does not hold its weights"
+    hint = "use pp=1: with pp > 1 a forward may use weights of its own stage only"
+    return ScheduleError(path, "pipeline", problem, hint)
 
 
 def keep_stages(

@@ -108,12 +108,12 @@ def simulate(
 
 
 def makespan(spans: Sequence[Span]) -> float:
-    """Return the seconds from the first begin to the last end over all ranks."""
+    """Return the seconds from the first begin to the last end of a timeline's actions, over all ranks."""
     return max(span.end for span in spans) - min(span.begin for span in spans)
 
 
 def busy(spans: Sequence[Span]) -> dict[int, float]:
-    """Return {rank: seconds in which it computes}."""
+    """Return {rank: seconds in which the rank computes} of a timeline."""
     total: dict[int, float] = {}
     for span in spans:
         total[span.rank] = total.get(span.rank, 0.0) + span.end - span.begin
@@ -121,7 +121,7 @@ def busy(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """Return the share (0 to 1) of all ranks' time, from first to last action, in which they compute nothing."""
+    """Return the share (0 to 1) of the ranks' time, from a timeline's first to last action, without computation."""
     each = busy(spans)
     whole = len(each) * makespan(spans)
     return 1.0 - sum(each.values()) / whole if whole else 0.0

@@ -188,15 +188,15 @@ def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
 def skip_repeated(
     tape: Tape, model: nn.Module, units: Sequence[str], repeat_rows: bool = True
 ) -> None:
-    """Replace block forwards, until the tape is closed, so that equal blocks run twice only.
+    """Replace the forwards of blocks, until `tape` is closed, so that of several equal blocks only two really run.
 
-    rewrite:  y = block(x)  -->  a tensor of the shape of y; the tape gets the rows of the second call again
+    rewrite:  y = block(x)  -->  a tensor of the shape of y; the tape records the rows of the block's second call again
 
     Args:
         tape: tape that records the forward.
         model: model of fake tensors.
         units: paths of the blocks; units that are called once are left alone.
-        repeat_rows: False adds no rows: those of the second call name the tensors of the second call.
+        repeat_rows: False records nothing for skipped calls, for a caller that follows single tensors through the rows.
     """
     calls: dict[Any, Seen] = {}
     for unit in units:
@@ -251,7 +251,7 @@ def _once_more(
 
 
 def _alike(x: Any) -> Any:
-    """Return an uninitialised tensor like `x`, also as no leaf of a graph: code may write into it in place."""
+    """Return an uninitialised tensor like `x`; with a gradient it is no autograd leaf, so code may write into it in place."""
     if not isinstance(x, Tensor):
         return x
     found = torch.empty_like(x)

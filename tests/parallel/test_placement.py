@@ -144,7 +144,7 @@ def test_placement_shards_query_heads_and_shared_kv_columns_separately():
         (Placement(0, together=4), 8, 3, "2 runs of 4 units cannot be sharded over tp=3"),
         (Placement(0, groups=(4, 4), pad=True), 8, 2, "only an axis of one group can be padded"),
         (Placement(0, groups=(8, 2, 2), together=4), 12, 4, "2 units of 1 cannot be sharded over tp=4"),
-        (Placement(0, groups=(8, 8, 8), together=4), 24, 2, "groups of [8, 8] units beside 2 runs of 4"),
+        (Placement(0, groups=(8, 8, 8), together=4), 24, 2, "the groups after the first have [8, 8] units, expected 2"),
     ],
 )  # fmt: skip
 def test_placement_on_an_indivisible_axis_is_refused(placement, size, n, problem):

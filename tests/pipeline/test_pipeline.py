@@ -53,7 +53,7 @@ def test_parameter_outside_the_blocks_is_held_by_every_stage():
     assert stages_of("text.norm.weight", held) == (1, 2)
 
 
-def test_each_pipeline_order_places_stages_on_ranks():
+def test_stage_map_of_each_order_lists_stages_of_a_rank():
     assert [StageMap.make("zbv", 4, None).stages_of(r) for r in range(4)] == [
         [0, 7],
         [1, 6],

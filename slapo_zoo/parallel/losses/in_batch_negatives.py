@@ -13,8 +13,8 @@ SCALE = 20.0  # factor of the cosines, the usual 1 / 0.05
 
 
 class InBatchNegatives:
-    """Loss: cross entropy that picks, for each anchor, its own positive among the positives of all pairs of the step
-    (arXiv:1705.00652).
+    """Contrastive loss (arXiv:1705.00652): cross entropy of choosing an anchor's own positive among the positives of
+    all pairs of the step.
 
     rewrite:  anchor, positive, anchor, ... [2n, t, d] --> cross entropy of n * dp classes
 

@@ -199,8 +199,8 @@ class GlobalMeans(TorchFunctionMode):
         return self._total(weight, weighed(self.targets[k]))
 
     def _total(self, weights: Tensor | None, mine: Tensor) -> float:
-        """Return the sum over dp of `mine`, this rank's sum of class weights; MeshError if `weights`, one per class, differ
-        between micro-batches or ranks.
+        """Return the sum over dp of `mine`, this rank's sum of class weights. Raises MeshError if `weights`, one per
+        class, differ between micro-batches or ranks.
         """
         if self.found not in self.totals:
             marks = [] if weights is None else [weights.detach().double().flatten()]

@@ -66,7 +66,7 @@ def start(write: Callable[[], None]) -> Saving:
 
 
 def join() -> None:
-    """Wait for the running save, if any; raise its error, unless the user has read it from `Saving` already."""
+    """Wait for the running save, if there is one; raise its error unless the user has read the error from `Saving`."""
     saving, _Pending.saving = _Pending.saving, None
     if saving is None:
         return

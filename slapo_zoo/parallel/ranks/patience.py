@@ -179,7 +179,7 @@ def _check_peers(what: str, place: str, number: int, seconds: float) -> list[int
     late, quiet = heart.late(place, number), heart.silence()
     if silent := [rank for rank in late if quiet[rank] > SILENCE_S]:
         problem = f"no heartbeat arrived for {max(quiet[rank] for rank in silent):.0f} s"
-        hint = "its process is stopped, or its machine is lost"
+        hint = "check whether its process was stopped and whether its machine can be reached"
         raise RankError(heartbeat.names_of(silent), what, problem, hint)
     if seconds > LIMIT_S:
         raise _too_late(what, late, seconds)

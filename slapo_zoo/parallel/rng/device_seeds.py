@@ -56,9 +56,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return seeds of the mask that is left when the first `elements` elements of each block of a
-    mask are skipped. `seeds` has one seed for each block.
-    """
+    """Return the seeds (one per block) with which each block of a mask begins at its element `elements`, not at 0."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
@@ -189,7 +187,7 @@ class DeviceSeeds:
         self, device: torch.device, seed: int, position: tuple[int, int, int], site: int,
         count: int, heads: Sequence[int],
     ) -> Tensor:  # fmt: skip
-        """Return the seeds of one module's dropout in one micro-batch: [count * len(heads)], [count] without heads.
+        """Return the dropout seeds of a module in a micro-batch: [count * len(heads)], or [count] for empty `heads`.
 
         `position` is (step, first row, number of rows) of the micro-batch, `site` the hash of the module's path,
         `count` the number of rows of the tensor, a multiple of that of the micro-batch; `heads` are global indices.

@@ -282,8 +282,8 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
-    """Return a module path as custom operators take it: (hash of its beginning as a tensor, the rest
-    as text) for a SiteName; (None, path) for a path that is a str.
+    """Return a module path in the form that custom operators take: (hash of the path's beginning as a tensor, or
+    None; the rest of the path as text). Only a SiteName has a hash; a str is all text.
 
     Blocks of a model, whose hashes are tensors, share one compiled graph.
     """
@@ -360,7 +360,7 @@ def _(at, seed, rows, key, site, count, heads, device):
 def dropout(
     x: Tensor, p: float, stream: RandomStream, site: Where, heads: Sequence[int] = ()
 ) -> Tensor:
-    """Return attention weights x [B, H, s, T] times their dropout mask (0 or 1/(1-p)); x itself for p = 0.
+    """Return attention weights x [B, H, s, T] times their dropout mask (0 or 1/(1-p)); for p = 0 return x.
 
     `stream` draws the mask for the path `site`; `heads` are the global indices of the H heads, () if x has all heads.
     """

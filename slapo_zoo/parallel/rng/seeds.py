@@ -65,8 +65,8 @@ class RngTracker:
 
     @contextmanager
     def at(self, states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]]) -> Iterator[None]:
-        """Context in which `fork` uses `states`, {name: (state of the CPU's generator, those of the GPUs)}, instead of
-        the states that the tracker holds.
+        """Context in which `fork` uses `states` instead of the tracker's own. `states` is {name: (state of the CPU's
+        generator, [state of each GPU's])}.
         """
         before, self.states = self.states, dict(states)
         try:
