@@ -130,7 +130,7 @@ class Assembly(Outline):
 
 
 def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
-    """Create a process group for each set of ranks in the plan; return {ranks: group} of those that include this rank.
+    """Create a process group for each set of ranks that sums a gradient; return {ranks: group} of this rank's groups.
 
     All ranks must call this function.
     """

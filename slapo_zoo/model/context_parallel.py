@@ -60,7 +60,7 @@ def require_cp_support(table: Table, cls: Any, config: Any) -> None:
     if name not in table.cut_tokens:
         load_tables()
         known = sorted(each for other in ZOO.values() for each in other.cut_tokens)
-        problem = f"{name} is not known to train exactly when its tokens are cut"
+        problem = f"{name} is not known to train right with tokens sharded over cp"
         raise ArchitectureError("zoo", what, problem, f"use cp=1; cp runs for {', '.join(known)}")
     if getattr(config, "token_dropout", False):
         problem = "token_dropout=True scales the embeddings by the masked share of the whole row"

@@ -262,7 +262,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
     ) -> dict[str, Tensor]:
-        """Return {key in files: unsharded matrix (`grads`: gradient)} of an adapter (None: active) on rank 0, else {}."""
+        """Return {key in files: matrix, or its gradient if `grads`}, unsharded, of an adapter on rank 0, {} elsewhere."""
         with rank_guard("get_adapter_state_dict"):
             return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
 
@@ -274,7 +274,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def peft_config(self) -> Any:
         """Return the configs of the adapters, as peft keeps them: adapter name --> config."""
         if not self._slapo.peft_config:
-            raise AttributeError("peft_config")
+            raise AttributeError("the model has no adapter, and so no attribute 'peft_config'")
         return self._slapo.peft_config
 
     @peft_config.setter

@@ -116,7 +116,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 def _trained_tensors(model: Any, name: str) -> dict[str, Tensor]:
     """Return {key in peft's files: tensor} of all that adapter `name` trains: matrices, biases, `modules_to_save`.
 
-    Return {} on several ranks, where an adapter can train matrices only, and `_drawn` lists them.
+    Return {} if the model is on several ranks: an adapter then trains matrices only, which `_drawn` returns.
     """
     from peft import get_peft_model_state_dict
 
@@ -300,12 +300,10 @@ def _rule(
         sums = tuple(SumGradient("weight", sequence=tokens) for tokens in kinds)
         return sums, sums
     if placed.placement.pad:
-        raise _refusal(
-            path, "it is sharded over the padded vocabulary, where an adapter is not supported"
-        )
+        raise _refusal(path, "adapters of a weight with a padded vocabulary are not supported")
     if other := [s.sync_op_or_fn for s in syncs if s.sync_op_or_fn != "all_reduce"]:
         raise _refusal(
-            path, f"its collective is {other[0]!r}, expected 'all_reduce' for an adapter"
+            path, f"its output takes {other[0]!r}, but an adapter needs the collective 'all_reduce'"
         )
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - no other directive shards tensors
@@ -318,7 +316,7 @@ def _rule(
         # Without an all-reduce in `here` the gradient of h is a partial sum, so that of A is summed.
         return tokens if here else (SumGradient("weight"),), (part, *here)
     if not here:
-        problem = "the schedule all-reduces its output at another module, which is not supported"
+        problem = "the all-reduce of its output belongs to another module, which is not supported"
         raise _refusal(path, problem)
     return (replace(how, axis=1), *here), tokens
 
@@ -369,7 +367,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Put `value`, an unsharded LoRA matrix, into its module, shard it, and add it to the model's plan."""
+    """Put `value`, an unsharded LoRA matrix, into its module, shard it there, and add it to the model's RankPlan."""
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)

@@ -247,7 +247,7 @@ class _Save:
         own = [mine for *_, mine in found]
         if differ := unlike([mine["step"] for mine in own]):
             problem = f"rank {differ[0]} passed {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
-            raise WeightsError(SAVE, "step", problem, "all ranks save after the same step")
+            raise WeightsError(SAVE, "step", problem, "pass the same step= on all ranks")
         self.state["step"] = own[0]["step"]
         for name in OF_COPY:
             self.state[name] = by_dp_rank(name, [mine[name] for mine in own], mesh, SAVE)

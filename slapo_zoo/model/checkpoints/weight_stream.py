@@ -237,7 +237,8 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
 
 
 def _next_pair(pairs: Any, model: Any, rank: int) -> Any:
-    """Read the next pair on `rank` and broadcast its header; return (key, tensor, shape, dtype), None after the last.
+    """Read the next pair on `rank`, broadcast its key, shape and dtype; return (key, tensor, shape, dtype), at the end
+    None.
 
     On other ranks `pairs` and the returned tensor are None.
     """

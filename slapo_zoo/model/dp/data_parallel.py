@@ -50,8 +50,8 @@ class DataParallel:
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Context of one training step: `.grad` of this rank's `parameters` is empty at its start, and earlier
-        gradients are added at its end, after the reduction; an error restores them.
+        """Context of one training step, in which `.grad` of this rank's `parameters` is empty at first. When the step
+        has ended, with gradients reduced, the earlier gradients are added; an error restores them.
         """
         at_once = any(is_taken(p) for p in parameters)
         with self.reducer.one_step(at_once), gradients.only_new(parameters):

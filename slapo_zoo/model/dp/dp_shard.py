@@ -55,7 +55,7 @@ class Sharded(DataParallel):
             problem = (
                 "the parameters were replaced since the load, and the new ones are not sharded"
             )
-            hint = "copy values into the parameters; functional_call and assign=True do not work"
+            hint = "copy values into the parameters (p.data.copy_); functional_call and assign=True replace them"
             raise MeshError("forward", "the parameters of a model with dp_shard=", problem, hint)
         for module, name, p in read:
             yield module, name, whole[id(p)]

@@ -34,7 +34,7 @@ class MeshSampler:
         if batch_size < 1 or batch_size % mesh.size("batch"):
             dims = f"{mesh.named('batch')}={mesh.size('batch')}"
             problem = f"found {batch_size}, expected a multiple of {dims}"
-            raise SlapoError("MeshSampler", "batch_size", problem, "count the rows of all dp ranks")
+            raise SlapoError("MeshSampler", "batch_size", problem, "pass the rows of all dp ranks")
         self.size, self.mesh, self.batch_size = len(dataset), mesh, batch_size
         if self.size < batch_size:
             problem = f"found {self.size} samples, fewer than one batch of {batch_size}"

@@ -74,7 +74,7 @@ class GradientReducer:
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Register the gradient hook on parameter `p`, `name` in the plan, if `p` has none; return `p`."""
+        """Register the hook that reduces its gradient on parameter `p`, called `name`, if `p` has none; return `p`."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -111,7 +111,7 @@ class GradientReducer:
         """Return the gradient of parameter `p`, summed over ranks as the model's plan says; a gradient hook calls this.
 
         Args:
-            name: name of the parameter in the plan.
+            name: name of the parameter in the RankPlan, which lists the ranks to sum over.
             p: the parameter.
             grad: its gradient on this rank.
             is_leaf: False for a tensor that replaces the parameter (`functional_call`).

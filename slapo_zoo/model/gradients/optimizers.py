@@ -126,7 +126,7 @@ def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
     """Replace a parameter's shard, gradient and optimizer state by gathered tensors. `row` is the
-    parameter's entry in the plan: how it is sharded, and over which dim of `mesh`.
+    parameter's TensorPlan: how it is sharded, and over which dim of `mesh`.
     """
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
@@ -157,7 +157,7 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
 def whole(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
     """Return the unsharded tensor of which `local` is this rank's shard; a collective call over its mesh dim.
 
-    `row` is the tensor's entry in the plan: how it is sharded, and over which mesh dim.
+    `row` is the tensor's TensorPlan: how it is sharded, and over which mesh dim.
     """
     placement: Any = row.placement
     n, group = mesh.size(placement.mesh_dim), mesh.group(placement.mesh_dim)

@@ -70,7 +70,7 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 def _factor(runtime: Any, row: Any, p: Any) -> float:
     """Return the number by which to multiply a gradient that every rank has in full, before it is summed over ranks.
 
-    `row` is the entry of parameter `p` in the plan, which lists the ranks over which its gradient is summed.
+    `row` is the TensorPlan of parameter `p`, which lists the ranks over which its gradient is summed.
     """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0

@@ -10,14 +10,14 @@ REFUSED = {
     "fsdp": ("the Trainer would wrap a model that is sharded already", 'call init_target_engine(model, "torch", ...)'),
     "deepspeed": ("the Trainer would wrap a model that is sharded already", 'call init_target_engine(model, "deepspeed", ...)'),
     "fp16": ("a scheduled model casts its own weights and scales its own loss", 'load it with precision="fp16", or set bf16=True'),
-    "torch_compile": ("the whole model makes no graph: it communicates", "compile the blocks yourself: block.compile()"),
+    "torch_compile": ("the whole model cannot be compiled, because its forward runs collectives", "compile the blocks yourself: block.compile()"),
     "use_liger_kernel": ("it would replace the forwards that the schedule has put there", "load the model with kernels="),
 }  # fmt: skip
 # The same for an exact model alone.
 REFUSED_EXACT = {
     "gradient_accumulation_steps": ("the targets of a step are counted by the virtual ranks", "call from_pretrained(..., micro_batches=N)"),
-    "bf16": ("autocast holds for one thread, and the virtual ranks are others", 'load it with precision="bf16"'),
-    "neftune_noise_alpha": ("its noise is drawn by process, not by virtual rank", "leave exact= out"),
+    "bf16": ("autocast holds for one thread, and the virtual ranks run in other threads", 'load the model with precision="bf16"'),
+    "neftune_noise_alpha": ("its noise would be drawn once per process, not per virtual rank", "leave exact= out"),
 }  # fmt: skip
 IN_BACKWARD = ("lomo", "adalomo")  # optimizers that step within the backward
 

@@ -108,8 +108,8 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
 
 
 def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
-    """Return the JSON data in which `process` recorded a proven table, and cache them in `file`; or
-    {"error_of": arguments of the SlapoError} if it failed. None while it runs.
+    """Return the JSON data in which the ended `process` recorded a proven table, and cache them in `file`. If the
+    process failed, return {"error_of": arguments of its SlapoError}; None while it runs.
     """
     ended = process.poll(TIMEOUT_S)
     if ended is None:

@@ -22,7 +22,7 @@ Sizes = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Exactness:
-    """Outcome of a training with `exact=` on a mesh and in one process, bit by bit; `str()` gives one paragraph.
+    """Bitwise comparison of two trainings with `exact=`, on a mesh and in one process; `str()` gives a paragraph.
 
     Args:
         sizes: sizes of tp, pp and dp.

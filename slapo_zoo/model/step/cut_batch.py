@@ -196,7 +196,7 @@ def _counted_by_mask(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     mask = batch.get(MASK)
     mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
     if mask.ndim == 4:
-        problem = "positions count the real tokens of a mask [rows, tokens], found 4 axes"
+        problem = "position_ids are counted from a mask [rows, tokens], found one of 4 axes"
         raise SlapoError(WHERE, MASK, problem, "pass position_ids too")
     return (mask.cumsum(1) * mask - 1).long()
 

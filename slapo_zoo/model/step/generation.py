@@ -46,7 +46,7 @@ def refuse_cache(batch: Mapping[str, Any]) -> None:
     """Raise SlapoError for a KV cache in a forward of a pipeline."""
     found = [name for name in CACHES if batch.get(name) is not None]
     if found or batch.get("use_cache"):
-        problem = "stages keep no KV cache, each forward runs the whole sequence"
+        problem = "pipeline stages keep no KV cache: each forward runs the whole sequence"
         raise SlapoError(
             "forward", (found or ["use_cache=True"])[0], problem, "leave it out, or use pp=1"
         )

@@ -83,7 +83,7 @@ class MixedPrecision:
 
     @contextmanager
     def step(self, model: nn.Module) -> Iterator[None]:
-        """Context of one step and its backward, in which modules read casts of the parameters; it frees the casts."""
+        """Context of one step and its backward: modules read casts of the parameters, which are freed at its end."""
         self._in_step = True
         try:
             with self.computing(model):
@@ -136,8 +136,8 @@ def _any_overflow(grads: list[Tensor], mesh: Mesh) -> bool:
 
 
 def _casts_of(model: nn.Module, dtype: Any) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yield (module, name, cast to `dtype`) of the floating parameters that have another dtype and do not have to keep
-    it (`stays_wide`); tied ones share one cast.
+    """Yield (module, name, cast to `dtype`) of the floating parameters in another dtype, except those that must keep
+    theirs (`stays_wide`). Tied parameters share one cast.
     """
     made: dict[int, Tensor] = {}
     for path, module in model.named_modules():

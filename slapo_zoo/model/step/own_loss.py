@@ -102,4 +102,4 @@ def require_gradients() -> None:
     if not torch.is_grad_enabled():
         problem = "gradients are switched off (torch.no_grad or inference_mode)"
         hint = "call train_step outside of them; to evaluate, call model(**batch)"
-        raise SlapoError("train_step", "its backward", problem, hint)
+        raise SlapoError("train_step", "backward", problem, hint)

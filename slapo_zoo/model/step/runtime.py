@@ -82,9 +82,7 @@ class Runtime:
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """Return the process group of an all-reduce of gradients, an entry `one` of the plan; None if this rank is not in
-        the group.
-        """
+        """Return the process group of `one`, a sum of gradients that the RankPlan lists; None if this rank takes no part."""
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
@@ -171,11 +169,11 @@ def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None
         not part.startswith("pp=") for part in divided
     ):
         problem = f"the loss is no mean over rows, so the batch cannot be split: found {', '.join(divided)}"
-        raise MeshError("the model", "its loss", problem, "pass micro_batches=1 and use dp=1")
+        raise MeshError("the model", "loss", problem, "pass micro_batches=1 and use dp=1")
     for name in table.whole_batch if divided else ():
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
-            problem = f"the loss then needs the unsplit batch, found {', '.join(divided)}"
+            problem = f"the loss then needs the whole batch at once, found {', '.join(divided)}"
             raise MeshError(
                 "the model", f"{name}=True", problem, f"pass {name}=False, or use tp only"
             )

@@ -74,8 +74,8 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """Return the number of micro-batches if the user gave none: 1 without a pipeline, else the smallest divisor of
-    `rows` from 2 * pp on that the order allows; if there is none, the largest allowed divisor; if none, `rows`.
+    """Return the number of micro-batches if the user gave none: 1 without a pipeline; else the smallest divisor of
+    `rows` that is at least 2 * pp and that the order allows, the largest that it allows, or `rows`.
     """
     if pipeline is None:
         return 1
@@ -122,7 +122,7 @@ def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count
 
 
 def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
-    """Freeze a tied weight on all stages that hold it if one stage has it frozen; MeshError if its values differ.
+    """Freeze a tied weight on all its stages if one of them has frozen it; raise MeshError if its values differ.
 
     This takes one all-reduce of three numbers per weight and process group. No weight is unfrozen, since the
     optimizer exists already.

@@ -222,9 +222,10 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """Return (the `targets` that the caller gave or None, this rank's counts of targets to be summed over dp).
+    """Return (`options.targets` for this rank or None, this rank's counts of targets, to be summed over dp).
 
-    `tensors` are split by rows, `whole` are the other entries; `parts` is the number of micro-batches of all dp ranks.
+    A target is a label that counts in the mean loss. `tensors` are the batch entries that are split by rows,
+    `whole` the others; `parts` is the number of micro-batches over all dp ranks.
     """
     targets = options.targets
     if options.loss_fn is None:

@@ -171,7 +171,7 @@ class MeshUnit:
         found = re.fullmatch(r"get_(\w+?)_(rank|world_size|group|src_rank)", name)
         mesh_dim = UNIT_NAMES.get(found[1]) if found else None
         if found is None or mesh_dim is None:
-            raise AttributeError(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         mesh = self.mesh
         answers = {
             "rank": mesh.coord(mesh_dim),

@@ -42,7 +42,7 @@ def torch_engine(
     clip: float = 0.0,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Run a scheduled model under torch; return (engine, optimizer), for a bare schedule (module, optimizer).
+    """Run a scheduled model under torch; return (engine, optimizer). For a bare schedule return (module, optimizer).
 
     Args:
         sch: a scheduled model, or a schedule.
@@ -76,7 +76,7 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
     if kind not in KINDS:
         raise SlapoError("target='torch'", what, f"expected one of {KINDS}", "choose one of them")
     if kind is not None and is_exact(sch):
-        problem = "it sums gradients of one rank a process, and this exact model has several"
+        problem = "it runs one rank per process, but a model of exact= runs several"
         raise SlapoError("target='torch'", what, problem, "leave data_parallel= out")
     if kind == "fsdp2" and is_scheduled(sch) and sch._slapo.precision.dtype is not None:
         problem = "FSDP2 gathers parameters in a precision of its own"
