@@ -53,7 +53,7 @@ def decode(value: Any) -> Any:
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
             if isinstance(error, WeightsError):
                 raise
-            raise _no_value(value) from error
+            raise _no_value(value, f": {error}") from error
     return {key: decode(item) for key, item in value.items()}
 
 
@@ -73,15 +73,15 @@ def _marked(value: dict[str, Any]) -> Any:
 def _tensor(data: Any, name: str) -> Tensor:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(name)
+        raise TypeError(f"found dtype {name!r}, expected a dtype of torch")
     found = torch.tensor(data, dtype=dtype)
     if found.numel() > MOST_ELEMENTS:
-        raise ValueError(name)
+        raise ValueError(f"found {found.numel()} elements, expected at most {MOST_ELEMENTS}")
     return found
 
 
-def _no_value(value: Any) -> WeightsError:
-    problem = f"found {value!r:.80}, which save_checkpoint never writes"
+def _no_value(value: Any, reason: str = "") -> WeightsError:
+    problem = f"found {value!r:.80}, which save_checkpoint never writes{reason:.200}"
     return WeightsError(
         "load_checkpoint", "", problem, "pass the folder that save_checkpoint wrote"
     )

@@ -113,13 +113,13 @@ class KeyMap:
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
 
     def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs of the tensors in files, under file keys: one per tensor of the model, or per piece of it."""
+        """Return the specs of the tensors in files, under file keys: one per tensor or, for split ones, per piece."""
         return self.renamed(self.read_specs(specs))
 
     def read_specs(
         self, specs: Sequence[TensorSpec], found: Collection[str] = ()
     ) -> list[TensorSpec]:
-        """Return the specs of tensors to read, under names of the model: one per piece if files store it in pieces.
+        """Return the specs of the tensors to read, under names of the model: one per piece of a tensor stored in pieces.
 
         Args:
             specs: specs of the model.
@@ -153,7 +153,8 @@ class KeyMap:
         self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh,
         found: Collection[str] = (),
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Return {name: this rank's tensor}, or a view per piece of it if files store pieces; names as in `read_specs`.
+        """Return {name: this rank's tensor}, or a view per piece of a tensor that files split; names as in
+        `read_specs`.
 
         Args:
             local: name --> local tensor of this rank.
@@ -206,7 +207,7 @@ def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piec
 
 
 def _holds(found: Collection[str], name: str) -> bool:
-    """Return whether `found`, the names in files, contains a model tensor `name`, with or without its
-    first dotted part (the base model); if so, the files do not store it in pieces.
+    """Return whether the file names `found` contain a model tensor `name`, with or without its first dotted part (the
+    base model). If they do, the files do not store this tensor in pieces.
     """
     return name in found or name.partition(".")[2] in found

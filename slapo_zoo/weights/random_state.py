@@ -54,14 +54,14 @@ def check_states(packed: Any, ranks: int) -> str:
             return f"{kind}: found {found!r:.60}, expected states and of_rank"
         states, of_rank = found["states"], found["of_rank"]
         if not isinstance(states, list) or not isinstance(of_rank, list) or len(of_rank) != ranks:
-            return f"{kind}: expected the state of each of {ranks} ranks"
+            return f"{kind}: expected lists with the states and, for each of {ranks} ranks, the index of its state"
         if not all(type(i) is int and 0 <= i < len(states) for i in of_rank):
-            return f"{kind}: found of_rank {of_rank!r:.60}, expected numbers of states"
+            return f"{kind}: found of_rank {of_rank!r:.60}, expected indices below {len(states)}, the number of states"
         for text in states:
             try:
                 TAKE[kind](text, None)
             except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                return f"{kind}: found no state of a generator: {str(error).splitlines()[0]:.80}"
+                return f"{kind}: not a state that the generator takes: {str(error).splitlines()[0]:.80}"
     return ""
 
 
@@ -88,7 +88,7 @@ def _take_cpu(text: str, device: torch.device | None) -> None:
 def _take_cuda(text: str, device: torch.device | None) -> None:
     state = _tensor(text)
     if state.numel() != CUDA_BYTES:
-        raise ValueError(f"{state.numel()} bytes, expected {CUDA_BYTES}")
+        raise ValueError(f"found a state of {state.numel()} bytes, expected {CUDA_BYTES}")
     if device is not None:
         torch.cuda.set_rng_state(state, device)
 

@@ -85,7 +85,7 @@ def read_header(file: BinaryIO) -> Header:
     except (SafetensorError, OSError) as error:
         hints = (hint for magic, hint in FOREIGN.items() if head.startswith(magic))
         hint = next(hints, "fetch the file again, or save the checkpoint again")
-        found = f"found {os.fstat(file.fileno()).st_size} bytes that are no whole safetensors file"
+        found = f"the {os.fstat(file.fileno()).st_size} bytes are not a complete safetensors file"
         raise WeightsError(path, "", f"{found}: {error}", hint) from error
     if not is_same:
         raise WeightsError(path, "", "it was replaced while it was opened", "load it again")
@@ -153,7 +153,7 @@ class SafetensorsFile:
         size = os.fstat(self._file.fileno()).st_size
         if size < stop:  # reading a page beyond the end kills the process
             problem = f"found {size} bytes, expected {stop}: the file was truncated after it had been opened"
-            hint = "does another process write it? fetch the file again"
+            hint = "load it when no other process writes it, or fetch the file again"
             raise WeightsError(str(self.path), f"tensor {name!r}", problem, hint)
         if self._pages is None:  # shared: each mapping keeps a file descriptor
             # The default advice measured best: MADV_RANDOM is 6 to 25 times slower on a cold file.

@@ -91,7 +91,7 @@ def _resolved(folder: str | os.PathLike[str]) -> Path:
 
 
 class _Save:
-    """Steps of one save on one rank, and the data that they share; only rank 0 creates folders and files."""
+    """Steps of one save on one rank, and the data that the steps share; only rank 0 creates folders and files."""
 
     def __init__(
         self,
@@ -155,8 +155,8 @@ class _Save:
     def finish(
         self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
     ) -> None:
-        """Complete the save on rank 0: write index, extras and checksums, check all files, publish
-        the folder. `written` has each rank's result of `write`; `stamp` identifies the extras.
+        """Complete the save on rank 0: write index, extras and checksums, check all files, publish the folder.
+        `written` has each rank's result of `write`; the text `stamp` identifies the extras, for the id of the save.
         """
         if self.mesh.rank != 0:
             return
@@ -274,4 +274,4 @@ def _check_files(path: Path, layout: Layout) -> None:
     if found != layout.slots:
         wrong = sorted(key for key, _ in found.items() ^ layout.slots.items())
         problem = f"found {len(found)} tensors, expected {len(layout.slots)}: {wrong[:5]}"
-        raise WeightsError(str(path), "", problem, "write_extras must not write weight files")
+        raise WeightsError(str(path), "", problem, "let write_extras write no weight files")

@@ -64,7 +64,7 @@ def _problem(check: Callable[[Any], str], value: Any) -> str:
     except WeightsError as error:
         return error.problem
     except RecursionError:
-        return "nested too deep"
+        return "values are nested too deep"
 
 
 def _check_together(place: str, state: Mapping[str, Any]) -> None:
@@ -145,8 +145,8 @@ CHECKS: dict[str, Callable[[Any], str]] = {
 
 
 def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
-    """Return the values of a field on all ranks as JSON: one value if all are equal, else {"$by_dp": [one value per
-    dp rank]}.
+    """Return a field's value on all ranks as JSON: the value itself if all ranks have the same, else {"$by_dp": [one
+    value per dp rank]}.
 
     Args:
         name: name of the field.
@@ -171,8 +171,8 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
 
 
 def of_dp_ranks(state: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the values of field `name` of a training `state`, one per dp rank of the saved mesh; for
-    the field "extra" a single one if all ranks had the same.
+    """Return the values of field `name` of a training `state`, one per dp rank of the saved mesh. The field "extra"
+    has a single value if all ranks had the same.
     """
     kept = state[name]
     if isinstance(kept, dict) and BY_DP in kept:
