@@ -219,10 +219,10 @@ class Directive:
         """Return the reason why the directive cannot be written as JSON (it holds a live callable or module), or ''."""
         for name, value in self.arguments().items():
             if name == "subgraph" and not isinstance(value, str):
-                live = "names nodes of a live graph; only a regex over module names can be written"
+                live = "holds nodes of a graph in memory, but JSON only a regex over module names"
                 return f"{name} {live}"
             if callable(value) or isinstance(value, nn.Module):
-                return f"{name}={value!r} is a live object, not data"
+                return f"{name}={value!r} is a Python object, which JSON cannot hold"
         return ""
 
     def arguments(self) -> dict[str, Any]:

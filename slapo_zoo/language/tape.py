@@ -285,7 +285,7 @@ class Tape(TorchDispatchMode):
         return torch.stack(terms).sum() if terms else None
 
     def on_close(self, undo: Callable[[], Any]) -> None:
-        """Call `undo` when the tape is closed, the last one first."""
+        """Register `undo` to be called by `close`; of several the last one is called first."""
         self._ends.append(undo)
 
     def close(self) -> None:

@@ -136,5 +136,5 @@ def test_publish_to_folder_refuses_options_of_a_hub_repository(tmp_path):
 def test_publish_card_refuses_schedule_with_python_hook(tmp_path):
     sch = slapo_zoo.create_schedule(tower())
     sch["up"].hook("fwd_pre", print)
-    with pytest.raises(CardError, match="live object"):
+    with pytest.raises(CardError, match="a Python object, which JSON"):
         slapo_zoo.publish_card(sch, tmp_path / "card")

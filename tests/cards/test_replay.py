@@ -104,7 +104,7 @@ def test_schedule_with_live_objects_cannot_be_published():
     model = transformers.GPT2LMHeadModel(config)
     sch = Schedule(model, Mesh())
     sch["transformer"].hook("fwd_pre", print)
-    with pytest.raises(CardError, match="live object"):
+    with pytest.raises(CardError, match="a Python object, which JSON"):
         make_program(sch, config, type(model))
 
 

@@ -185,11 +185,11 @@ ERRORS = {
     "unit": ("layers.0.attention.query", "shard", ("weight", 0), {"unit": 8}, "layers.0.attention.query", "1 units of 8 cannot be sharded over tp=2", "legal sizes of tp: [1]"),
     "mode": ("head", "sync", ("fwd", "all_reduce"), {}, "head", "found mode 'fwd', expected one of ('fwd_pre', 'fwd_post', 'bwd_post')", "fwd_post: outputs"),
     "op": ("head", "sync", ("fwd_post", "all_to_some"), {}, "head", "no sync op 'all_to_some'", "'all_gather', 'all_reduce'"),
-    "mode of op": ("head", "sync", ("fwd_pre", "all_reduce"), {}, "head", "'all_reduce' has no meaning as 'fwd_pre'", "use one of ('fwd_post', 'bwd_post')"),
+    "mode of op": ("head", "sync", ("fwd_pre", "all_reduce"), {}, "head", "'all_reduce' cannot run in mode 'fwd_pre'", "its modes are ('fwd_post', 'bwd_post')"),
     "logits": ("head", "sync", ("fwd_post", "vocab_logits"), {}, "head", "the module's weight is not sharded", 'shard("weight", 0, pad=True) first'),
     "kernel": ("head", "replace", ("fast_linear",), {}, "head", "no kernel 'fast_linear'", "registered: ["),
     "refusal": ("head", "replace", ("picky_kernel_of_tests",), {}, "head", "it has 3 legs", "select only modules"),
-    "root": ("", "replace", (nn.Linear(1, 1),), {}, "(the model)", "the root cannot be replaced", "build a schedule on the new one"),
+    "root": ("", "replace", (nn.Linear(1, 1),), {}, "(the model)", "the root of the model cannot be replaced", "create a schedule of the new model instead"),
     "attribute": ("layers.0.attention", "shard_attribute", ("n_heads",), {}, "layers.0.attention", "'n_heads'", "__init__ sets"),
     "heads": ("layers.0.attention", "core_attention", (1,), {}, "layers.0.attention", "cannot be sharded over tp=2", "legal sizes of tp: "),
     "cut": ("", "cut_pipeline_stage", (), {}, "(the model)", "the whole model cannot be cut", "name one of its blocks"),
@@ -317,7 +317,7 @@ def test_to_json_refuses_live_python_objects():
             sch.to_json()
         assert caught.value.where == "head"
         assert why in caught.value.problem
-        assert "is a live object, not data" in caught.value.problem
+        assert "is a Python object, which JSON cannot hold" in caught.value.problem
         assert "registered name" in caught.value.hint
     assert calls == [1]
 

@@ -129,8 +129,8 @@ def _function_name(target: Any) -> Any:
 
 
 def _flat(name: Any, args: tuple) -> tuple:
-    """Unpack a tuple of sizes among the arguments of the operation `name`, so that `x.permute((0,
-    2, 1))` has the arguments of `x.permute(0, 2, 1)`.
+    """Unpack sizes that are passed to the operation `name` as one tuple, so that `x.permute((0, 2, 1))` has the
+    arguments of `x.permute(0, 2, 1)`.
     """
     if name in ("permute", "view", "reshape", "expand") and len(args) == 2:
         return (args[0], *args[1]) if isinstance(args[1], (tuple, list)) else args

@@ -55,7 +55,7 @@ def capture(model: Any, path: str) -> tuple[tuple, dict[str, Any]]:
         raise _no_example(path, problem) from error
     finally:
         handle.remove()
-    raise _no_example(path, "the example call of the model does not reach it")
+    raise _no_example(path, "the example call of the model does not call this module")
 
 
 def unknown_call(module: nn.Module) -> tuple[tuple, dict[str, Any]]:
@@ -78,7 +78,7 @@ def _is_known(model: Any) -> bool:
 def _from_trace(model: Any, path: str, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     calls = calls_of(model, inputs, (path,))
     if path not in calls:
-        raise _no_example(path, "the example call of the model does not reach it")
+        raise _no_example(path, "the example call of the model does not call this module")
     return calls[path]
 
 
@@ -90,7 +90,7 @@ def tiny_batch(model: Any, path: str = "") -> dict[str, Any]:
         path: path of the module that is traced, for errors.
     """
     if not _is_known(model):
-        problem = f"{type(model).__name__} is no text or image model of transformers"
+        problem = f"example inputs are made for text and image models of transformers, found {type(model).__name__}"
         raise _no_example(path, problem)
     batch: dict[str, Any] = example_batch(model, ROWS, TOKENS)
     if "attention_mask" in batch:

@@ -54,7 +54,7 @@ def expect_no_others(others: dict[str, Any], where: str) -> None:
     """
     unknown = sorted(name for name, value in others.items() if value is not None)
     if unknown:
-        problem = f"this call has {unknown}, which the trace has not seen"
+        problem = f"this call has the keyword arguments {unknown}, the example call had not"
         raise ScheduleError(where, "trace", problem, "trace with example_inputs that have them")
 
 

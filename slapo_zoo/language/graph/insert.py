@@ -27,8 +27,8 @@ class Function(nn.Module):
 def arguments(
     new: Any, inputs: dict[str, Any], path: str, constants: Mapping[str, Any] | None = None
 ) -> tuple[tuple, dict[str, Any]]:
-    """Return (args, kwargs) with which a graph calls `new`: by name if the names of `inputs` are parameters of
-    `new` and include all required ones, else by position.
+    """Return (args, kwargs) with which a graph calls `new`: by name if all names in `inputs` are parameters of `new`
+    and include the required ones, else by position.
 
     Args:
         new: function or module that replaces a subgraph.
@@ -121,8 +121,8 @@ def carry_parameters(
 
 
 def operand(graph: fx.Graph, value: Any) -> Any:
-    """Return `value`, which a pattern argument matched, as an input for new nodes of `graph`: a ModuleTensor becomes a
-    new `get_attr` node; a node or constant is returned as it is.
+    """Return `value`, which a pattern argument matched, as an input for new nodes of `graph`: a new `get_attr` node
+    for a ModuleTensor, else `value` itself.
     """
     if isinstance(value, ModuleTensor):
         return graph.get_attr(f"{value.target}.{value.name}")

@@ -12,8 +12,7 @@ LEAF_CLASSES = {"Conv1D"}  # the linear layer of GPT-2
 
 
 def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, str], bool]:
-    """Return a function (module, path below the traced root) --> True if the module stays a single
-    node.
+    """Return a function (module, path below the traced root) --> True if the module stays a single node.
 
     Args:
         leaves: leaves chosen by the user, as paths, class names, classes or predicates.

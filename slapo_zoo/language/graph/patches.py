@@ -106,7 +106,7 @@ def _cuda_devices(module: nn.Module) -> list[int]:
 
 
 def set_mode(module: nn.Module, training: bool) -> None:
-    """Set the mode `training` in each submodule that has the root's mode; a submodule frozen in eval stays so."""
+    """Call `.train(training)` on `module` for it and each submodule in the same mode; one that the user put in eval stays."""
     before = module.training
     for m in module.modules():
         if m.training == before:

@@ -165,7 +165,7 @@ def check_hooks(nodes: Iterable[fx.Node], owner: nn.Module, path: str) -> None:
     for node in nodes:
         module = called(owner, node)
         if module is not None and (module._forward_hooks or module._forward_pre_hooks):
-            problem = "the module has hooks (of sync or hook), which a replacement would drop"
+            problem = "the module has hooks (from sync() or hook()), which a replacement would drop"
             hint = "replace first, and put the hooks on the new module"
             raise ScheduleError(join(path, str(node.target)), "replace", problem, hint)
 

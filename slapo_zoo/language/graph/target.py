@@ -80,5 +80,5 @@ def _check_alive(site: Site, directive: Directive, subgraph: Subgraph) -> None:
         raise directive.fail(site, problem, "find() again: an earlier directive has replaced them")
     inside = not site.path or subgraph.path == site.path
     if not (inside or subgraph.path.startswith(site.path + ".")):
-        problem = f"the subgraph lies in {subgraph.path!r}"
+        problem = f"the subgraph was found in {subgraph.path!r}, which is not below this module"
         raise directive.fail(site, problem, f"use sch[{subgraph.path!r}]")

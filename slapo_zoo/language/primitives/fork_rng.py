@@ -56,14 +56,13 @@ class ForkRng(Directive):
 
     def check(self, site: Site) -> None:
         if self.after and (self.axis != -1 or self._after_path(site) not in site.state.modules):
-            problem = (
-                f"after={self.after!r}, axis={self.axis}: `after` must name a child, axis be -1"
-            )
-            hint = "name a child of this module, or a sibling of the Dropout, and axis=-1"
+            expected = "the name of a child (or, at a Dropout, of a sibling) with axis=-1"
+            problem = f"found after={self.after!r} with axis={self.axis}, expected {expected}"
+            hint = "correct the name in after=, and pass axis=-1"
             raise self.fail(site, problem, hint)
         if self.axis and self.size < site.mesh.size("tp") and (self.size or not self.after):
             problem = f"an axis of size {self.size} cannot be sharded over tp={site.mesh.tp}"
-            raise self.fail(site, problem, "give the global size of the sharded axis")
+            raise self.fail(site, problem, "pass size=, the unsharded size of that axis")
         if not self.rows and (not isinstance(site.module, nn.Dropout) or self.axis or self.tokens):
             problem = "rows=False fits only an nn.Dropout, without axis= and tokens="
             hint = "select a Dropout with equal inputs on all ranks, and pass rows=False alone"

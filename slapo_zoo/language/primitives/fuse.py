@@ -63,7 +63,7 @@ class Fuse(Directive):
         if self.subgraph is not None:
             return resolve(site, self, self.subgraph)
         if self.compiler != "kernel" or self.name not in FUSED_KERNELS:
-            raise self.fail(site, "subgraph is missing", "pass what find() returned")
+            raise self.fail(site, "found no argument subgraph=", "pass what find() returned")
         return resolve(site, self, FUSED_KERNELS[self.name].pattern)
 
     def apply(self, site: Site) -> None:

@@ -108,7 +108,7 @@ def _adapt(cls: Any) -> type[Directive]:
             return self.given
 
         def local(self) -> str:
-            return f"{self.name} was registered in this process"
+            return f"{self.name} is a primitive that this program registered, and others lack it"
 
         def apply(self, site: Site) -> None:
             cls.apply(SiteView(site), *self.args, **self.kwargs)

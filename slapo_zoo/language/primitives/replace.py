@@ -65,18 +65,18 @@ class Replace(Directive):
             self._check_module(site)
         elif isinstance(self.new, str) and self.new not in FUSED_KERNELS:
             hint = f"registered for subgraphs: {sorted(FUSED_KERNELS)}"
-            raise self.fail(site, f"no kernel {self.new!r}", hint)
+            raise self.fail(site, f"no kernel {self.new!r} for subgraphs", hint)
         else:
             self._check_subgraphs(site, resolve(site, self, self.subgraph))
 
     def _check_module(self, site: Site) -> None:
         if callable(self.new):
             if not isinstance(self.new, nn.Module):
-                hint = "pass a module, or a subgraph that the function replaces"
+                hint = "pass an nn.Module, or subgraph= (of find()) that the function replaces"
                 raise self.fail(site, f"{self.new!r} is a function, not a module", hint)
             if not site.path:
-                hint = "build a schedule on the new one"
-                raise self.fail(site, "the root cannot be replaced", hint)
+                hint = "create a schedule of the new model instead"
+                raise self.fail(site, "the root of the model cannot be replaced", hint)
             return
         if self.new not in KERNELS and self.new not in load_kernels():
             raise self.fail(site, f"no kernel {self.new!r}", f"registered: {sorted(KERNELS)}")
@@ -92,7 +92,7 @@ class Replace(Directive):
             arguments(self._function(), found[0].inputs, found[0].path, constants)
 
     def _one_node(self, found: list[Subgraph]) -> bool:
-        """Return whether `found` is one node, named by (path, node) or a regex; `new` then gets that node's
+        """Return whether `found` is a single node, named by (path, node) or a regex; then `new` gets that node's
         arguments.
         """
         named = is_node(self.subgraph) or isinstance(self.subgraph, str)

@@ -14,5 +14,5 @@ class Seen:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return self._values[name] if name in self._values else getattr(self._module, name)

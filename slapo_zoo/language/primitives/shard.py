@@ -107,7 +107,7 @@ class Shard(Directive):
 
     @property
     def placement(self) -> Placement:
-        """Return the placement (axis, mesh dim, units) that this directive gives the tensor."""
+        """Return the Placement of the tensor under this directive: which indices of which axis each rank holds."""
         return Placement(
             self.axis,
             self.mesh_dim,

@@ -62,7 +62,7 @@ class ShardAttribute(Directive):
         return self.attribute.removeprefix(OF_CONFIG)
 
     def _holder(self, site: Site) -> Any:
-        """Return the object that has the attribute: the module, or its config; None when the module has no config."""
+        """Return the object that has the attribute: the module or its config; None if the module has no config."""
         of_config = self.attribute.startswith(OF_CONFIG)
         return getattr(site.module, "config", None) if of_config else site.module
 

@@ -140,10 +140,10 @@ class Sync(Directive):
     def _check_op(self, site: Site, op: str) -> None:
         modes, _ = SYNC_OPS[op]
         if self.mode not in modes:
-            problem = f"{op!r} has no meaning as {self.mode!r}"
-            hint = f"use one of {modes}"
+            problem = f"{op!r} cannot run in mode {self.mode!r}"
+            hint = f"its modes are {modes}"
             if "->" in op:  # a gradient must keep the shape of its input
-                hint += f"; the backward of fwd_pre {'->'.join(op.split('->')[::-1])!r} is this"
+                hint += f"; fwd_pre {'->'.join(op.split('->')[::-1])!r} does this in its backward"
             raise self.fail(site, problem, hint)
         if op in OF_COLUMNS and site.placed("weight") is None:
             raise self.fail(
@@ -163,7 +163,7 @@ class Sync(Directive):
             problem = f"the module has no sharded parameter: the sum is {times} times its output"
             raise self.fail(site, problem, 'shard("weight", ...) along its inputs first')
         if kind == "partial" and op not in SUMS:
-            hint = f"use one of {SUMS}; another op may follow"
+            hint = f"use one of {SUMS}; a second sync() may follow with another collective"
             raise self.fail(site, "each rank holds a partial sum of the output", hint)
         if kind == "divided" and (op in SUMS or op.startswith("RR->")):
             hint = 'use all_gather, or a reshard of sharded columns (RS), e.g. "RS->RR"'

@@ -37,7 +37,7 @@ class SyncRMSNorm(Directive):
             hint = "pass eps=, the name of the attribute that its forward adds to the mean"
             raise self.fail(site, f"found no attribute {self.eps!r} that is a float", hint)
         if "forward" in vars(site.module):
-            hint = "put this directive before that one"
+            hint = "move this directive before the one that replaced the forward"
             raise self.fail(site, "an earlier directive replaced the forward", hint)
 
     def apply(self, site: Site) -> None:

@@ -24,7 +24,7 @@ class Traces(Directive):
         raise NotImplementedError
 
     def local(self) -> str:
-        return "example_inputs are tensors, not data" if self.example_inputs is not None else ""
+        return "example_inputs holds tensors, not JSON" if self.example_inputs is not None else ""
 
     def check(self, site: Site) -> None:
         _traced[site.module] = self.trace(site)
@@ -78,7 +78,7 @@ class Trace(Traces):
 
     def local(self) -> str:
         live = [leaf for leaf in self.leaves if not isinstance(leaf, str)]
-        return super().local() or (f"leaves hold {live}, not names" if live else "")
+        return super().local() or (f"leaves holds {live}, expected names only" if live else "")
 
     def trace(self, site: Site) -> dict[str, Any]:
         args, kwargs = self.example(site)

@@ -35,7 +35,7 @@ class VocabBias(Directive):
             hint = f"shard({self.param_name!r}, 0, pad=True) first"
             raise self.fail(site, f"the parameter {self.param_name} is not sharded", hint)
         if "forward" in vars(site.module):
-            hint = "put this directive before that one"
+            hint = "move this directive before the one that replaced the forward"
             raise self.fail(site, "an earlier directive replaced the forward", hint)
 
     def apply(self, site: Site) -> None:

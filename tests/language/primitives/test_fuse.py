@@ -33,7 +33,7 @@ def test_fuse_without_compiler_groups_bias_gelu_into_a_module():
     sch = scheduled_bias_gelu(compiler=None, name="BiasGelu")
     assert "BiasGelu_0" in dict(sch[f"{LAYER}.intermediate"].mod.named_children())
     assert_same_step(sch.model, tiny_model("bert"))
-    with pytest.raises(ScheduleError, match="names nodes of a live graph"):
+    with pytest.raises(ScheduleError, match="holds nodes of a graph in memory"):
         sch.to_json()
 
 
@@ -187,7 +187,7 @@ def test_invalid_fuse_and_subgraph_replace_raise():
         layer.fuse(bias_gelu)
     with pytest.raises(ScheduleError, match="found compiler 'tvm'"):
         layer.fuse("dense", compiler="tvm")
-    with pytest.raises(ScheduleError, match="subgraph is missing"):
+    with pytest.raises(ScheduleError, match="found no argument subgraph="):
         layer.fuse()
     with pytest.raises(ScheduleError, match="no kernel computes"):
         layer.fuse("dense", compiler="kernel")
