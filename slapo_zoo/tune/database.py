@@ -90,7 +90,7 @@ class Scope:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     def key(self, point: Mapping[str, Any], steps: int | None = None) -> str:
-        """Return the database key of a configuration `point` ({knob: value}), measured over `steps` training steps."""
+        """Return the database key of a configuration `point` ({option: value}), measured over `steps` training steps."""
         versions = ",".join(f"{name}={self.versions[name]}" for name in sorted(self.versions))
         setting = ",".join(f"{name}={self.setting[name]}" for name in sorted(self.setting))
         at = Space.cfg_dict_to_str(dict(sorted(point.items())))

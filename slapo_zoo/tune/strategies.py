@@ -275,8 +275,8 @@ def best_of(known: Known) -> int | None:
 
 
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
-    """Return one of the unmeasured configurations `left` that needs less memory than all failed
-    ones in `known` (number --> outcome); None if `left` is empty.
+    """Return a configuration of `left` (numbers not measured yet) that needs less memory than all those that failed
+    in `known` (number --> outcome); None if `left` is empty.
 
     The configuration lies half-way between the failed ones and the one that needs least memory. After three failures
     it is the one that needs least.

@@ -92,8 +92,8 @@ def default_symbols(model: str) -> dict[str, list[Any]]:
 
 
 def forecasts(job: Job, grid: Grid) -> tuple[list[float], dict[int, str]]:
-    """Return the planner's forecasts for the model of `job`: ([rows per second of each configuration of the grid],
-    {number of a configuration: why it cannot run}).
+    """Return ([rows per second that the planner forecasts for each configuration of the grid], {number of a
+    configuration: why it cannot run}) for the model of `job`.
     """
     hardware = HARDWARE["cpu" if job.device == "cpu" else "a100"]
     hardware = replace(hardware, memory=job.memory or hardware.memory)

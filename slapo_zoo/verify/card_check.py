@@ -58,8 +58,8 @@ def request_for(
     program: Program, config: Any, sizes: tuple[int, int, int], knobs: Mapping[str, Any],
     quick: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
-    """Build the JSON request to verify a card's schedule on a mesh of `sizes` (tp, pp, dp) in
-    another process; `quick` takes a small model, `knobs` are pipeline_order and stages_per_rank.
+    """Build the JSON request with which another process verifies a card's schedule on a mesh of `sizes` (tp, pp, dp).
+    `quick` takes a small model; `knobs` are pipeline_order and stages_per_rank.
     """
     return {
         "config": config.to_dict(), "cls": program.model_class, "mesh": sizes, "quick": quick,

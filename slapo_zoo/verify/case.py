@@ -134,8 +134,8 @@ class Trial:
         return Trial(self.case, (1, 1, 1), uncut(self.schedule), {}, whole)
 
     def predicted_collectives(self) -> dict[str, int] | None:
-        """Return {kind: number of tp collectives of one tp rank in a step, over all stages}; None for tp = 1 or
-        recomputation.
+        """Return {kind: number of tp collectives that a tp rank runs in a step, over all stages}. Return None if tp
+        is 1, or if activations are recomputed.
         """
         outline = self.outline()
         if outline.state.checkpointed or self.sizes[0] == 1:

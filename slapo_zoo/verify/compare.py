@@ -28,9 +28,9 @@ CHECKS: dict[str, str] = {
 
 @dataclass
 class Result:
-    """Result of one run of a model; its tensors are unsharded and have their HuggingFace names. `uncached`: outputs
-    without KV cache; `norm`: that of all gradients; `events`: tensors recorded at modules; `tied`: another name -->
-    first name.
+    """Result of one run of a model; tensors are unsharded and have HuggingFace names. `uncached`: outputs without KV
+    cache; `norm`: 2-norm of all gradients; `events`: tensors recorded at modules; `tied`: name of a tied parameter -->
+    the name under which the result has it.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -210,11 +210,11 @@ class Tolerance:
 
 
 class FixedTolerance(Tolerance):
-    """Allowed error of a model that runs in the dtype of its truth: a fixed share of the largest value.
+    """Allowed error of a scheduled model that runs in the same dtype as the plain one: a fixed share of the largest value.
 
     Args:
-        truth: the run of the plain model.
-        relative: the share.
+        truth: the run of the plain model, to which the scheduled model is compared.
+        relative: the share, e.g. 1e-3.
     """
 
     def __init__(self, truth: Result, relative: float):

@@ -88,8 +88,8 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
         try:
             case = tiny_case(given, cls, Path(scratch), small, rows=2 * dp * max(2, pp))
         except Exception as error:
-            said = (str(error).strip() or "no words").splitlines()[0]
-            problem = f"plain transformers cannot train a tiny model of this family:  {type(error).__name__}: {said}"
+            said = (str(error).strip() or "no message").splitlines()[0]
+            problem = f"plain transformers cannot train a tiny model of this family: {type(error).__name__}: {said}"
             hint = "write a table for it (docs/adding_an_architecture.md), or use tp=1, pp=1"
             raise refusal(config, problem, hint) from error
         search = Search(config, case, sizes, knobs)
@@ -120,7 +120,9 @@ class Search:
             problem = self._probe(make, self.sizes)
             if not problem:
                 return self._found(make)
-        raise refusal(self.config, f"no table is right here: {problem}", "use another layout")
+        problem = f"no table of sharding rules that was tried is right; the last one: {problem}"
+        hint = "use other sizes of tp, pp and cp, or write a table (docs/adding_an_architecture.md)"
+        raise refusal(self.config, problem, hint)
 
     def _attempts(self) -> Iterator[Make]:
         """Yield functions that make a table of sharding rules, first the one that shards most, last the one that shards
@@ -140,7 +142,9 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return the stacks of blocks (encoder, decoder) if a model has several, of which a pipeline may cut one; else []."""
+        """Return the stacks of blocks (encoder, decoder) of which a pipeline may cut one, if the model has several;
+        else [].
+        """
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
@@ -159,8 +163,8 @@ class Search:
         return [*plan, *structural, self._gathered]
 
     def _has_plan(self) -> bool:
-        """Return whether a table of sharding rules can be made from the tp plan of `transformers`: there is one, and
-        it covers the modules and the dropout of this config. With tp = 1 the table must also be right with tp = 2.
+        """Return whether a table can be made from the tp plan of `transformers`: the plan exists, and covers the
+        modules and the dropout of this config. If tp is 1, that table must also be right with tp = 2.
         """
         if not plan_of(self.case.config):
             return False
@@ -230,7 +234,7 @@ class Search:
         share = divided_share(frozen, model)
         if self.sizes[0] > 1 and not share:
             reason = next((r for r in self.left_whole.values() if r), "no module is known")
-            raise refusal(self.config, f"nothing can be sharded over tp: {reason}", "use pp or dp")
+            raise refusal(self.config, f"nothing can be sharded over tp: {reason}", "use tp=1")
         took = round(time.perf_counter() - self.begin, 2)
         shapes = shapes_per_rank(table, frozen, model, self.sizes[0])
         return Proof(frozen, self.left_whole, self.sizes, table, shapes, round(share, 3), took)

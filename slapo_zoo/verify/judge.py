@@ -165,7 +165,7 @@ def _turned(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Load this rank's part of the scheduled model, with the config fields `changes`; a collective call."""
+    """Load this rank's part of a trial's scheduled model, with the config fields `changes`; a collective call."""
     tp, pp, dp = trial.sizes
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=trial.case.seed, auto_class=trial.case.cls, schedule=trial.schedule,
@@ -204,7 +204,7 @@ def scheduled(
 
 
 def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankResult:
-    """Run a training step of this rank with dropout; all ranks call it together.
+    """Run a training step of a trial on this rank, with dropout; all ranks call it together.
 
     `shake` is the seed of the rounding noise that `shaken` adds to the parameters; None adds none.
     """
@@ -280,7 +280,7 @@ def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
 
 
 def on_mesh(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> list[RankResult]:
-    """Call `run(trial, *arguments)` on every rank and return all results.
+    """Call `run(trial, *arguments)` on every rank; return all results. A trial is a test case, a schedule and a mesh.
 
     The ranks are those of the process group; if there is none, threads of this process.
     """

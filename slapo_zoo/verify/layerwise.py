@@ -102,8 +102,8 @@ def few_layers(config: Any, start: int) -> Any:
 
 
 def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
-    """Yield the first layer number of each group of LAYERS_AT_ONCE layers that differs from all groups before it
-    in its config or in its directives (those of `outline`, renumbered by `numbers`).
+    """Yield the first layer number of each group of LAYERS_AT_ONCE layers that differs from all earlier groups, in
+    its config or in its directives (those of `outline`, renumbered by `numbers`).
     """
     counts = layer_fields(config).values()
     if not counts:

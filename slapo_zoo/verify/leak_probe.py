@@ -86,8 +86,8 @@ def find_positions(case: Case, table: Table, tp: int = 1, way: str = WAYS[0]) ->
 
 
 def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
-    """Run a trial on `rows` with tokens sharded over cp = 2; return (number of passed checks, first
-    difference from `plain` or ""), where `plain` holds the results of the plain model.
+    """Run a trial (a schedule on a mesh) on `rows` with cp = 2; return (number of passed checks, first difference from
+    `plain` or ""), where `plain` holds the results of the plain model.
     """
     try:
         ranks = on_mesh(_run_sharded, trial, rows, plain.logits)[:: trial.sizes[0]]
@@ -102,9 +102,7 @@ def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
 
 
 def _candidates(case: Case) -> list[str]:
-    """Return the values of `Table.cut_tokens` (ways to find positions) that the modules and arguments of
-    a class allow.
-    """
+    """Return the values of `Table.cut_tokens` (ways to find positions) that the modules and arguments of a class allow."""
     with torch.device("meta"):
         modules = dict(case.cls(copy.deepcopy(case.config)).named_modules())
     if any(hasattr(module, "compute_bias") for module in modules.values()):
@@ -188,8 +186,8 @@ def _plain(case: Case, rows: Rows) -> Seen:
 
 
 def _run_sharded(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
-    """Run the model on this cp rank and return the results: a forward on the perturbed rows,
-    and training steps if the logits of all cp ranks equal `plain`, those of the plain model.
+    """Run the model on this cp rank: a forward on the perturbed rows and, if the logits of all cp ranks equal `plain`
+    (those of the plain model), training steps. Return the results.
     """
     model = load(trial, trial.case.changes(), trial.case.dtype)
     silence(model)
@@ -255,7 +253,8 @@ def _equal(found: Tensor, want: Tensor) -> bool:
 
 
 def reached(logits: Tensor) -> Tensor:
-    """Return [changes, S]: 1 where a changed token alters the logits of a position, -1 where not, 0 if rounding hides it.
+    """Return [changes, S]: 1 where a changed token alters the logits of a position, -1 where not, 0 if rounding hides
+    it.
 
     `logits` [1 + changes, S, ..] are those of a row, then of its copies with one changed token each.
     """

@@ -50,8 +50,8 @@ class Report:
         cls: type, mesh: Mesh, found: Comparison, divergence: Divergence | None, schedule: Any,
         error: str | None, seed: int, seconds: float = 0.0,
     ) -> "Report":  # fmt: skip
-        """Make the report of a comparison `found`; `schedule` has the directives to blame (None if it could not be
-        made), `divergence` is the first module that differs, `error` an exception's text, `seconds` the wall time.
+        """Make the report of a comparison `found`. `divergence` is the first module that differs, `schedule` has the
+        directives to blame (None if it could not be made), `error` is an exception's text, `seconds` the wall time.
         """
         suspects = divergence.suspects if divergence and schedule else ()
         directives = directives_at(schedule, suspects)

@@ -70,7 +70,7 @@ def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
             return tiny_case(config, cls, folder, small)
         except Exception as error:
             said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise refusal(f"plain transformers does not train it made tiny: {said}") from error
+            raise refusal(f"plain transformers cannot train a tiny model of it: {said}") from error
 
 
 def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:

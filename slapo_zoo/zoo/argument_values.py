@@ -23,8 +23,8 @@ from slapo_zoo.zoo.table import families, table_for
 
 
 def make_mesh(**sizes: int | None) -> Mesh:
-    """Return the mesh of this process, in the process group of its launcher (torchrun, srun); MeshError if the sizes
-    do not match.
+    """Return the mesh of this process in the process group of its launcher (torchrun, srun). Raises MeshError if the
+    sizes do not match the number of processes.
 
     Args:
         **sizes: size of each mesh dim by name; None means the number of processes divided by the product of the
@@ -168,7 +168,7 @@ def _without_quantization(folder: Path, config: Any) -> Any:
 
 
 def config_of(name: str) -> tuple[Any, str | None]:
-    """Return (config, head class to use or None) of a folder, Hub id or family; that of a family has default sizes."""
+    """Return (config, head class or None) of a folder, Hub id or family; a family's config has its default sizes."""
     from transformers import CONFIG_MAPPING
 
     hf.register_models()
@@ -237,8 +237,8 @@ OF_FAMILIES = HEADS[:3]  # heads for a bare family name; published cards are for
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
-    """Return the name of the auto class to load: `head` if given; else None if the config itself names a class;
-    else "AutoModelFor" + the first of `heads` that has a class with a loss for the config; None if none has.
+    """Return the name of the auto class to load, or None if the config names a class itself. `head` has precedence;
+    else it is "AutoModelFor" + the first of `heads` that has a class with a loss for the config, or None.
     """
     import transformers
 

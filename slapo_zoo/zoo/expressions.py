@@ -49,7 +49,7 @@ def parse_comparison(text: str) -> ast.Compare:
     """Parse a comparison of two formulas into a tree; ScheduleError for anything else."""
     node = _tree(text)
     if not isinstance(node, ast.Compare) or len(node.ops) > 1 or type(node.ops[0]) not in _COMPARISONS:  # fmt: skip
-        raise _refused(text, "found no comparison")
+        raise _refused(text, "found no comparison such as `heads % tp == 0`")
     for side in (node.left, *node.comparators):
         _check(side, text)
     return node
@@ -76,9 +76,9 @@ def _tree(text: str) -> ast.expr:
     if not isinstance(text, str) or len(text) > MAX_TEXT:
         raise _refused(text, f"expected a text of at most {MAX_TEXT} characters")
     if not _TEXT.fullmatch(text) or _NO_NUMBER.search(text):
-        raise _refused(text, "found characters that are no arithmetic")
+        raise _refused(text, "found a character that arithmetic does not use")
     if text.count("(") > MAX_PARENTHESES:
-        raise _refused(text, f"more than {MAX_PARENTHESES} parentheses")
+        raise _refused(text, f"found more than {MAX_PARENTHESES} parentheses")
     try:
         return ast.parse(text.strip(), mode="eval").body
     except SyntaxError as error:
@@ -92,7 +92,7 @@ def _check(node: ast.expr, text: str) -> None:
         _check(node.right, text)
     elif isinstance(node, ast.Constant):
         if type(node.value) is not int or node.value > MAX_NUMBER:
-            raise _refused(text, "a number beyond 2**53")
+            raise _refused(text, f"found {node.value!r:.20}, expected an integer up to 2**53")
     elif not isinstance(node, ast.Name):
         raise _refused(text, f"found {ast.unparse(node)!r:.80}, expected a number or a name")
 
@@ -116,7 +116,7 @@ def _value(node: ast.expr, text: str, numbers: Mapping[str, int]) -> int:
         problem = f"a division by 0: {ast.unparse(node.right)} is 0"
         raise ScheduleError("arithmetic", repr(text), problem, hint) from None
     if abs(value) > MAX_NUMBER:
-        raise ScheduleError("arithmetic", repr(text), "a number beyond 2**53", hint)
+        raise ScheduleError("arithmetic", repr(text), "the result is beyond 2**53", hint)
     return value
 
 

@@ -63,7 +63,7 @@ MEANINGS = {
 
 
 def features() -> dict[str, dict[str, bool]]:
-    """Return {model_type: {feature: whether its table of sharding rules has it}} for all families."""
+    """Return {model_type: {feature: True if the family's table of sharding rules has it}}."""
     tables = {name: table_for(name) for name in families()}
     return {
         name: {feature: has(table) for feature, has in FEATURES.items()}

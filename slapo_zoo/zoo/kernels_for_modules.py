@@ -165,10 +165,9 @@ def _size(config: Any, kernel: Kernel) -> int:
 
 
 def _outermost(sch: Schedule, choices: Sequence[Choice]) -> list[Choice]:
-    """Return `choices` in which a kernel is rejected if all of its modules lie inside modules that another
-    accepted kernel replaces.
+    """Return `choices`, with a kernel rejected if all its modules lie inside modules that another accepted kernel replaces.
 
-    Modules inside a replaced one may not run at all.
+    A replaced module may not call its submodules, so a kernel inside it might never run.
     """
     hiding = [c for c in choices if c.accepted and not load_kernels()[c.kernel].runs_inside]
     served = {path: c for c in hiding for path in sch[c.pattern].paths}

@@ -98,8 +98,8 @@ def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) ->
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
-    """Return the rule of an attribute that counts query heads per KV head; its value changes only if tp
-    exceeds the KV heads. `kv_heads` is the name of the number of KV heads.
+    """Return the rule of the attribute that counts query heads per KV head; tp shrinks it only if tp exceeds the number
+    of KV heads, since ranks then share a KV head. `kv_heads` is the config field with that number.
     """
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 

@@ -50,7 +50,7 @@ class Survey:
 
 
 def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
-    """Return shapes, parameters and collectives of every rank of the outline's mesh.
+    """Return shapes, parameters and collectives of every rank of a mesh for a scheduled model on meta, `outline`.
 
     Args:
         outline: outline of any rank.

@@ -63,7 +63,9 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return the bounds for a config with the fields `own`: unchanged if `ranks` is 0, else adapted to its heads and layers."""
+        """Return the bounds adapted to the heads and layers of a config with the fields `own`; unchanged if `ranks`
+        is 0.
+        """
         if not self.ranks:
             return self
         heads = _counts(own, _heads)
@@ -185,7 +187,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
 
 
 def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set fields of a shrunken config that are no sizes (token ids); `own`: the original's fields, `sizes`: bounds."""
+    """Set fields of a shrunken config that are not sizes (token ids); `own`: original fields, `sizes`: bounds."""
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
     if own.get("num_kv_shared_layers"):
@@ -218,7 +220,7 @@ def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
 
 
 def _repair(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set fields of a shrunken config that follow from others; `own`: fields of the original, `sizes`: upper bounds."""
+    """Set fields of a shrunken config that follow from others; `own`: original fields, `sizes`: upper bounds."""
     now = {name: value for name, value in vars(config).items() if type(value) is int}
     rope, rest = now.get("qk_rope_head_dim"), now.get("qk_nope_head_dim")
     width = now.get("mamba_expand", now.get("expand", 0)) * now.get("hidden_size", 0)

@@ -44,22 +44,22 @@ def _style(pattern: str, rule: tuple[Directive, ...], class_name: str) -> str:
     shards = [d for d in rule if isinstance(d, Shard)]
     syncs = [str(d.sync_op_or_fn) for d in rule if isinstance(d, Sync) and d.mode == "fwd_post"]
     if counts := [d.attribute for d in rule if isinstance(d, ShardAttribute) and d.keep == 1]:
-        raise _unsaid(pattern, f"its {counts[0]} counts the heads of a rank")
+        raise _unsaid(pattern, f"no style divides {counts[0]}, its number of heads, by tp")
     if any(isinstance(d, SumGradient) for d in rule):
         return STYLES["shared", ""]
     if not shards:
         return ""
     if any(d.groups for d in shards):
-        raise _unsaid(pattern, "its weight is sharded in groups")
+        raise _unsaid(pattern, "no style shards a weight in groups, such as q, k and v in one")
     weight = next((d for d in shards if d.param_name == "weight"), None)
     if weight is None or class_name not in LINEAR + EMBEDDING:
-        raise _unsaid(pattern, f"no style shards a {class_name}")
+        raise _unsaid(pattern, f"no style of a tp_plan shards a {class_name}")
     kind = (
         "vocabulary" if weight.pad and syncs != ["join_columns"] else ("column", "row")[weight.axis]
     )
     found = STYLES.get((kind, syncs[0] if syncs else ""))
     if found is None:
-        raise _unsaid(pattern, f"no style is {kind} parallel with {syncs}")
+        raise _unsaid(pattern, f"no style shards {kind}s and then runs the collectives {syncs}")
     return found
 
 

@@ -58,7 +58,7 @@ def test_schedule_extend_without_a_function_raises():
         extend([])
 
 
-def test_schedule_argument_with_a_foreign_file_raises(folder, tmp_path):
+def test_schedule_file_with_malformed_step_raises(folder, tmp_path):
     file = tmp_path / "other.json"
     file.write_text('{"format": "slapo-zoo-schedule/1", "steps": [["wte", "shard"]]}')
     text = refused(SlapoError, folder, schedule=str(file))

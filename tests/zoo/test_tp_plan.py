@@ -58,7 +58,10 @@ def test_transformers_tensor_parallelism_trains_with_the_exported_tp_plan(cls, r
 
 @pytest.mark.parametrize(
     ("cls", "words"),
-    [("GPT2LMHeadModel", "num_heads counts the heads"), ("MixtralForCausalLM", "MixtralExperts")],
+    [
+        ("GPT2LMHeadModel", "num_heads, its number of heads"),
+        ("MixtralForCausalLM", "MixtralExperts"),
+    ],
 )
 def test_tp_plan_export_of_unsupported_rules_is_refused(cls, words):
     with pytest.raises(ArchitectureError, match=words):

@@ -98,7 +98,7 @@ class Meter:
         self._read.clear()
 
     def died(self, storage: int) -> None:
-        """Forget a released storage; if a single fused chain wrote and read it, it never counts as written to memory."""
+        """Forget a released storage; if one chain of fused operations wrote and read it, it never counts as written."""
         self._pending.pop(storage, None)
         self._read.discard(storage)
 
@@ -119,8 +119,8 @@ class Alive(NamedTuple):
 
     Args:
         size: bytes.
-        call: index of the unit call in or before which it was allocated.
-        inside: whether it was allocated while that unit ran, not before it.
+        call: index of the call of a block, embedding or head in or before which it was allocated.
+        inside: whether it was allocated during that call, not before it.
     """
 
     size: int
@@ -223,8 +223,8 @@ class Footprint:
         self.attention[len(self.ends)] = work, kept + max(self.live - live - result, 0.0)
 
     def _survivors(self) -> list[tuple[int, int]]:
-        """Return, for each unit call, (bytes kept for the backward, those of them that were allocated before the
-        unit ran, after the previous one).
+        """Return, per call of a block, embedding or head, (bytes kept for the backward, the part of them allocated
+        before the call and after the previous one).
         """
         found, before = [0] * len(self.ends), [0] * len(self.ends)
         for storage in self.alive.values():

@@ -30,8 +30,7 @@ class Hardware:
         memory: bytes of a device.
         reserved: bytes that libraries and the context take on each device.
         optimizer_copies: temporaries of the optimizer step, in copies of the largest parameter; with `foreach` the
-            step
-            makes temporaries of all parameters instead.
+            step makes temporaries of all parameters instead.
         scratch: temporary memory inside operations, which a dry run cannot see, as a multiple of the bytes of a
             block's output for one micro-batch.
         foreach: whether torch's optimizers use their multi-tensor implementation on this device.

@@ -172,8 +172,7 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return the micro-batches between forward and backward of each stage of a rank, at the moment when they are most in
-    all.
+    """Return the number of micro-batches between forward and backward in each stage of a rank, when their sum is largest.
 
     Args:
         order: name of the pipeline order.

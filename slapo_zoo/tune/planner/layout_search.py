@@ -69,13 +69,14 @@ class Planner:
         cp: int = 1,
         cp_attention: str = SIMULATED[0],
     ) -> Profile:
-        """Return the costs of the model's units (blocks, embeddings, heads) on one of `tp` ranks, by a cached dry run;
-        `sequence_parallel`: whether these ranks shard the tokens too; `cp`: ranks that shard the tokens of each row;
-        `cp_attention`: how attention sees them all.
+        """Return the costs of the model's units (blocks, embeddings, heads) on one rank, by a cached dry run. `tp` ranks
+        share each layer, with `sequence_parallel` the tokens too; `cp` ranks share the tokens of each row, and
+        `cp_attention` says how attention sees all of them.
         """
         key = tp, sequence_parallel and tp > 1, cp, cp_attention
         if cp > 1 and cp_attention not in SIMULATED:
-            problem, hint = "this way is not simulated", f"plan with {' or '.join(SIMULATED)}"
+            problem = "the planner does not simulate this attention"
+            hint = f"pass --cp-attention {' or '.join(SIMULATED)}"
             raise MeshError("plan", f"cp_attention={cp_attention!r}", problem, hint)
         if key not in self._profiles:
             self._profiles[key] = self.family.profile(
@@ -85,7 +86,7 @@ class Planner:
         return self._profiles[key]
 
     def profile_of(self, layout: Layout) -> Profile:
-        """Return the costs of the model's units on one rank under `layout`."""
+        """Return the costs of the model's blocks, embeddings and heads on one rank under `layout`."""
         return self.profile(layout.tp, layout.sequence_parallel, layout.cp, layout.cp_attention)
 
     def search(
@@ -133,7 +134,7 @@ class Planner:
     def _refined(
         self, fits: Sequence[Forecasted], limit: float, orders: Sequence[str] | None
     ) -> list[Forecasted]:
-        """Return forecasts that are faster than the fastest of `fits`, found by changing one knob at a time.
+        """Return forecasts that are faster than the fastest of `fits`, found by changing one field of a layout each.
 
         `limit` is the bytes per rank, `orders` are the pipeline orders to try (None: all).
         """
@@ -319,7 +320,7 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recompute policies, mark of each unit, dict); units of equal cost have the same integer as mark.
+        """Return (recompute policies, mark of each block, embedding, head, dict); equal costs have equal marks (ints).
 
         Stages of equal marks cost the same, so the caller stores memory and time in the dict by marks. `what` is a cache
         key.
@@ -346,11 +347,11 @@ class Planner:
         return self._stages[what]
 
     def edges(self, stages: int) -> list[int]:
-        """Return the index of the first unit call of each of `stages` stages, followed by the number of unit calls."""
+        """Return the index of the first call (of a block, embedding, head) of each stage, then the number of calls."""
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:
-        """Return (unit, estimated operations) of every unit call of the unscheduled model, by which stages are balanced."""
+        """Return (path, estimated operations) of each call of a block, embedding or head, by which stages are balanced."""
         if not self._costs:
             family = self.family
             config = copy.deepcopy(family.small)
@@ -364,7 +365,7 @@ class Planner:
         return set(self.family.blocks)
 
     def cuts(self, stages: int) -> list[int]:
-        """Return the index of the first unit call of each of `stages` stages except the first."""
+        """Return the index of the first call (of a block, embedding, head) in each of `stages` stages but the first."""
         key = "cuts", stages
         if key not in self._stages:
             names, costs = zip(*self.costs(), strict=True)

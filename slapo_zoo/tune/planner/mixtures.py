@@ -114,8 +114,8 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
 
 
 def _note(found: dict[str, str], best: Mixture | None) -> None:
-    """Add one rank's policies, those of `best`, to `found` (block --> policy); a block on several ranks gets the
-    policy that is last in CHOICES, which keeps least. None for `best` adds nothing.
+    """Add the policies of `best`, one rank's choice, to `found` (block --> policy); None for `best` adds nothing. A
+    block on several ranks gets the policy that is last in CHOICES, which keeps least.
     """
     chain = best.choices if best else None
     while chain is not None:

@@ -60,7 +60,7 @@ class Work(NamedTuple):
 
 
 class Use(NamedTuple):
-    """Cost of one call of a unit on one tp rank, for one micro-batch.
+    """Cost of one call of a unit (a block, an embedding, a head) on one tp rank, for one micro-batch.
 
     Peaks are bytes above what was alive when the forward of the unit began (in the backward, also above
     the gradients of parameters).
@@ -127,7 +127,7 @@ class Unit:
     is_block: bool = False
 
     def at(self, rows: int) -> Use:
-        """Return the cost of the unit for a micro-batch of `rows` rows."""
+        """Return the cost of this block, embedding or head for a micro-batch of `rows` rows."""
         return self.few.toward(self.many, (rows - ROWS[0]) / (ROWS[1] - ROWS[0]))
 
 
@@ -151,7 +151,7 @@ class Profile:
     cache: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def uses(self, rows: int) -> list[Use]:
-        """Return the cost of every unit for a micro-batch of `rows` rows."""
+        """Return the cost of every block, embedding and head for a micro-batch of `rows` rows."""
         if rows not in self.cache:
             alike = {(id(unit.few), id(unit.many)): unit for unit in self.units}
             found = {key: unit.at(rows) for key, unit in alike.items()}
@@ -161,7 +161,7 @@ class Profile:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Policy of each unit (a block, an embedding, a head): keep, recompute, or offload its activations.
+    """Policy for the activations of each unit (a block, an embedding, a head): keep, recompute or offload them.
 
     Args:
         blocks: names of the blocks that are recomputed with `policy`.
@@ -180,12 +180,12 @@ class Recompute:
     shares: int = 1
 
     def of(self, name: str) -> str:
-        """Return the policy of the unit `name`: "keep", "recompute", or a name that `policy` may have."""
+        """Return the policy of the block, embedding or head `name`: "keep", "recompute", or a value like `policy`."""
         found = self.policy if name in self.blocks else "keep"
         return self.each.get(name, found) or "recompute"
 
     def held(self, unit: Unit, use: Use) -> float:
-        """Return the bytes that a unit, whose cost is `use`, keeps from its forward to its backward."""
+        """Return the bytes that a block, embedding or head of cost `use` keeps from its forward to its backward."""
         kept = use.kept - self.regathered * use.gathered
         policy = self.of(unit.name)
         if policy in ("keep", "offload"):

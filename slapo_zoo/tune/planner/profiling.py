@@ -42,8 +42,8 @@ KEPT_BLOCKS = 3  # first, middle, last
 
 
 class Family:
-    """Configs and meta-device models of one family: the given one and, where possible, one with fewer blocks, whose
-    costs are repeated for the full depth.
+    """Configs and meta-device models of one family: the given config and, if possible, a config with fewer blocks.
+    Costs of the smaller model are repeated to the full depth.
 
     Two fields may be set before the first profile: `target_len`, the tokens of a decoder's row if an encoder's row has
     more, and `padding`, whether batches carry an attention mask.
@@ -79,7 +79,7 @@ class Family:
     def require_cuts(self) -> None:
         """Raise ArchitectureError if it is not known how to cut the tokens of the model's rows over cp."""
         if not self.cuts:
-            problem = f"{self.cls.__name__} is not known to train exactly when its tokens are cut"
+            problem = f"{self.cls.__name__} is not known to train right with tokens sharded over cp"
             raise ArchitectureError("plan", "cp > 1", problem, "use cp=1")
 
     def _built(self, config: Any) -> tuple[Any, list[str]]:
@@ -228,7 +228,7 @@ class _Masks(RandomStream):
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """Return a dummy seed for each of `count` rows and each of `heads`; `site` is unused."""
+        """Return a dummy seed for each of `count` rows and each of `heads`; the module path `site` is unused."""
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
@@ -236,11 +236,11 @@ class _Masks(RandomStream):
         return torch.empty_like(x)
 
     def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
-        """Return an uninitialised dropout mask of the shape of x; `p`, `site`, `heads` are unused."""
+        """Return an uninitialised dropout mask of the shape of x; `p`, the module path `site` and `heads` are unused."""
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
-        """Return an uninitialised dropout mask for columns run[0]..run[1]-1 of `size`; `p` and `site` are unused."""
+        """Return an uninitialised dropout mask for columns run[0]..run[1]-1 of `size`; `p` and path `site` are unused."""
         if self.in_bytes:
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
@@ -266,7 +266,7 @@ def dry_run(
     scores: bool = True,
     padding: bool = True,
 ) -> list[tuple[str, Use]]:
-    """Run one training step on fake tensors with dropout; return (path, cost) of each call of a block, embedding, head.
+    """Run a training step on fake tensors with dropout; return (path, cost) of each call of a block, embedding, head.
 
     Args:
         outline: scheduled model on meta, of any rank.
@@ -349,7 +349,7 @@ def _untie(model: Any, mode: Any) -> None:
 
 
 def _received(calls: list[Call]) -> Iterator[int]:
-    """Yield, for each unit call, the bytes received by a stage that begins with this call; 0 for the first call."""
+    """Yield, per call of a block, embedding or head, the bytes received by a stage that begins there; first 0."""
     yield 0
     for i in range(1, len(calls)):
         plan = StagePlan(tuple(calls), (0,) * i + (1,) * (len(calls) - i), 0)

@@ -58,7 +58,7 @@ def stage_memory(
 ) -> StageMemory:
     """Return the memory of a stage for micro-batches of `rows` rows.
 
-    The stage consists of the units begin..end-1 of the profile, with the recompute policies `again`.
+    The stage is made of the units (blocks, embeddings, heads) begin..end-1 of the profile, recomputed as `again` says.
     """
     units, uses = profile.units[begin:end], profile.uses(rows)[begin:end]
     shared = [(size, names & {u.name for u in units}) for size, names in profile.shared]

@@ -70,7 +70,7 @@ def collective_seconds(
     hardware: Hardware, ranks: int, moved: float, count: float, stride: int = 1,
     cards: int | None = None,
 ) -> float:  # fmt: skip
-    """Return the seconds of `count` collectives over a group of `ranks` devices that are `stride` ranks apart.
+    """Return the seconds of `count` collectives over a group of `ranks` devices, `stride` ranks apart, of `hardware`.
 
     `moved` is the bytes that a rank sends in all these collectives, in a ring of many ranks. `cards` is the
     number of network cards per node that carry the ring; None: one per rank of the node.
@@ -114,8 +114,8 @@ class How:
     cp: int = 1
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of a unit's forward or backward, whose operations and bytes are
-        `work`: the slower of device and host, plus its collectives.
+        """Return the seconds of a forward or backward of a block, embedding or head: the slower of device and host for
+        its `work`, plus its collectives.
         """
         hardware, dtype = self.hardware, self.precision.dtype
         moved, launches = work.moved, work.ops
@@ -130,8 +130,8 @@ class How:
         return max(device, launches * hardware.operation_s) + shared
 
     def again(self, use: Use, policy: str) -> float:
-        """Return the extra seconds per call of a unit with cost `use` that the activation policy
-        `policy` takes: recomputation or host copies.
+        """Return the seconds that the activation policy `policy` adds to one call of a block, embedding or head of cost
+        `use`, for recomputation or copies to the host.
         """
         if policy == "offload":
             copied = use.kept / self.hardware.host
@@ -214,7 +214,7 @@ class StepTime:
 def stage_time(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute, how: How
 ) -> StageTime:
-    """Return the time of a stage that consists of the units begin..end-1 of a profile.
+    """Return the time of a stage made of the units (blocks, embeddings, heads) begin..end-1 of a profile.
 
     `rows` is the rows of a micro-batch, `again` the recompute policies of the units, `how` the hardware,
     runtime, precision, tp and cp.
@@ -301,7 +301,7 @@ def _pipeline(
 
 
 def _cost(stage: StageTime, kind: str) -> float:
-    """Return the seconds of one action of a stage; `kind` is its letter: "F" (forward), "B" (backward), "I" or "W".
+    """Return the seconds of one action of a stage; `kind` is "F" (forward), "B" (backward), "I" or "W".
 
     "I" and "W", a backward for inputs alone or for weights alone, count as half a backward each.
     """

@@ -143,7 +143,7 @@ def push(
 
 
 def _resolve(reference: Reference) -> Reference:
-    """Return the reference with the commit sha that its branch or tag names; offline, that of its last download."""
+    """Return the reference with the commit sha of its branch or tag; offline, the sha of its last download."""
     from huggingface_hub import HfApi, constants
 
     seen = _read_seen()

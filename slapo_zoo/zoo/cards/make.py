@@ -111,9 +111,9 @@ def _written(pattern: str, directive: Directive, used: set[str]) -> Mapping[str,
     reason = directive.local()
     left_out = PUBLISHABLE.get(directive.name)
     if left_out is None:
-        reason = reason or "a card may not name this primitive"
+        reason = reason or f"a card may not contain the primitive {directive.name}"
     elif found := [name for name in directive.arguments() if name in left_out]:
-        reason = reason or f"a card may not hold {', '.join(found)}"
+        reason = reason or f"a card may not set the argument {', '.join(found)}"
     if reason:
         hint = (
             "leave the directive out, or pass the schedule as a Python function instead of a card"

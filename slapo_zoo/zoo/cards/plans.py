@@ -90,7 +90,7 @@ def _knobs() -> dict[str, Any]:
 
 @cache
 def _validator(whole: bool = True) -> Any:
-    """Return a JSON Schema validator for the plans in a file; with `whole=False` for the knobs of one plan."""
+    """Return a JSON Schema validator for the plans in a file; with `whole=False` for the arguments of one plan."""
     from jsonschema import Draft202012Validator
 
     kinds: dict[Any, Any] = {str: TEXT, int: COUNT, float: NUMBER}

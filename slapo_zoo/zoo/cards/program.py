@@ -100,7 +100,7 @@ class Program:
             if not _ask(arithmetic.holds, text, numbers):
                 names = sorted(arithmetic.names_in(arithmetic.parse_comparison(text)))
                 found = ", ".join(f"{name} = {numbers[name]}" for name in names)
-                hint = "choose a mesh and a model that fulfil it, or another card"
+                hint = "choose a mesh and a model for which it holds, or another card"
                 raise CardError(
                     "card",
                     f"constraint {text!r}",
@@ -110,8 +110,8 @@ class Program:
         return self._directives(lambda text: _ask(arithmetic.evaluate, text, numbers), "steps")
 
     def _directives(self, value_of: Callable[[str], int], where: str) -> list[Step]:
-        """Return the directives, with the value that `value_of` has for each formula; CardError,
-        which names the file `where`, for an invalid one.
+        """Return the directives, with each formula replaced by its value in `value_of`. Raises CardError, which names
+        the file `where`, for an invalid one.
         """
         steps = [[p, n, _mapped(arguments, value_of)] for p, n, arguments in self.steps]
         try:

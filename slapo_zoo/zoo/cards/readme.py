@@ -41,11 +41,11 @@ def metadata_of(data: bytes) -> dict[str, Any]:
         raise _refused(f"not UTF-8 at byte {error.start}", "write UTF-8") from None
     block = _BLOCK.match(text)
     if block is None:
-        hint = "begin the file as the cards in hub_cards/ do"
+        hint = "begin the file with the `---` block of YAML that `slapo-zoo card make` writes"
         raise _refused("found no YAML block at the start of the file", hint)
     body = _CODE.sub("", _FENCE.sub("", text[block.end() :]))
     if found := _MARKUP.search(body) or _MARKUP.search(block[1]):
-        problem = f"found {found[0]!r}: markup that a page could run"
+        problem = f"found the HTML {found[0]!r}, which a page of the Hub could run"
         raise _refused(problem, "write Markdown without HTML")
     return _yaml(block[1])
 
@@ -59,15 +59,15 @@ def _yaml(text: str) -> dict[str, Any]:
     import yaml
 
     if len(text) > MAX_METADATA:
-        raise _refused(f"found {len(text)} characters, expected at most {MAX_METADATA}")
+        raise _refused(f"found {len(text)} characters, at most {MAX_METADATA} may be", "shorten it")
     try:
         document = _plain_loader()(text).get_single_data()
     except CardError:
         raise
     except (yaml.YAMLError, ValueError) as error:
-        raise _refused(f"no YAML: {str(error).splitlines()[0]:.120}") from None
+        raise _refused(f"this is not valid YAML: {str(error).splitlines()[0]:.120}") from None
     if not isinstance(document, dict):
-        raise _refused(f"found {type(document).__name__}, expected a mapping")
+        raise _refused(f"found {type(document).__name__}, expected a mapping of keys to values")
     return document
 
 
@@ -81,19 +81,19 @@ def _plain_loader() -> Any:
         def compose_node(self, parent: Any, index: Any) -> Any:
             event = self.peek_event()
             if isinstance(event, yaml.AliasEvent) or event.anchor:
-                raise _refused("found an anchor or an alias")
+                raise _refused("found an anchor (&name) or an alias (*name) of YAML")
             if event.tag:
                 raise _refused(f"found the tag {event.tag!r:.80}")
             self.depth += 1
             if self.depth > MAX_DEPTH:
-                raise _refused(f"nested deeper than {MAX_DEPTH}")
+                raise _refused(f"found values nested deeper than {MAX_DEPTH}")
             node = super().compose_node(parent, index)
             self.depth -= 1
             keys = (
                 [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
             )
-            if len(set(map(str, keys))) < len(keys):
-                raise _refused("found a key twice")
+            if twice := [key for i, key in enumerate(map(str, keys)) if key in map(str, keys[:i])]:
+                raise _refused(f"found the key {twice[0]!r:.80} twice, expected once")
             return node
 
     return Plain

@@ -27,23 +27,23 @@ def parse(data: bytes, where: str) -> Any:
     except json.JSONDecodeError as error:
         problem = f"{error.msg} in line {error.lineno}"
     raise CardError(
-        where, "JSON", problem, "correct the file: a card holds plain JSON of bounded size"
+        where, "JSON", problem, "correct the file; a card holds JSON without repeated keys or NaN"
     )
 
 
 def _parse(data: bytes) -> Any:
     if len(data) > MAX_BYTES:
-        raise RefusedError(f"{len(data)} bytes, expected at most {MAX_BYTES}")
+        raise RefusedError(f"found {len(data)} bytes, expected at most {MAX_BYTES}")
     text = data.decode("utf-8")
     if _depth(text) > MAX_DEPTH:
-        raise RefusedError(f"nested deeper than {MAX_DEPTH}")
+        raise RefusedError(f"found brackets nested deeper than {MAX_DEPTH}")
     document = json.loads(
         text, object_pairs_hook=_pairs, parse_int=_integer, parse_float=_decimal,
         parse_constant=_constant,
     )  # fmt: skip
     longest = max(map(len, strings(document)), default=0)
     if longest > MAX_STRING:
-        raise RefusedError(f"a text of {longest} characters, expected at most {MAX_STRING}")
+        raise RefusedError(f"found a string of {longest} characters, expected at most {MAX_STRING}")
     return document
 
 
@@ -51,14 +51,14 @@ def _pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in items:
         if name in found:
-            raise RefusedError(f"found the key {name!r:.80} twice")
+            raise RefusedError(f"found the key {name!r:.80} twice in one object, expected once")
         found[name] = value
     return found
 
 
 def _integer(digits: str) -> int:
     if len(digits) > 17 or abs(int(digits)) > MAX_INTEGER:
-        raise RefusedError(f"the integer {digits[:20]}... is beyond 2**53")
+        raise RefusedError(f"found the integer {digits:.20}, expected at most 2**53")
     return int(digits)
 
 
@@ -68,12 +68,11 @@ def _decimal(digits: str) -> float:
 
 
 def _constant(name: str) -> Any:
-    raise RefusedError(f"found {name}, which is no JSON number here")
+    raise RefusedError(f"found the number {name}, expected a finite one")
 
 
 def _depth(text: str) -> int:
-    """Return the deepest nesting of brackets in a JSON text, which is not parsed yet; brackets in strings do not
-    count.
+    """Return the deepest nesting of brackets in a JSON text, which is not parsed yet; brackets in strings do not count.
 
     After escaped characters are removed, every second part between quotes is a string.
     """

@@ -38,8 +38,8 @@ class Chains:
     _held: Any = field(default_factory=WeakIdKeyDictionary)
 
     def enter(self, path: str, module: nn.Module, linear: bool, args: Any) -> None:
-        """Record, before the module at `path` is called, which linears' output columns its arguments
-        `args` have, if it is a dropout or (`linear` is True) a linear.
+        """Record which linears made the columns of `args`, the arguments with which the module at `path` will be
+        called, if that module is a dropout or (`linear` is True) a linear.
         """
         held = self._columns(args)
         if linear:
@@ -91,5 +91,5 @@ def _fits(x: Any, out: Tensor) -> bool:
 
 
 def _has_one_column(x: Tensor) -> bool:
-    """Return whether a tensor has one value for all columns: it is a scalar, or its last axis has size 1."""
+    """Return whether all columns of a tensor share one value: the tensor is a scalar, or its last axis has size 1."""
     return not x.ndim or x.shape[-1] == 1

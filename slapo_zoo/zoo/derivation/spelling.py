@@ -15,8 +15,8 @@ LAYER = re.compile(r"\.\d+\.")  # a rename with a layer number holds for that la
 
 @dataclass(frozen=True)
 class Spelling:
-    """Difference between the keys of a family's files and the model's names: renames and rules for tensors that are
-    stored in pieces (fields of a `Table`), and keys in the files that neither explains (`unknown`).
+    """Difference between the keys of a family's files and the model's names. It has renames and rules for tensors
+    stored in pieces (fields of a `Table`), and the keys that these do not explain (`unknown`).
     """
 
     renames: tuple[tuple[str, str], ...] = ()

@@ -69,8 +69,8 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def order_of(model: nn.Module, seen: Observation, stacks: Iterable[str]) -> tuple[str, ...]:
-    """Return the patterns of the lists of blocks, `stacks`, and of the modules outside of them, in
-    the order in which they ran in the observed forward `seen`.
+    """Return the patterns of `stacks` (lists of blocks) and of the modules outside of them, in the order in which
+    they ran in the observed forward `seen`.
 
     The result is empty if the model also defines them in that order.
     """

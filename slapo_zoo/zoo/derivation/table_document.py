@@ -15,8 +15,8 @@ KEPT = ("model_type", "source", "blocks", "after_blocks", "order", "everywhere",
 
 
 def freeze(table: Table, model: Any) -> Table:
-    """Return a copy of a table of sharding rules for one model only, which holds no function: patterns
-    become full paths, and names of config numbers (`Dim`) become the numbers.
+    """Return a copy of a table of sharding rules that fits one model only and holds no function. Patterns become full
+    paths, and names of config numbers (`Dim`) become the numbers.
     """
     return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
 

@@ -146,7 +146,7 @@ def test_class_that_mixes_tokens_is_not_planned_with_cp():
     config = transformers.BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=64, architectures=["BloomForCausalLM"])  # fmt: skip
     planner = Planner(config, HARDWARE["h100"], TOKENS)
     assert all(f.layout.cp == 1 for f in planner.search(2, 2).feasible)
-    with pytest.raises(Exception, match="not known to train exactly when its tokens are cut"):
+    with pytest.raises(Exception, match="not known to train right with tokens sharded over cp"):
         planner.profile(1, False, 2)
 
 
