@@ -83,7 +83,7 @@ def command(
 
 
 def take_mesh(layout: dict[str, Any], rank: int = 0) -> Any:
-    """Remove the sizes of tp, pp, dp and cp from the flags `layout`; return the mesh of these sizes, as `rank` sees it."""
+    """Remove the sizes of tp, pp, dp and cp from the flags `layout`; return the mesh of these sizes for `rank`."""
     from slapo_zoo.parallel.mesh import Mesh
 
     return Mesh(**{name: layout.pop(name) for name in MESH}, rank=rank)
@@ -95,12 +95,12 @@ def sizes_text(mesh: Any) -> str:
 
 
 def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[str, Any]) -> Any:
-    """Return "zoo", or with cp > 1 the table by which the tokens of the model are cut; one that the zoo does not say is probed.
+    """Return "zoo", or with cp > 1 the family's table that says how cp shards tokens, found on a tiny model if need be.
 
-    `where` is the name of the command, `cls` that of the model's class, `layout` the flags beside the mesh.
+    `where` is the name of the command, `cls` that of the model's class, `layout` the flags other than the mesh sizes.
 
     Raises:
-        SlapoError: the tokens cannot be cut, or not beside these flags.
+        SlapoError: cp cannot shard the tokens of the model, or not together with these flags.
     """
     from slapo_zoo.hf import models as hf
     from slapo_zoo.model.context_parallel import check_cp, require_cp_support

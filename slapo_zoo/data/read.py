@@ -158,7 +158,7 @@ def explained(name: str, split: str) -> Iterator[None]:
         if isinstance(cause, DataError):  # of our own encoder, which a stream calls
             raise cause from None
         problem = (str(cause).strip() or type(cause).__name__).splitlines()[0]
-        hint = "check that the format is what the file's ending says, and that the data have this split"
+        hint = "check that the file's format matches its ending, and that the data have this split"
         if any(word in problem for word in OF_NOTHING):
             problem, hint = "found no row in this split", "name other data"
         raise DataError(name, f"split {split!r}", problem, hint) from error
@@ -264,8 +264,8 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
 
 
 def _one_by_one(data: Any, key: str) -> Any:
-    """Return a lock, named by the cache `key`, with which one process per node tokenizes the data
-    while the others wait and then read its cache; a context without a lock if `data` is not on disk.
+    """Return a lock, named by the cache `key`: one process per node tokenizes the data, the others wait and then read
+    its cache. If `data` is not on disk, return a context without a lock.
     """
     if not data.cache_files:
         return nullcontext()

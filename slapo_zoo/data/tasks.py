@@ -64,14 +64,14 @@ class Language(Task):
         return self.seq_len
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return {"input_ids": rows of `row_tokens` tokens, "lengths": for each row the numbers of tokens
-        of the documents, or parts of documents, in it} for the texts in columns["text"].
+        """Tokenize the texts in columns["text"] and pack them. Return {"input_ids": rows of `row_tokens` tokens,
+        "lengths": per row, the numbers of tokens of the documents (or parts of documents) in the row}.
 
         An end-of-text token, if the tokenizer has one, follows each document. Tokens after the last full
         row are dropped.
         """
         if self.row_tokens < 1:
-            problem = f"found {self.seq_len}, but special tokens alone fill a row of that length"
+            problem = f"found {self.seq_len}, but special tokens already fill a row of that length"
             raise DataError("train", "seq_len", problem, "choose a larger seq_len")
         end = [t for t in (self.tokenizer.eos_token_id,) if t is not None]
         # verbose: a document is longer than the model may take, but a row is not
@@ -175,8 +175,8 @@ class Spans(Language):
     def __post_init__(self) -> None:
         _, spans = self._counts(self.row_tokens)
         if self.row_tokens < 4 or self.tokenizer.unk_token_id in self._sentinels(spans):
-            problem = f"found no {spans} sentinels <extra_id_0>, ..., or rows too short for a span"
-            hint = "take a tokenizer of T5, and at least 8 tokens a row"
+            problem = f"rows of {self.seq_len} tokens are too short for a masked span, or the tokenizer lacks {spans} tokens <extra_id_0>, ..."
+            hint = "use a tokenizer of T5, and --seq-len 8 or more"
             raise DataError("train", "task=span", problem, hint)
 
     @cached_property
@@ -270,7 +270,7 @@ class Tag(Labelled):
         labels = []
         for row, tags in enumerate(as_numbers(columns["tags"], self.names)):
             if len(tags) != len(words[row]):
-                problem = f"found {len(tags)} tags of {len(words[row])} words {words[row]!r:.60}"
+                problem = f"found {len(tags)} tags for {len(words[row])} words {words[row]!r:.60}"
                 raise DataError("data", "tags", problem, "give each word one tag")
             places = found.word_ids(row)
             labels.append([
@@ -352,7 +352,7 @@ def as_numbers(labels: Any, names: Sequence[str]) -> Any:
     is_number = not isinstance(labels, str)
     if not (0 <= labels < len(names) if is_number else labels in names):
         expected = f"0 to {len(names) - 1}" if is_number else f"one of {', '.join(names)}"
-        hint = "leave out rows whose class is not known; evaluate on the classes that are trained"
+        hint = "remove the rows of other classes, or add rows of these classes to the training data"
         raise DataError("data", "label", f"found {labels!r}, expected {expected}", hint)
     return int(labels) if is_number else names.index(labels)
 

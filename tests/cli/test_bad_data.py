@@ -47,7 +47,7 @@ CASES = {
 }  # fmt: skip
 LABELLED = {
     "minus.jsonl": ("classify", "found -1, expected 0 to 1"), "real.jsonl": ("classify", "labels of float"),
-    "number.jsonl": ("classify", "expected a text"), "tags.jsonl": ("tag", "found 1 tags of 2 words"),
+    "number.jsonl": ("classify", "expected a text"), "tags.jsonl": ("tag", "found 1 tags for 2 words"),
     "one.jsonl": ("classify", "found one class, 7, expected at least two"),
     "ids.jsonl": ("classify", "found the label 1000000000, expected class numbers below"),
     "half.jsonl": ("classify", "found labels of float, e.g. 0.5; int, e.g. 1, expected names or numbers of classes"),

@@ -50,7 +50,7 @@ REFUSED = {
     ("--exact", "tp"): "exact: found 'tp', expected sizes",
     ("--exact", "tp=2", "--engine", "megatron"): "sums gradients in an order of its own",
     ("--exact", "dp=8"): "expected a multiple of dp * micro-batches = 8",
-    (): "log_digest: bits without `exact` differ between meshes",
+    (): "log_digest: digests of two meshes are equal only with `exact`",
     (
         "--set",
         "log_digest=false",

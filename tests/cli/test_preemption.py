@@ -78,7 +78,7 @@ def test_stop_signal_finishes_the_step_and_saves(job, tmp_path, number, code, mo
     assert found == code, text
     step = state_of(tmp_path / "out")["step"]
     assert f"stopped after step {step} of 100000" in text
-    assert f"the same command goes on from {tmp_path / 'out'}" in text
+    assert f"the same command resumes from {tmp_path / 'out'}" in text
 
 
 def test_stop_without_checkpoint_reports_that_nothing_was_saved():

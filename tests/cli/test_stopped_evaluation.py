@@ -52,7 +52,7 @@ def ranks_of(launcher):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "says"),
-    [(signal.SIGKILL, 2, "killed by SIGKILL"), (signal.SIGTERM, 75, "the same command goes on")],
+    [(signal.SIGKILL, 2, "killed by SIGKILL"), (signal.SIGTERM, 75, "the same command resumes")],
 )
 def test_training_stopped_during_evaluation_saves_and_resumes_on_another_layout(
     folder, tmp_path, number, code, says

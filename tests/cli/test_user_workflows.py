@@ -65,7 +65,7 @@ def test_training_interrupted_by_ctrl_c_resumes_on_another_layout(desk):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    (step,) = re.findall(r"stopped after step (\d+) of 60; the same command goes on", out + err)
+    (step,) = re.findall(r"stopped after step (\d+) of 60; the same command resumes", out + err)
     assert 7 <= int(step) < 60, "the interruption came in time"
     assert f"checkpoint: {step} of 60 steps are done" in desk.type(f"{job} {more} --tp 2")
     same(losses(log), losses(desk.folder / "whole.jsonl"))

@@ -118,7 +118,7 @@ def test_too_little_text_raises_and_names_the_number_of_rows():
     with pytest.raises(DataError, match="found 2 rows of up to 4 tokens; expected at least 3"):
         require_rows(rows, 3, TrainOptions("m", seq_len=4))
     with pytest.raises(
-        DataError, match="seq_len: found 2, but special tokens alone fill a row of that length"
+        DataError, match="seq_len: found 2, but special tokens already fill a row of that length"
     ):
         packed(Masked(Letters(cls=1, sep=2), 2), "abcde")
 

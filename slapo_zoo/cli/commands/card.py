@@ -87,7 +87,7 @@ def verify(
             problem = (
                 "the card is for a user's own module, which only that user's program can build"
             )
-            hint = "with slapo_zoo.Verify(sch, [x]): sch.replay(...); see docs/verification.md"
+            hint = "verify it in that program: with slapo_zoo.Verify(sch, [x]): sch.replay(...) (docs/verification.md)"
             raise CardError("card verify", str(folder), problem, hint)
         config, _ = config_of(model or card.base_model)
         found = verify_card(folder, config, quick=not full)

@@ -45,10 +45,10 @@ def make_planner(
 def search(
     planner: Any, gpus: int, batch: int, explain: bool, write: Path | None, most: int
 ) -> Any:
-    """Search all layouts of `gpus` devices; return (data, text[, error if none fits]).
+    """Search all layouts of `gpus` devices; return (data for --json, text to print), plus the error if no layout fits.
 
-    `batch` counts rows per step over all replicas; `most` limits the layouts shown. `explain` adds why
-    others do not fit. `write` is the file for the fastest layout's schedule, or None.
+    `batch` counts rows per step over all replicas; `most` limits the layouts shown. `explain` adds why the
+    other layouts do not fit. `write` is the file to write the fastest layout's schedule to, or None.
     """
     from slapo_zoo.tune.planner import layout_report as show
     from slapo_zoo.tune.planner.search_result import require_feasible

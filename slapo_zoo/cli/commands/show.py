@@ -102,8 +102,8 @@ def _text(found: Any, title: str) -> str:
 
 
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:
-    """Return (name, (shape, shapes per rank, stages)) of each tensor in `found`, the survey of a
-    schedule; equal ones of many blocks are one row.
+    """Return (name, (unsharded shape, shape on each rank, stages)) of each tensor in `found`, the survey of a
+    schedule. Tensors that are equal in many blocks become one row.
 
     Block numbers in names become `*`.
     """

@@ -41,7 +41,7 @@ def verify(
     compared, which takes seconds. Exit code 1 says that something differs.
     """
     if full and layers:
-        raise typer.BadParameter("--full holds all layers at once; choose one", param_hint="--layers")  # fmt: skip
+        raise typer.BadParameter("found --full too, which runs all layers at once; leave one of them out", param_hint="--layers")  # fmt: skip
     from slapo_zoo.hf import models as hf
     from slapo_zoo.verify.apart import verify_apart
     from slapo_zoo.verify.core import known_schedule
@@ -82,11 +82,11 @@ def verify(
 def _same_bits(
     config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any], program: Any
 ) -> Any:
-    """Train some steps on the mesh (tp, pp, dp) and in one process, for `--exact`; return (data,
-    text, 1 if any bit differs else 0). `knobs` are loader arguments; a card's `program` is refused.
+    """Train some steps on the mesh (tp, pp, dp) and in one process, for `--exact`. Return (data, text, exit code: 1
+    if any bit differs). `knobs` are loader arguments; a card's `program` is refused.
     """
     if program:
-        raise typer.BadParameter("--exact takes a schedule of the zoo", param_hint="--schedule")
+        raise typer.BadParameter("--exact runs the zoo's schedule, not a card; leave one of them out", param_hint="--schedule")  # fmt: skip
     import transformers
 
     from slapo_zoo.hf import models as hf

@@ -52,7 +52,7 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
         mesh = virtual_mesh(mesh, options.exact)
         options = replace(options, exact=mesh.sizes)
     check_engine(options)
-    _require(importlib.util.find_spec("accelerate"), "", "its package accelerate is not installed", "pip install slapo-zoo[train]")  # fmt: skip
+    _require(importlib.util.find_spec("accelerate"), "", "the package accelerate, which it needs, is not installed", "pip install slapo-zoo[train]")  # fmt: skip
     check_batch(options.batch_size, mesh.dp, options.micro_batches)
     check_evaluation(options)
     check_trackers(options)
@@ -95,7 +95,7 @@ def check_engine(options: TrainOptions) -> None:
     )
     _require(name in HOMES, "--engine", f"found {name!r}, expected one of {sorted(HOMES)}", "choose one of them")  # fmt: skip
     _require(name == "torch" or not options.exact, "exact", f"found --engine {name}, which sums gradients in an order of its own", "leave --engine out")  # fmt: skip
-    _require(options.exact or not options.log_digest, "log_digest", "bits without `exact` differ between meshes", "add exact: {tp: 2}")  # fmt: skip
+    _require(options.exact or not options.log_digest, "log_digest", "digests of two meshes are equal only with `exact`", "add exact: {tp: 2}")  # fmt: skip
     hint = f"pip install slapo-zoo[{name}]"
     _require(importlib.util.find_spec(name), f"--engine {name}", "its package is not installed", hint)  # fmt: skip
     is_deepspeed = name == "deepspeed"
@@ -186,7 +186,7 @@ def check_pairs(options: TrainOptions) -> None:
         f"found {count}, expected 1: a pair is compared only with those of its own micro-batch"
     )
     _require(count in (None, 1), "--micro-batches", problem, hint)
-    problem = "a pair is compared with those of its virtual rank alone"
+    problem = "a pair would be compared only with those of its own virtual rank"
     _require(not options.exact, "exact", problem, "leave exact out")
     problem = "found 1, expected more: a pair is compared with the others of its step"
     _require(options.batch_size > 1, "--batch-size", problem, "choose a larger one")
@@ -270,8 +270,8 @@ def task_of(config: Any, asked: str | None = None) -> str:
 
 
 def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int:
-    """Return the tokens per row: `asked`, or for None at most 128; DataError, which names the flag
-    `option`, if they are more than the model takes.
+    """Return the tokens per row: `asked`, or for None at most 128. Raises DataError, which names the flag `option`,
+    if the model has fewer positions.
     """
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and config.model_type in BEHIND_PADDING:

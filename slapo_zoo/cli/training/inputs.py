@@ -163,16 +163,16 @@ def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "da
 
 def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Task:
     """Return the task, with attention masks between the documents of a row if `document_masks` is True or, for None, if
-    the model supports them and a row holds several documents. ConfigError: True, and the model does not support them.
+    the model supports them and a row holds several documents. Raises ConfigError for True if they are not supported.
     """
     if not isinstance(task, Causal):
         if options.document_masks:
-            problem = f"found task {options.task}, which packs no documents into one row"
+            problem = f"found task {options.task}, whose rows hold one document each"
             raise ConfigError("train", "document_masks", problem, "leave it out")
         return task
     can = config.model_type in TELL_APART
     if options.document_masks and not can:
-        problem = f"it is not known that attention of {config.model_type} separates the documents of a row"
+        problem = f"not supported for {config.model_type}: attention may mix the documents of a row"
         raise ConfigError("train", "document_masks", problem, "leave it out")
     several = rows is None or most_of(rows, "lengths", "list_value_length") > 1
     wanted = several if options.document_masks is None else options.document_masks

@@ -167,15 +167,13 @@ REFUSED: dict[tuple[str, ...], tuple[str, str]] = {
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML loader that refuses a repeated key, and reads 4e-3 as a number, as YAML 1.2 does; YAML 1.1 (PyYAML) reads
-    it as text.
-    """
+    """YAML loader that refuses a repeated key, and reads 4e-3 as a number, which PyYAML reads as text."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         """Return one YAML mapping as a dict; raise YAMLError for a repeated key."""
         names = [key.value for key, _ in node.value]
         if twice := [name for name in names if names.count(name) > 1]:
-            raise yaml.YAMLError(f"{twice[0]!r} stands in it {len(twice)} times")
+            raise yaml.YAMLError(f"found the key {twice[0]!r} {len(twice)} times, expected once")
         return super().construct_mapping(node, deep)
 
 
@@ -322,19 +320,19 @@ def _out_of_bounds(key: str, value: Any) -> str | None:
 
 def _is(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(value)
+        raise ValueError(f"found {value!r}, expected {kind.__name__}")
     return value
 
 
 def _number(value: Any) -> float:
     if isinstance(value, bool):
-        raise ValueError(value)
+        raise ValueError(f"found {value!r}, expected a number")
     return float(value)
 
 
 def _integer(value: Any) -> int:
     if _number(value) % 1:
-        raise ValueError(value)
+        raise ValueError(f"found {value!r}, expected an integer")
     return int(_number(value))
 
 

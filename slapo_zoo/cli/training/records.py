@@ -149,7 +149,7 @@ def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
 def check_log(path: Path) -> None:
     """Raise ConfigError if the path is a folder or a file that is no log, which a log would overwrite."""
     if path.is_dir() or (path.is_file() and not b'{"step":'.startswith(path.read_bytes()[:8])):
-        problem = f"found {'a folder' if path.is_dir() else 'another file'}, expected none or a log"
+        problem = f"found {'a folder' if path.is_dir() else 'another file'}, expected no file yet, or the log of a training"
         raise ConfigError(str(path), "log_file", problem, "name a new file")
 
 

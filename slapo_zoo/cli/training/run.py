@@ -259,7 +259,7 @@ class Ending(TrainerCallback):
 def fit(
     model: Any, inputs: Inputs, options: TrainOptions, tell: OnStep | None, stop: Stop | None = None
 ) -> Run:
-    """Train until done or stopped; return the Trainer, which has the losses of the steps of this run.
+    """Train until done or stopped. Return the Run, a Trainer of transformers with the `losses` of this run's steps.
 
     Args:
         model: model that AutoScheduledModel loaded.

@@ -71,9 +71,7 @@ def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: 
 
 
 def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, float]:
-    """Return (loss of the scheduled model, loss of the plain model) on `batch`; rank 0 loads the plain model from
-    `name`, a folder or Hub id, for this comparison.
-    """
+    """Return (loss of the scheduled model, loss of the plain model that rank 0 loads from `name`) on `batch`."""
     model.eval()
     with torch.no_grad():
         ours = float(model(**batch).loss)
@@ -88,8 +86,8 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
 
 
 def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
-    """Load the checkpoint `name` unscheduled on rank 0, in float32 on the CPU, and return its loss on `batch`; NaN on
-    other ranks, or if this would take over half the free memory. `model` is the scheduled model.
+    """Load the checkpoint `name` unscheduled on rank 0, in float32 on the CPU, and return its loss on `batch`. Return
+    NaN on other ranks, or if half the free memory is too little. `model` is the scheduled model.
     """
     plain_class: Any = model.unscheduled_class
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

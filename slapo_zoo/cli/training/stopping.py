@@ -18,4 +18,4 @@ class StoppedError(SystemExit):
         said = f"stopped after step {self.step} of {self.options.max_steps}; "
         if self.options.checkpoint is None:
             return said + "nothing was saved: --checkpoint FOLDER keeps what was done"
-        return said + f"the same command goes on from {self.options.checkpoint}"
+        return said + f"the same command resumes from {self.options.checkpoint}"

@@ -70,8 +70,8 @@ def make_schedule(options: TrainOptions, done: int = 0) -> Any:
         hint = "choose e.g. constant, linear, cosine; its arguments go into lr_scheduler_kwargs"
         raise ConfigError("train", f"lr_scheduler_type={name}", problem, hint) from error
     if not hasattr(made, "lr_lambdas"):
-        problem = "this schedule depends on more than the number of the step"
-        hint = "choose one that does not: constant, linear, cosine, inverse_sqrt, ..."
+        problem = "the learning rate would depend on more than the step number, e.g. on the loss"
+        hint = "choose e.g. constant, linear, cosine or inverse_sqrt"
         raise ConfigError("train", f"lr_scheduler_type={name}", problem, hint)
     made.load_state_dict({**made.state_dict(), "last_epoch": done - 1})
     alone.step()
