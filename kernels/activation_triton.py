@@ -63,8 +63,8 @@ def _backward_kernel(
     KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of x and up for a strip of `rows` rows and BLOCK_N columns, and the
-    strip's part of dbias, from `dy`; dropout arguments as in `mask_of_tile`, KIND names the activation.
+    """Compute the gradients of x and up, and a part of dbias, from `dy` for a strip of `rows` rows and BLOCK_N
+    columns. Dropout arguments as in `mask_of_tile`; KIND names the activation.
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * rows

@@ -244,8 +244,8 @@ def _key_kernel(
 
 
 def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[str, Any]]]:
-    """Return (arguments of the kernels after v: tensors and sizes; {kernel name: {constant: value}}) for q and k
-    [B, S, H, D] and the other arguments `given` (`blocked_attention.Given`).
+    """Return (arguments of the kernels after v, {kernel name: {constant: value}}) for q and k [B, S, H, D]. `given`
+    has the other arguments of `blocked_attention.attention`.
     """
     (_, S, H, D), T = q.shape, k.shape[1]
     table, key_mask, keep, seeds = given.table, given.key_mask, given.keep, given.seeds
@@ -267,8 +267,8 @@ def _options(q: Tensor, k: Tensor, given: Any) -> tuple[tuple, dict[str, dict[st
 
 
 def tiles(kernel: str, head_size: int, table: bool, plain: bool, mask: str) -> dict[str, Any]:
-    """Return {"BM", "BN": tile sizes, ...: launch options} with which a kernel spills no registers
-    (found by `ci/bench.py launches`).
+    """Return the launch options with which a kernel spills no registers, {"BM", "BN": tile sizes, ...}; `ci/bench.py
+    launches` found them.
 
     Args:
         kernel: "forward", "query" or "key".

@@ -43,7 +43,7 @@ def reference(
 
 
 def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for images [B, C, h, w]; an empty batch (B = 0) is in eval mode. `like`: dtype, device."""
+    """Return random arguments for images [B, C, h, w]; an empty batch (B = 0) is in eval mode. `like` has dtype and device."""
     x, residual = (torch.randn(B, C, h, w, **like) for _ in range(2))
     last = torch.channels_last
     given = {"x": x.to(memory_format=last) * 2 + 1, "residual": residual.to(memory_format=last),
@@ -184,11 +184,11 @@ def _apply(
     var: Tensor | None,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the Triton forward on rows [M, C]; return y, and the mean, 1 / std and variance [C] that it normalised with.
-    These are the running statistics `mean` and `var`, or those of the rows if `mean` is None.
+    """Run the Triton forward on rows [M, C]. Return y, and the mean, 1 / std and variance [C] that were used: the
+    running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     if not in_triton(x):
-        raise NotImplementedError("torch's own BatchNorm runs here")
+        raise NotImplementedError("without Triton torch's BatchNorm has to be called instead")
     from slapo_zoo.kernels import batch_norm_triton
 
     return batch_norm_triton.forward(x, weight, bias, residual, mean, var, eps)

@@ -166,8 +166,9 @@ def backward(
     training: bool,
     has_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernels for `dy`, the gradient of `y`; return those of x, weight, bias, residual (or empty).
-    `y`, `mean`, `rstd` (1 / std) come from `forward`; `training`: the statistics are those of the rows.
+    """Launch the backward kernels for `dy`, the gradient of `y`; return the gradients of x, weight, bias and residual
+    (or empty). `y`, `mean` and `rstd` (1 / std) come from `forward`; with `training` these are the statistics of
+    the rows.
     """
     dy, x, y, weight = (t.contiguous() for t in (dy, x, y, weight))
     M, C = x.shape

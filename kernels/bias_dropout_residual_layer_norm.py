@@ -28,8 +28,8 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y, z), z = mask * (x + x_bias) + residual and y = LayerNorm(z), in torch operations
-    (BertOutput); `seeds` [B] give the dropout mask of each batch row.
+    """Compute (y, z) in torch operations, as BertOutput does: z = mask * (x + x_bias) + residual, y = LayerNorm(z).
+    `seeds` [B] give the dropout mask of each batch row.
     """
     x = x if x_bias is None else x + x_bias
     mask = mask_like(x, None, seeds, p)
@@ -38,7 +38,7 @@ def reference(
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [B, S, N], with dropout; `like`: dtype, device."""
+    """Return random arguments of the kernel for x [B, S, N], with dropout; `like` has dtype and device."""
     x, residual = torch.randn(B, S, N, **like), torch.randn(B, S, N, **like)
     weight, bias, x_bias = (torch.randn(N, **like) for _ in range(3))
     seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
@@ -47,7 +47,7 @@ def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    """Run BertSelfOutput or BertOutput with this kernel; `dense` adds its own bias, since it may be row-parallel."""
+    """Run BertSelfOutput or BertOutput with this kernel; the child `dense`, perhaps row-parallel, adds its own bias."""
     x, norm_ = module.dense(hidden_states), module.LayerNorm
     drop = dropout_of(module.dropout, x)
     args = (x, input_tensor, norm_.weight, norm_.bias)
@@ -70,7 +70,7 @@ def bias_dropout_residual_layer_norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y, z): z = mask * (x + x_bias) + residual, y = LayerNorm(z).
+    """Compute (y, z) with z = mask * (x + x_bias) + residual and y = LayerNorm(z).
 
     A post-norm block (BERT) uses y alone; in a pre-norm block (GPT-2) z is the next residual.
 

@@ -26,7 +26,7 @@ def reference(x: Tensor, bias: Tensor | None = None, approximate: str = "none") 
 
 
 def inputs(M: int, N: int, approximate: str = "none", **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [M, N]; `like`: dtype, device."""
+    """Return random arguments of the kernel for x [M, N]; `like` has dtype and device."""
     x, bias = torch.randn(M, N, **like), torch.randn(N, **like)
     return {"x": x, "bias": bias, "approximate": approximate}
 

@@ -18,7 +18,7 @@ def reference(x: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [M, N]; `like`: dtype, device."""
+    """Return random arguments of the kernel for x [M, N]; `like` has dtype and device."""
     return {"x": torch.randn(M, N, **like), "bias": torch.randn(N, **like)}
 
 

@@ -62,7 +62,7 @@ def attention(
     places: Tensor | None = None,
     drawn: int = 0,
 ) -> Tensor:
-    """Compute attention, [B, H, S, D], with memory order [B, S, H, D] for the next linear.
+    """Compute attention; return [B, H, S, D], stored in memory as [B, S, H, D] for the linear that follows.
 
     Args:
         q: queries [B, H, S, D].
@@ -156,7 +156,7 @@ def _forward(
     drawn: int,
     wide: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return (output [B, S, H, D], log-sum-exp [B, H, S]); see `attention`, but q, k, v are [B, S, H, D]."""
+    """Compute `attention` of q, k, v [B, S, H, D]; return (output [B, S, H, D], log-sum-exp of the scores [B, H, S])."""
     tensors = (table, classes, bias, key_mask, keep, seeds, places)
     given = Given(*tensors, p, scale, causal, window, drawn, wide)
     if given.runs_in_tiles(q):
@@ -328,7 +328,7 @@ class _Blocks:
         return x if x.dtype == self.rounded.dtype else _first(self.rounded, x.shape).copy_(x)
 
     def mask(self, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-        """Return a block's dropout mask [heads, rows, keys]: the one given, or 0 and 1 from seeds; None without dropout."""
+        """Return a block's dropout mask [heads, rows, keys], given or made from seeds (0 and 1); None without dropout."""
         given, first = self.given, self.row * self.heads
         if given.keep is not None:
             return given.keep[self.row, heads, rows, keys]
@@ -344,8 +344,8 @@ class _Blocks:
         return is_kept(counter, seeds[:, None, None], given.p).to(self.dtype)
 
     def _draw(self, seeds: list[int]) -> Tensor:
-        """Draw the dropout masks of a batch row, [heads, queries, keys], one per head from `seeds`, for a row of
-        `drawn` tokens; with `places` return the rows and columns of these tokens alone.
+        """Draw dropout masks [heads, queries, keys] for a batch row, each from the seed of its head. If
+        `given.places` is set, a mask is drawn for `given.drawn` tokens and reduced to those at `places`.
         """
         places, tokens = self.given.places, self.given.drawn
         shape = (len(seeds), self.S if places is None else tokens, tokens)

@@ -66,8 +66,8 @@ def _gradient_kernel(out, logits, target, log_sum, d_statistics, N, C, stride, B
 
 
 def statistics(logits: Tensor, target: Tensor) -> Tensor:
-    """Launch the statistics kernel for logits [N, C] and target [N] (-1: on another rank); return
-    [3, N]: log-sum-exp of each row, its target's logit, and the sum of its logits.
+    """Launch the statistics kernel for logits [N, C] and target [N] (-1: on another rank). Return [3, N]: the
+    log-sum-exp of each row, the logit of its target, the sum of its logits.
     """
     N, C = logits.shape
     out = logits.new_empty((3, N), dtype=torch.float32)

@@ -23,7 +23,7 @@ def reference(x: Tensor, seeds: Tensor | None = None, p: float = 0.0) -> Tensor:
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [B, S, N]; `like`: dtype, device."""
+    """Return random arguments of the kernel for x [B, S, N]; `like` has dtype and device."""
     seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
     return {"x": torch.randn(B, S, N, **like), "seeds": seeds, "p": 0.25}
 

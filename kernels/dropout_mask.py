@@ -58,7 +58,7 @@ def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
 
 
 def new_seeds(cells: int, p: float, device: Any) -> dict[str, Any]:
-    """Draw `cells` seeds from torch's generator; return {"seeds": int64 [cells], "p": p}, or {} for p = 0."""
+    """Draw `cells` dropout seeds from torch's generator; return {"seeds": int64 [cells], "p": p}, or {} for p = 0."""
     if p == 0.0:
         return {}
     return {"seeds": torch.randint(2**63 - 1, (cells,), device=device), "p": p}

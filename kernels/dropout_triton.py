@@ -47,8 +47,8 @@ def mask_of_tile(m, n, ok, M, N, keep, seeds, cell, threshold, scale, MASK: tl.c
 
 
 def mask_options(M: int, keep: Tensor | None, seeds: Tensor | None, p: float) -> tuple[str, tuple]:
-    """Return the arguments (MASK, (cell, threshold, scale)) of `mask_of_tile` for M rows: MASK is "keep",
-    "seeds" or, without dropout, "none"; p is the dropout probability.
+    """Return the arguments (MASK, (cell, threshold, scale)) of `mask_of_tile` for M rows and dropout probability p.
+    MASK is "keep", "seeds" or, without dropout, "none"; `cell` is the number of rows per seed.
     """
     mask = "keep" if keep is not None else "seeds" if seeds is not None and p > 0 else "none"
     cell = M // max(len(seeds), 1) if mask == "seeds" else 1

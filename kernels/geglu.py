@@ -24,7 +24,7 @@ def reference(gate: Tensor, up: Tensor, seeds: Tensor | None = None, p: float = 
 
 
 def inputs(B: int, S: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for gate [B, S, N], dropout too; `like`: dtype, device."""
+    """Return random arguments of the kernel for gate [B, S, N], dropout too; `like` has dtype and device."""
     gate, up = torch.randn(B, S, N, **like), torch.randn(B, S, N, **like)
     seeds = torch.randint(2**63 - 1, (B,), device=like.get("device"))
     return {"gate": gate, "up": up, "seeds": seeds, "p": 0.25}

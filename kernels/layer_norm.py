@@ -21,7 +21,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float 
 
 
 def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [M, N]; `like`: dtype, device."""
+    """Return random arguments of the kernel for x [M, N]; `like` has dtype and device."""
     x, weight, bias = (torch.randn(*shape, **like) for shape in ((M, N), (N,), (N,)))
     return {"x": x, "weight": weight + 1.0, "bias": bias}
 

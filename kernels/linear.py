@@ -22,7 +22,7 @@ def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def inputs(M: int, K: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for x [M, K] and weight [N, K]; `like`: dtype, device."""
+    """Return random arguments for x [M, K] and weight [N, K]; `like` has dtype and device."""
     x, weight = torch.randn(M, K, **like), torch.randn(N, K, **like)
     return {"x": x, "weight": weight, "bias": torch.randn(N, **like)}
 

@@ -225,8 +225,10 @@ def _one_pass(
     vocab_size: int,
     group: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (sum of losses / divisor, gradients of x, weight, bias) in chunks of `rows` rows; see `_mean_loss`. If
-    `group` shards the `vocab_size` classes, each chunk takes an all-gather.
+    """Return (sum of losses / divisor, gradients of x, weight, bias) of an LM head, `rows` rows at a time (`_mean_loss`).
+
+    With `graded` False the gradients are empty tensors. If the ranks of `group` shard the `vocab_size`
+    classes (None: not sharded), each chunk of rows takes an all-gather.
     """
     wide = cross_entropy.wide_dtype(x)
     start, stop = own_columns(vocab_size, group)

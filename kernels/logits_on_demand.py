@@ -143,8 +143,8 @@ class LogitsOnDemand(torch.Tensor):
         rows: Tensor, head: Head, dtype: torch.dtype, make: Callable[[Tensor], Tensor],
         parent: "LogitsOnDemand | None",
     ) -> Tensor:  # fmt: skip
-        """Return logits of `dtype` that are not computed yet; the function `make` computes them from hidden
-        states `rows`, or from the logits `parent` of which these are a view, cast or copy.
+        """Return logits of `dtype` that are not computed yet. The function `make` computes them from the hidden
+        states `rows` or, for a view, cast or copy, from the logits `parent`.
         """
         source = rows if parent is None else parent
         with head.reading():
@@ -317,7 +317,7 @@ def _require_all(ranks: list[int]) -> None:
 
 
 def _on_rows(func: Any, x: LogitsOnDemand, rest: tuple, kwargs: dict) -> Tensor | None:
-    """Return the cast, view or slice func(x, *rest, **kwargs) of logits, not computed yet; None for any other call."""
+    """Return the cast, view or slice func(x, *rest, **kwargs) of logits, still not computed; None for any other call."""
     if func in _CASTS:
         dtype = _cast_to(func, x, rest, kwargs)
         found = None if dtype is None else (x.rows, dtype)

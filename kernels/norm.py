@@ -34,7 +34,8 @@ def norm(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute (y, z) in the shape of x: z = mask * (x + x_bias) + residual, without what is None, and y = LayerNorm(z).
+    """Compute (y, z) in the shape of x: z = mask * (x + x_bias) + residual, where an argument that is None is left
+    out, and y = LayerNorm(z).
 
     Args:
         x: [..., N].
@@ -170,8 +171,8 @@ def _backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of z, x (empty if equal to that of z), weight, bias and x_bias; `mean`, `rstd`
-    are the statistics of the forward (`rstd` is 1 / std). Other arguments: see `norm`.
+    """Return the gradients of z, x (empty if equal to that of z), weight, bias and x_bias. `mean` and `rstd` (1 /
+    std) are statistics of the forward; other arguments: see `norm`.
     """
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton

@@ -56,8 +56,8 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
     RMS: tl.constexpr, DZ: tl.constexpr, X_BIAS: tl.constexpr, MASK: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of tiles i, i + k, i + 2k, ... of rows in Triton program i of k, which writes its sums to
-    row i of dw, db and dx_bias. Arguments: tensors and sizes of `backward`; dropout as in `mask_of_tile`.
+    """Compute the gradients of row tiles i, i + k, i + 2k, ... in Triton program i of k. It writes its sums over rows
+    to row i of dw, db and dx_bias. Arguments: tensors and sizes of `backward`; dropout as in `mask_of_tile`.
     """
     n = tl.arange(0, BLOCK_N)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
@@ -124,8 +124,10 @@ def forward(
     eps: float,
     rms: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Launch the forward kernel on rows [M, N]; return y, z (empty if equal to x), mean and 1 /
-    std. The arguments are those of `norm.norm`.
+    """Launch the forward kernel on rows x [M, N]; return y, z [M, N], mean [M] and 1 / std [M].
+
+    z is the sum that is normalised, mask * (x + x_bias) + residual; empty if it would equal x. With
+    `rms` mean is empty. The arguments are those of `norm.norm`.
     """
     M, N = x.shape
     x, weight, bias, x_bias, residual, keep = contiguous(x, weight, bias, x_bias, residual, keep)
@@ -157,8 +159,8 @@ def backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward kernel for `dy` and `dz`, gradients of y and z; return those of z, x
-    (empty if equal to that of z), weight, bias, x_bias. `mean` and `rstd` (1 / std) come from `forward`.
+    """Launch the backward kernel for `dy` and `dz`, the gradients of y and z. Return the gradients of z, x (empty if
+    equal to that of z), weight, bias and x_bias. `mean` and `rstd` (1 / std) come from `forward`.
     """
     M, N = z.shape
     dy, dz, z, weight, keep = contiguous(dy, dz, z, weight, keep)

@@ -21,7 +21,7 @@ def reference(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
 
 
 def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for x [M, N]; `like`: dtype, device."""
+    """Return random arguments of the kernel for x [M, N]; `like` has dtype and device."""
     return {"x": torch.randn(M, N, **like), "weight": torch.randn(N, **like) + 1.0}
 
 

@@ -30,7 +30,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, scale: float = 1.0, causal: bool 
 
 
 def inputs(B: int, H: int, S: int, D: int, causal: bool, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for q, k, v [B, H, S, D]; `like`: dtype, device."""
+    """Return random arguments of the kernel for q, k, v [B, H, S, D]; `like` has dtype and device."""
     q, k, v = (torch.randn(B, S, H, D, **like).transpose(1, 2) for _ in range(3))
     return {"q": q, "k": k, "v": v, "scale": D**-0.5, "causal": causal}
 

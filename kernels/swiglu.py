@@ -23,7 +23,7 @@ def reference(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def inputs(M: int, N: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments of the kernel for gate [M, N]; `like`: dtype, device."""
+    """Return random arguments of the kernel for gate [M, N]; `like` has dtype and device."""
     return {"gate": torch.randn(M, N, **like), "up": torch.randn(M, N, **like)}
 
 

@@ -156,8 +156,8 @@ def _remember(module: Any, cache: Any, k: Tensor, v: Tensor, cross: bool) -> tup
 
 
 def _dropout(module: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Return the kernel's dropout arguments: {"keep": mask} or {"seeds": seeds, "p": p}, as the
-    model's schedule draws them, else new seeds; {} without dropout.
+    """Return the kernel's dropout arguments, {"keep": mask} or {"seeds": seeds, "p": p}; {} without dropout. The
+    model's schedule draws mask or seeds; without a schedule new seeds are drawn.
     """
     (B, H, S, _), core = q.shape, module._modules.get("core_attn")
     if core is None or not module.dropout:

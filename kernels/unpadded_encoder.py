@@ -26,7 +26,7 @@ def reference(x: Tensor, real: Tensor, layers: Callable[[Tensor], Tensor]) -> Te
 
 
 def inputs(B: int, S: int, D: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for x [B, S, D]; the last row has one token. `like`: dtype, device."""
+    """Return random arguments for x [B, S, D]; the last row has one token. `like` has dtype and device."""
     real = torch.arange(S) < torch.tensor([[S]] * (B - 1) + [[1]])
     return {
         "x": torch.randn(B, S, D, **like),

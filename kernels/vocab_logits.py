@@ -123,8 +123,8 @@ def _local_operand(x: VocabLogits, other: Any) -> Any:
 
 
 def sizes_before(last: int, func: Any, rest: tuple, kwargs: dict) -> tuple[int, ...] | None:
-    """Return the sizes before the last one of the view func(x, *rest, **kwargs) whose last axis has `last` elements;
-    None for any other call.
+    """Return all sizes but the last of the view func(x, *rest, **kwargs), if its last axis has `last` elements.
+    Return None for any other call.
     """
     if func not in (torch.Tensor.view, torch.Tensor.reshape) or not rest or kwargs:
         return None

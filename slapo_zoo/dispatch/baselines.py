@@ -50,7 +50,7 @@ def linear_loss(
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Compute softmax(scale * q k^T) v, [B, S, H, D], for q, k, v [B, H, S, D], by scaled_dot_product_attention."""
+    """Compute softmax(scale * q k^T) v for q, k, v [B, H, S, D] by torch's scaled_dot_product_attention: [B, S, H, D]."""
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     return out.transpose(1, 2)
 

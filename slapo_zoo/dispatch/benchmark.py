@@ -149,8 +149,8 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
 def measure(
     name: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any]:
-    """Measure a kernel at one shape; return {"p20 ms", "p50 ms", "p80 ms": its milliseconds, and
-    "<alternative> / ours": ratio of times or why it cannot run}. `compile`: try torch.compile.
+    """Measure a kernel at one shape, with torch.compile too if `compile`. Return a dict: "p20 ms", "p50 ms", "p80 ms"
+    --> milliseconds of the kernel; "<alternative> / ours" --> ratio of times, or why the alternative cannot run.
     """
     given = arguments(name, shape, dtype, device)
     with force("triton"):
@@ -220,8 +220,8 @@ def _of_other_kernels(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict
 
 
 def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.dtype]]:
-    """Return the (kernel, shape, dtype) that a benchmark run measures, in order; `quick` takes the
-    first shape of each kernel, `only` is comma-separated beginnings of kernel names.
+    """Return the (kernel, shape, dtype) that a benchmark run measures, in order. `quick` takes only the first shape
+    of each kernel; `only` is a comma-separated list of beginnings of kernel names.
     """
     found: list[tuple[str, tuple, torch.dtype]] = []
     for name, shapes in SHAPES.items():

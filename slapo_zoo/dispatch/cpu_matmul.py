@@ -34,7 +34,7 @@ def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether `forward`, set on a module, computes what its class does: it is None (not set) or a Linear kernel."""
+    """Return whether a module with this `forward` set on it (None: not set) computes what its class does."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 

@@ -80,8 +80,8 @@ class Kernel:
         return self.limits(torch.empty(1, size, dtype=dtype, device="meta"))
 
     def runs(self, device: str) -> tuple[str, str]:
-        """Return (path, reason): the implementation that runs on a device ("cpu", or a GPU's name) and why; a path is
-        "triton", "torch" or the name of a library.
+        """Return (path, reason) for a device ("cpu", or a GPU's name): which implementation runs there, and why. A
+        path is "triton", "torch" or the name of a library.
         """
         if device == "cpu":
             return self.paths.get("cpu", "torch"), "the best of what runs on a CPU"
@@ -204,8 +204,8 @@ def served_class(module: nn.Module, serves: Collection[str]) -> Any:
 
 
 def _unfit(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """Return why kernel `name`, with the forwards `serves` (class name --> forward), does not fit a
-    module (another class; it or a child in `passes` was patched), or "".
+    """Return why kernel `name` does not fit a module, or "": its class is not in `serves` (class name --> forward),
+    or the module or a child in `passes` was patched.
     """
     found, own = served_class(module, serves), type(module)
     if found is None:
@@ -214,7 +214,7 @@ def _unfit(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequ
     packages = *KNOWN, package_of(serves[found.__name__])
     if package_of(found) not in packages or own.forward is not found.forward:
         mine = f"{own.__name__} of {own.__module__} with a forward of its own"
-        return f"found {mine}, {name} stands for that of {found.__name__} in transformers"
+        return f"found {mine}, but {name} replaces the forward of {found.__name__} in transformers"
     parts = {
         own.__name__: module,
         **{f"{own.__name__}.{n}": getattr(module, n, None) for n in passes},

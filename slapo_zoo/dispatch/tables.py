@@ -26,7 +26,7 @@ CAPABILITIES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Measured kernels of one device; a bucket is a kernel, dtype and size, as `kernel_registry.bucket` names it.
+    """Measured kernels of one device, by bucket: kernel, dtype and size, as `kernel_registry.bucket` names them.
 
     Args:
         device: name of the measured device; "" when there is no table.

@@ -53,11 +53,11 @@ def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """Run transformers' sdpa attention, or ours for capped scores (softcap); q [B, H, S, d], output [B, S, H, d]."""
+    """Run transformers' sdpa attention on q [B, H, S, d], or ours if scores are capped (softcap); return [B, S, H, d]."""
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
-            problem = f"dropout={kwargs['dropout']} with capped scores (softcap) works in a scheduled attention only"
-            hint = "set the config's attention dropout to 0, or schedule the module's attention"
+            problem = f"dropout={kwargs['dropout']} with capped scores (softcap) needs a core_attention directive on this module"
+            hint = "set the config's attention dropout to 0, or add that directive"
             raise SlapoError("attention", type(attention).__name__, problem, hint)
         core = CoreAttention(RandomStream(), ATTRIBUTE, ()).eval()
         return core(q, k, v, mask, attention=attention, **kwargs)
@@ -144,7 +144,7 @@ class CoreAttention(nn.Module):
                 run = with_mask_again(run)
             return run(attention, q, k, v, mask, dropout=0.0, scaling=scaling, **options)
         if not self.backend.drops:
-            problem = f"this backend draws other dropout masks on every rank: dropout={dropout}"
+            problem = f"this backend draws other dropout masks on each rank: dropout={dropout}"
             hint = "set the config's attention dropout to 0, or use sdpa or eager"
             raise SlapoError(str(self.site), f"attention={self.name!r}", problem, hint)
         scaling = q.shape[-1] ** -0.5 if scaling is None else scaling
@@ -155,8 +155,8 @@ class CoreAttention(nn.Module):
     def _within_rows(
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
-        """Compute attention of real tokens packed into one row [1, H, S, d]; a token sees those of
-        its own batch row only. `p` is the dropout probability, `scaling` the factor of the scores.
+        """Compute attention of real tokens that are packed into one row [1, H, S, d]; a token sees only tokens of its
+        own batch row. `p` is the dropout probability, `scaling` the factor of the scores.
         """
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
@@ -259,8 +259,8 @@ class OverKeys:
         return self.core.over_keys(self.attention, self.dropout, self.scaling, *given)
 
     def mask_again(self, x: Tensor) -> Callable[[], Tensor] | None:
-        """Return a function that draws the dropout mask of attention weights x [B, H, s, T], 0 or 1 in the dtype of
-        x, the same each time; None without dropout.
+        """Return a function that draws the dropout mask of attention weights x [B, H, s, T], the same in each call: 0
+        or 1 in the dtype of x. Return None without dropout.
         """
         core = self.core
         if not self.dropout:

@@ -129,7 +129,7 @@ def find_backend(name: str) -> Backend:
     """Return the attention back end with that name; an unknown name raises SlapoError, which lists all names."""
     if name not in BACKENDS:
         near = nearest(str(name), BACKENDS) or list(BACKENDS)
-        problem = f"no such back end, there are {', '.join(BACKENDS)}"
+        problem = f"no such attention backend; there are {', '.join(BACKENDS)}"
         raise SlapoError("attention", f"attention={name!r}", problem, f"nearest: {near}")
     return BACKENDS[name]
 

@@ -41,7 +41,7 @@ def attend(cut: TokenCut, *given: Any) -> tuple[Tensor, Any]:
         )
     mask, total = given[4], cut.n * given[2].shape[2]
     if mask is not None and mask.shape[-1] != total:
-        problem = f"its mask is for {mask.shape[-1]} keys, found {total} on cp={cut.n} ranks"
+        problem = f"the mask is for {mask.shape[-1]} keys, expected {total} on cp={cut.n} ranks"
         raise SlapoError(type(given[0]).__name__, "cp > 1", problem, "use cp=1 for this model")
     return WAYS[cut.way](cut, *given)
 
@@ -69,9 +69,9 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a mask function of `transformers` for cp > 1: make the part of the full mask for the
-    tokens (queries) of this rank, or for heads that see all tokens the full mask, or none where the original needs
-    none. s, t: queries, keys of a rank; n: cp; r: this rank; S = n * s.
+    """Wrap a mask function of `transformers` for cp > 1: it makes the rows of the full mask for this rank's queries;
+    for attention by heads the full mask; and none where the original needs none. s, t: queries and keys of a rank;
+    n: cp; r: this rank; S = n * s.
 
     rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  queries r * s to (r + 1) * s of
               make(q_length=S, kv_length=n * t, attention_mask=[B, n * t])
@@ -101,8 +101,8 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[..., Any]:
-    """Wrap a function about packed sequences for cp > 1: its argument number `argument`, the
-    position ids [B, s] of this rank's tokens, becomes that of all tokens [B, S].
+    """Wrap a function about packed sequences for cp > 1: argument number `argument`, the position ids [B, s] of this
+    rank's tokens, is all-gathered to [B, S].
     """
 
     @wraps(function)
@@ -117,7 +117,7 @@ def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[
 
 def bias_by_place(attention: Any, stream: Any) -> None:
     """Replace the forward of a T5 attention by one that computes its relative bias [1, H, s, S] for the s of S tokens
-    that this cp rank holds, or that of all tokens for attention by heads. `stream`, the model's random stream, has the
+    that this cp rank holds; for attention by heads, for all tokens. `stream`, the model's random stream, has the
     running step's sharding of tokens (`stream.cut`).
     """
     own = attention.forward

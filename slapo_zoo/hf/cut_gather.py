@@ -88,5 +88,5 @@ def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Te
         return bias
     if bias.shape[-1] == own and not attention.has_relative_attention_bias:
         return None
-    problem = f"its position bias is for {bias.shape[-1]} keys, expected {total}"
+    problem = f"the position bias is for {bias.shape[-1]} keys, expected {total}"
     raise SlapoError(type(attention).__name__, "cp > 1", problem, "use cp=1 for this model")

@@ -47,8 +47,8 @@ class Scores:
     def of(
         self, q: Tensor, k: Tensor, bias: Tensor | None, owner: int, rows: slice
     ) -> tuple[Tensor, Any]:
-        """Return (scores [B, H, c, t] of c queries, `rows` of q, and the keys of rank `owner`, their slope by the cap
-        or 1).
+        """Return (scores [B, H, c, t] of the c queries `rows` of q with the keys k of rank `owner`; derivative of the cap
+        at each score, 1 without a cap).
         """
         hidden = -torch.inf if self.keep is None else torch.finfo(q.dtype).min  # as in one process
         scores, slope = (q[:, :, rows] * self.scaling), 1.0
@@ -77,11 +77,11 @@ class Scores:
 
     @property
     def share(self) -> float:
-        """Return the share of the weights that dropout keeps, by which the others are divided; 1 if it keeps none."""
+        """Return the share of the weights that dropout keeps, by which kept weights are divided; 1 if none is kept."""
         return 1 - self.p if self.p < 1 else 1.0
 
     def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-        """Yield (rank, its x, whether this rank's queries see it), first this rank's own; the next arrives meanwhile."""
+        """Yield (rank, x of that rank, whether this rank's queries see its keys), this rank first, around the ring."""
         for step in range(self.cut.n):
             arrives = begin_shift(x, self.cut.group) if step + 1 < self.cut.n else None
             owner = (self.cut.r - step) % self.cut.n
@@ -113,14 +113,14 @@ def wide(x: Tensor) -> Tensor:
 
 
 def rows_by_keys(x: Tensor, y: Tensor) -> Tensor:
-    """Return x @ y for x [B, H, s, a] and y [B, K, a, b], whose K heads are shared by H / K heads of x each."""
+    """Return x @ y for x [B, H, s, a] and y [B, K, a, b]; H / K heads of x in a row use the same head of y."""
     (B, H, s, a), K = x.shape, y.shape[1]
     return (x.reshape(B, K, H // K * s, a) @ y).view(B, H, s, y.shape[-1])
 
 
 def keys_by_rows(x: Tensor, y: Tensor, heads: int) -> Tensor:
-    """Return the products x^T @ y of x [B, H, s, t] and y [B, H, s, d], summed over each of the `heads` KV heads'
-    query heads: [B, K, t, d].
+    """Return [B, K, t, d]: the products x^T @ y of x [B, H, s, t] and y [B, H, s, d], summed over the query heads of
+    each of K = `heads` KV heads.
     """
     x, y = (z.reshape(z.shape[0], heads, -1, z.shape[-1]) for z in (x, y))
     return x.transpose(-1, -2) @ y

@@ -28,7 +28,7 @@ def attend(
     """
     own, tokens = k.shape[2], cut.n * q.shape[2]
     if mask is not None and mask.shape[-2] not in (1, tokens):
-        problem = f"its mask is for {mask.shape[-2]} queries, found {tokens} on cp={cut.n} ranks"
+        problem = f"the mask is for {mask.shape[-2]} queries, expected {tokens} on cp={cut.n} ranks"
         raise SlapoError(type(attention).__name__, "cp > 1", problem, 'use cp_attention="gather"')
     if mask is not None and mask.shape[1] > 1:
         mask = cut.part(mask, 1)

@@ -94,7 +94,7 @@ def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def cut_example(
     model: Any, batch: dict[str, Tensor], ranks: int, positions: str
 ) -> dict[str, Tensor]:
-    """Return an example batch as one of the `ranks` of cp gets it: shapes only, the values are those of the first rank.
+    """Return an example batch as one of `ranks` cp ranks gets it, with the right shapes and the first rank's values.
 
     The entries are those that training makes before it cuts a batch (`slapo_zoo.model.step.cut_batch`): position ids,
     and labels of the next token. `positions` is the value in `Table.cut_tokens` for the model's class.
@@ -109,8 +109,7 @@ def cut_example(
 def padded_batch(
     model: Any, rows: int, tokens: int, seed: int = 0, tp: int = 1
 ) -> dict[str, Tensor]:
-    """Make a batch with which mistakes of a schedule show: rows of different lengths, and some labels that are
-    ignored.
+    """Make a batch with which mistakes of a schedule show: rows of different lengths, and some labels that are ignored.
 
     Args:
         model: a model of `transformers`, of which only class and config are read.

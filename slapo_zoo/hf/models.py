@@ -40,7 +40,7 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
     if auto_class is None:
         names = getattr(config, "architectures", None)
         if names and not (isinstance(names, list | tuple) and isinstance(names[0], str)):
-            raise _no_model(f"architectures={names!r:.80}", "it is no list of names")
+            raise _no_model(f"architectures={names!r:.80}", "expected a list of class names")
         auto_class = names[0] if names else "AutoModel"
     if isinstance(auto_class, str):
         beside_config = sys.modules[type(config).__module__]  # a class of slapo_zoo.hf.own
@@ -55,12 +55,12 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
             auto_class = auto_class._model_mapping[type(config)]
         except KeyError:
             problem = f"this Auto class has no model class for {type(config).__name__}"
-            hint = "choose another auto_class"
+            hint = "pass another auto_class=, e.g. AutoModel"
             name = auto_class.__name__
             raise ArchitectureError("from_pretrained", name, problem, hint) from None
     if not (isinstance(auto_class, type) and issubclass(auto_class, transformers.PreTrainedModel)):
         name = getattr(auto_class, "__name__", repr(auto_class))
-        problem = "it names no model class of transformers"
+        problem = "expected a model class of transformers"
         hint = "pass a class of transformers, e.g. auto_class=AutoModelForCausalLM"
         raise ArchitectureError("from_pretrained", f"auto_class={name!r:.80}", problem, hint)
     return auto_class
@@ -290,7 +290,7 @@ def init_own(model: Any, path: str) -> None:
 
 
 def initialized_as(module: Any) -> Any:
-    """Return the module to initialise: `module`, or the one that it replaces if it is a placeholder (of another stage)."""
+    """Return the module to initialise: `module`, or for a placeholder of another stage's module that module."""
     return module.__dict__.get("_original", module)
 
 

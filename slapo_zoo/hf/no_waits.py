@@ -45,8 +45,8 @@ def _gpt_neo_attention(
 def _deberta_positions(
     module: Any, hidden: Tensor, queries: Tensor | None = None, given: Tensor | None = None
 ) -> Tensor | None:
-    """Replace DebertaV2Encoder.get_rel_pos (same arguments): return `given` distances, or those of S queries and T keys
-    [1, S, T], long ones in logarithmic buckets; None without relative attention.
+    """Replace DebertaV2Encoder.get_rel_pos (same arguments): return `given`, or the distances [1, S, T] of S queries
+    and T keys, with long ones in logarithmic buckets. Return None without relative attention.
     """
     if given is not None or not module.relative_attention:
         return given
@@ -68,8 +68,8 @@ def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
 
 
 def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, ...]:
-    """Replace FalconAttention._split_heads, which returns (q, k, v) of a fused product: slices
-    replace the index [-1], which would be copied to the device.
+    """Replace FalconAttention._split_heads, which returns (q, k, v) of a fused product. Slices replace its index
+    [-1], which torch would copy to the device.
     """
     width = module.num_heads // module.num_kv_heads + 2
     grouped = fused.view(*fused.shape[:2], -1, width, module.head_dim)

@@ -31,8 +31,8 @@ def mask_without_wait(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def packing_without_wait(find: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `find_packed_sequence_indices` of `transformers`: whether a row holds several sequences is taken from counts
-    made before the step; if they are unknown, the original function reads the positions.
+    """Wrap `find_packed_sequence_indices` of `transformers`, which reads the positions to see if a row packs several
+    sequences. The wrapper takes the answer from counts made before the step, if they are known.
     """
 
     @wraps(find)

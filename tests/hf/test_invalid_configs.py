@@ -93,5 +93,5 @@ def test_tensor_name_with_lone_surrogate_is_refused(tmp_path):
     header = b'{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    with pytest.raises(WeightsError, match="no whole safetensors file"):
+    with pytest.raises(WeightsError, match="not a complete safetensors file"):
         SafetensorsFile(path)

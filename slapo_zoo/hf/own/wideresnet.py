@@ -91,7 +91,7 @@ def _batch_norm(channels: int, config: WideResNetConfig) -> nn.BatchNorm2d:
 
 
 class WideResNetBottleneck(nn.Module):
-    """Residual block relu(x' + bn3(conv3(relu(bn2(conv2(relu(bn1(conv1(x)))))))); x' is x or its 1x1 convolution."""
+    """Residual block of three convolutions with BatchNorm: relu(x' + f(x)), x' is x or a 1x1 convolution of x."""
 
     def __init__(self, config: WideResNetConfig, channels: int, planes: int, stride: int):
         super().__init__()
