@@ -1,6 +1,7 @@
 """Example batches for every head of the zoo, with and without labels."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -104,6 +105,11 @@ def cut_example(
     if head_of(type(model).__name__).shifts and "labels" in batch:
         batch = {**batch, "shift_labels": batch["labels"]}
     return {name: x[:, : -(-x.shape[1] // ranks)].contiguous() for name, x in batch.items()}
+
+
+def example_shard(model: Any, positions: str) -> Callable[..., Any]:
+    """Return a function that shards an example batch over cp by `cut_example`, as `cut_body.Body` calls it."""
+    return lambda cut, tensors, others: (cut_example(model, tensors, cut.n, positions), others)
 
 
 def padded_batch(

@@ -71,6 +71,7 @@ class State:
     keeps: list[Pack] = field(default_factory=list)  # pack functions of the running contexts
     plan: RankPlan | None = None  # set by the zoo's loader: see `plan_of`
     positions: str = ""  # with cp > 1: value in `Table.cut_tokens`
+    body: Any = None  # `cut_body.Body`, with cp > 1 and a head that reads whole rows
     cp_attention: str = WAYS[0]  # with cp > 1: how attention sees all tokens
     # called in a forward; returns a function that makes the contexts of its recomputation
     recomputing: Callable[[], Callable[[], AbstractContextManager]] = lambda: nullcontext

@@ -1,5 +1,6 @@
 """Build a scheduled model: on the meta device first, then this rank's stages, process groups, weights and class."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from slapo_zoo.model.dp.dp_shard import Shards, shard_over_dp
 from slapo_zoo.model.missing_sums import warn_of_missing_sums
 from slapo_zoo.model.mixin import Runtime, scheduled_class
 from slapo_zoo.model.same_on_all import require_same_weights
+from slapo_zoo.model.step.cut_batch import cut_batch
 from slapo_zoo.model.step.mixed_precision import MixedPrecision, computing_forward
 from slapo_zoo.model.step.parts import call_parts_alone
 from slapo_zoo.parallel.compat import new_group, ranks_are_threads
@@ -42,6 +44,8 @@ class Assembly(Outline):
         if mesh.size("cp") > 1:
             require_cp_support(self.table, self.cls, self.model.config)
             follow_places(self.state.modules, self.state.random, self.state.positions)
+            if self.state.body is not None:
+                self.state.body.shard = partial(cut_batch, self.model)
         self.pipeline = None
         if self.mesh.pp > 1:
             mine = self.places.stages_of(self.mesh.coord("pp"))

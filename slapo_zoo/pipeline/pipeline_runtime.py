@@ -14,9 +14,11 @@ from torch import Tensor, nn
 from slapo_zoo.errors import ScheduleError, SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.cut_attention import follow_places
+from slapo_zoo.hf.cut_body import sharding
+from slapo_zoo.hf.example_inputs import example_shard
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
-from slapo_zoo.parallel.token_cut import TokenCut, cut_now, cutting
+from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 from slapo_zoo.pipeline.busy import Busy
 from slapo_zoo.pipeline.dataflow import Call
 from slapo_zoo.pipeline.dry_run import dry_run
@@ -86,7 +88,7 @@ class Pipeline:
             mode, fake = self.prepare()
             fake.state.forward = ForwardContext(divided)
             cut = cut and TokenCut.of(fake.mesh, cut.way)
-            with cutting(fake.state.random, cut):
+            with sharding(fake.state, cut):
                 return dry_run(fake.model, self.units, mode, batch)
 
     def plans_of_all(self, parts: Sequence[Mapping[str, Any]]) -> dict[int, StagePlan]:
@@ -156,6 +158,9 @@ def fake_schedule(
         found.replay(steps)
         if positions := schedule.state.positions:  # cp > 1
             follow_places(found.state.modules, found.state.random, positions)
+            if (body := schedule.state.body) is not None:
+                shard = example_shard(fake, positions)
+                found.state.body = body.like(fake, found.state.random, shard)
         return mode, found
 
 

@@ -48,7 +48,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if "cut" in request:
         cls = hf.resolve_class(config, request["cls"])
         table = cut_table(config, cls, table_for(config.model_type), request["cut"], request["way"])
-        return {"positions": table.cut_tokens[cls.__name__]}
+        return {"positions": table.positions_of(cls)}
     if "sizes" in request:
         cls = hf.resolve_class(config, request["cls"])
         knobs = {name: value for name, value in request["knobs"].items() if value}

@@ -1,15 +1,23 @@
 """Model classes whose tokens cp may shard: what is known without running a class, and errors about the others."""
 
 import re
+import sys
 from dataclasses import replace
 from typing import Any
 
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf.example_inputs import accepts
-from slapo_zoo.parallel.losses.heads import TAG, TOKEN, head_of
+from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.zoo.table import Table
 
 NEAR = 6  # tokens of a window, a chunk or an expert in a model that is probed
+ENDINGS = (
+    "ForConditionalGeneration",
+    "ForMaskedLM",
+    "ForTokenClassification",
+    "ForCausalLM",
+    "LMHeadModel",
+)
 NEARS = re.compile("window|chunk|local_attention|capacity|floor_scale")
 
 
@@ -18,13 +26,34 @@ def refusal(problem: str) -> ArchitectureError:
     return ArchitectureError("zoo", "cp > 1", f"its tokens cannot be cut over cp: {problem}", "use cp=1, or tp with sequence_parallel=True")  # fmt: skip
 
 
-def require_token_labels(cls: Any) -> None:
-    """Raise ArchitectureError for a class whose loss is no mean over the tokens of text."""
-    name, kinds = cls.__name__, set(head_of(cls.__name__).labels.values())
-    if not kinds or kinds - {TOKEN, TAG}:
-        raise refusal(f"the loss of {name} is no mean over tokens")
+def class_by_token(cls: Any) -> Any:
+    """Return `cls` if its loss is a mean over the tokens of text, else a class with the same blocks and such a loss.
+
+    Raises:
+        ArchitectureError: there is none, or the class takes no text or no labels.
+    """
+    head, beside = head_of(cls.__name__), vars(sys.modules[cls.__module__]).values()
+    found = [
+        one for one in beside if isinstance(one, type) and one.__module__ == cls.__module__
+        and one.__name__.endswith(ENDINGS) and one.config_class is cls.config_class
+    ]  # fmt: skip
+    rank = lambda one: next(i for i, e in enumerate(ENDINGS) if one.__name__.endswith(e))  # noqa: E731
+    if not head.labels or (not head.by_token and not found):
+        raise refusal(
+            f"the loss of {cls.__name__} is no mean over tokens, and no class beside it has such a loss"
+        )
+    cls = cls if head.by_token else min(found, key=rank)
     if not accepts(cls, "input_ids"):
-        raise refusal(f"{name} takes no input_ids")
+        raise refusal(f"{cls.__name__} takes no input_ids")
+    return cls
+
+
+def require_token_loss(cls: Any) -> None:
+    """Raise ArchitectureError for a class whose loss is no mean over the tokens of text."""
+    if class_by_token(cls) is not cls:
+        raise refusal(
+            f"the loss of {cls.__name__} is no mean over tokens, and its family has no table"
+        )
 
 
 def with_positions(table: Table, cls: Any, positions: str) -> Table:

@@ -18,7 +18,7 @@ from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import select_paths
 from slapo_zoo.parallel.token_cut import WAYS
 from slapo_zoo.verify.case import Case, Trial
-from slapo_zoo.verify.cut_classes import nearer, require_token_labels, with_positions
+from slapo_zoo.verify.cut_classes import class_by_token, nearer, require_token_loss, with_positions
 from slapo_zoo.verify.judge import judge
 from slapo_zoo.verify.leak_probe import find_positions
 from slapo_zoo.verify.tiny_case import near_case, tiny_case
@@ -81,7 +81,7 @@ def derive(config: Any, cls: Any, sizes: tuple[int, int, int], **knobs: Any) -> 
     """
     tp, pp, dp = sizes
     if knobs.get("cp", 1) > 1:
-        require_token_labels(cls)
+        require_token_loss(cls)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-derive-") as scratch:
         small = Sizes(heads=max(4, 2 * tp), layers=max(2, pp))
         given = nearer(config) if knobs.get("cp", 1) > 1 else config
@@ -285,7 +285,7 @@ def _on_meta(config: Any, cls: Any) -> Any:
 
 
 def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[0]) -> Table:
-    """Return a family's table that says how cp shards the tokens of `cls`, proven on a tiny model.
+    """Return a family's table that says how cp shards the tokens of `cls`, proven on a tiny model of `class_by_token(cls)`.
 
     Args:
         config: a config of `transformers`; it is made tiny.
@@ -298,7 +298,7 @@ def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[
         ArchitectureError: with sharded tokens the tiny model computes something else, or plain
             `transformers` cannot train it.
     """
-    require_token_labels(cls)
+    cls = class_by_token(cls)
     with tempfile.TemporaryDirectory(prefix="slapo_zoo-leaks-") as scratch:
         case = near_case(config, cls, Path(scratch), tp)
         found = find_positions(case, table, tp, way)

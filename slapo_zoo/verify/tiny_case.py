@@ -18,7 +18,7 @@ from slapo_zoo.verify.cut_classes import NEAR, nearer, refusal
 from slapo_zoo.verify.judge import plain
 from slapo_zoo.zoo.derivation.observe import Observation, observe
 from slapo_zoo.zoo.derivation.spelling import find_spelling
-from slapo_zoo.zoo.tiny_config import TOKENS, Sizes, sizes_in_turn, tiny, without_dropout
+from slapo_zoo.zoo.tiny_config import ALL, TOKENS, Sizes, sizes_in_turn, tiny, without_dropout
 
 MOST = 2e7  # parameters that a tiny model may have
 MICRO_ROWS = 2  # two micro-batches at least show whether a loss is the sum of its parts'
@@ -62,15 +62,18 @@ def tiny_case(
 
 def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
     """Return a class's tiny test case for `tp` tp ranks, saved in `folder`; windows are shorter than a cp rank's tokens."""
-    small = Sizes(heads=max(4, 2 * tp), window=NEAR)
-    try:
-        return tiny_case(nearer(config), cls, folder, small)
-    except Exception:
+    small, problem = Sizes(heads=max(4, 2 * tp), window=NEAR), None
+    for like, sizes in (
+        (nearer(config), small),
+        (config, small),
+        (config, Sizes(heads=ALL, window=NEAR)),
+    ):
         try:
-            return tiny_case(config, cls, folder, small)
+            return tiny_case(like, cls, folder, sizes)
         except Exception as error:
-            said = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise refusal(f"plain transformers cannot train a tiny model of it: {said}") from error
+            problem = problem or error
+    said = (str(problem).strip() or type(problem).__name__).splitlines()[0]
+    raise refusal(f"plain transformers cannot train a tiny model of it: {said}") from problem
 
 
 def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:

@@ -8,10 +8,13 @@ import torch
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.hf import models as hf
+from slapo_zoo.hf.cut_body import Body
+from slapo_zoo.hf.example_inputs import example_shard
 from slapo_zoo.language.directive import State
 from slapo_zoo.language.planned_rows import planned_rows
 from slapo_zoo.language.primitives import CoreAttentionSeam, ForkRng
 from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.placement import TensorSpec
 from slapo_zoo.parallel.rank_plan import RankPlan
@@ -63,7 +66,7 @@ class Outline:
         self.state: State = self.schedule.state
         self.state.compute_dtype = options.compute_dtype
         if mesh.cp > 1:
-            self.state.positions = self.table.cut_tokens.get(self.cls.__name__, "")
+            self.state.positions = self.table.positions_of(self.cls) or ""
             self.state.cp_attention = options.cp_attention
         self.places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
         if kind in FROM_TABLE:
@@ -87,6 +90,10 @@ class Outline:
             require_way(self.state.modules, mesh.cp, options.cp_attention)
         blocks = block_paths(self.schedule, self.table)
         self.units = units_of(self.model, self.table, blocks)
+        if self.state.positions and not head_of(self.cls.__name__).by_token:
+            base = base_prefix(self.model).rstrip(".")
+            shard = example_shard(self.model, self.state.positions)
+            self.state.body = Body(self.model, base, blocks, self.state.random, shard)
         repeated = blocks if self.table.calls else ()  # a cut may lie after the first of its calls
         held = [base_prefix(self.model) + path for path in self.table.everywhere]
         self.stages = assign_stages(self.units, self.state.cuts, repeated, held)

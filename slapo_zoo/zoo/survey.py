@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slapo_zoo.hf.cut_body import sharding
 from slapo_zoo.hf.example_inputs import cut_example, example_batch
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.explain import Explanation, TrafficRow, after_backward
 from slapo_zoo.language.tape import Tape, Transfer
 from slapo_zoo.parallel.rank_plan import TIED
-from slapo_zoo.parallel.token_cut import cutting
 from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.dry_run import refused
 from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
@@ -92,8 +92,10 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
     schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
     floats = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     cut = tape.cut_of(schedule.mesh, outline.state.cp_attention) if positions else None
-    floats = cut_example(fake, floats, cut.n, positions) if cut else floats
-    with refused(fake), cutting(schedule.state.random, cut):
+    floats = (
+        cut_example(fake, floats, cut.n, positions) if cut and not schedule.state.body else floats
+    )
+    with refused(fake), sharding(schedule.state, cut):
         tape.run(fake, mode, floats, tape.sum_of)
     found = [*tape.transfers, *_between_stages(outline, calls_of(tape.rows))]
     for stage in range(mesh.pp):

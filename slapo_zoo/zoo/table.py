@@ -14,6 +14,7 @@ from typing import Any
 
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.language.directive import Directive
+from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.weights.keys import Pieces
 from slapo_zoo.zoo.expressions import Named, evaluate
@@ -90,6 +91,15 @@ class Table:
             dims[name] = _number(of, model.config, dims)
         rows = [*body, *self.heads]
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
+
+    def positions_of(self, cls: type) -> str | None:
+        """Return how the positions of a model class's tokens are found before cp shards them: a value of `cut_tokens`.
+
+        None if the table does not say. A head that reads whole rows gets all tokens, so any class of the family tells.
+        """
+        head, told = head_of(cls.__name__), self.cut_tokens
+        of_blocks = None if head.by_token or not head.labels else next(iter(told.values()), None)
+        return told.get(cls.__name__, of_blocks)
 
     def is_undivided(self, cls: type) -> bool:
         """Return whether the loss of a model class is no mean over rows, so that a batch cannot be split."""

@@ -21,7 +21,7 @@ from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.ranks.agreement import together
 from slapo_zoo.parallel.ranks.apart import ProcessApart, python_apart
 from slapo_zoo.verify.apart import CHILD
-from slapo_zoo.verify.cut_classes import require_token_labels, with_positions
+from slapo_zoo.verify.cut_classes import class_by_token, with_positions
 from slapo_zoo.zoo.derivation.table_document import from_document
 from slapo_zoo.zoo.derivation.table_rows import undivided_table
 from slapo_zoo.zoo.options import BuildOptions
@@ -73,9 +73,11 @@ def zoo_table_for_cp(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -
         ArchitectureError: a module, which is named, mixes tokens in a way that does not allow to shard them.
     """
     table, tp, way = find_table(config), min(mesh.tp, 2), options.cp_attention
-    if cls.__name__ in table.cut_tokens:
+    if table.positions_of(cls) is not None:
         return table
-    require_token_labels(cls)
+    cls = class_by_token(
+        cls
+    )  # a head that reads whole rows gets all tokens, so that only the blocks matter
     file = cache_file(config, cls, ("cut", tp, way), options)
     if file not in PROVEN:
         request = {"config": _plain(config), "cls": cls.__name__, "cut": tp, "way": way}

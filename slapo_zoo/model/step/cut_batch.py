@@ -42,7 +42,7 @@ def cut_batch(
         SlapoError: an entry cannot be sharded, or an attention module was replaced since the load.
     """
     require_core_attention(model)
-    if vars(model).get("_loss_function") is not None:
+    if vars(model).get("_loss_function") is not None and "labels" in tensors:
         problem = "a loss function of your own would get labels that are already shifted and sharded over cp"
         raise SlapoError(WHERE, "model.loss_function", problem, "leave the model's own, or load with cp=1")  # fmt: skip
     batch = {**tensors, **{n: x for n, x in whole.items() if isinstance(x, Tensor) and x.ndim}}
@@ -51,7 +51,7 @@ def cut_batch(
     rows = len(batch["input_ids"])
     if model.config.is_encoder_decoder and "labels" in batch and "decoder_input_ids" not in batch:
         batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
-    positions = POSITIONS[model._slapo.table.cut_tokens[model.unscheduled_class.__name__]]
+    positions = POSITIONS[model._slapo.schedule.state.positions]
     if positions is not None and "position_ids" not in batch:
         batch["position_ids"] = positions(model, batch)
     if head_of(model._slapo.head_name(model)).shifts and "labels" in batch:

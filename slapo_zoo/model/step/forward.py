@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import MeshError, SlapoError
+from slapo_zoo.hf.cut_body import own_lengths
 from slapo_zoo.model.dp.dp_shard import Sharded
 from slapo_zoo.model.gradients.step_guard import ALWAYS
 from slapo_zoo.model.step.generation import refuse_cache, refuse_whole_heads, with_source
@@ -53,7 +54,7 @@ def forward_of(model: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     _keep_documents_apart(model, batch)
     given, cut = batch, cut_of_call(model)
     batch = batch if cut is None else cut_call(model, cut, batch)
-    divided = tokens_divide(model, batch)
+    divided = tokens_divide(model, own_lengths(runtime.schedule.state, cut, batch))
     refuse_divided(model, batch, pp=mesh.pp)
     refuse_outputs(model, batch)
     require_together(model)

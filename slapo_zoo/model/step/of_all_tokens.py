@@ -40,12 +40,17 @@ def cut_of(model: Any) -> TokenCut | None:
 
 
 def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments `batch` of a call in the user's own loop, with this cp rank's tokens only."""
-    if asked(model, batch, LAYERS[1]):
-        problem = f"a rank of cp={cut.n} computes the attention of its own tokens only"
-        raise SlapoError(
-            "forward", f"{LAYERS[1]}=True", problem, "leave it out, or call it in eval()"
-        )
+    """Return the arguments `batch` of a call in the user's own loop, with this cp rank's tokens only; unchanged if the
+    model shards them itself, within its blocks.
+    """
+    body = model._slapo.schedule.state.body
+    for name in LAYERS if body else LAYERS[1:]:
+        if asked(model, batch, name):
+            problem = f"a rank of cp={cut.n} computes those of its own tokens only"
+            hint = "leave it out, or call it in eval()"
+            raise SlapoError("forward", f"{name}=True", problem, hint)
+    if body is not None:
+        return dict(batch)
     part, others = cut_batch(model, cut, *split_batch(batch))
     cached = {"use_cache": False} if takes_cache(model._slapo) else {}  # it would lack others' keys
     return {**part, **others, **cached}
@@ -72,6 +77,9 @@ def run_cut(
 
     `cut` says which tokens each cp rank computes.
     """
+    if (body := model._slapo.schedule.state.body) is not None:
+        with body.sharded(cut):
+            return run(part)
     with cutting(model._slapo.schedule.state.random, cut), means_of_all(model, given):
         return of_all_tokens(cut, run(part), given)
 

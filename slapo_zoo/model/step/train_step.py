@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from slapo_zoo.hf.cut_body import own_lengths, sharding
 from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.model.dp.data_parallel import DataParallel
@@ -117,11 +118,13 @@ class Step:
         labels = targets_of(runtime.head_name(model), part)
         means = nullcontext() if self.means is None else self.means.over(model, labels)
         divided, cut = state.forward.tokens_divided, state.forward.cut
-        given = own_loss.of_loss(part, cut)
-        if shows_all := cut is not None and self.own is not None:
+        batch_cut = None if state.body else cut
+        given = own_loss.of_loss(part, batch_cut)
+        if shows_all := batch_cut is not None and self.own is not None:
             means = means_of_all(model, given)
         with explained(model, inputs), draws, means, knowing(numbers), calling(model, inputs, divided, cut):  # fmt: skip
-            output = runtime.data_parallel.run(model, inputs)
+            with sharding(state, cut):
+                output = runtime.data_parallel.run(model, inputs)
             output = of_all_tokens(cut, output, given) if shows_all else output
             runtime.calls.watch(output)
         if self.kept is not None:
@@ -195,11 +198,12 @@ def split(
     runtime, mesh, parts = model._slapo, model.mesh, count * model.mesh.size("loss")
     state, reducer = runtime.schedule.state, runtime.calls.reducer
     given, cut = tensors, cut_of(model)
-    if cut is not None:
-        tensors, whole = cut_step(model, cut, tensors, whole, options.loss_fn is not None)
+    batch_cut = None if state.body else cut
+    if batch_cut is not None:
+        tensors, whole = cut_step(model, batch_cut, tensors, whole, options.loss_fn is not None)
     parameters = _trained(model, count, next(iter(tensors.values())).device)
     targets, counts = _targets(model, options, tensors, whole, parts)
-    divided = tokens_divide(model, own_loss.of_model({**tensors, **whole}))
+    divided = tokens_divide(model, own_lengths(state, cut, own_loss.of_model({**tensors, **whole})))
     state.forward = ForwardContext(divided, is_call=True, cut=cut)
     asked, number = count_step(model, tensors, counts, rows, whole), state.random.step + 1
     reducer.asks_hosts = asked.missed
@@ -208,14 +212,14 @@ def split(
     own, means = options.loss_fn, None
     if own is not None:
         divisor = own_loss.divisor_of(targets, asked.totals, parts)
-        own = own_loss.OwnLoss(own, divisor, runtime, cut)
+        own = own_loss.OwnLoss(own, divisor, runtime, batch_cut)
     elif parts > 1 or targets is not None:
         counted = targets_of(runtime.head_name(model), tensors) if targets is None else None
         means = GlobalMeans(asked.totals, counted, mesh.group("loss"))
     times = runtime.data_parallel.loss_scale
     beside = InputGradients(mesh, tensors, reducer.beyond, options.loss_fn, times)
-    tokens = tokens_of("logits", {**given, **whole}) if cut else 0
-    kept = LogitsKept(None if own else cut, tokens) if options.return_logits else None
+    tokens = tokens_of("logits", {**given, **whole}) if batch_cut else 0
+    kept = LogitsKept(None if own else batch_cut, tokens) if options.return_logits else None
     return Step(model, tensors, whole, count, parameters, number, asked, means, own, beside, options.scaler, kept)  # fmt: skip
 
 
@@ -232,7 +236,8 @@ def _targets(
         items = whole.pop("num_items_in_batch", None)  # from transformers: over all dp ranks
         if items is not None and targets is None:
             targets = [items / model.mesh.size("batch")]
-        ranks = model.mesh.size("cp")  # it counts all tokens; this rank has 1 / cp of them
+        # it counts all tokens; this rank has 1 / cp of them, if the batch is sharded
+        ranks = 1 if model._slapo.schedule.state.body else model.mesh.size("cp")
         if targets is not None and ranks > 1:
             targets = [n / ranks for n in targets]
     if targets is not None or options.loss_fn is not None or parts == 1:

@@ -33,6 +33,12 @@ class Head:
     over_real_tokens: bool = False
     ignores_padding: bool = False
 
+    @property
+    def by_token(self) -> bool:
+        """Return whether the loss is a mean over tokens, and each term reads the output at one token."""
+        kinds = set(self.labels.values())
+        return bool(kinds) and kinds <= {TOKEN, TAG} and not self.takes_choices
+
 
 HEADS = (
     Head("BertForPreTraining", {"labels": TOKEN, "next_sentence_label": PAIR}),

@@ -16,6 +16,7 @@ from torch import Tensor
 from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.attention import ATTRIBUTE
+from slapo_zoo.hf.cut_body import sharding
 from slapo_zoo.hf.example_inputs import cut_example, training_batch
 from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
@@ -24,7 +25,7 @@ from slapo_zoo.parallel.known import Known, knowing
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.parallel.rng.random_stream import RandomStream
-from slapo_zoo.parallel.token_cut import WAYS, cutting
+from slapo_zoo.parallel.token_cut import WAYS
 from slapo_zoo.pipeline.dataflow import Call, calls_of
 from slapo_zoo.pipeline.pipeline_runtime import fake_schedule
 from slapo_zoo.pipeline.stages import StagePlan
@@ -74,7 +75,7 @@ class Family:
     @property
     def cuts(self) -> bool:
         """Return whether the tokens of the model's rows can be cut over cp."""
-        return self.cls.__name__ in self.table.cut_tokens
+        return self.table.positions_of(self.cls) is not None
 
     def require_cuts(self) -> None:
         """Raise ArchitectureError if it is not known how to cut the tokens of the model's rows over cp."""
@@ -295,7 +296,7 @@ def dry_run(
     numbers_choose = head_of(outline.cls.__name__).over_real_tokens  # and there are none here
     if numbers_choose or not padding:
         batch.pop("attention_mask", None)
-    if mesh.cp > 1:
+    if mesh.cp > 1 and schedule.state.body is None:
         batch = cut_example(outline.model, batch, mesh.cp, outline.state.positions)
     if not any(name.startswith(("label", "start_pos")) for name in batch):
         problem = f"{outline.cls.__name__} has no loss that the planner knows"
@@ -305,7 +306,7 @@ def dry_run(
     tape = Tape(model, outline.units, cores, last=outline.units[-1])
     schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
     numbers = Known() if padding else Known(packed=False)
-    with cutting(stream, tape.cut_of(mesh, outline.state.cp_attention)), knowing(numbers):
+    with sharding(schedule.state, tape.cut_of(mesh, outline.state.cp_attention)), knowing(numbers):
         tape.run(model, mode, batch, lambda output: _loss(tape, output))
     received = _received(calls_of(tape.rows))
     uses = Footprint(tape.rows, outline.units[-1]).uses()

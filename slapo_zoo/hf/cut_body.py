@@ -1,0 +1,169 @@
+"""Shard tokens over cp within the blocks of a model alone, for heads that read a whole row (classification, answers).
+
+rewrite:  head(blocks(x))  -->  head(all_gather(blocks(x[tokens of this rank])))
+
+Every cp rank computes the head and its loss for all tokens. The backward of the gather sums the gradients of the cp
+ranks, each of which holds 1 / cp of the loss.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from inspect import signature
+from typing import Any
+
+from torch import Tensor, nn
+
+from slapo_zoo.errors import ArchitectureError
+from slapo_zoo.hf.example_inputs import accepts
+from slapo_zoo.parallel.known import knowing, known
+from slapo_zoo.parallel.token_cut import TokenCut, cutting
+
+SOURCE, SOURCE_MASK = "encoder_hidden_states", "encoder_attention_mask"
+Shard = Callable[[TokenCut, dict[str, Tensor], dict[str, Any]], tuple[dict[str, Tensor], dict[str, Any]]]  # fmt: skip
+
+
+class Body:
+    """Hooks that shard the tokens over cp from a model's first layer to its last block, in the forwards within `sharded`.
+
+    Args:
+        model: a model of `transformers` with a head, on which the family's sharding rules were applied.
+        base: path of the base model below it, "" if it has none.
+        blocks: paths of its repeated blocks, in running order.
+        stream: random stream of the model, which says how the running step's tokens are sharded.
+        shard: (which tokens each cp rank computes, tensors, other arguments of the first layers) --> both with
+            this rank's tokens alone.
+
+    Raises:
+        ArchitectureError: no module below the model holds the blocks.
+    """
+
+    def __init__(self, model: Any, base: str, blocks: list[str], stream: Any, shard: Shard):
+        self.model, self.paths, self.stream, self.shard = model, (base, blocks), stream, shard
+        self.run: _Run | None = None
+        first = model.get_submodule(base)
+        stacks = list({id(stack): stack for stack in map(self._stack, blocks)}.values())
+        if not blocks or not base or model in stacks:
+            problem = (
+                f"{type(model).__name__} does not hold its blocks in a base model of transformers"
+            )
+            raise ArchitectureError("zoo", "cp > 1", problem, "use cp=1")
+        takes_ids = [stack for stack in stacks if accepts(type(stack), "input_ids")]
+        for module in takes_ids or [first]:
+            module.register_forward_pre_hook(self._shard, with_kwargs=True)
+        stacks[-1].register_forward_hook(self._gather)
+        if len(stacks) > 1:
+            first.register_forward_hook(self._gather_source)
+
+    def like(self, model: Any, stream: Any, shard: Shard) -> "Body":
+        """Return the same hooks of another model with the same modules; the arguments are those of the class."""
+        return Body(model, *self.paths, stream, shard)
+
+    def _stack(self, block: str) -> nn.Module:
+        """Return the module with a forward of its own that runs the block at the path `block`."""
+        while True:
+            block = block.rpartition(".")[0]
+            module = self.model.get_submodule(block)
+            if type(module).forward is not nn.Module.forward or not block:
+                return module
+
+    @contextmanager
+    def sharded(self, cut: TokenCut) -> Iterator[None]:
+        """Context of a forward whose tokens are sharded over cp within the blocks; `cut` says how."""
+        with cutting(self.stream, None), ExitStack() as on:
+            self.run = _Run(cut, self.stream, on)
+            try:
+                yield
+            finally:
+                self.run = None
+
+    def _shard(self, module: nn.Module, args: tuple, given: dict[str, Any]) -> Any:
+        """Replace the arguments of a module by those with this rank's tokens."""
+        if self.run is None:
+            return None
+        bound = signature(type(module).forward).bind_partial(module, *args).arguments
+        batch = {**dict(list(bound.items())[1:]), **given}
+        if accepts(type(module), "use_cache"):
+            batch["use_cache"] = False  # a cache would lack the keys of other ranks
+        return (), self.run.begin(self.shard, batch)
+
+    def _gather(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Gather the hidden states [B, s, D] after the last block to [B, S, D]."""
+        if self.run is None:
+            return output
+        first = output if isinstance(output, Tensor) else output[0]
+        whole = self.run.end(first)
+        if isinstance(output, Tensor | tuple):
+            return whole if isinstance(output, Tensor) else (whole, *output[1:])
+        output.last_hidden_state = whole
+        return output
+
+    def _gather_source(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Gather the hidden states of the encoder [B, s, D], which the output of an encoder-decoder has too."""
+        if self.run is not None and self.run.source:
+            x = output.encoder_last_hidden_state
+            output.encoder_last_hidden_state = self.run.cut.whole(x, 1).narrow(
+                1, 0, self.run.source
+            )
+        return output
+
+
+def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
+    """Context of a forward whose tokens are sharded over cp as `cut` says; within the blocks alone if `state.body` is set.
+
+    `state` is that of the model's schedule.
+    """
+    whole = state.body is None or cut is None
+    return cutting(state.random, cut) if whole else state.body.sharded(cut)
+
+
+def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a batch whose token ids and masks are as long as those that this rank's blocks get.
+
+    The batch is unchanged unless the model of `state`, which is that of its schedule, shards tokens within its blocks.
+    """
+    n = 1 if state.body is None or cut is None else cut.n
+    ids = {
+        name: x
+        for name, x in batch.items()
+        if name.endswith(("input_ids", "mask")) and x is not None
+    }
+    return {**batch, **{name: x[..., : -(-x.shape[-1] // n)] for name, x in ids.items()}}
+
+
+class _Run:
+    """State of one forward with sharded tokens.
+
+    Args:
+        cut: which tokens each cp rank computes.
+        stream: random stream of the model.
+        on: holds the contexts in which this rank's tokens alone are computed; closed after the last block.
+    """
+
+    def __init__(self, cut: TokenCut, stream: Any, on: ExitStack):
+        self.cut, self.stream, self.on = cut, stream, on
+        self.tokens = self.source = 0  # of a row, and of a row of the encoder
+        self.source_mask: Tensor | None = None
+
+    def begin(self, shard: Shard, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments `batch` of the first layers with this rank's tokens, by `shard`; tokens are sharded from
+        here on.
+        """
+        states, _ = batch.pop(SOURCE, None), batch.pop(SOURCE_MASK, None)
+        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+        others = {name: x for name, x in batch.items() if name not in tensors}
+        part, others = shard(self.cut, tensors, others)
+        self.tokens = tensors["input_ids"].shape[1]
+        if states is None:
+            self.source, self.source_mask = self.tokens, part.get("attention_mask")
+        else:
+            others |= {SOURCE: states, SOURCE_MASK: self.source_mask}
+        self.on.enter_context(cutting(self.stream, self.cut))
+        if self.tokens % self.cut.n:  # then padding was added
+            self.on.enter_context(knowing(replace(known(), padded=None)))
+        return {**others, **part}
+
+    def end(self, x: Tensor) -> Tensor:
+        """Return x [B, s, D], gathered to all tokens [B, S, D]; from here on this rank computes all tokens."""
+        self.on.close()
+        return self.cut.whole(x, 1).narrow(1, 0, self.tokens)
