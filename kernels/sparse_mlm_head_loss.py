@@ -90,7 +90,6 @@ def sparse_mlm_head_loss(
     weight: Tensor,
     bias: Tensor | None = None,
     num_items: Tensor | int | None = None,
-    capacity: int | None = None,
 ) -> Tensor:
     """Compute the mean loss over masked tokens; loss and gradients equal those of all logits.
 
@@ -101,24 +100,11 @@ def sparse_mlm_head_loss(
         weight: [V, H'].
         bias: [V], or None.
         num_items: divisor of the sum; None for the number of masked tokens.
-        capacity: fixed number of rows, so that no shape depends on the labels (CUDA graphs); more masked tokens
-            than that raise an error.
     """
     rows, targets = hidden.flatten(0, -2), labels.flatten()
-    if capacity is None and torch.compiler.is_compiling():
-        capacity = targets.shape[0]  # on a CPU the chunks leave out ignored rows
-    if capacity is None:
+    if (
+        not torch.compiler.is_compiling()
+    ):  # a graph has fixed shapes; on a CPU its chunks leave out ignored rows
         at = (targets != -100).nonzero()[:, 0]
         rows, targets = rows.index_select(0, at), targets[at]
-    elif capacity < targets.shape[0]:
-        rows, targets = _at_most(rows, targets, capacity)
     return linear_cross_entropy(transform(rows), weight, targets, bias, num_items=num_items)
-
-
-def _at_most(rows: Tensor, targets: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Select `capacity` rows and their targets: the rows of all masked tokens, then others to fill up."""
-    masked = targets != -100
-    problem = f"more than capacity={capacity} masked tokens; hint: raise it, or pass None"
-    torch._assert_async(masked.sum() <= capacity, problem)  # pyright: ignore[reportPrivateImportUsage]
-    order = (~masked).to(torch.int8).argsort(stable=True)[:capacity]
-    return rows.index_select(0, order), targets[order]

@@ -1,15 +1,17 @@
-"""Offload saved activations to host memory, and copy them back to the device for their backward.
+"""Saved activations kept elsewhere until their backward: in host memory, or a share of them on each tp rank.
 
 rewrite:  saved x [...] on the device  -->  x in pinned memory of the host  -->  x on the device for the backward
+          saved x [B, S, D] on each of n ranks  -->  saved x_r [B * S * D / n]; the backward all-gathers x
 
 Copies run on a side stream beside the computation. The first backward that needs an activation of a
 module copies back all of that module, and starts on the module that ran before it. On a CPU nothing is copied.
-Source: Rhu et al. 2016, arXiv:1602.08124.
+Sources: Rhu et al. 2016, arXiv:1602.08124; Korthikanti et al. 2022, arXiv:2205.05198, section 6 (Megatron-LM's
+--distribute-saved-activations).
 """
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,6 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from slapo_zoo.parallel.compat import all_gather_single
+from slapo_zoo.parallel.mesh import Mesh
+
+SHARDED = "sharded"  # the policy of recomputation that keeps shares
 LEAST = 64 << 10  # bytes; smaller activations stay on the device
 Pack = Callable[[Tensor], Any]  # saved tensor --> itself, or a handle (Kept)
 
@@ -186,3 +192,43 @@ def _storages(module: nn.Module) -> set[int]:
         own += [part.__dict__.get(name) for name in part._parameters]
         found |= {x.untyped_storage()._cdata for x in own if isinstance(x, Tensor)}
     return found
+
+
+class Share(Kept):
+    """Handle for a saved activation that is equal on all tp ranks: each rank keeps 1/tp of its elements."""
+
+    def __init__(self, x: Tensor, mesh: Mesh):
+        self.shape, self.group, self.size = x.shape, mesh.group("tp"), mesh.tp
+        flat, each = x.detach().reshape(-1), -(-x.numel() // mesh.tp)
+        mine = flat[mesh.coord("tp") * each :][:each]
+        self.part = flat.new_zeros(each)
+        self.part[: len(mine)].copy_(mine)
+
+    def again(self) -> Tensor:
+        """All-gather the saved activation over tp and return it in its original shape."""
+        out = self.part.new_empty(self.size * len(self.part))
+        all_gather_single(out, self.part, group=self.group)
+        return out[: self.shape.numel()].view(self.shape)
+
+
+def kept_in_shares(x: Any, mesh: Mesh, keeps: Sequence[Pack]) -> AbstractContextManager:
+    """Return a context for one call in which autograd saves only 1/tp of the argument `x` on each tp rank.
+
+    Args:
+        x: the module's first argument, equal on all tp ranks; if it is no float tensor, the context does nothing.
+        mesh: mesh with the tp group and the coordinates of this rank.
+        keeps: pack functions (of torch's saved_tensors_hooks) for all other saved tensors, tried from the last to the
+            first; the first handle that one of them returns is saved.
+    """
+    if mesh.tp == 1 or not (isinstance(x, Tensor) and x.is_floating_point()):
+        return nullcontext()
+    whole = x.untyped_storage()._cdata, x.shape, x.stride(), x.storage_offset()
+
+    def pack(kept: Tensor) -> Any:
+        storage = kept.untyped_storage()._cdata
+        if (storage, kept.shape, kept.stride(), kept.storage_offset()) == whole:
+            with torch.no_grad():
+                return Share(kept, mesh)
+        return next((y for keep in reversed(keeps) if (y := keep(kept)) is not kept), kept)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -53,12 +53,10 @@ def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
     return isinstance(group, ShapeOnlyGroup)
 
 
-def all_reduce_(x: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tensor:
-    """All-reduce x over the group in place and return x; with group None or in a dry run, x is
-    unchanged. `op` is the reduction of torch.distributed, a sum by default.
-    """
+def all_reduce_(x: Tensor, group: Group) -> Tensor:
+    """Sum x over the group in place and return x; with group None or in a dry run, x is unchanged."""
     if group is not None and not _dry_run_of(group, "all_reduce", x):
-        collective(dist.all_reduce, x, op=op, group=group)
+        collective(dist.all_reduce, x, group=group)
     return x
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from slapo_zoo.hf.models import like, swap_tensors
 from slapo_zoo.kernels.vocab_logits import VocabLogits
 from slapo_zoo.language.planned_rows import plan_of
 from slapo_zoo.language.schedule import Schedule
@@ -22,11 +23,11 @@ from slapo_zoo.verify.blame import Blame
 from slapo_zoo.verify.compare import Comparison, Divergence, RankResult, Tolerance, largest_of
 from slapo_zoo.verify.events import Recorder
 from slapo_zoo.verify.judge import shaken
-from slapo_zoo.verify.made_up import give_values, take_values
 from slapo_zoo.verify.report import Report
 from slapo_zoo.verify.safe import NoDropout, agreed_collectives
 
 WHERE, SEED, INPUT = "Verify", 0, "input "
+SEED_ON_META = 20  # of the values that a model on meta gets while it is verified
 SHAKES = range(3)  # seeds of noisy runs; one gives a false alarm now and then (docs/decisions/0003)
 LEAST = -1e4  # numbers up to this hide in additive masks: -1e4, the least of a dtype, -inf
 
@@ -310,3 +311,39 @@ def _arguments(
         return (), tree_map(place, dict(inputs))
     listed = inputs if isinstance(inputs, list | tuple) else [inputs]
     return tuple(tree_map(place, list(listed))), {}
+
+
+def give_values(model: nn.Module) -> bool:
+    """Replace parameters and buffers on meta by random CPU tensors, equal on all ranks; return whether there were any."""
+    generator, made = torch.Generator().manual_seed(SEED_ON_META), []
+
+    def new(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
+        made.append(_like(tensor, _values(tensor, generator)))
+        return made[-1]
+
+    swap_tensors(model.modules(), new)
+    return bool(made)
+
+
+def take_values(model: nn.Module) -> None:
+    """Replace all parameters and buffers by meta tensors; tied parameters stay tied."""
+    swap_tensors(model.modules(), lambda tensor: _like(tensor, tensor.data.to("meta")))
+
+
+def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if not tensor.is_floating_point():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
+    drawn = torch.randn(tensor.shape, device="cpu", generator=generator)
+    if tensor.ndim < 2:  # the weight of a norm must not be near zero, a running variance not below
+        return (1 + 0.1 * drawn.clamp(-3, 3)).to(tensor.dtype)
+    return (drawn / tensor[0].numel() ** 0.5).to(tensor.dtype)
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    """Return a tensor with `values`, of the class of `tensor`: a parameter for a parameter, annotations included."""
+    found = like(tensor, values)
+    if isinstance(tensor, nn.Parameter):
+        found.__dict__.update(tensor.__dict__)
+    return found

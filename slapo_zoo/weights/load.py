@@ -1,9 +1,10 @@
-"""Copy each rank's slices from the mapped checkpoint files directly into its parameters."""
+"""Read the bytes of a rank's shards, and no others, from mapped checkpoint files directly into its parameters."""
 
 import contextlib
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,13 +12,14 @@ import torch
 from torch import Tensor
 
 from slapo_zoo.errors import WeightsError
+from slapo_zoo.parallel.local_tensors import runs_within
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import CheckpointFolder
 from slapo_zoo.weights.load_memory import Target, can_stay_mapped
 from slapo_zoo.weights.progress import byte_progress
-from slapo_zoo.weights.rank_slices import read_ahead
 
+AHEAD = 256 << 20  # bytes that the kernel may fetch before they are copied
 MOST_SHOWN = 20
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PIECE = 1 << 22  # elements
@@ -205,3 +207,45 @@ def _problem(target: Target, folder: CheckpointFolder, key: str, mesh: Mesh) -> 
 def _can_cast(found: torch.dtype, expected: torch.dtype) -> bool:
     """Return whether a tensor may be cast: equal dtypes, or both floats of 16 bits or more (8-bit floats need scales)."""
     return found == expected or (found in FLOATS and expected in FLOATS)
+
+
+def slices_of_rank(target: Target, view: Tensor, mesh: Mesh) -> list[Tensor]:
+    """Return the slices of `view`, an unsharded tensor in a mapped file, that make up this rank's tensor, in order."""
+    placement, rows = target.placement, target.rows
+    if placement is None:
+        return [view if rows is None else view.narrow(0, *rows[:2])]
+    n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
+    runs = placement.runs(view.shape[placement.axis], n, r)
+    if rows is not None and placement.axis == 0:
+        runs = runs_within(runs, *rows[:2])
+    elif rows is not None:
+        view = view.narrow(0, *rows[:2])
+    return [view.narrow(placement.axis, start, stop - start) for start, stop in runs]
+
+
+def read_ahead(
+    order: Sequence[str], targets: Mapping[str, Target], folder: CheckpointFolder,
+    source: Mapping[str, str], mesh: Mesh,
+) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
+    """Yield (name, slices in the mapped file) of the names in `order`, the order in the file, while
+    the operating system prefetches the next slices. `source` maps names to keys.
+    """
+    waiting: deque[tuple[str, list[Tensor]]] = deque()
+    asked = 0
+    for name in order:
+        view = folder.view(source[name])
+        parts = [part for part in slices_of_rank(targets[name], view, mesh) if part.numel()]
+        for part in parts:
+            folder.read_ahead(source[name], part.data_ptr() - view.data_ptr(), _extent(part))
+        waiting.append((name, parts))
+        asked += sum(part.nbytes for part in parts)
+        while asked > AHEAD:
+            asked -= sum(part.nbytes for part in waiting[0][1])
+            yield waiting.popleft()
+    yield from waiting
+
+
+def _extent(part: Tensor) -> int:
+    """Return the bytes from the first element of a strided part to its last."""
+    steps = zip(part.shape, part.stride(), strict=True)
+    return (1 + sum((size - 1) * stride for size, stride in steps)) * part.itemsize

@@ -13,8 +13,8 @@ from slapo_zoo import AutoScheduledModel
 from slapo_zoo.cli.main import main
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.outcome import OK, WRONG, Outcome
-from slapo_zoo.tune.record import record
 from slapo_zoo.tune.trial import Job, differs
+from slapo_zoo.tune.tuning_report import record
 from slapo_zoo.zoo import tuned
 
 

@@ -69,7 +69,7 @@ def tune(
         return show.as_json(found), "\n".join(lines), _nothing_ran(found, refused)
     lines.append(f"best: {show.line_of(best)}")
     if card is not None:
-        from slapo_zoo.tune.record import record
+        from slapo_zoo.tune.tuning_report import record
 
         record(card, scope, best.point, best.outcome)
         lines.append(f"noted in {card / 'tuning.json'}")
