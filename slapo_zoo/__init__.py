@@ -52,12 +52,12 @@ if TYPE_CHECKING:
     from slapo_zoo.model.load.build import consolidate_model as consolidate_model
     from slapo_zoo.model.load.build import create_schedule as create_schedule
     from slapo_zoo.model.load.build import publish_card as publish_card
-    from slapo_zoo.model.load.compat import ScheduleMetadata as ScheduleMetadata
-    from slapo_zoo.model.load.compat import analyze_tie_weights as analyze_tie_weights
-    from slapo_zoo.model.load.compat import init_empty_weights as init_empty_weights
-    from slapo_zoo.model.load.compat import is_module_list as is_module_list
-    from slapo_zoo.model.load.compat import is_random_seed_set as is_random_seed_set
-    from slapo_zoo.model.load.compat import set_random_seed as set_random_seed
+    from slapo_zoo.model.load.slapo_api import ScheduleMetadata as ScheduleMetadata
+    from slapo_zoo.model.load.slapo_api import analyze_tie_weights as analyze_tie_weights
+    from slapo_zoo.model.load.slapo_api import init_empty_weights as init_empty_weights
+    from slapo_zoo.model.load.slapo_api import is_module_list as is_module_list
+    from slapo_zoo.model.load.slapo_api import is_random_seed_set as is_random_seed_set
+    from slapo_zoo.model.load.slapo_api import set_random_seed as set_random_seed
     from slapo_zoo.model.numerics import NumericsError as NumericsError
     from slapo_zoo.model.numerics import NumericsWarning as NumericsWarning
     from slapo_zoo.model.numerics import NumericsWatch as NumericsWatch
@@ -117,7 +117,7 @@ _HOMES = {  # module --> public names that are found in it
         "create_schedule",
         "publish_card",
     ),
-    "model.load.compat": (
+    "model.load.slapo_api": (
         "ScheduleMetadata",
         "analyze_tie_weights",
         "init_empty_weights",
