@@ -16,8 +16,7 @@ import torch
 from slapo_zoo.hf.example_inputs import random_batch
 from slapo_zoo.model.loader import new_model
 from slapo_zoo.parallel.ranks.launch import run_local
-from slapo_zoo.tune.outcome import NO_MEMORY, OK, OUT_OF_MEMORY, WRONG, Outcome
-from slapo_zoo.tune.worker import RESULT
+from slapo_zoo.tune.outcome import NO_MEMORY, OK, OUT_OF_MEMORY, RESULT, WRONG, Outcome
 from slapo_zoo.weights.ledger import AnonymousPeak
 from slapo_zoo.zoo.argument_values import config_of, to_dtype
 from slapo_zoo.zoo.kernels_for_modules import kernels_of

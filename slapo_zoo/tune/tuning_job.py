@@ -9,14 +9,13 @@ from slapo_zoo.parallel.compat import software
 from slapo_zoo.parallel.paths import nearest
 from slapo_zoo.tune.database import Scope
 from slapo_zoo.tune.grid import Grid
-from slapo_zoo.tune.outcome import OK, Outcome
+from slapo_zoo.tune.outcome import OK, Outcome, measure_in_worker
 from slapo_zoo.tune.planner.hardware import HARDWARE
 from slapo_zoo.tune.planner.layout import Layout
 from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.tune.planner.runtime_kind import precision_of
 from slapo_zoo.tune.space import Point, Space
 from slapo_zoo.tune.trial import OWN, PROBE_ROWS, Job
-from slapo_zoo.tune.worker import measure_in_worker
 from slapo_zoo.zoo.argument_values import config_of, to_dtype
 from slapo_zoo.zoo.options import KNOBS
 from slapo_zoo.zoo.table import table_for

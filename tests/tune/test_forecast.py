@@ -12,9 +12,9 @@ from slapo_zoo.cli.main import main
 from slapo_zoo.hf.example_inputs import training_batch
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline import unit_costs as costs
-from slapo_zoo.tune.forecast import forecast
 from slapo_zoo.tune.planner.hardware import find_hardware
 from slapo_zoo.tune.planner.layout import Layout, places_of
+from slapo_zoo.tune.planner.layout_report import forecast
 from slapo_zoo.tune.planner.layout_search import Planner
 from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import table_for

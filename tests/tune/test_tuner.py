@@ -16,10 +16,9 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.tune import tuning_report as show
 from slapo_zoo.tune.database import Database, Scope
 from slapo_zoo.tune.grid import Grid
-from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, SLOW, TIMEOUT, WRONG
+from slapo_zoo.tune.outcome import CRASH, OK, OUT_OF_MEMORY, SLOW, TIMEOUT, WRONG, run_trial
 from slapo_zoo.tune.strategies import STRATEGIES, find_strategy
 from slapo_zoo.tune.tuner import Limits, Tuner
-from slapo_zoo.tune.worker import run_trial
 from surfaces import BATCHES, CLIFFS, SURFACES, space
 
 MOST, SOON, NEAR = 17, 10, 0.97

@@ -88,9 +88,8 @@ def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None,
     """
     from slapo_zoo.model.dp.dp_shard import check_dp_shard
     from slapo_zoo.pipeline.orders import StageMap
-    from slapo_zoo.tune.forecast import forecast
     from slapo_zoo.tune.planner.layout import Layout
-    from slapo_zoo.tune.planner.layout_report import worth
+    from slapo_zoo.tune.planner.layout_report import forecast, worth
 
     order, per_rank = knobs["pipeline_order"], knobs["stages_per_rank"]
     others = {k: v for k, v in knobs.items() if k not in ("pipeline_order", "stages_per_rank")}
