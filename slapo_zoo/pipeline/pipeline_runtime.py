@@ -21,9 +21,8 @@ from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 from slapo_zoo.pipeline.busy import Busy
 from slapo_zoo.pipeline.dataflow import Call
-from slapo_zoo.pipeline.dry_run import dry_run
+from slapo_zoo.pipeline.dry_run import dry_run, program_of, shared_calls
 from slapo_zoo.pipeline.orders import StageMap
-from slapo_zoo.pipeline.shared_dry_runs import program_of, shared_calls
 from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
 from slapo_zoo.pipeline.timeline import Span
 

@@ -16,8 +16,7 @@ from cli_runs import END, failure, tokenizer
 from slapo_zoo.cli.main import main
 from slapo_zoo.cli.training import run as training
 from slapo_zoo.cli.training.options import TrainOptions
-from slapo_zoo.cli.training.run import check_finite
-from slapo_zoo.cli.training.stopping import StoppedError
+from slapo_zoo.cli.training.run import StoppedError, check_finite
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.weights import history, staging
 from slapo_zoo.weights.history import keep_newest, latest, place_of, steps_in

@@ -6,7 +6,7 @@ import transformers
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 from slapo_zoo import AutoScheduledModel, emulate, extend
-from slapo_zoo.pipeline import pipeline_runtime, shared_dry_runs
+from slapo_zoo.pipeline import dry_run, pipeline_runtime
 
 CONFIG = transformers.GPT2Config(
     n_embd=16, n_head=2, n_layer=2, vocab_size=17, n_positions=16, bos_token_id=0, eos_token_id=0,
@@ -18,7 +18,7 @@ CONFIG = transformers.GPT2Config(
 def runs(monkeypatch):
     """Return the list of dry runs that were made, one entry each."""
     made, run = [], pipeline_runtime.dry_run
-    monkeypatch.setattr(shared_dry_runs, "_calls", {})
+    monkeypatch.setattr(dry_run, "_calls", {})
     monkeypatch.setattr(
         pipeline_runtime, "dry_run", lambda *args: (made.append(args[0]), run(*args))[1]
     )

@@ -8,7 +8,7 @@ from heads import HEADS
 from parity import tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, MeshError
 from slapo_zoo.errors import WeightsError
-from slapo_zoo.model.assemble import Assembly
+from slapo_zoo.model.loader import Assembly
 from slapo_zoo.weights.initialize import fill_buffers, initialize_weights
 from slapo_zoo.zoo.options import BuildOptions
 from tiny_configs import TINY

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from slapo_zoo.model.assemble import Assembly
+from slapo_zoo.model.loader import Assembly
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.ledger import AnonymousPeak
 from slapo_zoo.zoo.load_forecast import plan_weights

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import math
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -17,7 +18,6 @@ from slapo_zoo.cli.arguments import on_ranks
 from slapo_zoo.cli.training.inputs import Inputs
 from slapo_zoo.cli.training.options import TrainOptions, as_yaml
 from slapo_zoo.cli.training.records import Best, OnStep, Records, progress
-from slapo_zoo.cli.training.stopping import StoppedError
 from slapo_zoo.cli.training.trainer_arguments import (
     arguments_of,
     base_lr,
@@ -37,6 +37,8 @@ from slapo_zoo.parallel.ranks.process_group import is_distributed_launch
 from slapo_zoo.parallel.ranks.stop_signals import Stop, listening
 from slapo_zoo.weights.history import keep_newest, latest, place_of
 from slapo_zoo.weights.ledger import Ledger, as_table
+
+REQUEUE, INTERRUPTED = 75, 130  # exit codes: EX_TEMPFAIL of sysexits.h, and as a shell says Ctrl-C
 
 
 def run(options: TrainOptions, inputs: Inputs) -> list[float]:
@@ -337,3 +339,17 @@ def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> str:
         rows.append((rank, *coords, *counts))
     names = ("rank", *dims, "tensors", "read", "its share", "files", "s", "memory")
     return as_table("what each rank read", names, rows)
+
+
+class StoppedError(SystemExit):
+    """SystemExit of a run that a signal stopped: the last step is finished, and saved if `checkpoint` is set."""
+
+    def __init__(self, number: int, step: int, options: TrainOptions):
+        self.number, self.step, self.options = number, step, options
+        super().__init__(INTERRUPTED if number == signal.SIGINT else REQUEUE)
+
+    def __str__(self) -> str:
+        said = f"stopped after step {self.step} of {self.options.max_steps}; "
+        if self.options.checkpoint is None:
+            return said + "nothing was saved: --checkpoint FOLDER keeps what was done"
+        return said + f"the same command resumes from {self.options.checkpoint}"
