@@ -132,7 +132,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
     if runtime is not None and runtime.pipeline is not None:
         if any(call for _, call in state.cuts):
             hint = "explain it with pp=1, or see `slapo-zoo show NAME --pp ...`"
-            problem = "a shared block runs on several stages, and its path does not determine which calls run on this stage"
+            problem = "not supported for a block that runs on several stages of a pipeline (ALBERT)"
             raise ScheduleError("(the model)", "explain", problem, hint)
         whole, mine = runtime.pipeline.whole().state, runtime.pipeline.holds
         whole.sequence_parallel = state.sequence_parallel

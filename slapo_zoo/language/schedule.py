@@ -279,15 +279,21 @@ def from_json(text: str) -> list[Step]:
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ScheduleError("schedule", "JSON", str(error), "pass what to_json wrote") from None
+        raise ScheduleError(
+            "schedule", "JSON", str(error), "pass the unchanged text of Schedule.to_json()"
+        ) from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         found = document.get("format") if isinstance(document, dict) else type(document).__name__
         problem = f"found format {found!r}, expected {FORMAT!r}"
-        raise ScheduleError("schedule", "format", problem, "pass what to_json wrote")
+        raise ScheduleError(
+            "schedule", "format", problem, "pass the unchanged text of Schedule.to_json()"
+        )
     steps = document.get("steps")
     if not isinstance(steps, list):
         problem = f"found {steps!r:.60}, expected a list of [pattern, primitive, arguments]"
-        raise ScheduleError("schedule", "steps", problem, "pass what to_json wrote")
+        raise ScheduleError(
+            "schedule", "steps", problem, "pass the unchanged text of Schedule.to_json()"
+        )
     return [_step(i, step) for i, step in enumerate(steps)]
 
 
@@ -296,7 +302,7 @@ def _step(index: int, step: Any) -> Step:
     kinds = [type(part) for part in step] if isinstance(step, list) else []
     if kinds != [str, str, dict]:
         problem = f"found {step!r:.80}, expected [pattern, primitive, arguments]"
-        raise ScheduleError(where, "step", problem, "pass what to_json wrote")
+        raise ScheduleError(where, "step", problem, "pass the unchanged text of Schedule.to_json()")
     pattern, name, arguments = step
     if name not in PRIMITIVES:
         hint = f"registered: {sorted(PRIMITIVES)}"
@@ -310,7 +316,9 @@ def _step(index: int, step: Any) -> Step:
     try:
         return pattern, cls(**{key: _tuples(value) for key, value in arguments.items()})
     except TypeError as error:
-        raise ScheduleError(where, name, str(error), "pass what to_json wrote") from None
+        raise ScheduleError(
+            where, name, str(error), "pass the unchanged text of Schedule.to_json()"
+        ) from None
 
 
 def _tuples(value: Any) -> Any:

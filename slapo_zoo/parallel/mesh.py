@@ -121,7 +121,7 @@ class Mesh:
             names = self.named(mesh_dim).split("+")
             if not set(names) <= places.keys():
                 problem = f"found no such mesh dim, expected one of {(*self.sizes, *ROLES)}"
-                raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", problem, "correct the name")
+                raise MeshError("mesh", f"mesh_dim={mesh_dim!r}", problem, "pass one of these")
             places[mesh_dim] = [place for name in names for place in places[name]]
         return places[mesh_dim]
 

@@ -234,7 +234,8 @@ class Search:
         share = divided_share(frozen, model)
         if self.sizes[0] > 1 and not share:
             reason = next((r for r in self.left_whole.values() if r), "no module is known")
-            raise refusal(self.config, f"nothing can be sharded over tp: {reason}", "use tp=1")
+            problem = f"nothing can be sharded over tp: {reason}"
+            raise refusal(self.config, problem, "use tp=1, with pp or dp instead")
         took = round(time.perf_counter() - self.begin, 2)
         shapes = shapes_per_rank(table, frozen, model, self.sizes[0])
         return Proof(frozen, self.left_whole, self.sizes, table, shapes, round(share, 3), took)

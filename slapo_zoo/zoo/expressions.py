@@ -116,7 +116,7 @@ def _value(node: ast.expr, text: str, numbers: Mapping[str, int]) -> int:
         problem = f"a division by 0: {ast.unparse(node.right)} is 0"
         raise ScheduleError("arithmetic", repr(text), problem, hint) from None
     if abs(value) > MAX_NUMBER:
-        raise ScheduleError("arithmetic", repr(text), "the result is beyond 2**53", hint)
+        raise ScheduleError("arithmetic", repr(text), f"{value} is beyond 2**53", hint)
     return value
 
 

@@ -123,7 +123,8 @@ def saved_stem(given: dict[str, Any], allowed: Collection[str]) -> str:
     where = "save_pretrained"
     for name, (values, hint) in SAVED_ANYWAY.items():
         if name in given and not any(given[name] is value for value in values):
-            raise SlapoError(where, f"{name}=", "this value is not supported here", hint)
+            problem = f"found {given[name]!r:.60}, which is not supported here"
+            raise SlapoError(where, f"{name}=", problem, hint)
         given.pop(name, None)
     variant = given.pop("variant", None)
     if not allowed:

@@ -204,7 +204,7 @@ def test_local_rank_option_of_deepspeed_launcher_is_accepted(job, capsys):
 WRONG = {
     "engine": ("--engine horovod", "found 'horovod', expected one of"),
     "zero-of-nothing": ("--zero-stage 1", "nothing is sharded"),
-    "entries-of-another": ("--set deepspeed.fp16=1", "found --engine torch\n  hint: add --engine"),
+    "entries-of-another": ("--set deepspeed.fp16=1", "for DeepSpeed, found --engine torch\n  hint: add --engine"),
     "zero-in-stages": (
         "--engine deepspeed --zero-stage 2 --pp 2", "DeepSpeed's pipeline takes stage 0 and 1"
     ),

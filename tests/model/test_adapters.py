@@ -225,7 +225,7 @@ REFUSED = {
     "more modules": ({"modules_to_save": ["ln_f"]}, "modules_to_save"),
     "vocabulary": (
         {"target_modules": ["lm_head"], "fan_in_fan_out": False},
-        "with a padded vocabulary",
+        "sharded over a padded vocabulary",
     ),
     "embedding": ({"target_modules": ["wte"]}, "found a Embedding"),
     "no such module": ({"target_modules": ["nothing"]}, "nothing"),

@@ -99,7 +99,7 @@ def check_engine(options: TrainOptions) -> None:
     hint = f"pip install slapo-zoo[{name}]"
     _require(importlib.util.find_spec(name), f"--engine {name}", "its package is not installed", hint)  # fmt: skip
     is_deepspeed = name == "deepspeed"
-    _require(is_deepspeed or not options.deepspeed, "deepspeed", f"found --engine {name}", "add --engine deepspeed")  # fmt: skip
+    _require(is_deepspeed or not options.deepspeed, "deepspeed", f"these options are for DeepSpeed, found --engine {name}", "add --engine deepspeed")  # fmt: skip
     stage = options.deepspeed.get("zero_optimization", {}).get("stage", 0)
     problem = f"DeepSpeed's pipeline takes stage 0 and 1, found stage {stage} and pp={pp}"
     _require(stage < 2 or pp == 1, "deepspeed", problem, "choose 1, or pp=1")

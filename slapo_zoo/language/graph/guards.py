@@ -55,7 +55,8 @@ def expect_no_others(others: dict[str, Any], where: str) -> None:
     unknown = sorted(name for name, value in others.items() if value is not None)
     if unknown:
         problem = f"this call has the keyword arguments {unknown}, the example call had not"
-        raise ScheduleError(where, "trace", problem, "trace with example_inputs that have them")
+        hint = "leave them out, or trace with example_inputs that have them"
+        raise ScheduleError(where, "trace", problem, hint)
 
 
 def by_mode(training: bool, in_training: Any, in_eval: Any) -> Any:

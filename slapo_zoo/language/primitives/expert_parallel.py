@@ -36,7 +36,8 @@ class ExpertParallel(Directive):
         found = getattr(site.module, self.count, None)
         if not isinstance(found, int):
             problem = f"found {found!r}, expected an integer attribute {self.count!r}"
-            raise self.fail(site, problem, "pass count=, the attribute with the number of experts")
+            hint = "pass count=, the name of the attribute with the number of experts"
+            raise self.fail(site, problem, hint)
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
         if problem := Placement(0).problem(found, n):
             raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: 1..{found}")

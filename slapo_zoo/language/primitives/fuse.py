@@ -63,7 +63,8 @@ class Fuse(Directive):
         if self.subgraph is not None:
             return resolve(site, self, self.subgraph)
         if self.compiler != "kernel" or self.name not in FUSED_KERNELS:
-            raise self.fail(site, "found no argument subgraph=", "pass what find() returned")
+            hint = "pass subgraph=, e.g. what sch[path].find(pattern) returned"
+            raise self.fail(site, "found no argument subgraph=", hint)
         return resolve(site, self, FUSED_KERNELS[self.name].pattern)
 
     def apply(self, site: Site) -> None:

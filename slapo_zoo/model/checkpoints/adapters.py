@@ -300,7 +300,8 @@ def _rule(
         sums = tuple(SumGradient("weight", sequence=tokens) for tokens in kinds)
         return sums, sums
     if placed.placement.pad:
-        raise _refusal(path, "adapters of a weight with a padded vocabulary are not supported")
+        problem = "its weight is sharded over a padded vocabulary, where adapters are not supported"
+        raise _refusal(path, problem)
     if other := [s.sync_op_or_fn for s in syncs if s.sync_op_or_fn != "all_reduce"]:
         raise _refusal(
             path, f"its output takes {other[0]!r}, but an adapter needs the collective 'all_reduce'"

@@ -34,11 +34,12 @@ class MeshSampler:
         if batch_size < 1 or batch_size % mesh.size("batch"):
             dims = f"{mesh.named('batch')}={mesh.size('batch')}"
             problem = f"found {batch_size}, expected a multiple of {dims}"
-            raise SlapoError("MeshSampler", "batch_size", problem, "pass the rows of all dp ranks")
+            hint = "pass the rows of a step over all dp ranks together"
+            raise SlapoError("MeshSampler", "batch_size", problem, hint)
         self.size, self.mesh, self.batch_size = len(dataset), mesh, batch_size
         if self.size < batch_size:
             problem = f"found {self.size} samples, fewer than one batch of {batch_size}"
-            raise SlapoError("MeshSampler", "dataset", problem, "give more samples")
+            raise SlapoError("MeshSampler", "dataset", problem, "take a smaller batch_size")
         self.shuffle, self.seed, self.step = shuffle, seed, 0
 
     def __len__(self) -> int:

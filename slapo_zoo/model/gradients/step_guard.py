@@ -141,7 +141,7 @@ class StepGuard:
         self._require_same(rows, LOOSELY * alike / ALIKE)
         found = [[f if is_one else None for f, is_one, *_ in row[:PROBES]] for row in rows]
         if listed := self._unlike(found, alike):
-            problem = f"ranks scaled their gradients by different factors: {listed} (norms of single shards?)"
+            problem = f"ranks scaled their gradients by different factors: {listed} (clipped by the norm of one shard?)"
             hint = "call model.clip_grad_norm_(max_norm) instead of torch.nn.utils.clip_grad_norm_"
             raise MeshError("optimizer.step", "gradients", problem, hint)
 

@@ -121,8 +121,9 @@ def of_all_tokens(cut: TokenCut, output: Any, given: Mapping[str, Any]) -> Any:
         if x.ndim == 3:
             return cut.whole(x, 1).narrow(1, 0, tokens_of(name, given))
         if x.ndim:
-            problem = f"found an output of {x.ndim} axes, expected [rows, tokens, width]"
-            raise SlapoError("forward", "an output with cp > 1", problem, "use cp=1 for this model")
+            problem = f"found {x.ndim} axes, expected [rows, tokens, width]"
+            what = f"the output {name!r} with cp > 1"
+            raise SlapoError("forward", what, problem, "use cp=1 for this model")
         return reduce_forward(reduce_backward(x, cut.group), cut.group)
 
     output = whole_output(output)

@@ -59,7 +59,8 @@ def _yaml(text: str) -> dict[str, Any]:
     import yaml
 
     if len(text) > MAX_METADATA:
-        raise _refused(f"found {len(text)} characters, at most {MAX_METADATA} may be", "shorten it")
+        problem = f"found {len(text)} characters, expected at most {MAX_METADATA}"
+        raise _refused(problem, "move text out of the YAML block, below its second ---")
     try:
         document = _plain_loader()(text).get_single_data()
     except CardError:

@@ -74,9 +74,12 @@ def torch_engine(
 def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
     what = f"data_parallel={kind!r}"
     if kind not in KINDS:
-        raise SlapoError("target='torch'", what, f"expected one of {KINDS}", "choose one of them")
+        problem = f"found no such kind of data parallelism, expected one of {KINDS}"
+        raise SlapoError("target='torch'", what, problem, "choose one of them")
     if kind is not None and is_exact(sch):
-        problem = "it runs one rank per process, but a model of exact= runs several"
+        problem = (
+            "this wrapper takes one rank per process, but a model loaded with exact= runs several"
+        )
         raise SlapoError("target='torch'", what, problem, "leave data_parallel= out")
     if kind == "fsdp2" and is_scheduled(sch) and sch._slapo.precision.dtype is not None:
         problem = "FSDP2 gathers parameters in a precision of its own"
