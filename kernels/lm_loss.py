@@ -107,7 +107,7 @@ def _row_losses(
     logits: Tensor, target: Tensor, smoothing: float, vocab_size: int, group: Any
 ) -> Tensor:
     """Return the loss [N] of each row of logits [N, C], 0 where the target is -1; `smoothing` is
-    the label smoothing. `group` are the ranks that shard the classes, over which it all-gathers.
+    the label smoothing. `group` are the ranks that shard the classes; it all-gathers rows' statistics over them.
     """
     start, stop = own_columns(vocab_size, group)
     found = cross_entropy.statistics(logits[:, : stop - start], _local(target, start, stop))

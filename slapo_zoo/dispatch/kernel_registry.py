@@ -239,8 +239,8 @@ def as_written(cls: type) -> bool:
 def _is_of(cls: type, value: Any) -> bool:
     """Return whether `value`, an attribute of class `cls`, is as the class's file defines it, not patched later.
 
-    A function is if it was defined in that file, also inside decorators from packages in KNOWN or from the package of
-    `cls`. Any other object is, unless it is the `forward`.
+    True for a function defined in that file (also one inside decorators from packages in KNOWN or from the package of
+    `cls`), and for any object that is no function, except a `forward`, which must be a function.
     """
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):

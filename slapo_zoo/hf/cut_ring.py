@@ -108,7 +108,7 @@ def attend(
 
 
 def wide(x: Tensor) -> Tensor:
-    """Return x in fp32, or as it is if it has at least as many bits."""
+    """Return x in fp32, unchanged if its dtype has 32 bits or more."""
     return x.float() if x.element_size() < 4 else x
 
 

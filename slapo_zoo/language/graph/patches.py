@@ -106,7 +106,7 @@ def _cuda_devices(module: nn.Module) -> list[int]:
 
 
 def set_mode(module: nn.Module, training: bool) -> None:
-    """Call `.train(training)` on `module` for it and each submodule in the same mode; one that the user put in eval stays."""
+    """Set `training` on `module` and the submodules in the same mode as it; one that the user put in eval stays so."""
     before = module.training
     for m in module.modules():
         if m.training == before:

@@ -108,7 +108,7 @@ class Family:
     ) -> Profile:  # fmt: skip
         """Return the costs of the model's units (blocks, embeddings, heads) on one tp rank, from dry runs.
 
-        With cp > 1 it is the rank that holds the last tokens of each row: in causal rows they see most keys.
+        With cp > 1 these are the costs of the rank with the last tokens of each row, which see most keys if causal.
 
         Args:
             tp: ranks that shard each layer.

@@ -87,8 +87,8 @@ def collective_seconds(
 def exchange_seconds(hardware: Hardware, ranks: int, moved: float, stride: int = 1) -> float:
     """Return the seconds of all-to-alls over `ranks` devices that are `stride` ranks apart, without the time to start.
 
-    `moved` is the bytes that a rank resharded in them: it keeps one of `ranks` equal parts, and sends each other part to
-    its rank, over a link within the node and over its network card beyond.
+    `moved` is the bytes of the tensors that a rank reshards: the rank keeps one of `ranks` equal parts, and sends each
+    other part to its rank, over a link within the node and over its network card beyond.
     """
     inside = min(ranks, max(1, hardware.per_node // stride))
     away = (ranks - inside) / ranks / hardware.network if ranks > inside else 0.0
