@@ -22,6 +22,8 @@ from slapo_zoo.parallel.known import known
 from slapo_zoo.parallel.made_again import made_again
 from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 
+# of rotary frequencies that depend on the longest position of the call
+GROWING = ("dynamic", "longrope")
 WAYS = {"gather": cut_gather.attend, "ulysses": cut_ulysses.attend, "ring": cut_ring.attend}
 
 
@@ -155,6 +157,23 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
     embedding.forward = forward
 
 
+def frequencies_by_length(rotary: Any, stream: Any) -> None:
+    """Replace the forward of a rotary embedding whose frequencies depend on the longest position by one that sees the
+    positions of all tokens; the cosines and sines [B, s, d] are those of this cp rank's s tokens. `stream`, the model's random stream, has the
+    sharding of tokens (`stream.cut`).
+    """
+    own = rotary.forward
+
+    @wraps(own)
+    def forward(x: Tensor, position_ids: Tensor, *more: Any, **options: Any) -> Any:
+        if (cut := stream.cut) is None:
+            return own(x, position_ids, *more, **options)
+        found = own(x, cut.whole_of_numbers(position_ids, 1), *more, **options)
+        return tuple(cut.part(part, 1) for part in found)
+
+    rotary.forward = forward
+
+
 def scores_by_place(attention: Any, stream: Any) -> None:
     """Replace `_attn` of an attention that computes its own scores (GPT-Neo, GPT-J) by one that sees all tokens of a
     row.
@@ -205,16 +224,24 @@ def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> No
         modules: path --> module of a model.
         stream: random stream of the model, which says how the running step's tokens are sharded.
         positions: value in `Table.cut_tokens`: "relative" changes T5's biases, "placed" BART's embeddings;
-            with any value modules that compute scores are changed.
+            with any value modules that compute scores, and rotary frequencies of the length, are changed.
     """
     for path, module in modules.items():
         if positions == "relative" and hasattr(module, "compute_bias"):
             bias_by_place(module, stream)
         elif positions == "placed" and counts_by_place(path, module):
             positions_by_place(module, stream)
+        elif any(kind in GROWING for kind in kinds_of_rope(module)):
+            frequencies_by_length(module, stream)
         elif hasattr(module, "_attn"):
             module.config._attn_implementation = implementation("eager")  # for its masks
             scores_by_place(module, stream)
+
+
+def kinds_of_rope(module: Any) -> tuple[str, ...]:
+    """Return the kinds of frequencies of a rotary embedding of transformers, one per kind of layer; () for another module."""
+    kinds = getattr(module, "rope_type", ())
+    return tuple(kinds.values()) if isinstance(kinds, dict) else (kinds,) if kinds else ()
 
 
 def counts_by_place(path: str, module: Any) -> bool:

@@ -17,7 +17,6 @@ BESIDE: dict[str, tuple[tuple[Any, ...], str]] = {
     "schedule": (("zoo", "auto", "table"), 'use schedule="zoo" or "auto"'),
     "target": (("torch", None), 'use target="torch"'),
 }
-GROWING = ("dynamic", "longrope")  # rotary frequencies depend on the longest position of the call
 
 
 def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
@@ -65,8 +64,3 @@ def require_cp_support(table: Table, cls: Any, config: Any) -> None:
     if getattr(config, "token_dropout", False):
         problem = "token_dropout=True scales the embeddings by the masked share of the whole row"
         raise ArchitectureError("zoo", what, problem, "pass token_dropout=False, or use cp=1")
-    rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [one.get("rope_type") for one in (rope, *rope.values()) if isinstance(one, dict)]
-    if found := sorted({kind for kind in kinds if kind in GROWING}):
-        problem = f"{found[0]} rotary embeddings depend on the length of a rank's own tokens"
-        raise ArchitectureError("zoo", what, problem, "use cp=1, or another rope_type")

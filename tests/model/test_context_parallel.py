@@ -209,18 +209,18 @@ GROWING = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     "longrope": {
         "rope_type": "longrope", "factor": 2.0, "rope_theta": 10000.0, "short_factor": [1.0] * 2,
-        "long_factor": [2.0] * 2, "original_max_position_embeddings": 10,
+        "long_factor": [2.0] * 2, "original_max_position_embeddings": 8,
     },
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", GROWING)
-def test_rotary_frequencies_of_the_length_are_refused(kind):
-    config = tiny_config(Case("LlamaForCausalLM", ()))[0].to_dict()
-    config = transformers.LlamaConfig(**{**config, "rope_parameters": GROWING[kind]})
-    load = AutoScheduledModel.from_config
-    for found in emulate(said, load, config, auto_class="LlamaForCausalLM", cp=2, mesh=(1, 1, 2)):
-        assert f"{kind} rotary embeddings depend on the length" in found
+def test_rotary_frequencies_of_the_length_are_those_of_whole_rows(kind):
+    """The twelve tokens are more than the eight of pretraining, the six of a rank are not."""
+    config = {"rope_parameters": GROWING[kind], "max_position_embeddings": 8}
+    case = Case("LlamaForCausalLM", ("tokens",), tuple(config.items()))
+    for mask in ("padded", "left"):
+        require_equal(emulate(trained, case, mask, mesh=(1, 1, 2), cp=2)[0], trained(case, mask))
 
 
 def used(cls, uses):
