@@ -16,16 +16,19 @@ Model = Annotated[str | None, typer.Argument(help="A checkpoint folder, or the i
 Config = Annotated[Path | None, typer.Option(help="A YAML file of the keys of docs/training.md.")]
 Sets = Annotated[list[str] | None, typer.Option("--set", help="One key of that file, e.g. warmup_steps=100.")]  # fmt: skip
 ABOUT = config_keys.described()
-# flag --> its annotation and default: every key that is no mapping and no list, which are given by --set
+# flag --> its annotation and default: every key but sizes of the mesh (LAYOUT), mappings and lists (--set)
 KEYS = {
     field.name: (
         Annotated[KINDS[field.name], typer.Option(help=ABOUT[field.name], min=LEAST.get(field.name))],
         field.default,
     )
     for field in fields(TrainOptions)
-    if field.name != "model" and get_origin(KINDS[field.name]) not in (tuple, Mapping)
+    if field.name not in ("model", *MESH) and get_origin(KINDS[field.name]) not in (tuple, Mapping)
 }  # fmt: skip
 EXACT = {"exact": (Annotated[str, typer.Option(help=ABOUT["exact"], metavar="tp=4,dp=2")], "")}
+DP = {
+    "dp": (Annotated[int, typer.Option(help=ABOUT["dp"], min=1)], None)
+}  # only here it may be left to the launcher
 OF_LOAD = {name: flag for name, flag in LAYOUT.items() if name not in MESH}
 
 
@@ -83,4 +86,4 @@ def trained(options: TrainOptions) -> list[float]:
     return run(options, inputs)
 
 
-train = command(train, {**KEYS, **EXACT, **OF_LOAD})
+train = command(train, {**KEYS, **EXACT, **LAYOUT, **DP})
