@@ -16,7 +16,7 @@ USUAL = {
     "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "vocab_size": 64,
     "max_position_embeddings": TOKENS, **ENDS,
 }  # fmt: skip
-# class --> tokens of a row, config; GPT-2, BERT and T5 with their dropout
+# class --> tokens of a row, config; all but Llama with their dropout
 MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "LlamaForCausalLM": (
         TOKENS,
@@ -25,6 +25,7 @@ MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "GPT2LMHeadModel": (128, {"n_embd": WIDTH, "n_head": HEADS, "n_layer": LAYERS, "n_positions": 128,
                               "vocab_size": 64, "loss_type": "ForCausalLMLoss", **ENDS}),
     "BertForMaskedLM": (128, {**USUAL, "intermediate_size": 256}),
+    "OPTForCausalLM": (128, {**USUAL, "ffn_dim": 256, "word_embed_proj_dim": WIDTH}),
     "T5ForConditionalGeneration": (128, {
         "d_model": WIDTH, "num_heads": HEADS, "d_kv": HEAD_SIZE, "num_layers": LAYERS // 2, "d_ff": 256,
         "vocab_size": 64, "decoder_start_token_id": 0}),

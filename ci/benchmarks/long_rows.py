@@ -20,6 +20,7 @@ SHARDED: dict[int, dict[str, dict[str, Any]]] = {
         "tp=8 sp": {"tp": 8, "sequence_parallel": True},
         "tp=2 sp, cp=4": {"tp": 2, "sequence_parallel": True, "cp": 4, "dp_shard": 4},
         "cp=8": {"cp": 8, "dp_shard": 8},
+        "cp=8 ulysses": {"cp": 8, "dp_shard": 8, "cp_attention": "ulysses"},
     },
     64: {
         "tp=8 sp, cp=8": {"tp": 8, "sequence_parallel": True, "cp": 8, "dp_shard": 8},

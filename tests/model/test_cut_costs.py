@@ -1,4 +1,4 @@
-"""Costs of context parallelism: bytes that a rank sends for each layer, and its peak memory in a step."""
+"""Bytes that a rank sends in a step with cp= and with dp_shard=, and its peak memory with cp=: counts, not times."""
 
 import importlib
 import sys
@@ -12,17 +12,37 @@ from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.parallel.token_cut import WAYS
 
 CI = str(Path(__file__).resolve().parents[2] / "ci")
-MODELS = ("LlamaForCausalLM", "GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration")
+MODELS = (
+    "LlamaForCausalLM",
+    "GPT2LMHeadModel",
+    "BertForMaskedLM",
+    "T5ForConditionalGeneration",
+    "OPTForCausalLM",
+)
 QUICK = ("LlamaForCausalLM", True, "gather")
 
 
 @pytest.fixture
-def costs():
+def benchmark():
+    """Return `importlib.import_module` for names within ci/."""
     sys.path.insert(0, CI)
-    try:
-        yield importlib.import_module("benchmarks.cut_costs")
-    finally:
-        sys.path.remove(CI)
+    yield importlib.import_module
+    sys.path.remove(CI)
+
+
+@pytest.fixture
+def costs(benchmark):
+    return benchmark("benchmarks.cut_costs")
+
+
+def test_dp_shard_step_sends_no_more_bytes_than_fsdp2(benchmark):
+    """`ci/run.py bench zero` measures times."""
+    zero = benchmark("benchmarks.zero")
+    for found in zero.on_ranks(zero.measured, zero.RANKS, 32, 3, "bf16", 0):
+        (mine, _), (theirs, _) = found["ours"], found["FSDP2"]
+        parameters = sum(p.numel() for p in zero.plain(zero.config_of(32, 3)).parameters())
+        assert theirs > parameters * (2 + 4) / zero.RANKS  # counted at all
+        assert mine <= zero.MOST_BYTES * theirs
 
 
 @pytest.mark.parametrize("way", WAYS)
