@@ -30,7 +30,7 @@ NUMBERS = [
 ]
 ENGINES = {
     "torch": ["--engine", "torch", "--tp", "2"],
-    "torch, cut tokens": ["--engine", "torch", "--cp", "2"],
+    "torch, cut tokens": ["--engine", "torch", "--cp", "2", "--cp-attention", "ulysses"],
     "deepspeed": [
         *("--engine", "deepspeed", "--dp", "2"),
         "--set",
@@ -151,6 +151,8 @@ def test_training_with_cut_tokens_saves_and_resumes_on_another_mesh(job, tmp_pat
     ("words", "said"),
     [
         (["--engine", "deepspeed"], "--engine deepspeed: not supported together with cp=2"),
+        (["--cp-attention", "ulises"], "found 'ulises', expected one of gather, ulysses, ring"),
+        (["--cp-attention", "ulysses", "--tp", "4"], "cp=2 does not divide the 1 heads of a rank"),
         (["--exact", "tp=2"], "exact: not supported together with cp=2"),
         (
             ["--checkpoint-policy", "save_matmuls"],
