@@ -58,16 +58,11 @@ def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(attention, q, k, v, mask, **options)
         for axis in range(mask.ndim - 2):
             mask = mask.narrow(axis, 0, 1) if mask.stride(axis) == 0 else mask
-        make = partial(_additive, mask, q.dtype)
+        make = partial(cut_gather.additive, mask, q.dtype)
         with made_again([(added := make(), make)]):
             return run(attention, q, k, v, added, **options)
 
     return masked
-
-
-def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a bool mask as torch's sdpa adds it to scores: 0 where it is True, else minus infinity."""
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,7 +85,7 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
             kwargs["q_length"] = cut.n * rows
         else:
             kwargs["q_offset"] = kwargs.get("q_offset", 0) + cut.r * rows
-        if cut.way == "ring" and padding is None:
+        if not cut.by_heads and padding is None:
             whole = {"q_length": cut.n * rows, "q_offset": 0, "device": "meta"}
             if make(*args, **{**kwargs, **whole}) is None:  # none is needed
                 return None

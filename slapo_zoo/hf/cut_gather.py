@@ -28,13 +28,35 @@ def attend(
     """
     own, causal = k.shape[2], options.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal
-    if mask is None and causal:
-        mask = _causal(cut, q, cut.n * own)
     bias = bias_of_all(attention, options.get("position_bias"), own, cut.n * own)
     options = {**options, "is_causal": False, "position_bias": bias}
-    groups = 1 if mask is None else q.shape[1] // k.shape[1]
+    causal, first = causal and mask is None, cut.r * q.shape[2]
+    in_runs = causal and bias is None and not run.dropout
+    if causal and not in_runs:
+        mask = _seen(first, q.shape[2], cut.n * own, q.device)
+    groups = q.shape[1] // k.shape[1] if causal or mask is not None else 1
     with grouped(attention, groups), gathered(cut, k, v, groups) as whole:
+        if in_runs:
+            return _in_runs(first, q, *whole, options, run)
         return run(q, *whole, mask, options)
+
+
+def _in_runs(
+    first: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[..., Any]
+) -> Any:
+    """Return what `run` returns for causal rows: it runs once for each run of queries whose mask is as large as the keys.
+
+    A mask is made for its run, and again in the backward. `first` is the place of this rank's first query in the row; the
+    other arguments are those of `attend`, with the keys and values of all ranks.
+    """
+    found = []
+    for rows in q.split(k[:, :, 0].numel(), 2):
+        make = partial(_hiding, q.dtype, first, rows.shape[2], k.shape[2], q.device)
+        with made_again([(mask := make(), make)]):
+            out, weights = run(rows, k, v, mask, options)
+        found.append(out)
+        first += rows.shape[2]
+    return torch.cat(found, 1), weights
 
 
 @contextmanager
@@ -74,10 +96,20 @@ def grouped(attention: Any, times: int) -> Iterator[None]:
             setattr(attention, name, groups)
 
 
-def _causal(cut: TokenCut, q: Tensor, total: int) -> Tensor:
-    """Return the causal mask [s, T] of this cp rank's queries and all T keys, `total`; `cut` says which rank."""
-    rows = torch.arange(q.shape[2], device=q.device) + cut.r * q.shape[2]
-    return rows[:, None] >= torch.arange(total, device=q.device)
+def _seen(first: int, queries: int, total: int, device: torch.device) -> Tensor:
+    """Return the causal mask [queries, total], a bool, of a row of `total` keys; `first` is the place of the first query."""
+    rows = torch.arange(first, first + queries, device=device)
+    return rows[:, None] >= torch.arange(total, device=device)
+
+
+def _hiding(dtype: torch.dtype, *given: Any) -> Tensor:
+    """Return the mask of `_seen` (called with `given`) as torch's sdpa adds it to scores of a dtype."""
+    return additive(_seen(*given), dtype)
+
+
+def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a bool mask as torch's sdpa adds it to scores: 0 where it is True, else minus infinity."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
 def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:

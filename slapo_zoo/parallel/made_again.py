@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -12,20 +13,38 @@ from slapo_zoo.parallel.compat import hooks_around
 
 
 @dataclass(eq=False)
-class Again:
-    """Handle that autograd saves instead of a tensor, or instead of a view of it.
+class Maker:
+    """Maker of one tensor for all handles of it: a backward makes it for the first handle, and drops it after the last.
 
     Args:
         make: function that makes the tensor again, without gradient.
-        layout: (size, stride, storage offset) of what was to be saved.
+        dtype: dtype of the tensor.
     """
 
     make: Callable[[], Tensor]
-    layout: tuple[Any, Any, int]
+    dtype: torch.dtype
+    handles: int = 0
+    left: int = 0
+    made: Tensor | None = None
 
     def tensor(self) -> Tensor:
         """Return the tensor, made again."""
-        return self.make().as_strided(*self.layout)
+        if self.made is None:
+            self.made, self.left = self.make(), self.handles
+        made, self.left = self.made, self.left - 1
+        self.made = made if self.left else None
+        return made
+
+
+class Again(NamedTuple):
+    """Handle that autograd saves instead of a view of a tensor; `layout` is the view's (size, stride, storage offset)."""
+
+    maker: Maker
+    layout: tuple[Any, Any, int]
+
+    def tensor(self) -> Tensor:
+        """Return the view of the tensor made again."""
+        return self.maker.tensor().as_strided(*self.layout)
 
 
 def made_again(
@@ -42,13 +61,14 @@ def made_again(
     around = hooks_around()
     if around and around[0].__module__ == "torch.utils.checkpoint":
         return nullcontext()
-    found = {x.untyped_storage()._cdata: (make, x.dtype) for x, make in makers}
+    found = {x.untyped_storage()._cdata: Maker(make, x.dtype) for x, make in makers}
 
     def pack(x: Tensor) -> Any:
-        make, dtype = found.get(x.untyped_storage()._cdata, (None, None))
-        if make is None or x.dtype != dtype:
+        maker = found.get(x.untyped_storage()._cdata)
+        if maker is None or x.dtype != maker.dtype:
             return around[0](x) if around else x
-        return Again(make, (x.size(), x.stride(), x.storage_offset()))
+        maker.handles += 1
+        return Again(maker, (x.size(), x.stride(), x.storage_offset()))
 
     after = around[1] if around else None
 

@@ -1,10 +1,12 @@
 """Context parallelism with other ways of attention (cp_attention=): ranks train as one process."""
 
 import pytest
+import torch
 
 from cut_rows import FAMILIES, case_of, closeness, require_equal, rows_of, trained
 from parity import tiny_config
 from slapo_zoo import AutoScheduledModel, MeshError, emulate
+from slapo_zoo.hf import cut_gather
 
 WAYS = ("ulysses", "ring")
 FOUR = {"hidden_size": 32, "num_attention_heads": 4}
@@ -87,6 +89,28 @@ def test_each_way_of_attention_without_dropout_trains_as_one_process(way, cls, m
     one = case(cls, dropout=0.0)
     found = emulate(trained, one, mask, mesh=(1, 1, 2), cp=2, cp_attention=way)
     require_equal(found[0], trained(one, mask))
+
+
+def of_long_row(one, **layout):
+    """Loss and gradients of one row of 128 tokens."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(one)[0], auto_class=one.cls, **layout)
+    ids = torch.arange(128).mul(7).remainder(29).add(3)[None]
+    loss = model.train().train_step({"input_ids": ids, "labels": ids})
+    return [float(loss)], model.consolidated_state_dict(grads=True), 0.0, {}
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint_ratio": 1.0}], ids=["kept", "recomputed"])
+def test_causal_rows_longer_than_the_model_is_wide_train_as_in_one_process(options, monkeypatch):
+    """With keys gathered, a mask is made for each run of queries, here three; keys are gathered again once a backward."""
+    one, gathers, gathered = case("LlamaForCausalLM", dropout=0.0), [], cut_gather._gathered
+    monkeypatch.setattr(
+        cut_gather, "_gathered", lambda *given: gathers.append(1) or gathered(*given)
+    )
+    found = emulate(of_long_row, one, mesh=(1, 1, 2), cp=2, **options)
+    require_equal(found[0], of_long_row(one))
+    blocks = tiny_config(one)[0].num_hidden_layers
+    assert len(gathers) == (0 if options else 2 * 2 * blocks)  # keys and values, two ranks
 
 
 def loss_of(one, tokens, **layout):
