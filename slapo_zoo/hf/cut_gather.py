@@ -44,13 +44,13 @@ def attend(
 def _in_runs(
     first: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[..., Any]
 ) -> Any:
-    """Return what `run` returns for causal rows: it runs once for each run of queries whose mask is as large as the keys.
+    """Return what `run` returns for causal rows: it runs once for each run of queries whose mask is as large as a row's keys.
 
     A mask is made for its run, and again in the backward. `first` is the place of this rank's first query in the row; the
     other arguments are those of `attend`, with the keys and values of all ranks.
     """
     found = []
-    for rows in q.split(k[:, :, 0].numel(), 2):
+    for rows in q.split(k.shape[1] * k.shape[3], 2):
         make = partial(_hiding, q.dtype, first, rows.shape[2], k.shape[2], q.device)
         with made_again([(mask := make(), make)]):
             out, weights = run(rows, k, v, mask, options)

@@ -82,6 +82,14 @@ def test_planned_bytes_over_cp_are_those_that_attention_sends(way):
     assert step.tp_bytes == step.pp_bytes == 0 < step.dp_bytes
 
 
+def test_long_causal_rows_need_no_mask_of_all_keys_where_keys_are_gathered():
+    """Masks are made for runs of 64 queries, here 16 of them; the number of runs is that of any number of rows."""
+    planner = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=False)
+    block = planner.profile(1, False, 4).units[2]
+    assert len([p for p in block.few.forward.products if not p.n]) == TOKENS // 4 // (HEADS * SIZE)
+    assert block.at(1).backward_peak < TOKENS * TOKENS // 4 * torch.bfloat16.itemsize
+
+
 def test_all_to_all_sends_most_of_its_bytes_over_the_network():
     """Count 8 of 16 ranks on other nodes: half of the bytes go over a rank's own card, 7 of 16 parts over links."""
     device = HARDWARE["h100"]
