@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from slapo_zoo.weights.history import latest
-from slapo_zoo.weights.integrity import damages_of
+from slapo_zoo.weights.training_folder import damages_of
 
 ROOT = Path(__file__).resolve().parents[1]
 LAYOUTS = [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]  # tp, pp, dp

@@ -1,16 +1,20 @@
-"""Record of a load (tensors, bytes, files, seconds, peak memory), and the formatting of sizes and tables."""
+"""Record of a load (tensors, bytes, files, seconds, peak memory), its progress bar, and the formatting of sizes and tables."""
 
 import mmap
 import os
 import shutil
+import sys
 import textwrap
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 SMAPS, STATM = Path("/proc/self/smaps_rollup"), Path("/proc/self/statm")
 PAGE = mmap.PAGESIZE
+OnBytes = Callable[[int], None]
+LEAST = 256 << 20  # bytes; less is loaded too fast to see a bar
 
 
 def anonymous_bytes() -> int:
@@ -158,3 +162,24 @@ def as_table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]])
                            if cell not in ("", "-")) for line in lines[1:]]  # fmt: skip
         text = [filled(item) for item in items]
     return "\n".join([filled(title), *text, ""])
+
+
+@contextmanager
+def byte_progress(what: str, total: int, visible: bool = True) -> Iterator[OnBytes]:
+    """Yield a function that advances a progress bar; it is called with the number of bytes done since its last call.
+
+    Args:
+        what: text before the bar.
+        total: total bytes; below LEAST no bar is shown.
+        visible: False on all ranks but one.
+    """
+    if not visible or total < LEAST or not sys.stderr.isatty():
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda count: progress.advance(task, count)

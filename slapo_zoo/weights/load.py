@@ -16,8 +16,8 @@ from slapo_zoo.parallel.local_tensors import runs_within
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights.device_copy import DeviceCopy
 from slapo_zoo.weights.folder import CheckpointFolder
+from slapo_zoo.weights.ledger import byte_progress
 from slapo_zoo.weights.load_memory import Target, can_stay_mapped
-from slapo_zoo.weights.progress import byte_progress
 
 AHEAD = 256 << 20  # bytes that the kernel may fetch before they are copied
 MOST_SHOWN = 20

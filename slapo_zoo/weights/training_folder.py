@@ -1,4 +1,4 @@
-"""Open the files of a training checkpoint, and check that all belong to the same save."""
+"""Open the files of a training checkpoint, check that all belong to the same save, and compare a folder with its checksums."""
 
 import json
 from contextlib import ExitStack
@@ -19,6 +19,7 @@ from slapo_zoo.weights.checksums import (
     require_same_save,
 )
 from slapo_zoo.weights.folder import CheckpointFolder, open_checkpoint
+from slapo_zoo.weights.snapshot import read_whole
 from slapo_zoo.weights.training_state import FILE, read_state
 
 
@@ -103,3 +104,44 @@ def open_training(
             require_same_save(found.folders, kept)
         stack.pop_all()
     return found
+
+
+def damages_of(folder: Path) -> tuple[int, list[WeightsError]]:
+    """Return (number of tensors, errors): one error for every file and tensor that differs from what was saved.
+
+    Raises:
+        WeightsError: the folder is not a checkpoint, or has no checksums.
+    """
+    return read_whole(folder, lambda: _damages(folder), lambda found: None)
+
+
+def _damages(folder: Path) -> tuple[int, list[WeightsError]]:
+    if not folder.is_dir():
+        raise WeightsError(str(folder), "", "found no such folder", "name a checkpoint folder")
+    kept = read_checksums(folder)
+    if kept is None:
+        hint = "save the model again by slapo_zoo, or rewrite the folder by `slapo-zoo reshard`"
+        raise WeightsError(
+            str(folder), checksums.FILE, "found no checksums, nothing can be compared", hint
+        )
+    found = list(damaged_files(folder, kept))
+    opened: list[CheckpointFolder] = []
+    try:
+        found += _damages_inside(folder, kept, opened)
+    except WeightsError as error:
+        found = found or [error]  # a consequence of damage already found
+    finally:
+        for one in opened:
+            one.close()
+    return sum(len(one.key_to_file) for one in opened), found
+
+
+def _damages_inside(
+    folder: Path, kept: Checksums, opened: list[CheckpointFolder]
+) -> list[WeightsError]:
+    for name in sorted(kept.tensors):
+        opened.append(CheckpointFolder(folder, name))
+    require_same_save(opened, kept)
+    if (folder / FILE).exists():
+        read_state(folder)
+    return [damage for one in opened for damage in damaged_tensors(one, kept)]

@@ -1,6 +1,7 @@
 """Outline of a scheduled model: a copy on the meta device, from which its tensors and stages are known."""
 
 import copy
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.hf import models as hf
+from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.hf.cut_body import Body
 from slapo_zoo.hf.example_inputs import example_shard
 from slapo_zoo.language.directive import State
@@ -22,7 +24,6 @@ from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import assign_stages, stages_of
 from slapo_zoo.weights.keys import KeyMap
 from slapo_zoo.zoo.apply import apply_table, block_paths, units_of
-from slapo_zoo.zoo.cut_heads import require_way
 from slapo_zoo.zoo.options import BuildOptions
 from slapo_zoo.zoo.schedule_source import FROM_TABLE, find_table, kind_of
 from slapo_zoo.zoo.table import base_prefix
@@ -161,3 +162,32 @@ def _refuse_knobs(options: BuildOptions) -> None:
 
 def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+
+
+def require_way(modules: Mapping[str, Any], n: int, way: str) -> None:
+    """Raise MeshError if `way` is "ulysses" and n does not divide the number of heads of some attention on this rank,
+    or if it is "ring" and an attention computes its own scores.
+
+    Args:
+        modules: path --> module of a model.
+        n: number of cp ranks.
+        way: how attention sees the tokens of all cp ranks: a name of `token_cut.WAYS`.
+    """
+    counts = {path: len(m.heads) for path, m in modules.items() if isinstance(m, CoreAttention)}
+    counts |= {
+        path: getattr(m, "num_heads", None) or m.num_attention_heads
+        for path, m in modules.items()
+        if hasattr(m, "_attn")
+    }
+    own = next((path for path, m in modules.items() if hasattr(m, "_attn")), None)
+    if way == "ring" and own is not None:
+        problem = "this attention computes its own scores, of all keys at once"
+        raise MeshError(
+            own, 'cp_attention="ring"', problem, 'use cp_attention="gather" or "ulysses"'
+        )
+    for path, count in counts.items() if way == "ulysses" else ():
+        if count % n:
+            fits = ", ".join(str(i) for i in range(1, count + 1) if count % i == 0)
+            problem = f"cp={n} does not divide the {count} heads of a rank"
+            hint = f'use cp_attention="gather", or cp among {fits}'
+            raise MeshError(path, f"cp_attention={way!r}", problem, hint)

@@ -100,7 +100,7 @@ JSON_COMMANDS = {
         ["tune", "gpt2", "--symbol", "batch_size=1", "--no-plan"],
         lambda: Result([Trial(0, {"batch_size": 1}, Outcome("ok", 2.0))]),
     ),
-    "check": ("slapo_zoo.weights.integrity.damages_of", ["check", "FOLDER"], lambda: (3, [])),
+    "check": ("slapo_zoo.weights.training_folder.damages_of", ["check", "FOLDER"], lambda: (3, [])),
     "card verify": (
         "slapo_zoo.verify.card_check.verify_card", ["card", "verify", CARD, "--model", "gpt2"],
         lambda: {"verdict": "verified", "text": "fine"},

@@ -18,10 +18,10 @@ from slapo_zoo.cli.main import app
 from slapo_zoo.errors import WeightsError
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.weights import crc
-from slapo_zoo.weights.integrity import damages_of
 from slapo_zoo.weights.reshard import reshard
 from slapo_zoo.weights.safetensors_file import SAVE_ID
 from slapo_zoo.weights.save import save_folder
+from slapo_zoo.weights.training_folder import damages_of
 
 CASE = Case("GPT2LMHeadModel", ("tokens",))
 FLIPS = 150

@@ -169,7 +169,7 @@ class Terminal:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_load_shows_a_progress_bar_on_rank_0_in_a_terminal(tmp_path, monkeypatch, rank):
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
-    monkeypatch.setattr("slapo_zoo.weights.progress.LEAST", 1)
+    monkeypatch.setattr("slapo_zoo.weights.ledger.LEAST", 1)
     monkeypatch.setattr("sys.stderr", terminal := Terminal())
     with open_checkpoint(tmp_path) as folder:
         target = Target(torch.zeros(4), (4,))
@@ -179,7 +179,7 @@ def test_load_shows_a_progress_bar_on_rank_0_in_a_terminal(tmp_path, monkeypatch
 
 def test_load_shows_no_progress_bar_in_a_log_file(tmp_path, monkeypatch, capsys):
     save_file({"w": torch.ones(4)}, tmp_path / "model.safetensors")
-    monkeypatch.setattr("slapo_zoo.weights.progress.LEAST", 1)
+    monkeypatch.setattr("slapo_zoo.weights.ledger.LEAST", 1)
     with open_checkpoint(tmp_path) as folder:
         load_tensors({"w": Target(torch.zeros(4), (4,))}, folder, {"w": "w"}, Mesh())
     assert capsys.readouterr() == ("", "")

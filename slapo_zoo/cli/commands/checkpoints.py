@@ -22,7 +22,7 @@ def check(
     ],
 ) -> Any:
     """Compare every tensor and file of a checkpoint with its checksums; exit code 2 if one is damaged."""
-    from slapo_zoo.weights.integrity import damages_of
+    from slapo_zoo.weights.training_folder import damages_of
 
     count, found = damages_of(folder)
     for error in found:
