@@ -98,7 +98,7 @@ def read_checksums(folder: Path) -> Checksums | None:
         raise _damaged(path, f"this is not valid JSON: {error}") from error
     own = body.pop("self", None) if isinstance(body, dict) else None
     if own is None or body.get("format") != FORMAT or own != _hex(_of_body(body)):
-        raise _damaged(path, "the contents were changed after the file was written")
+        raise _damaged(path, "found contents that were changed after the file was written")
     try:
         tensors = {
             file: {n: int(crc, 16) for n, crc in sums.items()}
@@ -106,7 +106,7 @@ def read_checksums(folder: Path) -> Checksums | None:
         }
         return Checksums(body["save"], tensors, {n: int(c, 16) for n, c in body["files"].items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(path, f"the entries are not those that a save writes: {error}") from error
+        raise _damaged(path, f"found other entries than a save writes: {error}") from error
 
 
 def _damaged(path: Path, problem: str) -> WeightsError:
