@@ -150,7 +150,7 @@ class _Run:
         here on.
         """
         states, _ = batch.pop(SOURCE, None), batch.pop(SOURCE_MASK, None)
-        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
+        tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor) and x.ndim}
         others = {name: x for name, x in batch.items() if name not in tensors}
         part, others = shard(self.cut, tensors, others)
         self.tokens = tensors["input_ids"].shape[1]

@@ -17,6 +17,7 @@ CASES = {
     "gpt2": Case("GPT2LMHeadModel", ("tokens",)),
     "bert": Case("BertForMaskedLM", ("tokens",)),
     "t5": Case("T5ForConditionalGeneration", ("tokens",)),
+    "classes": Case("BertForSequenceClassification", ("class",), (("num_labels", 3),)),
 }
 
 
