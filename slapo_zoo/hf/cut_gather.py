@@ -17,6 +17,8 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.made_again import made_again
 from slapo_zoo.parallel.token_cut import TokenCut
 
+RUN = 2048  # queries; each run adds gradients of all keys, which costs time where runs are short
+
 
 def attend(
     cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
@@ -44,13 +46,14 @@ def attend(
 def _in_runs(
     first: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[..., Any]
 ) -> Any:
-    """Return what `run` returns for causal rows: it runs once for each run of queries whose mask is as large as a row's keys.
+    """Return what `run` returns for causal rows: it runs once for every max(RUN, heads * head size) queries, so that a mask is
+    about as large as the keys of a row.
 
     A mask is made for its run, and again in the backward. `first` is the place of this rank's first query in the row; the
     other arguments are those of `attend`, with the keys and values of all ranks.
     """
     found = []
-    for rows in q.split(k.shape[1] * k.shape[3], 2):
+    for rows in q.split(max(k.shape[1] * k.shape[3], RUN), 2):
         make = partial(_hiding, q.dtype, first, rows.shape[2], k.shape[2], q.device)
         with made_again([(mask := make(), make)]):
             out, weights = run(rows, k, v, mask, options)

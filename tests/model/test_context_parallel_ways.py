@@ -104,6 +104,7 @@ def of_long_row(one, **layout):
 def test_causal_rows_longer_than_the_model_is_wide_train_as_in_one_process(options, monkeypatch):
     """With keys gathered, a mask is made for each run of queries, here three; keys are gathered again once a backward."""
     one, gathers, gathered = case("LlamaForCausalLM", dropout=0.0), [], cut_gather._gathered
+    monkeypatch.setattr(cut_gather, "RUN", 1)
     monkeypatch.setattr(
         cut_gather, "_gathered", lambda *given: gathers.append(1) or gathered(*given)
     )
