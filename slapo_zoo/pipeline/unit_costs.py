@@ -124,7 +124,7 @@ class _Config:
         return isinstance(other, _Config) and other._key == self._key
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=128)
 def _unit_costs(
     cls: Any, config: _Config, units: tuple[str, ...], tokens: int
 ) -> tuple[UnitCost, ...]:

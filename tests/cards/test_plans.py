@@ -120,7 +120,7 @@ def test_card_plan_with_invalid_loader_option_is_refused(knobs, tmp_path):
 
 def test_repeated_plan_search_writes_identical_files(tmp_path, monkeypatch):
     monkeypatch.setattr(card_collection, "SIZES", {"gpt2": ("tiny", TINY)})
-    monkeypatch.setattr(card_collection, "CLUSTERS", [("a100", 8, "bf16"), ("v100", 8, "fp16")])
+    monkeypatch.setattr(card_collection, "CLUSTERS", [("a100", 2, "bf16"), ("v100", 2, "fp16")])
     shutil.copytree(CARDS / "gpt2", tmp_path / "gpt2")
     program = (tmp_path / "gpt2" / "schedule.json").read_bytes()
     seen = []
@@ -130,9 +130,9 @@ def test_repeated_plan_search_writes_identical_files(tmp_path, monkeypatch):
     assert seen[0] == seen[1]
     assert (tmp_path / "gpt2" / "schedule.json").read_bytes() == program
     found = json.loads(seen[0][0])["simulated"]
-    assert found.keys() >= {"8 x a100", "8 x v100"}
-    assert found["8 x a100"]["mean_error"] == 0.074
-    assert found["8 x v100"]["knobs"]["precision"] == "fp16"
+    assert found.keys() >= {"2 x a100", "2 x v100"}
+    assert found["2 x a100"]["mean_error"] == 0.074
+    assert found["2 x v100"]["knobs"]["precision"] == "fp16"
     assert b"Plans: simulated, not measured" in seen[0][1]
 
 

@@ -1,4 +1,4 @@
-"""The schedule of each zoo table, line by line in a golden file, and its replay.
+"""The schedule of each zoo table and the plan of its last rank, line by line in golden files, and its replay.
 
 A table that changes on purpose changes its file: `pytest tests/zoo/test_golden.py --update-golden`.
 """
@@ -19,6 +19,7 @@ from slapo_zoo.language.schedule import from_json
 from slapo_zoo.parallel.paths import select
 from slapo_zoo.zoo.apply import apply_table
 from slapo_zoo.zoo.options import BuildOptions
+from slapo_zoo.zoo.outline import Outline
 from slapo_zoo.zoo.table import base_prefix, extend, families, table_for
 from tiny_configs import TINY
 
@@ -100,8 +101,23 @@ def test_schedule_of_a_family_equals_its_golden_file(family, request):
     assert text == path.read_text(encoding="utf-8"), "on purpose? then run with --update-golden"
 
 
+@pytest.mark.parametrize("family", families())
+def test_plan_of_the_last_rank_equals_its_golden_file(family, request):
+    """It costs little here: what its pipeline stages cost was estimated for the schedule above."""
+    tp, pp = (1, 1) if family in ("mamba", "wideresnet") else (2, 2)
+    mesh = Mesh(tp, pp, 2, rank=2 * tp * pp - 1)
+    plan = Outline(config_of(family), main_class(family), mesh, torch.float32).plan
+    file = GOLDEN / "plans" / f"{family}.txt"
+    text = "\n".join(line for line in str(plan).splitlines() if not line.startswith("plan ")) + "\n"
+    if request.config.getoption("--update-golden"):
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    assert text == file.read_text()
+
+
 def test_every_golden_file_belongs_to_a_zoo_family():
-    assert {path.stem for path in GOLDEN.glob("*.txt")} == {*families()}
+    for folder in (GOLDEN, GOLDEN / "plans"):
+        assert {path.stem for path in folder.glob("*.txt")} == {*families()}
 
 
 @pytest.mark.one_in(2, 2)
