@@ -170,6 +170,7 @@ def load_saved(case, folder, layout, adapter, dropout):
     return weights, frozen, output, bare, loss
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
 def test_adapter_saved_by_plain_peft_loads_on_a_sharded_model(ranks, root, tmp_path, name):
     case, dropout = CASES[name], 0.3

@@ -88,6 +88,7 @@ def _assert_equal(pairs):
             assert torch.allclose(compiled[1][name], wanted, rtol=1e-4, atol=1e-6), name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "family, tp",
     [pytest.param(family, tp, marks=() if (family, tp) in CHEAP else pytest.mark.slow)

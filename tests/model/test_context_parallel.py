@@ -17,6 +17,7 @@ def cells():
                 yield pytest.param(cls, mask, cp, marks=() if quick else pytest.mark.slow)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("cls", "mask", "cp"), list(cells()))
 def test_cut_tokens_train_as_one_process(cls, mask, cp):
     """Losses, every gradient, the norm, and weights after three steps, with dropout."""
@@ -297,6 +298,7 @@ def of_sharded(case, change=None, **layout):
     return float(step(batch, batch_is_sharded=True)), model.consolidated_state_dict(grads=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "RobertaForMaskedLM", "T5ForConditionalGeneration", "OPTForCausalLM"])  # fmt: skip
 def test_batch_with_a_ranks_tokens_alone_trains_as_the_whole_batch(cls):
     """Positions that count real tokens, labels of the next rank's token, a decoder with fewer tokens; dropout."""

@@ -43,6 +43,7 @@ def case(cls, dropout=0.1):
     return case_of(cls, dropout, **HEADS.get(cls, FOUR))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("way", "cls", "mask", "cp"), list(cells()))
 def test_each_way_of_attention_trains_as_one_process(way, cls, mask, cp):
     """Losses, every gradient, the norm, and weights after three steps, with dropout."""

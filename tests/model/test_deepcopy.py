@@ -104,6 +104,7 @@ AVERAGES = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "options"), AVERAGES.values(), ids=AVERAGES)
 def test_averaged_model_weights_equal_one_process(layout, options, tmp_path, ranks):
     case = CASES[0]

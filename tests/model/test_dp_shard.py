@@ -44,6 +44,7 @@ def ids(value):
     return getattr(value, "cls", str(value))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "precision", "layout", "order", "stage"), DIAGONAL, ids=ids)
 def test_dp_shard_equals_plain_transformers(case, precision, layout, order, stage, root, ranks):
     folder, world = checkpoint(case, root), layout[0] * layout[1] * layout[2]

@@ -25,6 +25,7 @@ def root(tmp_path_factory):
     return tmp_path_factory.mktemp("engines")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family, layout", [
     pytest.param(family, layout, marks=() if (family, layout) in ALWAYS else pytest.mark.slow)
     for family in CASES for layout in LAYOUTS

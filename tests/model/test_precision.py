@@ -53,6 +53,7 @@ def ids(value):
     return getattr(value, "cls", value)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "precision", "name"), DIAGONAL, ids=ids)
 def test_mixed_precision_on_quick_layouts_equals_plain(case, precision, name, root, ranks):
     folder, (tp, pp, dp) = checkpoint(case, root), LAYOUTS[name][0]

@@ -50,6 +50,7 @@ def _given(model):
     return list(model.stream_weights())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "layout"), CELLS)
 def test_streamed_weights_equal_saved_files(family, layout, tmp_path, ranks):
     case, options, out = CASES[family], LAYOUTS[layout], tmp_path / "out"

@@ -82,6 +82,7 @@ def cases():
     return [(name, axis) for name in OURS for axis in AXES.get(name, (0, 1, -1, 2))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize(("name", "axis"), cases())
 @pytest.mark.parametrize("n", [2, 3])

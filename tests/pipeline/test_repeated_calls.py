@@ -76,6 +76,7 @@ def calls_in_stages(family, sequence_parallel):
     return calls, before == [vars(module).get("forward") for module in schedule.model.modules()]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mixtral"])  # its experts read data
 def test_dry_run_that_skips_repeated_blocks_finds_the_calls_of_a_full_run(family, monkeypatch):
     for sequence_parallel in (False, True)[: 1 if family == "vit" else 2]:

@@ -28,6 +28,7 @@ def assert_exact(mine, theirs):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "tree"])
 @pytest.mark.parametrize("part", ["attention", "block"])
 @pytest.mark.parametrize("family", MODELS)
@@ -47,6 +48,7 @@ def test_traced_module_equals_plain_on_another_input_size(family, part, flatten)
     assert module is model.get_submodule(path)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", MODELS)
 def test_traced_model_equals_plain_with_a_padding_mask(family):
     model = shared_model(family)
