@@ -1,6 +1,6 @@
 """Server that runs the scripts whose paths come on standard input, each in its folder and in its own process.
 
-The processes are forked from this one, which has imported torch and transformers and made nothing:
+The processes are forked from this one, which has imported torch, transformers and the loader, and made nothing:
 twelve pages would each import them for three seconds. What a script says goes beside it, into
 <script>.said; its exit code is a line of standard output.
 """
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+import slapo_zoo.model.load.auto  # noqa: F401
 
 LIMIT_S = 300
 

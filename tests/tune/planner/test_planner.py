@@ -43,7 +43,7 @@ def config_for(case):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("case", [T5, GPT2, LLAMA], ids=lambda case: case.cls)
+@pytest.mark.parametrize("case", [GPT2, T5, LLAMA], ids=lambda case: case.cls)
 def test_planner_profile_of_three_blocks_equals_the_full_model(case):
     short, whole = Family(config_for(case)), Family(config_for(case))
     assert short.is_small
@@ -261,7 +261,8 @@ def test_all_names_of_float32_select_the_same_precision():
         assert next(model.parameters()).dtype == to_dtype(name) == torch.float32
 
 
-def test_calibrated_hardware_file_is_read_back_unchanged(tmp_path):
+def test_calibrated_hardware_file_is_read_back_unchanged(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrate, "SIZE", 64)  # a product of 1024 takes some CPUs 2 s in bf16
     found = calibrate.measure("cpu", ranks=1)
     found.write(tmp_path / "here.json")
     assert find_hardware(str(tmp_path / "here.json")) == found
