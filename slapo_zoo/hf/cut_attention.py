@@ -67,8 +67,8 @@ def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a mask function of `transformers` for cp > 1: it makes the rows of the full mask for this rank's queries;
-    for attention by heads the full mask; and none where the original needs none. s, t: queries and keys of a rank;
-    n: cp; r: this rank; S = n * s.
+    with attention by heads, it makes the full mask. The result is None where the original's would be. s, t: queries
+    and keys of a rank; n: cp; r: this rank; S = n * s.
 
     rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  queries r * s to (r + 1) * s of
               make(q_length=S, kv_length=n * t, attention_mask=[B, n * t])
@@ -113,9 +113,9 @@ def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[
 
 
 def bias_by_place(attention: Any, stream: Any) -> None:
-    """Replace the forward of a T5 attention by one that computes its relative bias [1, H, s, S] for the s of S tokens
-    that this cp rank holds; for attention by heads, for all tokens. `stream`, the model's random stream, has the
-    running step's sharding of tokens (`stream.cut`).
+    """Replace the forward of a T5 attention by one that computes its relative bias [1, H, s, S] for this cp rank's s of
+    all S tokens; with attention by heads, [1, H, S, S]. `stream`, the model's random stream, has the running step's
+    sharding of tokens (`stream.cut`).
     """
     own = attention.forward
 

@@ -147,7 +147,7 @@ class StageMap:
 
 
 def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
-    """Return a stage's actions: `ahead` forwards, then a backward and a forward in turn, then the backwards left."""
+    """Return a stage's actions: `ahead` forwards, then a backward and a forward in turn, then the remaining backwards."""
     found = [Action(stage, FORWARD, i) for i in range(ahead)]
     for i in range(micro_batches):
         found.append(Action(stage, BACKWARD, i))

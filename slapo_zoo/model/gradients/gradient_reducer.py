@@ -217,7 +217,7 @@ class GradientReducer:
             self.paused = before
 
     def last_backward(self, _outputs: Any) -> None:
-        """Switch `no_sync` off before the last backward of a pipeline stage, so that this one averages over dp.
+        """Switch `no_sync` off before the last backward of a pipeline stage, so that it averages gradients over dp.
 
         The pipeline calls this method with the outputs of the stage, which are ignored.
         """

@@ -74,8 +74,9 @@ def count_micro_batches(runtime: Runtime, mesh: Mesh, rows: int, asked: int | No
 
 
 def _default_micro_batches(rows: int, pipeline: Pipeline | None) -> int:
-    """Return the number of micro-batches if the user gave none: 1 without a pipeline; else the smallest divisor of
-    `rows` that is at least 2 * pp and that the order allows, the largest that it allows, or `rows`.
+    """Return the number of micro-batches if the user gave none: 1 without a pipeline; else the smallest legal one that
+    is at least 2 * pp, or the largest legal one. Legal are divisors of `rows` that the pipeline order allows; `rows`
+    if none is.
     """
     if pipeline is None:
         return 1

@@ -112,7 +112,7 @@ class StreamPosition:
             self.real_tokens = self.real_at = None
 
     def position(self) -> Position:
-        """Return (step, first row, number of rows), which seed masks now; in a backward, those of its forward."""
+        """Return (step, first row, number of rows) for the seeds of masks; in a backward, those of its forward."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
