@@ -59,7 +59,7 @@ def _in_runs(
             out, weights = run(rows, k, v, mask, options)
         found.append(out)
         first += rows.shape[2]
-    return torch.cat(found, 1), weights
+    return found[0] if len(found) == 1 else torch.cat(found, 1), weights
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def read_header(file: BinaryIO) -> Header:
     except (SafetensorError, OSError) as error:
         hints = (hint for magic, hint in FOREIGN.items() if head.startswith(magic))
         hint = next(hints, "fetch the file again, or save the checkpoint again")
-        found = f"the {os.fstat(file.fileno()).st_size} bytes are not a complete safetensors file"
+        found = f"found {os.fstat(file.fileno()).st_size} bytes that are not a complete safetensors file"
         raise WeightsError(path, "", f"{found}: {error}", hint) from error
     if not is_same:
         raise WeightsError(path, "", "it was replaced while it was opened", "load it again")

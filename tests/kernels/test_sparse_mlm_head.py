@@ -104,17 +104,6 @@ def test_sparse_mlm_head_returns_a_tuple_when_return_dict_is_false():
     assert loss.ndim == 0
 
 
-def test_sparse_mlm_head_with_sufficient_capacity_gives_the_same_loss():
-    kernel = KERNELS["sparse_mlm_head_loss"]
-    given = kernel.inputs(3, 7, 24, 131)
-    count = int((given["labels"] != -100).sum())
-    want = kernel.entry(**given)
-    torch.testing.assert_close(kernel.entry(**given, capacity=count + 2), want)
-    torch.testing.assert_close(kernel.entry(**given, capacity=count), want)
-    with pytest.raises(RuntimeError, match="more than capacity"):
-        kernel.entry(**given, capacity=count - 1)
-
-
 def test_sparse_mlm_head_in_eval_mode_runs_the_plain_head():
     """In eval mode, without gradients and in compiled code the plain head runs."""
     model, fast = pair("Bert")

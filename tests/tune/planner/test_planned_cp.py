@@ -8,6 +8,7 @@ import transformers
 
 from slapo_zoo import AutoScheduledModel, emulate
 from slapo_zoo.errors import MeshError
+from slapo_zoo.hf import cut_gather
 from slapo_zoo.hf.example_inputs import cut_example, training_batch
 from slapo_zoo.model.step.cut_batch import cut_batch
 from slapo_zoo.parallel.token_cut import TokenCut
@@ -82,8 +83,9 @@ def test_planned_bytes_over_cp_are_those_that_attention_sends(way):
     assert step.tp_bytes == step.pp_bytes == 0 < step.dp_bytes
 
 
-def test_long_causal_rows_need_no_mask_of_all_keys_where_keys_are_gathered():
+def test_long_causal_rows_need_no_mask_of_all_keys_where_keys_are_gathered(monkeypatch):
     """Masks are made for runs of 64 queries, here 16 of them; the number of runs is that of any number of rows."""
+    monkeypatch.setattr(cut_gather, "RUN", 1)
     planner = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=False)
     block = planner.profile(1, False, 4).units[2]
     assert len([p for p in block.few.forward.products if not p.n]) == TOKENS // 4 // (HEADS * SIZE)
@@ -110,7 +112,7 @@ def test_search_tries_the_ways_that_are_simulated_where_they_run():
     assert ("tp=1 cp=4 ulysses", "cp=4 does not divide the 2 heads of a rank") in found.refused
     by_heads = next(f.layout for f in found.feasible if f.layout.cp_attention == "ulysses")
     assert by_heads.knobs()["cp_attention"] == "ulysses"
-    with pytest.raises(MeshError, match="plan with gather or ulysses"):
+    with pytest.raises(MeshError, match="pass --cp-attention gather or ulysses"):
         Planner(config, HARDWARE["h100"], TOKENS).forecast(Layout(cp=2, cp_attention="ring"))
 
 
