@@ -206,6 +206,23 @@ def test_what_does_not_compose_is_refused_at_the_load(cls, options, text):
         assert "cp=1" in found
 
 
+def one_pattern(case, tokens, **layout):
+    """Loss of rows that are all packed in one way, told by position_ids [1, S]."""
+    layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+    model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+    batch = {n: x[:, :tokens].contiguous() for n, x in rows_of(case, "bare").items()}
+    places = (torch.arange(tokens) % 5)[None]
+    return float(model.train().train_step({**batch, "position_ids": places}, micro_batches=1))
+
+
+@pytest.mark.parametrize("tokens", [12, 11])
+def test_positions_that_all_rows_share_separate_documents(tokens):
+    """Also where padding is added, which cp=2 needs for eleven tokens."""
+    case = case_of("LlamaForCausalLM", dropout=0.0)
+    found = emulate(one_pattern, case, tokens, cp=2, mesh=(1, 1, 2))
+    assert found == pytest.approx([one_pattern(case, tokens)] * 2, rel=1e-6)
+
+
 GROWING = {
     "dynamic": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
     "longrope": {

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 
 from parity import Case, batch_of, tiny_config
 from slapo_zoo import AutoScheduledModel, SlapoError, emulate
@@ -159,3 +160,64 @@ def test_what_cannot_be_sharded_within_the_blocks_is_refused():
     assert "eval()" in hidden[0]
     base = Case("BertModel", ("class",))
     assert "no mean over tokens" in emulate(refused, base, mesh=(1, 1, 2))[0]
+
+
+class LayersForSequenceClassification(transformers.BertForSequenceClassification):
+    """Classifies by the mean of the last two layers, as users' heads do."""
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **options):
+        found = self.bert(input_ids, attention_mask=attention_mask, output_hidden_states=True)
+        states = torch.stack(found.hidden_states[-2:]).mean(0).mean(1)
+        logits = self.classifier(states)
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def said(cls, batch, auto_class=None):
+    """Text of the error of a step with cp."""
+    config = tiny_config(case_of(cls))[0]
+    model = AutoScheduledModel.from_config(config, auto_class=auto_class or cls, cp=2, dp=1).train()
+    try:
+        model.train_step(batch)
+    except SlapoError as error:
+        return str(error)
+    return "no error"
+
+
+def test_head_that_reads_hidden_states_of_layers_is_refused():
+    """They are those of a rank's own tokens."""
+    batch = batch_of(case_of("BertForSequenceClassification"))
+    for found in emulate(said, "BertForSequenceClassification", batch, LayersForSequenceClassification, mesh=(1, 1, 2)):  # fmt: skip
+        assert "bert: output_hidden_states=True" in found
+        assert "cp=1" in found
+
+
+def test_states_of_an_encoder_that_ran_elsewhere_are_refused():
+    batch = batch_of(case_of("BartForSequenceClassification"))
+    states = torch.zeros(*batch["input_ids"].shape, 30)
+    for found in emulate(said, "BartForSequenceClassification", {**batch, "encoder_outputs": (states,)}, mesh=(1, 1, 2)):  # fmt: skip
+        assert "encoder_outputs" in found
+        assert "cp=1" in found
+
+
+def test_rows_of_uneven_length_with_positions_are_exact_or_refused_under_a_pooling_head():
+    """A mask that hides the padding makes transformers ignore the positions that separate documents."""
+
+    def loss_of(size, **layout):
+        case = case_of("GPT2ForSequenceClassification", dropout=0.0)
+        layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
+        model = AutoScheduledModel.from_config(tiny_config(case)[0], auto_class=case.cls, **layout)
+        batch = batch_of(case)
+        del batch["attention_mask"]
+        ids = batch.pop("input_ids").clamp(min=3)
+        places = (torch.arange(ids.shape[1]) % size).expand(ids.shape).contiguous()
+        try:
+            return float(model.train().train_step({"input_ids": ids, "position_ids": places, **batch}))  # fmt: skip
+        except SlapoError as error:
+            return str(error)
+
+    one_document = emulate(loss_of, 12, cp=5, mesh=(1, 1, 5))
+    assert one_document == pytest.approx([loss_of(12)] * 5, rel=1e-6)
+    for found in emulate(loss_of, 7, cp=5, mesh=(1, 1, 5)):
+        assert "lets packed documents see each other" in found
+        assert "pad the rows to a multiple of 5" in found

@@ -52,15 +52,15 @@ def cut_batch(
     if model.config.is_encoder_decoder and "labels" in batch and "decoder_input_ids" not in batch:
         batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
     positions = POSITIONS[model._slapo.schedule.state.positions]
-    if positions is not None and "position_ids" not in batch:
+    packed = batch.get("position_ids")  # they may separate the documents of a row
+    if positions is not None and packed is None:
         batch["position_ids"] = positions(model, batch)
     if head_of(model._slapo.head_name(model)).shifts and "labels" in batch:
         batch["shift_labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=IGNORED)
-    found = {}
-    packed = "position_ids" in tensors and head_of(model._slapo.head_name(model)).shifts
-    if packed and MASK not in batch and batch["input_ids"].shape[1] % cut.n:
-        _require_decoder(model, cut.n)
-    for name, x in _padded(model, batch, cut.n, packed).items():
+    found, shifts = {}, head_of(model._slapo.head_name(model)).shifts
+    if packed is not None and MASK not in batch and batch["input_ids"].shape[1] % cut.n:
+        _require_hidden_padding(model, packed, shifts, cut.n)
+    for name, x in _padded(model, batch, cut.n, packed is not None and shifts).items():
         axis = 2 if x.ndim == 4 else 1
         part = x if x.ndim == 4 and cut.by_heads else cut.part(x, axis)
         found[name] = part.expand(rows, *x.shape[1:axis], -1, *x.shape[axis + 1 :])
@@ -119,13 +119,19 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
         raise SlapoError(WHERE, MASK, problem, "expand it, or pass [rows, tokens]")
 
 
-def _require_decoder(model: Any, n: int) -> None:
-    """Raise SlapoError if the config says is_decoder=False: tokens of such a model could see padding after them.
+def _require_hidden_padding(model: Any, positions: Tensor, shifts: bool, n: int) -> None:
+    """Raise SlapoError if rows with `positions` [B or 1, S] cannot be padded so that no token sees the padding.
 
-    `n` is the number of cp ranks, for the error.
+    In a model that predicts the next token (`shifts`) the padding comes last, as one more document; with the config's
+    is_decoder=False tokens could see it. In another model a mask hides the padding, by which transformers ignores the
+    positions: they may not separate documents. `n` is the number of cp ranks.
     """
-    if not getattr(model.config, "is_decoder", True):
-        problem = f"cp={n} does not divide the tokens, and with is_decoder=False they may see padding after them"
+    why = "with is_decoder=False tokens may see padding after them"
+    if not shifts:
+        why = "a mask, which would hide padding, lets packed documents see each other"
+    fails = (positions.diff(dim=1) != 1).any() if not shifts else not getattr(model.config, "is_decoder", True)  # fmt: skip
+    if fails:
+        problem = f"cp={n} does not divide the tokens, and {why}"
         hint = f"pass an attention_mask too, or pad the rows to a multiple of {n}"
         raise SlapoError("train_step", "position_ids", problem, hint)
 

@@ -43,14 +43,13 @@ def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, A
     """Return the arguments `batch` of a call in the user's own loop, with this cp rank's tokens only; unchanged if the
     model shards them itself, within its blocks.
     """
-    body = model._slapo.schedule.state.body
-    for name in LAYERS if body else LAYERS[1:]:
-        if asked(model, batch, name):
-            problem = f"a rank of cp={cut.n} computes those of its own tokens only"
-            hint = "leave it out, or call it in eval()"
-            raise SlapoError("forward", f"{name}=True", problem, hint)
-    if body is not None:
+    if model._slapo.schedule.state.body is not None:
         return dict(batch)
+    if asked(model, batch, LAYERS[1]):
+        problem = f"a rank of cp={cut.n} computes the attention of its own tokens only"
+        raise SlapoError(
+            "forward", f"{LAYERS[1]}=True", problem, "leave it out, or call it in eval()"
+        )
     part, others = cut_batch(model, cut, *split_batch(batch))
     cached = {"use_cache": False} if takes_cache(model._slapo) else {}  # it would lack others' keys
     return {**part, **others, **cached}
