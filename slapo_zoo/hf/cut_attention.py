@@ -154,8 +154,8 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
 
 def frequencies_by_length(rotary: Any, stream: Any) -> None:
     """Replace the forward of a rotary embedding whose frequencies depend on the longest position by one that sees the
-    positions of all tokens; the cosines and sines [B, s, d] are those of this cp rank's s tokens. `stream`, the model's random stream, has the
-    sharding of tokens (`stream.cut`).
+    positions of all tokens; the cosines and sines [B, s, d] are those of this cp rank's s tokens. `stream`, the
+    model's random stream, has the sharding of tokens (`stream.cut`).
     """
     own = rotary.forward
 

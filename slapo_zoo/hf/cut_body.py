@@ -19,7 +19,6 @@ from slapo_zoo.hf.example_inputs import accepts
 from slapo_zoo.parallel.known import knowing, known
 from slapo_zoo.parallel.token_cut import TokenCut, cutting
 
-LAYERS = ("output_hidden_states", "output_attentions")
 SOURCE, SOURCE_MASK = "encoder_hidden_states", "encoder_attention_mask"
 Shard = Callable[[TokenCut, dict[str, Tensor], dict[str, Any]], tuple[dict[str, Tensor], dict[str, Any]]]  # fmt: skip
 
@@ -86,12 +85,6 @@ class Body:
         batch = {**dict(list(bound.items())[1:]), **given}
         if accepts(type(module), "use_cache"):
             batch["use_cache"] = False  # a cache would lack the keys of other ranks
-        for name in LAYERS:
-            given = batch.get(name)
-            if getattr(self.model.config, name, False) if given is None else given:
-                problem = f"a rank of cp={self.run.cut.n} computes those of its own tokens only"
-                hint = "leave it out, call the model in eval(), or use cp=1"
-                raise SlapoError(self.paths[0], f"{name}=True", problem, hint)
         return (), self.run.begin(self.shard, batch)
 
     def _gather(self, _module: nn.Module, _args: Any, output: Any) -> Any:

@@ -11,13 +11,7 @@ from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.zoo.table import Table
 
 NEAR = 6  # tokens of a window, a chunk or an expert in a model that is probed
-ENDINGS = (
-    "ForConditionalGeneration",
-    "ForMaskedLM",
-    "ForTokenClassification",
-    "ForCausalLM",
-    "LMHeadModel",
-)
+ENDINGS = ("ForConditionalGeneration", "ForMaskedLM", "ForTokenClassification", "ForCausalLM", "LMHeadModel")  # fmt: skip
 NEARS = re.compile("window|chunk|local_attention|capacity|floor_scale")
 
 
@@ -39,9 +33,10 @@ def class_by_token(cls: Any) -> Any:
     ]  # fmt: skip
     rank = lambda one: next(i for i, e in enumerate(ENDINGS) if one.__name__.endswith(e))  # noqa: E731
     if not head.labels or (not head.by_token and not found):
-        raise refusal(
-            f"the loss of {cls.__name__} is no mean over tokens, and no class beside it has such a loss"
+        problem = (
+            f"the loss of {cls.__name__} is no mean over tokens, and no class beside it has one"
         )
+        raise refusal(problem)
     cls = cls if head.by_token else min(found, key=rank)
     if not accepts(cls, "input_ids"):
         raise refusal(f"{cls.__name__} takes no input_ids")
@@ -51,9 +46,8 @@ def class_by_token(cls: Any) -> Any:
 def require_token_loss(cls: Any) -> None:
     """Raise ArchitectureError for a class whose loss is no mean over the tokens of text."""
     if class_by_token(cls) is not cls:
-        raise refusal(
-            f"the loss of {cls.__name__} is no mean over tokens, and its family has no table"
-        )
+        problem = f"the loss of {cls.__name__} is no mean over tokens, and its family has no table"
+        raise refusal(problem)
 
 
 def with_positions(table: Table, cls: Any, positions: str) -> Table:

@@ -63,11 +63,8 @@ def tiny_case(
 def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
     """Return a class's tiny test case for `tp` tp ranks, saved in `folder`; windows are shorter than a cp rank's tokens."""
     small, problem = Sizes(heads=max(4, 2 * tp), window=NEAR), None
-    for like, sizes in (
-        (nearer(config), small),
-        (config, small),
-        (config, Sizes(heads=ALL, window=NEAR)),
-    ):
+    near, whole = nearer(config), Sizes(heads=ALL, window=NEAR)
+    for like, sizes in ((near, small), (config, small), (config, whole)):
         try:
             return tiny_case(like, cls, folder, sizes)
         except Exception as error:

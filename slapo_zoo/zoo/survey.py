@@ -92,9 +92,8 @@ def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
     schedule.state.forward = ForwardContext(outline.state.sequence_parallel, tape=tape)
     floats = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
     cut = tape.cut_of(schedule.mesh, outline.state.cp_attention) if positions else None
-    floats = (
-        cut_example(fake, floats, cut.n, positions) if cut and not schedule.state.body else floats
-    )
+    if cut and not schedule.state.body:
+        floats = cut_example(fake, floats, cut.n, positions)
     with refused(fake), sharding(schedule.state, cut):
         tape.run(fake, mode, floats, tape.sum_of)
     found = [*tape.transfers, *_between_stages(outline, calls_of(tape.rows))]

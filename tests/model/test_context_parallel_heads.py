@@ -188,7 +188,7 @@ def test_head_that_reads_hidden_states_of_layers_is_refused():
     """They are those of a rank's own tokens."""
     batch = batch_of(case_of("BertForSequenceClassification"))
     for found in emulate(said, "BertForSequenceClassification", batch, LayersForSequenceClassification, mesh=(1, 1, 2)):  # fmt: skip
-        assert "bert: output_hidden_states=True" in found
+        assert "a batch with cp > 1: output_hidden_states=True" in found
         assert "cp=1" in found
 
 

@@ -75,9 +75,7 @@ def zoo_table_for_cp(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -
     table, tp, way = find_table(config), min(mesh.tp, 2), options.cp_attention
     if table.positions_of(cls) is not None:
         return table
-    cls = class_by_token(
-        cls
-    )  # a head that reads whole rows gets all tokens, so that only the blocks matter
+    cls = class_by_token(cls)  # a head of whole rows gets all tokens: only its blocks matter
     file = cache_file(config, cls, ("cut", tp, way), options)
     if file not in PROVEN:
         request = {"config": _plain(config), "cls": cls.__name__, "cut": tp, "way": way}

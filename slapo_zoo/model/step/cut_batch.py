@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.hf.attention_backends import NAME
+from slapo_zoo.model.step.outputs import LAYERS, asked
 from slapo_zoo.parallel.known import IGNORED
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.parallel.token_cut import TokenCut
@@ -48,6 +49,7 @@ def cut_batch(
     batch = {**tensors, **{n: x for n, x in whole.items() if isinstance(x, Tensor) and x.ndim}}
     others = {name: x for name, x in whole.items() if name not in batch}
     _require_known(batch, others)
+    _refuse_layers(model, cut.n, others)
     rows = len(batch["input_ids"])
     if model.config.is_encoder_decoder and "labels" in batch and "decoder_input_ids" not in batch:
         batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"])
@@ -117,6 +119,17 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
     if mask is not None and mask.ndim == 4 and mask.shape[2:] != (tokens, tokens):
         problem = f"found {list(mask.shape)}, expected [rows, 1 or heads, {tokens}, {tokens}], a row of keys per query"
         raise SlapoError(WHERE, MASK, problem, "expand it, or pass [rows, tokens]")
+
+
+def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
+    """Raise SlapoError if a head that reads whole rows gets outputs of layers: they are of a rank's own tokens.
+
+    The caller asks for them, or the head does; `options` are arguments of the base model, n is cp.
+    """
+    for name in LAYERS if model._slapo.schedule.state.body else ():
+        if asked(model, options, name):
+            problem = f"a rank of cp={n} computes those of its own tokens only"
+            raise SlapoError(WHERE, f"{name}=True", problem, "leave it out, call the model in eval(), or use cp=1")  # fmt: skip
 
 
 def _require_hidden_padding(model: Any, positions: Tensor, shifts: bool, n: int) -> None:

@@ -199,16 +199,8 @@ class Planner:
                     )
                     refused.append((what, error.problem))
                     continue
-                yield from layouts(
-                    tp,
-                    gpus,
-                    batch,
-                    blocks,
-                    sequence_parallel=divided,
-                    cp=cp,
-                    cp_attention=way,
-                    **more,
-                )
+                knobs = {"sequence_parallel": divided, "cp": cp, "cp_attention": way, **more}
+                yield from layouts(tp, gpus, batch, blocks, **knobs)
 
     def _divisions(
         self, tp: int, gpus: int, divided: bool, cut: bool
