@@ -202,8 +202,9 @@ def _key_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients dk and dv of a block of keys and values. Arguments: tensors and sizes
-    of `backward`; masks and dropout as in `_scores`, `_keep`.
+    """Compute dk and dv, the gradients of BN keys and values of one head; a program of the grid loops over the queries.
+
+    `backward` describes the tensors and sizes, `_scores` the masks and `_keep` the dropout.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H

@@ -1,4 +1,7 @@
-"""Schedule table of Gemma: that of Llama; head_dim is independent of the width, and norms scale by 1 + w."""
+"""Schedule table of Gemma: the rows of Llama's table.
+
+Gemma's norms multiply by 1 + weight, and its head_dim is no fraction of its width; no row depends on either.
+"""
 
 from slapo_zoo.zoo.table import extend, register
 

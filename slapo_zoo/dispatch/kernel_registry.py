@@ -325,9 +325,9 @@ def runs_triton(name: str, x: Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
-    """Return whether a kernel's Triton path runs for a dtype, size and device; False if never measured on it.
+    """Return whether a kernel's Triton path runs for a dtype, size and device; False if no timing of the device exists.
 
-    `tables` is the number of table changes so far, which invalidates cached results.
+    The result is cached. `tables`, the number of changes of the timing tables so far, only ends the use of old results.
     """
     known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
     return known and decide(name, dtype, size, device).runs

@@ -111,7 +111,7 @@ def _read(file: Path) -> Table | None:
 
 
 def _table_of_same_capability(device: str) -> Table | None:
-    """Return the table of another device with the same compute capability, or None."""
+    """Return the kernel timings measured on another GPU with the compute capability of `device`; None if there are none."""
     wanted = capability(device)
     if not wanted:
         return None

@@ -116,8 +116,12 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return the position bias `bias` if it is None or for all `total` keys; raise SlapoError otherwise. A T5 layer
-    (`attention`) without a bias of its own makes zeros for the `own` keys of this rank: they become None.
+    """Return the position bias [*, keys] of a T5 layer `attention` for the `total` keys of all cp ranks, or None.
+
+    A layer without a bias of its own passes zeros for the `own` keys of this rank: the result is None.
+
+    Raises:
+        SlapoError: the bias is for another number of keys.
     """
     if bias is None or bias.shape[-1] == total:
         return bias

@@ -64,8 +64,9 @@ def _whole(action: Action, step: int = 0) -> Action:
 class Sends:
     """Sends of one rank in one pipeline step that may not have arrived yet.
 
-    `arrived`, the result of `arrivals`, maps an action to the sends that have surely arrived once this rank has
-    received the input of the action.
+    Args:
+        arrived: action of this rank --> earlier actions whose sends have arrived when the input of the action is
+            here; the result of `arrivals`.
     """
 
     def __init__(self, arrived: Mapping[Action, Sequence[Action]]):

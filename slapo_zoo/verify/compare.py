@@ -222,7 +222,7 @@ class FixedTolerance(Tolerance):
         self.relative = relative
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """Return 0 for any `what`, since the truth is the only plain run and ran in the dtype of the scheduled model."""
+        """Return 0 for any `what`: no run in a higher precision exists from which a rounding error could be measured."""
         return 0.0
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:

@@ -81,8 +81,9 @@ def judge(
 
 
 def compare_dropout(into: Comparison, trial: Trial) -> None:
-    """Compare replicas after a step with dropout; if the model draws random numbers, compare the
-    mesh with one rank too. The outcome is recorded in `into`.
+    """Run a training step with dropout on the mesh, and add to `into` the replicated tensors that differ between ranks.
+
+    If the model draws random numbers, its loss and gradients are compared with those of one rank too.
     """
     case = trial.case
     if not case.draws and trial.sizes[0] == 1:

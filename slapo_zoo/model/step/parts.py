@@ -23,7 +23,7 @@ WHOLE = "_slapo_whole"  # attribute of a Part: function that returns its model
 
 
 class Part:
-    """Mixin of modules that contain blocks (an encoder, a base model), so that users may call them outside the model."""
+    """Mixin for submodules such as `model.bert` or `model.encoder`, so that users may call them alone and train."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module as torch does.

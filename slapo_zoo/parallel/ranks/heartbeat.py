@@ -86,11 +86,11 @@ class Heart:
         return [r for r in range(self.size) if int(self._get(_key(f"at/{place}", r), "0")) < number]  # fmt: skip
 
     def come(self, place: str) -> None:
-        """Count that this rank has reached the step named `place`, in a counter that all ranks share."""
+        """Add 1 to the counter, shared by all ranks, of the ranks that have reached the point named `place`."""
         self.store.add(f"slapo_zoo/met/{place}", 1)
 
     def came(self, place: str) -> int:
-        """Return how often ranks have reached the step named `place`, counted over all ranks."""
+        """Return how many times a rank has called `come(place)`, over all ranks."""
         return self.store.add(f"slapo_zoo/met/{place}", 0)
 
     def past(self, ranks: Iterable[int]) -> list[int]:

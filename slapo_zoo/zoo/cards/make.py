@@ -78,9 +78,9 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
 
 
 def module_program(schedule: Schedule) -> Program:
-    """Return the directives of a schedule as data for a card, for modules with the same tree and tensor shapes.
+    """Return the program of a card for the schedule of any nn.Module, also of one that is not from `transformers`.
 
-    The module need not come from `transformers`.
+    The card fits modules with the same submodule paths and tensor shapes as `schedule.model`.
 
     Raises:
         CardError: a directive holds a live Python object, or uses a primitive that cards may not name.

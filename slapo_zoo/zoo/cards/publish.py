@@ -35,7 +35,7 @@ def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -
 
 
 def card_of_module(sch: Schedule) -> Card:
-    """Return a card with the schedule of a user's own nn.Module; nothing is measured yet."""
+    """Return a schedule card of an nn.Module that is not from `transformers`; it holds no measurement."""
     return Card(module_program(sch), sch.mesh.sizes, MODULE, software=software())
 
 

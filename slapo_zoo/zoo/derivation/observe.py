@@ -149,7 +149,7 @@ def _draws_numbers(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def observe(model: Any, batch: Mapping[str, Tensor]) -> Observation:
-    """Run one training forward of a model and return the observation.
+    """Run one training forward of a model and return what it did: which operations and dropouts ran, in which order.
 
     Args:
         model: a tiny model in train mode, to which no schedule was applied.

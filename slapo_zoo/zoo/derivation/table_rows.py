@@ -163,7 +163,9 @@ def derive_table(
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
-    """Yield the patterns of those children of blocks that hold matrices; they get all tokens under sequence parallelism.
+    """Yield the paths of the children of blocks that have weight matrices, e.g. "model.layers.*.mlp".
+
+    With sequence parallelism, these modules need all tokens; the other children work on a rank's own tokens.
     `stacks` are the patterns of the blocks, e.g. "model.layers.*".
     """
     found = {}
