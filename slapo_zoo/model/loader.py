@@ -140,7 +140,7 @@ class Assembly(Outline):
 
     def shard_and_hook(self, model: Any) -> None:
         """Shard parameters over dp if `dp_shard=` is given (ZeRO), let users call submodules (an encoder) outside the
-        model's forward, and hook gradients.
+        model's forward, and register the hooks that reduce gradients.
         """
         blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
@@ -282,7 +282,7 @@ def new_model(
         step: name of the running step for error messages.
         options: options of the model.
         config: config of `transformers`.
-        prepare: as in `load_checkpoint`.
+        prepare: (options, config, mesh, dtype) --> options to build with; None leaves them unchanged.
     """
     with checked(step, options) as (mesh, options):
         fill = Assembly.new_weights
@@ -304,7 +304,7 @@ def _build(
         stored: returns the dtype of the parameters for dtype="auto" without a precision.
         fill: gives the parameters their values; returns a record of the load.
         folder: folder of the checkpoint, or None.
-        prepare: as in `load_checkpoint`.
+        prepare: (options, config, mesh, dtype) --> options to build with; None leaves them unchanged.
     """
     require_same_facts(step, mesh, facts_of(config, mesh, options))
     asked = stored() if options.dtype == "auto" else options.dtype

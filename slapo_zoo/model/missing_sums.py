@@ -23,8 +23,8 @@ class ScheduleWarning(UserWarning):
 def missing_sums(sch: Schedule) -> list[str]:
     """Return one line for each kind of missing all-reduce over tp: of an output, or of the gradient of an input.
 
-    A `sync` counts at the sharded module or at any module around it. Replaced modules are skipped, because
-    their code may reduce by itself.
+    A `sync` directive counts at the sharded module or at any module that contains it. Replaced modules are skipped,
+    because their code may reduce by itself.
     """
     return [_line(bad, problem) for bad, problem in _unsummed(sch)]
 

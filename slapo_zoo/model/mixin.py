@@ -85,7 +85,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """Return the original class's attribute; SlapoError in plain Trainer, which would wrap the model in DDP."""
+        """Return the original class's attribute, for Trainer; SlapoError in plain Trainer, which would add DDP."""
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
             problem = "this trainer would wrap a model that is sharded over ranks in DDP"
             raise SlapoError("transformers.Trainer", "model", problem, "use ScheduledTrainer")

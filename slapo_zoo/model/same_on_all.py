@@ -1,7 +1,7 @@
 """Check before the first step that all ranks have the same arguments, schedule and weights.
 
-torch's DDP compares shapes and broadcasts rank 0's state. Here nothing is broadcast: ranks that
-differ were started or fed differently, and that is an error that names them and the difference.
+torch's DDP compares shapes and broadcasts rank 0's state. Here nothing is broadcast: if
+ranks differ, an error names the ranks and the difference.
 """
 
 import platform

@@ -104,7 +104,8 @@ def fill_from_config(
 ) -> Ledger:  # fmt: skip
     """Allocate this rank's tensors and initialise every weight with random values; return a record of the load.
 
-    The unsharded weights are equal on every mesh. Arguments are those of `fill_from_folder`.
+    The unsharded weights are equal on every mesh. `model` is scheduled and on meta, `skeleton` returns the same model
+    unsharded, `units` are the paths of blocks, embeddings and heads, `over_dp` gives this rank's rows under ZeRO.
     """
     begin = time.perf_counter()
     with AnonymousPeak(exact=False) as peak:
@@ -179,8 +180,8 @@ def _draw(
     plan: RankPlan,
     seed: int,
 ) -> None:
-    """Initialise missing weights, one block, embedding or head at a time; copy this rank's shards
-    into `missing`. `skeleton` returns the unsharded model on meta.
+    """Draw the values of missing weights, one of `units` (a block, an embedding, a head) at a time; copy this rank's
+    shards into `missing`. `skeleton` returns the unsharded model on meta.
     """
     wanted: dict[str, list[str]] = {}
     for name in missing:

@@ -103,7 +103,7 @@ class CheckpointFolder:
         return len(self._files)
 
     def keys(self) -> list[str]:
-        """Return all keys of the checkpoint."""
+        """Return the keys (tensor names) of all files of the checkpoint."""
         return list(self.key_to_file)
 
     def view(self, key: str) -> Tensor:

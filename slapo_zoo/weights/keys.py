@@ -132,7 +132,7 @@ class KeyMap:
         return [piece.spec for piece in pieces] or [spec]
 
     def pieces_of(self, spec: TensorSpec) -> Iterator[Piece]:
-        """Yield the pieces in which files store a tensor; yield nothing when they store it unsplit."""
+        """Yield the pieces in which files store the tensor of `spec`; yield nothing if they store this tensor as one."""
         for rule in self.pieces:
             if not spec.name.endswith(rule.tensor):
                 continue
@@ -153,14 +153,13 @@ class KeyMap:
         self, local: Mapping[str, Tensor], specs: Sequence[TensorSpec], mesh: Mesh,
         found: Collection[str] = (),
     ) -> dict[str, Tensor]:  # fmt: skip
-        """Return {name: this rank's tensor}, or a view per piece of a tensor that files split; names as in
-        `read_specs`.
+        """Return {name: this rank's tensor}; a tensor that files store in pieces is replaced by one view per piece.
 
         Args:
             local: name --> local tensor of this rank.
             specs: specs of the model.
             mesh: mesh with the coordinates of this rank.
-            found: names in a checkpoint, as in `read_specs`.
+            found: names in a checkpoint, renamed to the model's; a tensor among them is not split.
         """
         whole = {spec.name: spec for spec in specs if not _holds(found, spec.name)}
         views = {}

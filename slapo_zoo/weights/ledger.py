@@ -170,7 +170,7 @@ def byte_progress(what: str, total: int, visible: bool = True) -> Iterator[OnByt
 
     Args:
         what: text before the bar.
-        total: total bytes; below LEAST no bar is shown.
+        total: total bytes; below LEAST (256 MiB) no bar is shown.
         visible: False on all ranks but one.
     """
     if not visible or total < LEAST or not sys.stderr.isatty():

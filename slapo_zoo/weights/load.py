@@ -60,7 +60,7 @@ def parse_size(size: int | str | None, what: str) -> int | None:
 
 
 class Loaded(NamedTuple):
-    """Result of `load_tensors`: number of tensors, bytes read or left mapped, names of tensors left mapped."""
+    """Outcome of a load: number of tensors, bytes read or left mapped, names of tensors left in mapped files."""
 
     tensors: int
     bytes_read: int
@@ -85,7 +85,7 @@ def load_tensors(
     Args:
         targets: model name --> tensor to fill.
         folder: opened checkpoint.
-        source: model name --> checkpoint key, from `match_names`.
+        source: model name --> checkpoint key.
         mesh: mesh with the coordinates of this rank.
         check_finite: warn about tensors that contain NaN or infinity.
     """

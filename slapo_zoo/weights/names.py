@@ -26,7 +26,7 @@ class NameMap:
         source: model name --> checkpoint key.
         missing: model names that no key fills, in model order.
         unexpected: keys that fill no tensor, in checkpoint order.
-        doubles: groups of keys that all stand for one tied tensor.
+        doubles: groups of keys of the checkpoint that hold the same tied tensor.
     """
 
     source: dict[str, str] = field(default_factory=dict)

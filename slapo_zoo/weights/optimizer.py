@@ -117,7 +117,7 @@ def _is_tensor(kept: Any) -> bool:
 
 
 def check_record(record: Any) -> str:
-    """Return why JSON data from a file is no valid optimizer record of all stages (see `merge`), or '' if it is."""
+    """Return why `record`, JSON data from a file, is no valid record of an optimizer on all stages; '' if it is one."""
     if not isinstance(record, dict) or set(record) != {"class", "groups", "state"}:
         return f"found {record!r:.60}, expected class, groups and state"
     groups, state = record["groups"], record["state"]
@@ -251,6 +251,6 @@ def _check_kind(optimizer: Any, record: Record) -> None:
 
 
 def disagreement(digests: Sequence[str], mesh: Mesh) -> list[int]:
-    """Return the ranks whose optimizer digest differs from that of the first rank of their pipeline stage."""
+    """Return the ranks whose optimizer has another digest (`digests`, by rank) than the first rank of their stage."""
     firsts = {rank: mesh.seen_by(rank).at(tp=0, loss=0) for rank in range(mesh.world_size)}
     return [rank for rank, first in firsts.items() if digests[rank] != digests[first]]

@@ -41,10 +41,10 @@ def pack_states(by_rank: Sequence[dict[str, str]]) -> dict[str, Any]:
 
 
 def check_states(packed: Any, ranks: int) -> str:
-    """Return why `restore_states` could not use the states in a file, or '' if it can.
+    """Return why generator states from a file cannot be restored, or '' if they can.
 
     Args:
-        packed: result of `pack_states`, read from the file.
+        packed: {kind: {"states": base64 texts, "of_rank": index of each rank's state}}, read from the file.
         ranks: number of ranks of the saved mesh.
     """
     if "cpu" not in packed or not packed.keys() <= set(TAKE):
@@ -66,7 +66,7 @@ def check_states(packed: Any, ranks: int) -> str:
 
 
 def restore_states(packed: dict[str, Any], saved: Mesh, mesh: Mesh, device: torch.device) -> None:
-    """Set this rank's generators to its saved states (`packed`, of `pack_states`), if the mesh is the mesh `saved`.
+    """Set this rank's random generators to the states saved for it in `packed`, if `mesh` equals the mesh `saved`.
 
     On another mesh, all ranks of a data-parallel replica take the states of the first rank of a saved replica,
     so that tp peers draw the same numbers for replicated activations.

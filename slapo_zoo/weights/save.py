@@ -107,7 +107,7 @@ class _Save:
         self.finite: list[str] = []  # tensors that may not be NaN in place of an older checkpoint
 
     def prepare(self, max_shard_size: int | str, metadata: Mapping[str, str]) -> str:
-        """Plan the files and check this rank's tensors; return a digest that must be equal on all ranks."""
+        """Plan the files and check this rank's tensors; return a digest of the plan, which must be equal on all ranks."""
         for stem, specs in self.sets.items():
             self.layout |= plan_layout(specs, max_shard_size, metadata, stem)
         for spec in self.specs:
@@ -156,7 +156,7 @@ class _Save:
         self, written: Sequence[Written], stamp: str, write_extras: Callable[[Path], None] | None
     ) -> None:
         """Complete the save on rank 0: write index, extras and checksums, check all files, publish the folder.
-        `written` has each rank's result of `write`; the text `stamp` identifies the extras, for the id of the save.
+        `written`: bytes and checksums of each rank; the text `stamp`, which identifies the extras, goes into the save's id.
         """
         if self.mesh.rank != 0:
             return

@@ -78,7 +78,7 @@ class Staging:
 def _locked(parent: Path) -> Iterator[None]:
     """Context that holds a lock on the folder `parent`, so that saves into its subfolders publish one at a time.
 
-    If the file system has no locks, or another save holds the lock for over TURN_S seconds, the block runs unlocked.
+    If the file system has no locks, or another save holds the lock for over TURN_S (60) seconds, the block runs unlocked.
     """
     lock, end = os.open(parent, os.O_RDONLY), time.monotonic() + TURN_S
     try:
@@ -192,7 +192,7 @@ def _is_alive(path: Path) -> bool:
 
 
 def _exchange(path: Path, target: Path) -> None:
-    """Swap two folders: atomically if the kernel can, else by three renames."""
+    """Swap two folders: in one step by renameat2 where the system has it, else by three renames."""
     if _renameat2(path, target):
         return
     previous = _sibling(target, "previous")
@@ -206,7 +206,7 @@ def _exchange(path: Path, target: Path) -> None:
 
 
 def _renameat2(path: Path, target: Path) -> bool:
-    """Swap by RENAME_EXCHANGE; return False where the C library, kernel or file system lacks it."""
+    """Swap two folders by one system call, renameat2; return False if C library, kernel or file system lacks it."""
     function = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if function is None:
         return False

@@ -19,7 +19,7 @@ BY_DP = "$by_dp"
 
 
 def write_state(folder: Path, state: dict[str, Any]) -> None:
-    """Write the fields of a training checkpoint to `training_state.json`."""
+    """Write `state`, the fields of a training checkpoint that are no tensors, to `training_state.json` in `folder`."""
     text = json.dumps({"format": FORMAT, **state}, indent=1)
     (folder / FILE).write_text(text + "\n", encoding="utf-8")
 

@@ -169,7 +169,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _pwrite(file: BinaryIO, piece: memoryview, place: int) -> None:
-    """Write all of `piece` at byte offset `place`; the kernel takes at most 2 GiB at once."""
+    """Write all of `piece` to `file` at byte offset `place`; the kernel takes at most 2 GiB per call."""
     while piece:
         done = os.pwrite(file.fileno(), piece, place)
         piece, place = piece[done:], place + done

@@ -53,8 +53,8 @@ class Matrix:
     """One LoRA matrix (A or B) of one layer, and how it is sharded.
 
     Args:
-        key: name in peft's files.
-        parameter: name in the model.
+        key: key in peft's adapter_model.safetensors.
+        parameter: name of the parameter in the scheduled model.
         shape: unsharded shape.
         directives: directives that shard it, or sum its gradient.
     """
@@ -116,7 +116,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
 def _trained_tensors(model: Any, name: str) -> dict[str, Tensor]:
     """Return {key in peft's files: tensor} of all that adapter `name` trains: matrices, biases, `modules_to_save`.
 
-    Return {} if the model is on several ranks: an adapter then trains matrices only, which `_drawn` returns.
+    On several ranks return {}: an adapter then trains LoRA's matrices alone, which this function leaves out.
     """
     from peft import get_peft_model_state_dict
 
@@ -167,7 +167,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which modules show each parameter in its shape before ZeRO sharded it, as a tensor without data."""
+    """Context in which each parameter that ZeRO sharded is replaced by a tensor of its shape before, without data."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -287,10 +287,10 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """Return the directives that shard LoRA's matrices (for A, for B) to fit the base weight at `path`.
+    """Return (directives for LoRA's matrix A, those for B), which shard them to fit the layer's weight.
 
-    `placed` says how that weight is sharded (None: not), `input_axis` which of its axes holds the inputs; `syncs` are
-    the collectives of the layer.
+    `placed` says how the weight is sharded (None: not), `input_axis` which of its axes holds the inputs; `syncs` are the
+    collectives of the layer, which lies at `path`.
     """
     if state.mesh.tp == 1:
         return (), ()

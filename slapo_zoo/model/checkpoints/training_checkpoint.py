@@ -158,7 +158,7 @@ def async_save_checkpoint(
 def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
-    """Check that the model can be saved, exchange what all ranks will write, and return this rank's `_Save`.
+    """Check that the model can be saved, and exchange what all ranks will write; return the object that writes it.
 
     `mine` is {"step": ..., "data_position": ..., "extra": ...} as the user passed it on this rank.
     """
@@ -276,8 +276,8 @@ class _Save:
 
 
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
-    """Return ({name: load target} of this rank's parameters and buffers, {name: key in files}).
-    `whole` holds the tensors to load into, gathered over dp.
+    """Return ({name: tensor to fill from a checkpoint, with its sharding}, {name: key in files}) for this rank.
+    `whole` holds this rank's parameters, gathered over dp, which are filled.
     """
     runtime = model._slapo
     tensors, names = _held(model, whole)
@@ -293,8 +293,8 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: this rank's parameter or persistent buffer, gathered over dp}, {name: name in
-    files}). `whole` holds the gathered tensors.
+    """Return ({name: parameter or persistent buffer of this rank}, {name: name under which it is saved; tied parameters
+    have one}). `whole` holds the tensors, gathered over dp.
     """
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}

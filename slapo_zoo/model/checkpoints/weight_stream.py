@@ -148,7 +148,7 @@ def _collect(
 
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
-    """Return the index ranges of a tensor to send, each with the first rank that holds the elements."""
+    """Return the index ranges in which the tensor of `spec` is sent, each with the first rank that holds its elements."""
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
@@ -164,7 +164,7 @@ def _send(
     run: _Run, mine: Tensor | None, full: Tensor | None, dtype: torch.dtype, rank: int, to: int
 ) -> None:
     """Send one range of indices of a tensor from the rank that holds it to rank `to`, in messages
-    of at most PIECE bytes.
+    of at most PIECE bytes (16 MiB).
 
     Args:
         run: the range and its rank.
@@ -197,7 +197,7 @@ def _cut(tensor: Tensor, axis: int, start: int, length: int) -> Tensor:
 
 
 def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) ranges along axis 0 whose elements take about PIECE bytes in `dtype`."""
+    """Yield (start, stop) ranges along axis 0 whose elements take about PIECE bytes (16 MiB) in `dtype`."""
     row = max(math.prod(tensor.shape[1:]) * dtype.itemsize, 1)
     step = max(PIECE // row, 1)
     for start in range(0, tensor.shape[0], step):

@@ -70,7 +70,7 @@ class Shards(RowsOfRank):
         return self.finish(self.begin(parts, shapes, dtype), shapes)
 
     def begin(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> Any:
-        """Start an all-gather of several tensors; return (work, receive buffer, send buffer), which `finish` needs.
+        """Start an all-gather of several tensors; return (work, receive buffer, send buffer) for `finish`, which waits.
 
         `parts` are this rank's rows of the tensors, `shapes` their unsharded shapes, `dtype` is that of the result.
         """
@@ -80,7 +80,7 @@ class Shards(RowsOfRank):
         return collective(all_gather_single, out, flat, group=self.group, async_op=True), out, flat
 
     def finish(self, begun: Any, shapes: Sequence[Any]) -> list[Tensor]:
-        """Wait for the all-gather that `begin` returned; return the tensors of these unsharded `shapes`."""
+        """Wait for the all-gather `begun`, a result of `begin`; return its tensors, of the unsharded `shapes`."""
         work, out, _ = begun
         explained(work.wait)
         sizes = [self.rows(s) * _inner(s) for s in shapes]
@@ -182,8 +182,8 @@ class Group:
         self._begun = self._whole = None
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the gathered parameters in `dtype`; their backward reduce-scatters gradients over dp.
-        This object keeps no reference to the gathered tensors.
+        """Return the gathered parameters in `dtype`, whose backward reduce-scatters their gradients over dp.
+        Only the autograd graph keeps the gathered tensors; this object drops its references.
         """
         found = _Gathered.apply(self, dtype, *self.parameters)
         self.drop()

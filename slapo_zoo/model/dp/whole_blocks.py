@@ -1,6 +1,6 @@
 """ZeRO-3: the parameters of a block are gathered only while it runs, forward or backward.
 
-rewrite:  y = block(x)  -->  w = all_gather(parts);  y = block(x; w);  w is released
+rewrite:  y = block(x)  -->  w = all_gather(shards);  y = block(x; w);  w is released
 
 Autograd saves a handle in place of `w`; the first operation of the backward that reads it gathers the
 block again. A block that is recomputed (torch's checkpoint) is gathered too. Source: arXiv:1910.02054, 5.3.
@@ -82,12 +82,12 @@ class Block:
         self._running: list[Any] = []
 
     def begin(self) -> None:
-        """Start the all-gather of the block's parameters."""
+        """Start the all-gather over dp of the block's parameters, without waiting for it."""
         for group in self.groups:
             group.begin(group.dtype_of(self.blocks.computes))
 
     def drop(self) -> None:
-        """Release the gathered parameters."""
+        """Release the memory of the block's gathered parameters."""
         for group in self.groups:
             group.drop()
 

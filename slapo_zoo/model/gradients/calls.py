@@ -81,7 +81,7 @@ class Calls:
         take_over(self.reducer, self.named)
 
     def _partial(self) -> set[str]:
-        """Return the names of parameters whose gradient is a partial sum per tp rank when tokens are sharded over tp."""
+        """Return the names of parameters whose gradient is a partial sum on each tp rank if tp shards tokens."""
         rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 

@@ -42,7 +42,7 @@ class StepGuard:
     now, by one all-gather of 36 numbers and one wait of the host.
 
     Attributes:
-        interval: steps between checks, after the first ALWAYS steps; 0 switches checks off.
+        interval: steps between checks, after the first ALWAYS (16) steps; 0 switches checks off.
         divides: True if ranks hold different gradients, because of tp, pp or `dp_shard=`.
         needed: True if checks are made; False where an engine clips and steps by itself.
         on_ranks: replacement of this check if one process runs several ranks as threads: it checks and steps the
@@ -123,7 +123,7 @@ class StepGuard:
     def before_step(self) -> None:
         """Raise MeshError on all ranks if the user's code scaled gradients by different factors on different ranks.
 
-        Gradients are compared with the samples that `complete` took at the end of the last backward.
+        Gradients are compared with samples of them from the end of the last backward, which `complete` took.
         """
         if not self.fresh:
             return
@@ -148,8 +148,8 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows` is [ranks][probes][4]: for each rank its result of `_factors`. Compared are the last two of the four
-        numbers, sums of projections and of norms of gradients. `loosely` is the relative difference that is allowed.
+        `rows` is [ranks][probes][4], the four numbers of `_factors` for each sampled gradient. The last two, sums of
+        projections and of norms of gradients, are compared. `loosely` is the relative difference that is allowed.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
@@ -176,7 +176,7 @@ class StepGuard:
         """Raise MeshError on all ranks of a stage if parameters outside the model (a user's head), or their gradients,
         differ between ranks. `parameters` are all those of the optimizer.
 
-        The check runs in the first ALWAYS steps only, by two all-gathers of a few numbers.
+        The check runs in the first ALWAYS (16) steps only, by two all-gathers of a few numbers.
         """
         beside = [p for p in parameters
                   if runtime_of(p) is None and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
@@ -194,7 +194,7 @@ class StepGuard:
                 raise _unlike_outside(beside, self.mesh.named(mesh_dim))
 
     def _factors(self) -> Tensor:
-        """Return a tensor [PROBES + 1, 4] of the numbers that ranks compare before an optimizer step.
+        """Return a tensor [PROBES + 1, 4], PROBES = 8, of the numbers that ranks compare before an optimizer step.
 
         Row i < PROBES belongs to the i-th parameter whose gradient was sampled after the backward: the factor by which
         the gradient was scaled since; 1 if this factor fits all sampled elements, else 0; and two sums, of projections

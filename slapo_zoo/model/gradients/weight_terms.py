@@ -99,7 +99,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether an autograd node, such as a mean, gives another result on shards than on the unsharded weight."""
+    """Return whether an autograd node, e.g. of a mean, gives another result on shards of a weight than on the weight."""
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean
@@ -119,7 +119,7 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
 class Uses:
     """Record of the gradients of parameters through the model's output, apart from those of weight terms (L2-SP).
 
-    It serves loops without `train_step`.
+    It is used in loops of the user's own, without `train_step`.
     """
 
     def __init__(self) -> None:
@@ -140,7 +140,7 @@ class Uses:
 
     def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
         """Split a parameter's gradient `grad`; return (part from its uses in the model's output, part
-        from weight terms or None). The second part is complete on all ranks.
+        from weight terms or None). Every rank has all of the second part, so it is not summed.
         """
         came = self.found.pop(id(parameter), [grad])
         own = came[0] if len(came) == 1 else sum(came[1:], came[0])

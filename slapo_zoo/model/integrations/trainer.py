@@ -76,7 +76,7 @@ class ScheduledTrainer(Trainer):
         self._is_checkpoint = self._evaluates = False
 
     def _read_signature(self, model: Any) -> None:
-        """For a model of `exact=`, read the names of inputs and labels, and set `use_cache`, as Trainer does for others."""
+        """Read the names of inputs and labels, and set `use_cache`, for a model of `exact=`; Trainer does it for others."""
         if not is_exact(model):
             return  # Trainer.__init__ has done it
         hosted = model.hosted
@@ -110,7 +110,7 @@ class ScheduledTrainer(Trainer):
     ) -> tuple[list[Any], Any]:
         """Return (batches of one optimizer step, number of their targets if the user's own loss needs it, else None).
 
-        For the model's own loss the numbers of targets are stored for `training_step`.
+        For the model's own loss the numbers of targets are kept for the calls of `training_step` in this step.
         """
         batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
         if self._own_loss:
@@ -197,13 +197,13 @@ class ScheduledTrainer(Trainer):
             self._is_checkpoint = False
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Do nothing: `_save` has written optimizer, scheduler and random states."""
+        """Do nothing: `_save`, which Trainer calls first, has written optimizer, scheduler and random states."""
 
     def _save_rng_state(self, output_dir: str) -> None:
-        """Do nothing: `_save` has already written the RNG state."""
+        """Do nothing: `_save`, which Trainer calls first, has written the states of the random generators."""
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Do nothing: `_load_optimizer_and_scheduler` loads the weights too."""
+        """Do nothing: `_load_optimizer_and_scheduler`, which Trainer calls later, loads the weights too."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

@@ -23,7 +23,7 @@ from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
 
 
 def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """Return loader options with `schedule` resolved (a card is read) and recomputation fitted to the memory limit."""
+    """Return the options with `schedule=` made applicable (a card is read) and recomputation that fits the memory limit."""
     trust = Trust(options.trust_remote_code, options.verify)
     options = resolve_schedule(options, config, options.auto_class, mesh, trust)
     return within_budget(options, config, mesh, dtype)
@@ -61,7 +61,7 @@ def _from_config(options: LoaderOptions, config: Any) -> Any:
 
 
 class AutoScheduledModel:
-    """Factory of scheduled models, by the class methods `from_pretrained` and `from_config`."""
+    """Factory of scheduled models: `from_pretrained` reads a checkpoint, `from_config` draws new weights."""
 
     def __init__(self) -> None:
         hint = "call AutoScheduledModel.from_pretrained(...) or .from_config(...)"

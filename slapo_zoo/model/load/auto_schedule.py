@@ -118,7 +118,7 @@ def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
         if "error_of" not in found:
             _write(file, found)
         return found
-    return {"error_of": ["schedule='auto'", "derivation", ended.last_words(), "write a table (docs/adding_an_architecture.md)"]}
+    return {"error_of": ["schedule='auto'", "derivation", ended.last_words(), "write a table (docs/adding_an_architecture.md)"]}  # fmt: skip
 
 
 def cache_file(config: Any, cls: Any, sizes: tuple[Any, ...], options: BuildOptions) -> Path:

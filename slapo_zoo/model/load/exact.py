@@ -110,7 +110,7 @@ def _check(options: LoaderOptions) -> None:
 
 
 def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
-    """Start, or find, the threads of this process's virtual ranks; they live until `close` or the end of the process."""
+    """Return this process's virtual ranks, threads that live until `close` or the end of the process; start them once."""
     key = real, virtual
     if key in _HOSTS:
         return _HOSTS[key]
@@ -134,7 +134,7 @@ def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
 
 
 def close() -> None:
-    """End the virtual ranks of this process; a collective call of all processes. Exact models end with them."""
+    """End this process's virtual ranks (threads), after which its models of `exact=` cannot run; a collective call."""
     _HOSTS.clear()
     _WITHIN.close()
 
@@ -154,18 +154,19 @@ def _deterministic() -> Iterator[None]:
 
 
 class NotBuiltError(SlapoError, AttributeError):
-    """Error for an attribute that a usual model has and a model of `exact=` lacks; `hasattr` is False."""
+    """Error for an attribute that models of `exact=` lack and other scheduled models have; `hasattr` then gives False."""
 
 
 class ExactModel(nn.Module):
-    """Model of `exact=` in one process, which runs several ranks of a virtual mesh as threads.
+    """Model loaded by `from_pretrained(..., exact=...)`, which trains with the same bits on any number of processes.
 
-    Methods are collective calls of all processes; parameters are those of all its (hosted) ranks.
+    In each process it holds the models of several ranks of a virtual mesh ("hosted" ranks), and runs each in a thread.
+    Methods are collective calls of all processes; `parameters()` are those of all hosted ranks.
 
     Attributes:
         mesh: mesh of the processes.
-        virtual: the virtual mesh.
-        hosted: the models of the hosted ranks.
+        virtual: the virtual mesh, the largest on which the run can continue.
+        hosted: models of the hosted ranks.
     """
 
     def __init__(self, host: HostedRanks, real: Mesh, virtual: Mesh, models: Iterable[Any]):
@@ -191,7 +192,7 @@ class ExactModel(nn.Module):
         raise SlapoError("ExactModel", "exact", problem, BUILT)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise NotBuiltError for what only the models of single ranks have, such as `generate`."""
+        """Raise NotBuiltError for a method or attribute that only models without `exact=` have, such as `generate`."""
         models = self.__dict__.get("_modules", {}).get("hosted", ())
         if name not in ("on_each_rank", "hosted") and any(hasattr(type(m), name) for m in models):
             problem = "a model of one rank has this attribute, exact models do not support it"

@@ -37,7 +37,7 @@ class Exactness:
     difference: str = ""
 
     def document(self) -> dict[str, Any]:
-        """Return the outcome as JSON data."""
+        """Return the fields of this comparison, and whether all bits are equal, as JSON data."""
         verdict = "verified" if self.digests == self.of_one else "different"
         return {"verdict": verdict, "digests": self.digests, "of_one": self.of_one, "difference": self.difference}  # fmt: skip
 

@@ -115,12 +115,12 @@ class ExactTrace:
     rows: dict[int, list[Row]] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> None:
-        """Write the rows as JSON."""
+        """Write the recorded rows of all virtual ranks to the file `path`, as JSON."""
         Path(path).write_text(json.dumps(self.rows), encoding="utf-8")
 
     @classmethod
     def read(cls, path: str | Path) -> "ExactTrace":
-        """Return the rows that `save` wrote."""
+        """Return the record that `save` wrote to the file `path`."""
         found: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         return cls({int(rank): [tuple(row) for row in rows] for rank, rows in found.items()})
 

@@ -110,7 +110,7 @@ def is_module_list(module: nn.Module, name: str = "", parent: nn.Module | None =
 
 
 def is_random_seed_set() -> bool:
-    """Return whether `set_random_seed` was called."""
+    """Return whether `set_random_seed` was called in this process."""
     return bool(_SEEDS)
 
 

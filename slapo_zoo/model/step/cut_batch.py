@@ -1,6 +1,6 @@
 """Shard the tokens of a batch over cp: each rank gets some tokens of every row.
 
-Positions and shifted labels, which depend on all tokens of a row, are computed before.
+Positions and shifted labels depend on all tokens of a row, so they are computed before the tokens are sharded.
 """
 
 import zlib
@@ -122,9 +122,9 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
 
 
 def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
-    """Raise SlapoError if a head that reads whole rows gets outputs of layers: they are of a rank's own tokens.
+    """Raise SlapoError if hidden states or attentions of layers are wanted: a cp rank has those of its own tokens only.
 
-    The caller asks for them, or the head does; `options` are arguments of the base model, n is cp.
+    The caller of the model wants them, or its head does (`options`: arguments of the base model). `n` is cp.
     """
     for name in LAYERS if model._slapo.schedule.state.body else ():
         if asked(model, options, name):

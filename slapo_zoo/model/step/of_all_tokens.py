@@ -58,9 +58,10 @@ def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, A
 def cut_step(
     model: Any, cut: TokenCut, tensors: Mapping[str, Tensor], whole: Mapping[str, Any], own: bool
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the two dicts of `cut_batch` for a batch (`tensors` are split by rows, `whole` is not).
+    """Shard a batch over cp; return (entries with this cp rank's tokens of each row, entries that all rows share).
 
-    With `own`, for a loss of the user's own, each also has its entries with all tokens, under FOR_LOSS + name.
+    `tensors` are split by rows, `whole` are the other entries; `cut` says which tokens each cp rank gets. `own` is True
+    for a loss of the user's own: both dicts then also hold the entries with all tokens, under FOR_LOSS + name.
     """
     part, others = cut_batch(model, cut, of_model(tensors), of_model(whole))
     if own:

@@ -9,7 +9,7 @@ LAYERS = ("output_hidden_states", "output_attentions")
 
 
 def asked(model: Any, batch: Mapping[str, Any], name: str) -> bool:
-    """Return whether an optional output, e.g. name="output_attentions", is wanted: by the batch, else the config."""
+    """Return whether `name`, e.g. "output_attentions", is True in the batch or, if it is absent there, in the config."""
     given = batch.get(name)
     return bool(getattr(model.config, name, False) if given is None else given)
 

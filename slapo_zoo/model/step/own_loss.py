@@ -60,18 +60,18 @@ def whole_output(output: Any) -> Any:
 
 
 def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with the prefix FOR_LOSS before names that `forward` does not take, but the loss may read."""
+    """Return the batch with FOR_LOSS put before names that `forward` does not take: such entries are for loss_fn alone."""
     known = inspect.signature(forward).parameters.keys() | OPTIONS
     return {name if name in known else FOR_LOSS + name: value for name, value in batch.items()}
 
 
 def of_model(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a batch for the model's forward: those without the prefix FOR_LOSS."""
+    """Return the entries of a batch for the model's forward: all but those for loss_fn alone, which begin with FOR_LOSS."""
     return {name: value for name, value in part.items() if not name.startswith(FOR_LOSS)}
 
 
 def of_loss(part: Mapping[str, Any], cut: Any) -> dict[str, Any]:
-    """Return the entries of a micro-batch for loss_fn, by their names without FOR_LOSS.
+    """Return the entries of a micro-batch for loss_fn, by their names without the prefix FOR_LOSS.
 
     If tokens are sharded over cp (`cut` is not None), these are only the entries with FOR_LOSS, which have all tokens.
     """

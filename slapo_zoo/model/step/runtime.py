@@ -82,7 +82,7 @@ class Runtime:
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """Return the process group of `one`, a sum of gradients that the RankPlan lists; None if this rank takes no part."""
+        """Return the process group of `one`, a sum of gradients in the RankPlan; None if this rank is not in the group."""
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 

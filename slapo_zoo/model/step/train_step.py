@@ -51,7 +51,8 @@ class StepOptions:
     Args:
         micro_batches: number of equal parts of the rows; None takes the default.
         return_logits: True returns the model's output object with all logits.
-        targets: number of targets of each loss term, given by the caller.
+        targets: for gradients accumulated over several batches: for each loss term the number of labels that count, in
+            all of these batches on this dp rank; None counts those of this batch.
         loss_fn: the user's own loss: (output, batch) --> scalar.
         scaler: a GradScaler, or None.
         batch_is_sharded: whether the batch has this cp rank's tokens alone.
@@ -76,7 +77,7 @@ class Step:
         count: number of micro-batches.
         parameters: name --> trained parameter.
         number: number of the step, from which its dropout is seeded.
-        asked: counts of the batch on all dp ranks.
+        asked: numbers of targets and of padding in the batch, over all dp ranks.
         means: scales the model's loss of a micro-batch to its share of the step's loss; None: no scaling is needed.
         own: the user's own loss, or None for the model's.
         beside: tensors outside the model that get gradients (a soft prompt).
@@ -99,7 +100,7 @@ class Step:
 
     @property
     def runtime(self) -> Runtime:
-        """Return the runtime state of the model."""
+        """Return the runtime state of the model: its schedule, pipeline stages, gradient hooks and engine."""
         return self.model._slapo
 
     @property
@@ -260,7 +261,7 @@ def run(step: Step) -> Tensor:
 
 
 def reduce(step: Step) -> None:
-    """Complete the gradients: sums over ranks, the user's hooks, the loss scale of fp16."""
+    """Complete the gradients of a step: sums over ranks, the user's gradient hooks, division by fp16's loss scale."""
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     parameters, reducer = list(named.values()), runtime.calls.reducer
     runtime.data_parallel.sum_over_dp(parameters, mesh)

@@ -115,7 +115,7 @@ def _refuse_dropout(config: Any, seam: bool) -> None:
             continue
         if "dropout" in name or name.endswith("pdrop"):
             problem = f"found {name}={value}, and the tp plan does not say which modules drop"
-            raise refusal(config, problem, f"pass {name}=0.0, or write a table (docs/adding_an_architecture.md)")
+            raise refusal(config, problem, f"pass {name}=0.0, or write a table (docs/adding_an_architecture.md)")  # fmt: skip
 
 
 def _own(module: nn.Module) -> bool:

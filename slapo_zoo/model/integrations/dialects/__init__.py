@@ -1,4 +1,4 @@
-"""Registry of the engines that run a scheduled model: one file, and one line of `HOMES`, per engine."""
+"""Registry of the engines that run a scheduled model: each is a file, which the dict `HOMES` names."""
 
 import importlib.util
 import inspect

@@ -41,7 +41,7 @@ class TargetEngine:
         Args:
             batch: this dp rank's rows with labels; ranks that differ only in tp or pp pass the same rows.
             micro_batches: number of equal parts of the rows.
-            loss_fn: argument of `train_step`; under torch only.
+            loss_fn: a loss of your own, (output, batch) --> scalar; only with target="torch". None: the model's.
 
         Returns:
             the mean loss over the batch of all dp ranks, a scalar on every rank.
