@@ -1,4 +1,4 @@
-"""Schedule table of Gemma 3 (text models): Gemma 2's, with norms of q and k that all heads share."""
+"""Schedule table of Gemma 3 (text models): the rows of Gemma 2's table, and two for norms of q and k on each head."""
 
 from slapo_zoo.zoo.rules import whole_on_heads
 from slapo_zoo.zoo.table import extend, register

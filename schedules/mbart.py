@@ -1,4 +1,4 @@
-"""Schedule table of mBART: that of BART, with pre-norm layers and a norm at the end of each stack."""
+"""Schedule table of mBART: the rows of BART's table, and one for the norm at the end of each stack; layers are pre-norm."""
 
 from slapo_zoo.zoo.rules import whole
 from slapo_zoo.zoo.table import extend, register

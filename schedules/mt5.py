@@ -1,4 +1,4 @@
-"""Schedule table of mT5: that of T5 v1.1 (gated, untied embeddings)."""
+"""Schedule table of mT5: the rows of T5's table. mT5 is T5 v1.1: gated feed-forward, untied embeddings."""
 
 from slapo_zoo.zoo.table import extend, register
 

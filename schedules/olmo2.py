@@ -1,4 +1,4 @@
-"""Schedule table of OLMo-2: Llama's, with norms after attention and feed-forward, and of q and k over all heads."""
+"""Schedule table of OLMo-2: Llama's rows, with norms after attention and feed-forward, and of all heads' q and k."""
 
 from slapo_zoo.zoo.rules import norm_of_heads, whole
 from slapo_zoo.zoo.table import extend, register

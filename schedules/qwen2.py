@@ -1,4 +1,4 @@
-"""Schedule table of Qwen2: that of Llama; q, k and v have a bias, which is sharded with their weights."""
+"""Schedule table of Qwen2: the rows of Llama's table. The biases of q, k and v are sharded like their weights."""
 
 from slapo_zoo.zoo.table import extend, register
 

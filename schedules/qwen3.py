@@ -1,4 +1,4 @@
-"""Schedule table of Qwen3: Llama's, with norms of q and k that all heads share."""
+"""Schedule table of Qwen3: the rows of Llama's table, and two for norms of q and k, whose weights all heads share."""
 
 from slapo_zoo.zoo.rules import whole_on_heads
 from slapo_zoo.zoo.table import extend, register

@@ -1,4 +1,4 @@
-"""Schedule table of RoBERTa: BERT's, under another base name and with a head of its own.
+"""Schedule table of RoBERTa: the rows of BERT's table, and others for the language-model head.
 
 D hidden, V vocabulary; n is the size of mesh dim tp. Positions count from padding_idx + 1.
 """

@@ -1,4 +1,4 @@
-"""Schedule table of UMT5: that of T5 v1.1, with relative positions in every block."""
+"""Schedule table of UMT5: the rows of T5's table. UMT5 is T5 v1.1 with relative positions in every block."""
 
 from slapo_zoo.zoo.table import extend, register
 

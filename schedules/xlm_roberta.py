@@ -1,4 +1,4 @@
-"""Schedule table of XLM-RoBERTa: that of RoBERTa."""
+"""Schedule table of XLM-RoBERTa: the rows of RoBERTa's table, since both models have the same modules."""
 
 from slapo_zoo.zoo.table import extend, register
 

@@ -46,7 +46,7 @@ class Batches:
         return part_of(batch, dp_coord, dp)
 
     def evaluation_batches(self, most: int | None = None) -> int:
-        """Return the number of batches that `evaluation_part` has for an evaluation, at most `most` (None: all rows).
+        """Return the number of batches of one evaluation, at most `most`; None counts those of all rows.
 
         The last batch may be short; a task whose rows are compared with each other leaves it out.
         """
@@ -168,7 +168,7 @@ def part_of(batch: dict[str, Tensor], dp_coord: int, dp: int) -> dict[str, Tenso
 
 
 def generator_of(seed: int, number: int, purpose: int) -> torch.Generator:
-    """Return the random generator for a `purpose` (ORDER, CHANCE, ...) in the step, epoch or block with that
+    """Return the random generator for a `purpose` (ORDER: of rows, CHANCE: of masks) in the step, epoch or block with that
     `number`; equal on all ranks.
     """
     mixed = hash((seed, number, purpose)) % 2**63  # of integers: the same everywhere
@@ -186,7 +186,7 @@ def divided(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
 
 
 def checksum(rows: Any) -> int:
-    """Return a checksum of the rows, or of a sample of at most SAMPLE rows."""
+    """Return a checksum of the rows, or of a sample of at most SAMPLE (4096) rows."""
     numbers = np.unique(np.linspace(0, len(rows) - 1, min(SAMPLE, len(rows))).astype(np.int64))
     found = 0
     for name, column in sorted(rows[numbers.tolist()].items()):

@@ -302,7 +302,7 @@ class Source:
         return data.map(Encoder(self.task, columns), batched=True, remove_columns=found)
 
     def rows(self, data: Any) -> Iterator[Mapping[str, Any]]:
-        """Yield the rows of a data set that `opened` returned."""
+        """Yield the tokenized rows of `data`, an iterable data set that `opened` returned."""
         with explained(self.name, self.split):
             yield from data
 

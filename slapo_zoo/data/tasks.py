@@ -264,7 +264,7 @@ class Tag(Labelled):
     kinds: ClassVar = {"tokens": "a list of texts", "tags": "a list of classes"}
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return the tokens of the words, and a class id or IGNORED for each token."""
+        """Return the tokens of the words, and for each token a class id, or IGNORED (-100)."""
         words = [list(one) for one in columns["tokens"]]
         found = self.tokenizer(words, truncation=True, max_length=self.seq_len, is_split_into_words=True)  # fmt: skip
         labels = []

@@ -39,7 +39,7 @@ class Symbol:
         return self.vals[self.fixed_idx]
 
     def is_fixed(self) -> bool:
-        """Return whether `fix_at` has chosen a candidate."""
+        """Return whether the symbol has a value: `fix_at` has chosen one of its candidates."""
         return self.fixed_idx != -1
 
     def fix_at(self, idx: int) -> None:
@@ -130,7 +130,7 @@ class Space:
         return None
 
     def reset(self) -> None:
-        """Unfix all symbols of the space."""
+        """Take the chosen value from every symbol of the space, so that all can be fixed anew."""
         self.fixed_idx = -1
         for symbol in self.space.values():
             symbol.fixed_idx = -1
@@ -141,7 +141,7 @@ class Space:
         return {n: symbol.value for n, symbol in self.space.items() if n not in self._absent}
 
     def clone(self) -> "Space":
-        """Return an independent copy of the space."""
+        """Return a copy of the space, whose symbols can be fixed independently of the original's."""
         other = Space()
         for name, symbol in self.space.items():
             other.space[name] = Symbol(name, symbol.vals)
@@ -171,7 +171,7 @@ class Space:
         yield from space._walk(training_script_args, update_space_fn)
 
     def all_points(self, *arguments: Any) -> list[Point]:
-        """Return `list(self.points(*arguments))`; raise SpaceError if it is empty or longer than MOST_POINTS."""
+        """Return a list of all configurations; raise SpaceError if there are none or over MOST_POINTS (200,000)."""
         found: list[Point] = []
         for point in self.points(*arguments):
             found.append(point)

@@ -83,8 +83,8 @@ def fits(
     """Return the probability [points] that each configuration fits into memory; 1 until one has failed.
 
     From measured peaks a linear model of memory is fitted (`Grid.memory_terms`); the limit lies between the
-    highest measured peak and the lowest estimate of a failure. Without peaks, all memory laws of `_by_laws`
-    that agree with the outcomes are averaged.
+    highest measured peak and the lowest estimate of a failure. Without peaks, many assumed laws of
+    memory use are averaged, those that agree with the outcomes.
 
     Args:
         grid: the space.
@@ -111,7 +111,7 @@ def _by_laws(grid: Grid, ran: Sequence[int], failed: Sequence[int]) -> np.ndarra
     that agree with the numbers of configurations that fit (`ran`) and that did not (`failed`).
 
     A law is: memory = rows * (1 + kept * share that is not recomputed), up to an unknown limit; `kept`
-    takes the values of KEPT.
+    takes 25 values from 0.1 to 10.
     """
     rows, kept = grid.memory_parts()
     memory = rows[None] * (1.0 + KEPT[:, None] * kept[None])  # shape [laws, points]
@@ -212,7 +212,7 @@ class Model:
     def _spread(self, known: Known, left: Sequence[int]) -> int:
         """Return the number of the configuration to measure next, while few are measured.
 
-        It is a corner of memory use (`Grid.corners`) that may fit, else the one farthest from all measured ones.
+        The configuration is an extreme of memory use (`Grid.corners`) that may fit, else the farthest from those measured.
 
         `known` has the outcomes by configuration number, `left` the numbers not measured yet.
         """

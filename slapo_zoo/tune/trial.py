@@ -174,7 +174,7 @@ def run(job: Job) -> Outcome:
 
 
 def main() -> None:
-    """Run the job given as JSON in argv[1]; write its outcome to the file named by SLAPO_ZOO_RESULT."""
+    """Run the job given as JSON in argv[1]; write its outcome to the file that the variable SLAPO_ZOO_RESULT names."""
     outcome = run(Job(**json.loads(sys.argv[1])))
     path = Path(os.environ[RESULT])
     path.with_suffix(".part").write_text(json.dumps(vars(outcome)))

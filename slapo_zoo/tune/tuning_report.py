@@ -33,7 +33,7 @@ def printer(total: int) -> OnTrial:
 
 
 def line_of(trial: Trial) -> str:
-    """Format one measured configuration in one line."""
+    """Format one measurement in one line: its throughput or kind of failure, and the configuration."""
     outcome = trial.outcome
     known = " (from the database)" * trial.was_known
     rate = f" {outcome.throughput:.4g} rows/s" if outcome.throughput else ""

@@ -181,7 +181,7 @@ def _containers_last(paths: list[str]) -> list[str]:
 
 
 def _clamped(x: Tensor) -> Tensor:
-    """Return a tensor in fp64, clamped to +-MOST: a mask holds another "minus infinity" in each dtype."""
+    """Return a tensor in fp64, clamped to +-1e30, since masks hold the lowest number of their own dtype."""
     return x.double().clamp(-MOST, MOST)
 
 

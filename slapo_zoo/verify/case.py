@@ -41,7 +41,7 @@ class Case:
         padded: the rows of text have different lengths and are padded.
         dtype: dtype of the scheduled model.
         truth_dtype: dtype of the plain model that the scheduled one is compared with.
-        drops: names of the config's dropout rates, which are set to `DROPOUT` while dropout is compared.
+        drops: names of the config's dropout rates, which are set to 0.2 while dropout is compared.
         draws: whether the model draws random numbers while dropout is compared.
         thorough: compare an optimizer step, collectives and files too; and compare dropout with a run of
             the whole batch at once, not in micro-batches.
@@ -81,7 +81,7 @@ class Case:
         return padded_batch(model, self.rows, self.tokens, seed, self.tp)
 
     def changes(self, dropped: bool = False) -> dict[str, Any]:
-        """Return the config fields that every run sets when it loads the model; with `dropped` its dropout is on."""
+        """Return {config field: value} that every run sets when it loads the model; with `dropped` also its dropout rates."""
         drops = dict.fromkeys(self.drops, DROPOUT) if dropped else {}
         return {**changes_for_comparison(self.config), **drops}
 
@@ -194,7 +194,7 @@ def changes_for_comparison(config: Any) -> dict[str, Any]:
 
 
 def write_weights(config: Any, cls: Any, folder: Path, seed: int = 0) -> Any:
-    """Write a checkpoint with the random weights of `noisy_model` to a folder.
+    """Write a checkpoint of a plain model with random weights, none of them exactly 0 or 1, to a folder.
 
     Returns:
         the config of the checkpoint: without dropout, and with special tokens where the head needs them.
@@ -205,7 +205,7 @@ def write_weights(config: Any, cls: Any, folder: Path, seed: int = 0) -> Any:
 
 
 def expressive_config(config: Any) -> Any:
-    """Return a copy of a config without dropout and with larger initial weights (`expressive`), so that mistakes show."""
+    """Return a copy of a config without dropout and with larger initial weights, so that wrong schedules show."""
     config = copy.deepcopy(config)
     for name, value in expressive(config).items():
         setattr(config, name, value)
@@ -227,7 +227,7 @@ def noisy_model(config: Any, cls: Any, seed: int = 0) -> Any:
 
 
 def uncut(schedule: Any) -> Any:
-    """Return the same schedule (of any kind that `Trial` takes) without pipeline cuts, for a mesh of one rank."""
+    """Return `schedule` (steps, a function or "zoo") without cuts into pipeline stages, for a mesh of one rank."""
     if isinstance(schedule, list | tuple):
         return [step for step in schedule if step[1].name != "cut_pipeline_stage"]
     if not callable(schedule):

@@ -86,7 +86,7 @@ def _of_program(
 ) -> Report | None:
     """Verify the schedule of a card: with `quick` on a small model if one fits it, else on the given config.
 
-    Return None if `quick` is set, no small model fits and the given one has over MANY_PARAMETERS parameters.
+    Return None if `quick` is set, no small model fits and the given one has over MANY_PARAMETERS (2e8) parameters.
 
     `arguments` are those of `verify` besides the schedule; "mesh" is one of them.
     """

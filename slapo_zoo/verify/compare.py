@@ -139,7 +139,7 @@ class Comparison:
         return f"{first.check}: {first.what}{where}: {first.problem}{also}"
 
     def note(self, check: str, what: str, problem: str, rank: int | None = None) -> None:
-        """Record a finding; the arguments are those of `Finding`."""
+        """Add a `Finding` of the check `check` about the tensor or file `what`; `rank` None stands for all ranks."""
         self.findings.append(Finding(check, what, problem, rank))
 
     def did(self, check: str, ratio: float = 0.0) -> None:

@@ -58,8 +58,8 @@ def with_positions(table: Table, cls: Any, positions: str) -> Table:
 
 
 def nearer(config: Any) -> Any:
-    """Return a copy of a config with windows, chunks and the like of at most NEAR tokens, fewer than a probed cp rank
-    holds.
+    """Return a copy of a config with windows, chunks and the like of at most 6 tokens, fewer than a cp rank of the
+    probed model holds.
     """
     values = config.to_dict()
     for name, value in values.items():

@@ -127,7 +127,7 @@ def plain(
         dtype: dtype of parameters and floating-point inputs.
         attention: "sdpa" or "eager"; None leaves the choice to `transformers`.
         reverse: take the rows in the opposite order, which adds the same values in another order.
-        shake: seed of the rounding noise that the function `shaken` adds to the parameters; None adds none.
+        shake: seed of noise of about one unit in the last place, added to all parameters; None adds none.
     """
     kind = {} if attention is None else {"attn_implementation": attention}
     model = case.cls.from_pretrained(case.folder, dtype=dtype, **kind, **case.changes())
@@ -186,7 +186,7 @@ def scheduled(
         trial: the test case, the schedule and the mesh.
         dtype: dtype of the parameters.
         save: folder for the weights after the step; None saves none.
-        shake: seed of the rounding noise that the function `shaken` adds to the parameters; None adds none.
+        shake: seed of noise of about one unit in the last place, added to all parameters; None adds none.
     """
     model = shaken(load(trial, trial.case.changes(), dtype), shake)
     silence(model)
@@ -207,7 +207,7 @@ def scheduled(
 def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankResult:
     """Run a training step of a trial on this rank, with dropout; all ranks call it together.
 
-    `shake` is the seed of the rounding noise that `shaken` adds to the parameters; None adds none.
+    `shake` is the seed of noise of about one unit in the last place, added to all parameters; None adds none.
     """
     model = shaken(load(trial, trial.case.changes(dropped=True), dtype), shake)
     result = RankResult.on(model.mesh)
@@ -312,7 +312,7 @@ def _without_warnings() -> Iterator[None]:
 
 
 def has_labels(batch: Mapping[str, Tensor]) -> bool:
-    """Return whether a batch contains labels."""
+    """Return whether a batch has labels, from which the model computes a loss."""
     return any(name in batch for name in LABELS)
 
 

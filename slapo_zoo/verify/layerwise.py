@@ -1,6 +1,6 @@
 """Verification of a model that is larger than the memory, a few layers at a time.
 
-Each run builds the embeddings, the head and LAYERS_AT_ONCE consecutive layers in their true widths.
+Each run builds the embeddings, the head and LAYERS_AT_ONCE (2) consecutive layers in their true widths.
 Layers whose config and directives equal those of layers before them are skipped: the zoo's schedule of
 96 layers costs one run, and a schedule that treats layer 17 differently costs two.
 """
@@ -35,7 +35,7 @@ def verify_layers(
     config: Any, auto_class: Any = None, mesh: tuple[int, int, int] = (2, 1, 1),
     schedule: Any = "zoo", seed: int = 0, **knobs: Any,
 ) -> Report:  # fmt: skip
-    """Verify a schedule on LAYERS_AT_ONCE layers at a time, and stop at the first that are wrong.
+    """Verify a schedule on LAYERS_AT_ONCE (2) layers at a time, and stop at the first that are wrong.
 
     The paths in the report carry the layer numbers of the given model.
 
@@ -89,7 +89,7 @@ def _available() -> int | None:
 
 
 def few_layers(config: Any, start: int) -> Any:
-    """Return a copy of the config with only the LAYERS_AT_ONCE layers from number `start` on, in their full widths."""
+    """Return a copy of the config with only the LAYERS_AT_ONCE (2) layers from number `start` on, in their full widths."""
     few, counts, stop = copy.deepcopy(config), layer_fields(config), start + LAYERS_AT_ONCE
     for name, listed in vars(config).items():
         if "layer" in name and isinstance(listed, list) and len(listed) in counts.values():
@@ -102,7 +102,7 @@ def few_layers(config: Any, start: int) -> Any:
 
 
 def _starts(config: Any, outline: Outline, numbers: "_Numbers") -> Iterator[int]:
-    """Yield the first layer number of each group of LAYERS_AT_ONCE layers that differs from all earlier groups, in
+    """Yield the first layer number of each group of LAYERS_AT_ONCE (2) layers that differs from all earlier groups, in
     its config or in its directives (those of `outline`, renumbered by `numbers`).
     """
     counts = layer_fields(config).values()

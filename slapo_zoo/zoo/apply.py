@@ -88,8 +88,8 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """Raise ArchitectureError for a config value with which the table cannot shard the model, as
-    `Table.needs` says; `tokens_divided` is True under sequence parallelism.
+    """Raise ArchitectureError for a config value with which the table cannot shard the model, by
+    the table's field `needs`; `tokens_divided` is True under sequence parallelism.
     """
     config, mesh = sch.model.config, sch.mesh
     where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}

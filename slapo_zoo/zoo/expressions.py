@@ -68,7 +68,7 @@ def holds(text: str, numbers: Mapping[str, int]) -> bool:
 
 
 def names_in(node: ast.expr) -> set[str]:
-    """Return the names that a syntax tree contains."""
+    """Return the names of numbers, e.g. "n_embd", in the syntax tree `node` of a formula."""
     return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
 
 

@@ -88,7 +88,7 @@ def choose(
     Args:
         sch: schedule of the model; it is not changed.
         asked: value of `kernels=`: "auto", "measure", "reference", a name, or several.
-        device: result of `device_name`.
+        device: "cpu", or the name of the GPU.
         attention: attention back end that the user asked for, or None; with one, "auto" replaces no attention.
         tuned: value of `kernels=` that a search found fastest for this very model, taken for "auto"; or None.
     """
@@ -206,7 +206,7 @@ def measure_here(sch: Schedule, device: str) -> None:
 def apply_kernels(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> None:
-    """Apply the kernels that `choose` (same arguments) accepts, and list all decisions in `sch.kernels`; "reference" does nothing."""
+    """Replace modules by the kernels that `choose` (same arguments) accepts, none for "reference"; fill `sch.kernels`."""
     if asked == "reference":
         return
     if asked == "measure":

@@ -50,7 +50,7 @@ def check_precision(name: str | None, dtype: Any, device: torch.device | str, ta
     """Raise SlapoError for a precision that is unknown, or that the device, the dtype or the engine does not allow.
 
     Args:
-        name: a name of PRECISIONS, or None, which is always allowed.
+        name: "fp32", "bf16", "fp16", "bf16-pure" or another key of PRECISIONS; None is always allowed.
         dtype: the user's `dtype=`: "auto", or one that must agree with the precision.
         device: device of the model.
         target: name of the engine.

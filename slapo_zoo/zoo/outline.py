@@ -171,7 +171,7 @@ def require_way(modules: Mapping[str, Any], n: int, way: str) -> None:
     Args:
         modules: path --> module of a model.
         n: number of cp ranks.
-        way: how attention sees the tokens of all cp ranks: a name of `token_cut.WAYS`.
+        way: how attention sees the tokens of all cp ranks: "gather", "ulysses" or "ring".
     """
     counts = {path: len(m.heads) for path, m in modules.items() if isinstance(m, CoreAttention)}
     counts |= {

@@ -89,8 +89,9 @@ def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") 
 
 
 def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) -> Rule:
-    """Return the rule that divides attributes of a module, such as its number of heads, by tp. `kv`
-    True: they count KV heads, at least 1 per rank. Other arguments: see `attention`.
+    """Return the rule that divides attributes of a module, such as its number of heads, by tp. `attributes` are pairs
+    (attribute, name of the number of columns per head, or "" if the attribute counts heads), `together` names the
+    number of query heads per KV head. `kv` True: heads are KV heads, at least 1 per rank.
     """
     return tuple(
         ShardAttribute(name, _dim(unit), _dim(together), replicate=kv) for name, unit in attributes
@@ -117,7 +118,7 @@ def vocab_bias(linear: str) -> Rule:
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """Return the rule of an RMSNorm over all heads' columns, after a linear with the rule `column` (same arguments)."""
+    """Return the rule of an RMSNorm over all heads' columns of a linear whose rule is `column` with the same arguments."""
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
 

@@ -95,7 +95,7 @@ class Table:
     def positions_of(self, cls: type) -> str | None:
         """Return how the positions of a model class's tokens are found before cp shards them: a value of `cut_tokens`.
 
-        None if the table does not say. A head that reads whole rows gets all tokens, so any class of the family tells.
+        The result is None if unknown. A class whose head reads whole rows takes that of any class in `cut_tokens`.
         """
         head, told = head_of(cls.__name__), self.cut_tokens
         of_blocks = None if head.by_token or not head.labels else next(iter(told.values()), None)

@@ -115,7 +115,7 @@ def _weights_data(found: Any) -> dict[str, Any]:
 
 
 def _step_data(found: Any) -> dict[str, Any]:
-    """Return the simulated step `found` (result of `_forecast`) as JSON data in bytes and seconds."""
+    """Return the simulated training step `found`, as `_forecast` returned it, as JSON data in bytes and seconds."""
     step, stages, best, hardware = found
     ranks = [{"rank": i, **vars(rank)} for i, rank in enumerate(step.ranks)]
     return {

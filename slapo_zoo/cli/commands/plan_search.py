@@ -16,7 +16,7 @@ from slapo_zoo.errors import SlapoError
 def make_planner(
     model: str, seq_len: int | None, device: tuple[str, str | None, str, str], padding: bool = True
 ) -> Any:  # fmt: skip
-    """Return the planner of a model on some hardware; it simulates training steps.
+    """Return the planner of a model, which simulates its training steps on some hardware.
 
     Args:
         model: a checkpoint folder, a Hub id or a family.

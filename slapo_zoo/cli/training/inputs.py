@@ -184,7 +184,7 @@ TELL_APART = {"gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwe
 
 
 def most_of(rows: Any, column: str, measure: Any) -> int:
-    """Return the largest value that the pyarrow function called `measure` gives for a column; 0 if it is empty."""
+    """Return the largest value that the pyarrow function named `measure` gives on a column of `rows`; 0 for none."""
     import pyarrow.compute as pc
 
     return pc.max(getattr(pc, measure)(rows.data.column(column))).as_py() or 0

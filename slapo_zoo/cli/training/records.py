@@ -38,7 +38,7 @@ class Records(TrainerCallback):
             begin_log(Path(self.path), self.run.done)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-        """Report the measurements of a step, unless an evaluation follows: then `on_evaluate` reports them."""
+        """Report the measurements of a step; before an evaluation leave that to `on_evaluate`."""
         state.log_history.clear()  # it would hold every step of a long run
         if "loss" in logs and not control.should_evaluate:
             self._tell(self.run.record)
@@ -121,7 +121,7 @@ def progress(steps: int, every: int | None = None) -> Iterator[OnStep]:
 
     Args:
         steps: steps of the whole training.
-        every: steps between two lines; None prints ten lines in all, and one every PAUSE_S seconds.
+        every: steps between two lines; None prints ten lines in all, and one every PAUSE_S (30) seconds.
     """
     pause, every = PAUSE_S if every is None else math.inf, every or max(1, steps // 10)
     enable_progress_bars("slapo_zoo")  # progress bars of loading may be off

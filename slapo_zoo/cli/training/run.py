@@ -178,7 +178,7 @@ class Run(ScheduledTrainer):
         return 0
 
     def store_flos(self) -> None:
-        """Do nothing, because no operations are counted."""
+        """Do nothing: Trainer would store a count of operations, which this class does not make."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Send figures to callbacks and trackers: the step's measurements if `logs` has a "loss", else `logs`."""

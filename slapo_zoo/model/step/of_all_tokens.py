@@ -61,7 +61,7 @@ def cut_step(
     """Shard a batch over cp; return (entries with this cp rank's tokens of each row, entries that all rows share).
 
     `tensors` are split by rows, `whole` are the other entries; `cut` says which tokens each cp rank gets. `own` is True
-    for a loss of the user's own: both dicts then also hold the entries with all tokens, under FOR_LOSS + name.
+    for a loss of the user's own: both dicts then also hold the entries with all tokens, under the key FOR_LOSS + name.
     """
     part, others = cut_batch(model, cut, of_model(tensors), of_model(whole))
     if own:

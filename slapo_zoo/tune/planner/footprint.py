@@ -135,7 +135,7 @@ class Moment(NamedTuple):
         work: totals since the start, from `Meter.now`.
         gathered: bytes all-gathered over tp since the start.
         peak: most bytes in use since the previous `Moment`, without gradients of parameters.
-        grown: the same with these gradients.
+        grown: most bytes in use since the previous `Moment`, gradients of parameters included.
         gradients: bytes of gradients of parameters at this point.
         matmuls: bytes of results of matrix products since the previous `Moment`.
         output: bytes of the unit's output.

@@ -196,7 +196,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _simulated(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Return `in_flight` (same arguments) of every pp rank, by simulating the order."""
+    """Simulate an order; return for each pp rank the most micro-batches between forward and backward, stage by stage."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

@@ -183,7 +183,7 @@ class Planner:
         self, gpus: int, batch: int, orders: Sequence[str] | None, tries: tuple[bool, bool],
         refused: list[tuple[str, str]],
     ) -> Iterator[Layout]:  # fmt: skip
-        """Yield every layout to look at; note in `refused` each mesh whose dry run fails, with the reason.
+        """Yield every layout to forecast; add (tp size, reason) to `refused` for each mesh whose dry run fails.
 
         `tries`: whether sequence parallelism and cp are tried.
         """
@@ -207,7 +207,7 @@ class Planner:
     ) -> Iterator[tuple[bool, int, str]]:
         """Yield each (whether `tp` ranks shard the tokens, number of cp ranks, how attention sees their tokens) to try.
 
-        A cp rank has at least SHORTEST tokens of a row; with cp > 1 tp ranks shard these too wherever they can.
+        A cp rank has at least SHORTEST (2048) tokens of a row; with cp > 1 tp ranks shard these too wherever they can.
         """
         lengths = self.family.lengths(self.seq_len)
         for cp in divisors(gpus // tp):
@@ -312,10 +312,10 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recompute policies, mark of each block, embedding, head, dict); equal costs have equal marks (ints).
+        """Return (recompute policies, an int per block, embedding and head, a dict); units of equal cost have equal ints.
 
-        Stages of equal marks cost the same, so the caller stores memory and time in the dict by marks. `what` is a cache
-        key.
+        So stages with equal ints cost the same, and the caller caches their memory and time in the dict, by these ints.
+        `profile` has the costs, `what` is the key under which the result is cached.
         """
         if what in self._stages:
             return self._stages[what]

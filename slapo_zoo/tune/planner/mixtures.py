@@ -2,7 +2,7 @@
 limit.
 
 A mixture is one choice per block. Block after block, mixtures that another one beats in both bytes and seconds are
-dropped; the fastest that fits is taken. Of more than MOST mixtures only one per range of bytes is kept.
+dropped; the fastest that fits is taken. Of more than MOST (400) mixtures only one per range of bytes is kept.
 """
 
 from collections.abc import Sequence
@@ -115,7 +115,7 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
 
 def _note(found: dict[str, str], best: Mixture | None) -> None:
     """Add the policies of `best`, one rank's choice, to `found` (block --> policy); None for `best` adds nothing. A
-    block on several ranks gets the policy that is last in CHOICES, which keeps least.
+    block on several ranks gets the one of its policies that keeps least on the device.
     """
     chain = best.choices if best else None
     while chain is not None:

@@ -180,7 +180,7 @@ def _shapes(model: Any, block: str) -> tuple[Any, ...]:
 
 
 def shorter(config: Any, counts: set[int]) -> Any:
-    """Return the config with KEPT_BLOCKS layers per stack, or None where layers differ from each other.
+    """Return the config with KEPT_BLOCKS (3) layers per stack, or None where layers differ from each other.
 
     Args:
         config: config of the whole model.

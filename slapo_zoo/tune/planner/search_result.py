@@ -61,7 +61,7 @@ class Found:
 def no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
     """Return the error of a search without candidates; it names the first refused tp size, if any, with the reason.
 
-    `refused` are (tp size, reason) pairs. If there are none, devices and rows cannot be divided evenly.
+    `refused` are (tp size, reason) pairs. If there are none, no layout splits `gpus` devices and `batch` rows evenly.
     """
     near = -(-batch // gpus) * gpus
     problem = f"no layout of {gpus} devices divides {batch} rows"

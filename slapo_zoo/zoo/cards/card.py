@@ -27,7 +27,7 @@ class Card:
         mesh: sizes of tp, pp and dp that the schedule was made for, by name.
         base_model: Hub id of the checkpoint; the model family if the card is for no single checkpoint.
         verify: verdict and figures of the comparison with the plain model, or {"verdict": "unmeasured"}.
-        bench: each name in MEASURES --> measured value, or "unmeasured".
+        bench: name of a measure, e.g. "tokens_per_s" --> measured value, or "unmeasured".
         tuning: device name --> results of `slapo-zoo tune`; the key "simulated" holds `plans.Plan`s.
         software: package name --> version that the card was made with.
         repo_id: Hub reference, org/name@sha, that the README page tells users to load.

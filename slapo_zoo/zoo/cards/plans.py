@@ -69,7 +69,7 @@ POLICIES = ("save_matmuls", "sharded", "offload")
 
 
 def _knobs() -> dict[str, Any]:
-    """Return the JSON Schema of `Plan.knobs`, which refuses arguments that select no layout, e.g. trust_remote_code."""
+    """Return the JSON Schema of `Plan.knobs`, which takes arguments that select a layout, not e.g. trust_remote_code."""
     counts = ("tp", "pp", "dp", "dp_shard", "micro_batches", "stages_per_rank")
     each = {"type": "array", "maxItems": 1024, "items": {"enum": ["keep", "recompute", *POLICIES]}}
     properties = dict.fromkeys(counts, COUNT) | {

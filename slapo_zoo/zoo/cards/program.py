@@ -22,7 +22,7 @@ class Program:
     """Schedule as data; applying it runs no code of its author, for every name is looked up in a fixed set.
 
     Args:
-        model_type: model family, as in the config of `transformers`; MODULE for any other nn.Module.
+        model_type: model family, as in the config of `transformers`; "module" for an nn.Module of a user's own.
         model_class: name of the model class, with its head.
         structure: hash of the required module tree and shapes; None requires only the constraints.
         numbers: name --> integer formula over mesh sizes, earlier names and fields of the config.

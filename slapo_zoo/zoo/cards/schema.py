@@ -45,8 +45,8 @@ def validator() -> Any:
     from jsonschema.validators import extend
 
     def all_of(validator: Any, rules: Any, instance: Any, rule: Any) -> Iterator[Any]:
-        """Yield the errors of a directive, `instance`, as `allOf` of jsonschema (same arguments), but
-        only by the rule for its primitive; trying all `rules` would be slow.
+        """Yield the errors of a directive, `instance`, by the one of `rules` for its primitive. jsonschema's `allOf`,
+        which this replaces, takes the same arguments and would try all rules, slowly.
         """
         for index, each in enumerate(rules):
             if isinstance(instance, list) and instance[1:2] != [_primitive_of(each)]:

@@ -196,7 +196,7 @@ def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule
 
 
 def _head_rows(model: Any) -> Iterator[Row]:
-    """Yield the (pattern, rule) of the language-model head, if the model class has one."""
+    """Yield the table row, (module pattern, sharding rule), of the language-model head, if the model class has one."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         if head is not None and module is head:

@@ -35,10 +35,10 @@ class Observation:
         called_in_part: paths of modules that were not running when one of their children was called.
         draws: paths of modules whose own forward draws random numbers, children not counted.
         targets: number of targets of each cross-entropy in the forward, in order.
-        spelling: how the family's files name the tensors.
+        spelling: rules that turn the keys of the family's files into names of the model.
         shifts_labels: whether the head compares each token with the next label; None where the batch
             does not tell.
-        chains: row-parallel linear --> the column-parallel linears before it (`Chains.found`).
+        chains: row-parallel linear --> the column-parallel linears before it in a feed-forward.
         dropouts: path of a dropout --> the linears whose output columns it drops.
     """
 
@@ -61,7 +61,7 @@ class Observation:
         return readers | (self.called_in_part & self.calls.keys())
 
     def first_use(self, path: str) -> int:
-        """Return when a module first used a parameter or ran, as a position in the order of the forward; 1 << 30 for never."""
+        """Return the position, in the forward, at which a module first used a parameter or ran; 1 << 30 for never."""
         found = [at for name, at in self.uses.items() if name.startswith(f"{path}.")]
         return min(found, default=self.entered.get(path, 1 << 30))
 
@@ -133,7 +133,7 @@ class Watch(TorchFunctionMode):
             self.seen.foreign.update(names)
 
     def close(self) -> None:
-        """Remove the observing hooks from the model."""
+        """Remove the forward hooks by which this mode observes the model."""
         for hook in self._hooks:
             hook.remove()
 

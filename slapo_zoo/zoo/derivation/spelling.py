@@ -1,4 +1,4 @@
-"""Detection of how a family's checkpoint files name the tensors of its model, by comparing the contents of both."""
+"""Find the rules that turn keys of a family's files into names of its model's tensors, by tensors of equal contents."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,8 +15,8 @@ LAYER = re.compile(r"\.\d+\.")  # a rename with a layer number holds for that la
 
 @dataclass(frozen=True)
 class Spelling:
-    """Difference between the keys of a family's files and the model's names. It has renames and rules for tensors
-    stored in pieces (fields of a `Table`), and the keys that these do not explain (`unknown`).
+    """Rules that turn the keys in a family's files into names of its model's tensors: `renames` of (part of a key, part
+    of a name), `pieces` for tensors stored in several pieces. `unknown` are the keys that no rule explains.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -113,7 +113,7 @@ def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[P
 
 
 def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield (a tensor or its first expert, n) for each way to split a tensor into pieces: n equal slices along axis 0."""
+    """Yield (part, n) where files may store `part`, the tensor or its first expert, as n equal slices along axis 0."""
     for part in (tensor[0], tensor) if tensor.ndim and len(tensor) else ():
         for parts in (1, 2, 3):
             if part.ndim and part.shape[0] % parts == 0 and (part is not tensor or parts > 1):

@@ -32,7 +32,7 @@ def _plain(directive: Any) -> Any:
 
 
 def to_document(table: Table) -> dict[str, Any]:
-    """Return, as JSON data for the cache, a table of sharding rules that `freeze` has made."""
+    """Return, as JSON data for the cache, a table of sharding rules without functions and `Dim`s (see `freeze`)."""
     rows = [[path, [[type(d).name, d.arguments()] for d in rule]] for path, rule in table.heads]
     fields = {name: getattr(table, name) for name in KEPT}
     pieces = [[piece.tensor, list(piece.names)] for piece in table.pieces]
