@@ -63,8 +63,8 @@ def _backward_kernel(
     KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of x and up, and a part of dbias, from `dy` for a strip of `rows` rows and BLOCK_N
-    columns. Dropout arguments as in `mask_of_tile`; KIND names the activation.
+    """Compute the gradients of x and up, and a part of dbias, from `dy` [M, N] for a strip of `rows` rows and BLOCK_N
+    columns. KIND names the activation, MASK where the dropout mask comes from: "keep", "seeds" or "none".
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * rows
@@ -133,8 +133,8 @@ def backward(
     p: float,
     kind: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the backward kernel for `dy`, the gradient of the result of `forward`; return the
-    gradients of x, bias and up (empty if None). Other arguments: see `forward`.
+    """Launch the backward kernel for `dy` [M, N], the gradient of mask * act(x + bias) * up; return the
+    gradients of x, bias [N] and up (empty if None). The other arguments are those of the forward.
     """
     dy, x, bias, up, keep = contiguous(dy, x, bias, up, keep)
     dx = torch.empty_like(x)

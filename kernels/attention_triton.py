@@ -41,9 +41,9 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (fp32 scores of queries i and keys j, -inf for hidden keys; index of the column of
-    `table` that was added to each score). `row` is the batch row, C the columns of `table`; KEYS is "keys" for `key_mask` [B, T],
-    "pairs" for [B, S, T], else "none". Other arguments: see `blocked_attention.attention`.
+    """Return (fp32 scores of a tile of queries q, with indices i, and keys k, with indices j: -inf for hidden keys; the
+    column of the bias `table` [H, C] that was added to each score). `row` is the batch row; KEYS is "keys" for a
+    `key_mask` [B, T], "pairs" for [B, S, T], else "none". Masks and bias: see `blocked_attention.attention`.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     ok = (i[:, None] < S) & (j[None, :] < T)
@@ -148,8 +148,8 @@ def _query_kernel(
     BM: tl.constexpr, BN: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient dq of a block of queries, and its part of the gradient of the bias
-    `table`. Arguments: tensors and sizes of `backward`; masks and dropout as in `_scores`, `_keep`.
+    """Compute dq [B, S, H, D], the gradient of a block of queries of one head, and what the block adds to the gradient of
+    the bias table. A program of the grid loops over the keys; d_out is the gradient of the output.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H
@@ -202,9 +202,9 @@ def _key_kernel(
     MASK: tl.constexpr, PRECISION: tl.constexpr, HEAD: tl.constexpr, BLOCK_D: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Compute dk and dv, the gradients of BN keys and values of one head; a program of the grid loops over the queries.
+    """Compute dk and dv [B, T, H, D], the gradients of BN keys and values of one head.
 
-    `backward` describes the tensors and sizes, `_scores` the masks and `_keep` the dropout.
+    A program of the grid loops over the queries; d_out [B, S, H, D] is the gradient of the output.
     """
     cell = tl.program_id(0)  # grid axis 0: the only one that may exceed 65,535
     row, head = cell // H, cell % H

@@ -27,8 +27,8 @@ def reference(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Compute relu(BatchNorm(x) + residual) in torch operations (arXiv:1502.03167,
-    arXiv:1603.05027). The arguments are those of `batch_norm_relu_add`.
+    """Compute relu(BatchNorm(x) + residual) of x [B, C, h, w] in plain torch operations (arXiv:1502.03167,
+    arXiv:1603.05027); weight, bias and running statistics are [C].
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if training or running_mean is None or running_var is None:
@@ -188,7 +188,7 @@ def _apply(
     running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     if not in_triton(x):
-        raise NotImplementedError("without Triton torch's BatchNorm has to be called instead")
+        raise NotImplementedError("batch_norm_relu_add needs Triton: call F.batch_norm")
     from slapo_zoo.kernels import batch_norm_triton
 
     return batch_norm_triton.forward(x, weight, bias, residual, mean, var, eps)

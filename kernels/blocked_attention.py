@@ -23,7 +23,7 @@ LARGEST_HEAD = 128  # head dim; larger tiles spill registers
 
 
 class Given(NamedTuple):
-    """Arguments of the attention operators after q, k and v, in this order; they are those of `attention`."""
+    """Arguments of the attention operators after q, k and v, in this order; `attention` describes each of them."""
 
     table: Tensor | None = None
     classes: Tensor | None = None
@@ -80,7 +80,7 @@ def attention(
         wide: True multiplies q by k in fp32 on a CPU, whatever their dtype.
         bias: added to the scores (CPU only); broadcasts to [B, H, S, T] and gets no gradient; or None.
         places: [S], index of each token in a row of `drawn` tokens; None: the tokens are the first S of the row.
-        drawn: tokens per row, padding included, for which a CPU draws a mask from each seed; 0: masks are hashed.
+        drawn: tokens L of a row, padding included, for which a CPU draws a mask [L, L] from each seed; 0: masks are hashed.
     """
     if q.device.type != "cpu" and cannot(q):
         given = (table, classes, key_mask, keep, seeds, p)
@@ -104,7 +104,9 @@ def in_one_piece(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, window: int, table: Tensor | None,
     classes: Tensor | None, key_mask: Tensor | None, keep: Tensor | None, seeds: Tensor | None, p: float,
 ) -> Tensor:  # fmt: skip
-    """Compute `attention` (same arguments) with all attention weights in memory; the backward recomputes nothing."""
+    """Compute attention of q [B, H, S, D] with all weights [B, H, S, T] in memory; the backward recomputes nothing. The
+    arguments are those of `attention`, which computes block by block.
+    """
     scores = q @ k.transpose(-1, -2)
     scores = scores if scale == 1.0 else scores * scale
     (S, T), least = scores.shape[-2:], torch.finfo(scores.dtype).min

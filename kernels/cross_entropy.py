@@ -112,7 +112,7 @@ def gradient(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tens
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Compute `gradient` (same arguments) in the memory of the logits, which it overwrites and returns."""
+    """Overwrite the logits [N, C] by their gradient and return them; the arguments are those of `gradient`."""
     if in_triton(logits):
         from slapo_zoo.kernels import cross_entropy_triton
 
@@ -123,7 +123,7 @@ def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Ten
 def _gradient_into(
     out: Tensor, logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor
 ) -> Tensor:
-    """Compute `gradient` (same arguments) in torch operations into `out` [N, C], which may be the logits themselves."""
+    """Write the gradient of the logits to `out` [N, C], perhaps the logits themselves; others are as in `gradient`."""
     if not logits.shape[1]:
         return out
     d, at = d_statistics[:, :, None], target.clamp(min=0)[:, None]

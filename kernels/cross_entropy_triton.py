@@ -83,7 +83,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Launch the gradient kernel, which overwrites the logits; arguments as in `cross_entropy.gradient_`."""
+    """Launch the kernel that overwrites logits [N, C] by their gradient; target, log_sum [N], d_statistics [3, N]."""
     N, C = logits.shape
     if N and C:
         block = min(BLOCK, triton.next_power_of_2(C))

@@ -22,7 +22,7 @@ def serves(q: Tensor, mask: Tensor | None, keys: int, drawn: bool) -> bool:
         q: queries [B, H, S, D].
         mask: attention mask of `transformers`, or None.
         keys: number of keys.
-        drawn: whether dropout masks are drawn on a CPU instead of hashed.
+        drawn: True if a random generator of the CPU draws the dropout masks, False if they are hashed from seeds.
     """
     if drawn:
         return q.shape[0] * q.shape[1] * q.shape[2] * keys > SMALL
@@ -47,9 +47,9 @@ def seeded_attention(
         scaling: factor of the scores.
         seeds: int64 [B * H], from which dropout masks are made; None: no dropout.
         p: dropout probability.
-        drawn: 0: dropout masks are hashed from seed and position. Else the length L of a row with padding: the CPU's
-            generator draws a mask [L, L] from each seed, whose rows and columns `places` are used.
-        places: [S], index of each token in such a row; None: the tokens are the first S of it.
+        drawn: 0 hashes the mask of each element from seed and position. L > 0, the tokens of a row with padding (CPU only):
+            a generator draws a mask [L, L] from each seed, of which the S queries and T keys get their rows and columns.
+        places: [S], index of each token in its row of `drawn` tokens; None: the tokens are the first S of that row.
     """
     (B, _, S, _), T = q.shape, k.shape[2]
     options: dict[str, Any] = {"seeds": seeds, "p": p}

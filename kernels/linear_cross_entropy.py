@@ -1,5 +1,4 @@
-"""Kernel linear_cross_entropy: the loss of an LM head without all logits in memory; also its
-vocabulary-parallel forms.
+"""Kernel linear_cross_entropy: the loss of an LM head without all logits in memory, also for a sharded vocabulary.
 
 N rows, H hidden size, V classes. `vocab_parallel_cross_entropy` takes logits whose columns are sharded over
 ranks, `vocab_parallel_linear_cross_entropy` a head whose rows are.
@@ -31,8 +30,8 @@ def reference(
     chunk_bytes: int | None = None,
     reduction: str = "mean",
 ) -> Tensor:
-    """Compute the language-model loss of x W^T + bias by torch (loss_utils.py: ForCausalLMLoss).
-    The arguments are those of `lm_loss.lm_loss`.
+    """Compute the loss of the logits x W^T + bias [N, V] by torch (loss_utils.py: ForCausalLMLoss); x is [N, H],
+    `target` [N]. The arguments are those of `lm_loss.lm_loss`.
     """
     logits = x if weight is None else x @ weight.T if bias is None else x @ weight.T + bias
     logits = logits.to(cross_entropy.wide_dtype(x))
@@ -53,10 +52,7 @@ def _targets(N: int, V: int, device: Any) -> Tensor:
 
 
 def inputs(N: int, H: int, V: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for x [N, H], weight [V, H]; a third of the rows is ignored.
-
-    `like` holds dtype and device.
-    """
+    """Return random arguments for x [N, H], weight [V, H]; a third of the rows is ignored. `like` holds dtype and device."""
     target = _targets(N, V, like.get("device"))
     x, weight, bias = torch.randn(N, H, **like), torch.randn(V, H, **like), torch.randn(V, **like)
     return {"x": x, "weight": weight / 4, "target": target, "bias": bias, "label_smoothing": 0.1,
@@ -103,7 +99,7 @@ def _sites(model: Any) -> list[str]:
 def linear_cross_entropy(
     x: Tensor, weight: Tensor | None, target: Tensor, *args: Any, **options: Any
 ) -> Tensor:
-    """Compute F.cross_entropy(x W^T + bias, target) in fp32; arguments as in `lm_loss.lm_loss`.
+    """Compute F.cross_entropy(x W^T + bias, target) in fp32 for x [N, H]; arguments as in `lm_loss.lm_loss`.
 
     A TorchFunctionMode can intercept this call, as it can F.cross_entropy; `loss_means.GlobalMeans` does so.
     """

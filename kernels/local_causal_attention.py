@@ -31,8 +31,8 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute GPT-Neo's windowed attention in torch operations (GPTNeoSelfAttention._attn);
-    arguments as in `local_causal_attention`.
+    """Compute GPT-Neo's windowed attention of q, k, v [B, H, S, D] in torch operations
+    (GPTNeoSelfAttention._attn); the arguments are those of the kernel `local_causal_attention`.
 
     GPT-Neo's FlashAttention-2 path is no reference: it ignores the window.
     """

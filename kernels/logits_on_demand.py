@@ -116,9 +116,7 @@ def make_logits_at_once(model: Any) -> None:
 
 
 class LogitsOnDemand(torch.Tensor):
-    """Tensor subclass for logits that are not computed yet: any operation but a view, a cast or cross_entropy
-    computes them.
-    """
+    """Tensor subclass for logits that are not computed yet: any operation but a view, a cast or cross_entropy computes them."""
 
     rows: Tensor
     head: Head

@@ -171,8 +171,8 @@ def _backward(
     rms: bool,
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of z, x (empty if equal to that of z), weight, bias and x_bias. `mean` and `rstd` (1 /
-    std) are statistics of the forward; other arguments: see `norm`.
+    """Return the gradients of z [M, N], x (empty if equal to that of z), weight, bias and x_bias [N] from those of y and z
+    (dy, dz [M, N]). `mean` and `rstd` (1 / std) [M] are of the forward, as are the dropout mask and `rms`.
     """
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton

@@ -57,7 +57,8 @@ def _backward_kernel(  # noqa: C901 - each branch is a constant when it is compi
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of row tiles i, i + k, i + 2k, ... in Triton program i of k. It writes its sums over rows
-    to row i of dw, db and dx_bias. Arguments: tensors and sizes of `backward`; dropout as in `mask_of_tile`.
+    to row i of dw, db and dx_bias [k, N]. The other tensors are those of the rows [M, N]; MASK says where the dropout
+    mask comes from: "keep", "seeds" or "none".
     """
     n = tl.arange(0, BLOCK_N)
     w = tl.load(weight + n, mask=n < N, other=0.0).to(tl.float32)[None, :]

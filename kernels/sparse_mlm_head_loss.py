@@ -26,8 +26,8 @@ def reference(
     bias: Tensor | None = None,
     num_items: Tensor | int | None = None,
 ) -> Tensor:
-    """Compute the masked-language-model loss by torch, with logits of all tokens (BertForMaskedLM).
-    The arguments are those of `sparse_mlm_head_loss`.
+    """Compute the masked-language-model loss of hidden states [B, S, H] by torch, with logits of all tokens
+    (BertForMaskedLM); the arguments are those of the kernel `sparse_mlm_head_loss`.
     """
     h = transform(hidden)
     logits = h @ weight.T if bias is None else h @ weight.T + bias

@@ -49,8 +49,8 @@ def reference(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute T5's attention with its position bias in torch operations (modeling_t5.py:
-    T5Attention). The arguments are those of `t5_attention`.
+    """Compute T5's attention [B, H, S, D] with its position bias in torch operations (modeling_t5.py:
+    T5Attention); the arguments are those of the kernel `t5_attention`.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q @ k.transpose(-1, -2)).to(wide)
@@ -73,10 +73,7 @@ def reference(
 
 
 def inputs(B: int, H: int, S: int, T: int, D: int, causal: bool, **like: Any) -> dict[str, Any]:
-    """Return random arguments for q [B, H, S, D] with dropout; the first row has padding.
-
-    `like` holds dtype and device.
-    """
+    """Return random arguments for q [B, H, S, D] with dropout; the first row has padding. `like` holds dtype and device."""
     q, k, v = (torch.randn(B, H, n, D, **like) for n in (S, T, T))
     real = torch.tensor([[T - T // 4]] + [[T]] * (B - 1))[:B].to(q.device)
     seeds = torch.randint(2**63 - 1, (B * H,), device=like.get("device"))
@@ -216,8 +213,8 @@ def t5_attention(
 def _by_class(
     weight: Tensor, S: int, T: int, offset: int, bidirectional: bool, max_distance: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (biases [H, C] per head and class of distance, int32 [S + T - 1]: class of each
-    distance). Query i has position i + offset; distances ascend. Others: see `t5_attention`.
+    """Return (biases [H, C] per head and class of distance, int32 [S + T - 1]: the class of each distance, ascending).
+    `weight` is T5's bias table [buckets, H]; query i has position i + offset; distances beyond `max_distance` share a class.
     """
     n = weight.shape[0]
     distance = torch.arange(S + T - 1, device=weight.device) - (S - 1 + offset)

@@ -99,9 +99,9 @@ def _no_flash(device: str, dtype: torch.dtype) -> str:
     from transformers.utils.import_utils import is_flash_attn_2_available
 
     if device != "cuda" or not is_flash_attn_2_available():
-        return f"it needs the package flash-attn and a CUDA device, found {device}"
+        return f"flash needs the package flash-attn and a CUDA device, found {device}"
     half = dtype in (torch.float16, torch.bfloat16)
-    return "" if half else f"it takes float16 or bfloat16, found {dtype}"
+    return "" if half else f"flash takes float16 or bfloat16, found {dtype}"
 
 
 def _no_flex(device: str, dtype: torch.dtype) -> str:
@@ -111,7 +111,7 @@ def _no_flex(device: str, dtype: torch.dtype) -> str:
 def _no_xformers(device: str, dtype: torch.dtype) -> str:
     if importlib.util.find_spec("xformers") is None:
         return "the package xformers is not installed"
-    return "" if device == "cuda" else f"it has no kernel for {device}"
+    return "" if device == "cuda" else f"xformers has no kernel for {device}"
 
 
 BACKENDS = {
@@ -159,7 +159,7 @@ def require_backend(
             n for n in tunable if not BACKENDS[n].flag or getattr(cls, BACKENDS[n].flag, False)
         ]
         problem = (
-            f"{cls.__name__} does not support it"
+            f"{cls.__name__} does not support it: the class has no such attention"
             if found
             else f"{cls.__name__} has no attention whose backend can be chosen"
         )

@@ -23,20 +23,19 @@ def read_config(name: str | Path, **options: Any) -> Any:
 
     file = Path(name) / "config.json"
     if file.is_file() and file.stat().st_size > MAX_BYTES:
-        raise ValueError(
-            f"config.json has {file.stat().st_size} bytes, expected at most {MAX_BYTES}"
-        )
+        problem = f"{file} has {file.stat().st_size} bytes, expected at most {MAX_BYTES}"
+        raise ValueError(f"{problem}: name the config.json of a model")
     try:
         found = AutoConfig.from_pretrained(name, trust_remote_code=False, **options)
     except (OSError, ValueError):
         raise
     except Exception as error:  # config classes raise many types on absurd values
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        raise ValueError(f"{name}: {type(error).__name__}: {error}") from error
     config = found[0] if isinstance(found, tuple) else found
     for field, value in vars(config).items():
         counts = field.endswith(("layers", "layer", "experts"))
         if counts and type(value) is int and value > MAX_COUNT:
-            raise ValueError(f"{field}={value}, expected at most {MAX_COUNT}")
+            raise ValueError(f"{name}: {field}={value}, expected at most {MAX_COUNT}")
     return found
 
 

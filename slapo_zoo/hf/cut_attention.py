@@ -49,7 +49,9 @@ def attend(cut: TokenCut, *given: Any) -> tuple[Tensor, Any]:
 
 
 def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap transformers' sdpa attention: a bool mask is saved for the backward, not an additive one for each layer."""
+    """Wrap transformers' sdpa attention so that autograd saves the bool mask, from which the backward makes the additive
+    one (0 or -inf) again; otherwise each layer would save an additive mask.
+    """
 
     def masked(
         attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any

@@ -26,7 +26,8 @@ def attend(
 ) -> Any:  # fmt: skip
     """Return what `run(q, k, v, mask, options)` returns for this rank's queries and the keys of all cp ranks.
 
-    The arguments are those of `cut_attention.attend`; mask: broadcasts to [B, 1, s, n * t], n is cp.
+    q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to [B, 1, s, n * t], n is cp.
+    `attention` is transformers' module, `options` are its further arguments, `run` computes attention on one rank.
     """
     own, causal = k.shape[2], options.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal
@@ -87,7 +88,7 @@ def _gathered(cut: TokenCut, x: Tensor, groups: int) -> Tensor:
 
 @contextmanager
 def grouped(attention: Any, times: int) -> Iterator[None]:
-    """Context in which an attention of `transformers` takes KV heads that are repeated already, each `times` times."""
+    """Context in which a `transformers` attention repeats its KV heads `times` times less, since the caller has done so."""
     name = "num_key_value_groups"
     groups = getattr(attention, name, None)
     if groups is not None:
@@ -106,7 +107,7 @@ def _seen(first: int, queries: int, total: int, device: torch.device) -> Tensor:
 
 
 def _hiding(dtype: torch.dtype, *given: Any) -> Tensor:
-    """Return the mask of `_seen` (called with `given`) as torch's sdpa adds it to scores of a dtype."""
+    """Return the causal mask [queries, keys] that sdpa adds to scores: 0, or -inf for later keys; `given` as in `_seen`."""
     return additive(_seen(*given), dtype)
 
 

@@ -72,7 +72,7 @@ class Scores:
             yield slice(start, min(start + q.shape[3], q.shape[2]))
 
     def place(self, owner: int, k: Tensor, rows: slice) -> tuple[Any, slice, slice]:
-        """Return where the scores of the queries `rows` and the keys k of rank `owner` lie in those of all keys."""
+        """Return the index of the scores of the queries `rows` and the keys k of rank `owner` in the scores [.., s, T]."""
         return ..., rows, slice(owner * k.shape[2], (owner + 1) * k.shape[2])
 
     @property
@@ -95,7 +95,8 @@ def attend(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Return (output [B, s, H, d], None) of this rank's queries and the keys of all ranks.
 
-    The arguments are those of `cut_attention.attend`; mask: broadcasts to [B, 1, s, n * t], n is cp.
+    q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to [B, 1, s, n * t], n is cp.
+    `attention` is transformers' module, `options` are its further arguments, `run` has its dropout and scaling.
     """
     causal, (B, H, s, d), total = options.get("is_causal"), q.shape, cut.n * k.shape[2]
     causal = getattr(attention, "is_causal", True) if causal is None else causal

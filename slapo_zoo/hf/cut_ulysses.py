@@ -23,8 +23,8 @@ def attend(
     """Return what `run(q, k, v, mask, options)` returns for all heads and this rank's tokens.
 
     It runs on the tokens of all cp ranks and H / n of this rank's H heads. K KV heads that n does not divide are
-    repeated as often as needed. The arguments are those of `cut_attention.attend`; mask: broadcasts to
-    [B, 1 or H, n * s, n * t].
+    repeated as often as needed. q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to
+    [B, 1 or H, n * s, n * t]. `attention` is transformers' module, `options` are its further arguments.
     """
     own, tokens = k.shape[2], cut.n * q.shape[2]
     if mask is not None and mask.shape[-2] not in (1, tokens):

@@ -51,7 +51,7 @@ class ForwardContext:
 
 @dataclass
 class State:
-    """State that all directives of one schedule share: the model, the mesh, and what directives have done so far."""
+    """State that all directives of one schedule share: the model, the mesh, and a record of what directives changed."""
 
     model: nn.Module
     mesh: Mesh
@@ -210,11 +210,11 @@ class Directive:
 
     def apply(self, site: Site) -> None:
         """Change the module of `site`; this is called only after `check` has passed."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define apply(site)")
 
     def undo(self, site: Site) -> None:
         """Undo `apply` at the module of `site`; NotImplementedError unless `apply` only records something, as a pipeline cut."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} changes the model in place: no undo")
 
     def local(self) -> str:
         """Return the reason why the directive cannot be written as JSON (it holds a live callable or module), or ''."""

@@ -32,7 +32,7 @@ class Kept:
 
     def again(self) -> Tensor:
         """Return the activation that this handle stands for, with its original shape and device."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define again()")
 
 
 class HostCopy:

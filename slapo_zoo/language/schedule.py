@@ -97,7 +97,8 @@ class Selection(_Methods):
 
     def __getattr__(self, name: str) -> Callable[..., "Selection"]:
         if name not in PRIMITIVES:
-            raise AttributeError(f"no primitive {name!r}; registered: {sorted(PRIMITIVES)}")
+            known = f"registered primitives: {sorted(PRIMITIVES)}"
+            raise AttributeError(f"Selection: no attribute and no primitive {name!r}; {known}")
 
         def use(*args: Any, **kwargs: Any) -> "Selection":
             self.schedule.do(self.path, PRIMITIVES[name].called(self.path, args, kwargs))
@@ -322,5 +323,5 @@ def _step(index: int, step: Any) -> Step:
 
 
 def _tuples(value: Any) -> Any:
-    """Convert JSON lists to tuples recursively, because fields of directives are tuples."""
+    """Convert JSON lists, also nested ones, to tuples, because fields of directives are tuples; return other values."""
     return tuple(_tuples(v) for v in value) if isinstance(value, list) else value

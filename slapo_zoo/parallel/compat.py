@@ -95,7 +95,7 @@ class _WorldPerThread:
         try:
             return self._state()[name]
         except KeyError:
-            raise AttributeError(f"torch's process group state has no {name!r}") from None
+            raise AttributeError(f"no {name!r} in torch's groups; use torch 2.10 to 2.13") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._state()[name] = value

@@ -45,7 +45,7 @@ class Placement:
     shared: int = 0
 
     def units(self, size: int) -> list[int]:
-        """Return, for each group of an axis of length `size`, how many runs of `unit` indices that stay together it has."""
+        """Return the number of units (`unit` indices that stay on one rank) in each group of an axis of length `size`."""
         return [group // self.unit for group in self._groups(size)]
 
     def _groups(self, size: int) -> tuple[int, ...]:
@@ -69,17 +69,15 @@ class Placement:
             return self._together_problem(first, n) or self._beside_problem(first, others, n)
         fewest = min(self.units(size))
         if fewest < n and not self.pad and not self.replicate:
-            return f"{fewest} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}: each rank needs one"
+            return f"{fewest} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}: each rank needs a unit of {self.unit} indices of axis {self.axis}"
         return ""
 
     def _together_problem(self, units: int, n: int) -> str:
         runs, rest = divmod(units, self.together)
         if rest:
-            return f"{units} units are not a multiple of {self.together} that belong together"
+            return f"{units} units are not a multiple of {self.together} that belong together (query heads of one KV head)"
         if runs < n and (n % runs or self.together % (n // runs)):
-            return (
-                f"{runs} runs of {self.together} units cannot be sharded over {self.mesh_dim}={n}"
-            )
+            return f"{runs} runs of {self.together} units cannot be sharded over {self.mesh_dim}={n}: each rank needs whole runs, or an equal part of one"
         return ""
 
     def _beside_problem(self, units: int, others: list[int], n: int) -> str:
@@ -87,7 +85,7 @@ class Placement:
         if any(other != runs for other in others):
             return f"the groups after the first have {others} units, expected {runs}, one per {self.together} units of the first"
         if others and runs < n:
-            return f"{runs} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}"
+            return f"{runs} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}: each rank needs a unit of each group"
         return ""
 
     def runs(self, size: int, n: int, r: int) -> list[Run]:

@@ -24,7 +24,7 @@ class TokenCut:
         n: number of ranks of cp.
         r: this rank's coordinate on cp.
         group: process group of these ranks.
-        way: how attention reaches the tokens of other ranks: "gather" or "ulysses" (see WAYS).
+        way: how attention reaches the tokens of other ranks: "gather", "ulysses" or "ring" (see WAYS).
     """
 
     n: int
@@ -34,18 +34,18 @@ class TokenCut:
 
     @classmethod
     def of(cls, mesh: Mesh, way: str = WAYS[0]) -> "TokenCut | None":
-        """Return how a mesh shards the tokens of each row over its cp ranks; None when cp is 1. `way` is "gather" or
-        "ulysses": how attention reaches the tokens of other ranks.
+        """Return how a mesh shards the tokens of each row over its cp ranks; None when cp is 1. `way` is how attention
+        reaches the tokens of other ranks: "gather", "ulysses" or "ring".
         """
         return cls(*mesh.place("cp"), mesh.group("cp"), way) if mesh.size("cp") > 1 else None
 
     @property
     def by_heads(self) -> bool:
-        """Return whether attention computes some heads of all tokens on each rank, not all heads of some tokens."""
+        """Return whether each rank computes attention for some heads of all tokens, not for all heads of some tokens."""
         return self.way == "ulysses"
 
     def heads(self, heads: Sequence[int]) -> Sequence[int]:
-        """Return those of `heads` (global indices) that attention computes on this rank: all with "gather"."""
+        """Return those of `heads` (global indices) that attention computes on this rank: all, unless `way` is "ulysses"."""
         size = len(heads) // self.n if self.by_heads else len(heads)
         first = self.r * size if self.by_heads else 0
         return heads[first : first + size]

@@ -75,7 +75,7 @@ class Sends:
         self._given_up: dict[Action, Callable[[], None]] = {}
 
     def post(self, action: Action, operations: list[Any], give_up: Callable[[], None]) -> None:
-        """Start the send `operations` of an action's results; `give_up` is called when they have
+        """Start the send `operations` of an action's results; `give_up` is called when the results have
         arrived, to free their memory.
         """
         from torch.distributed.pipelining.schedules import _batch_p2p
@@ -189,9 +189,7 @@ class InFlightStage(PipelineStage):
                 tensor.data = tensor.new_empty(()).expand_as(tensor)  # 1 element
 
     def _give_up_inputs(self, chunk: int) -> None:
-        """Drop this stage's reference to the received tensors of micro-batch `chunk`, which
-        autograd may still keep alive.
-        """
+        """Drop this stage's reference to the received tensors of micro-batch `chunk`, which autograd may still keep alive."""
         from_rank = self.stage_index_to_group_rank.get(self.stage_index - 1, self.group_rank)
         for info in self.args_recv_info[chunk] if from_rank != self.group_rank else ():
             tensor = getattr(info, "buffer", None)

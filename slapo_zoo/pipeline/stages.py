@@ -87,7 +87,7 @@ def assign_stages(
     """
     for unit, _ in cuts:
         if unit not in units:
-            problem = "the module lies inside a block, or contains blocks"
+            problem = "no stage can end here: the module lies inside a block, or contains blocks"
             raise ScheduleError(unit, "cut_pipeline_stage()", problem, "cut after a block")
     stages, stage = {}, 0
     for unit in units:
@@ -195,10 +195,10 @@ class Cursor:
         return tuple(x.clone(memory_format=torch.contiguous_format) for x in crossing)
 
     def stand_in(self, unit: str, held: bool) -> Any:
-        """Return the received output of the next call, of `unit` (e.g. a block), if another stage runs it, else None.
+        """Return the received output of the next call, a call of `unit`, if another stage runs that call, else None.
 
         Args:
-            unit: path of the called module.
+            unit: path of the called module (a block, embedding or head).
             held: False if another stage has the module's weights: ScheduleError if the call is this stage's.
         """
         if self.plan is None:
@@ -258,7 +258,7 @@ class Foreign(nn.Module):
                 return own[name]
         original = self.__dict__.get("_original")
         if original is None:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(f"found no {name!r}: this placeholder replaces no module yet")
         return _readable(self.unit, name, getattr(original, name))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

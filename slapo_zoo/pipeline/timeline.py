@@ -49,7 +49,7 @@ class Stuck(Exception):  # noqa: N818 - a finding; who asked makes the error of 
     """Error of an order that deadlocks; `positions` maps each unfinished rank to the index of its next action."""
 
     def __init__(self, positions: dict[int, int]):
-        super().__init__(f"no rank can go on at {positions}")
+        super().__init__(f"deadlock: no rank can run its next action, {{rank: index}} {positions}")
         self.positions = positions
 
 

@@ -111,7 +111,8 @@ def carry_parameters(
             continue
         if parameter is None or shape != tuple(parameter.shape):
             found = [tuple(p.shape) for p in given]
-            problem = f"{name!r} of {_name(new)} cannot be filled from {found}"
+            wanted = None if parameter is None else tuple(parameter.shape)
+            problem = f"{name!r} of {_name(new)} has shape {wanted}, the replaced ones {found}"
             hint = "give it parameters of the names and shapes of the replaced modules, or leave out carry=True"
             raise ScheduleError(path or "(the model)", "replace(carry=True)", problem, hint)
         whole = (

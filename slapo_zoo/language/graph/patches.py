@@ -60,7 +60,7 @@ def _setattr(tracer: ValueTracer) -> Any:
 
     def setattr_(module: nn.Module, name: str, value: Any) -> None:
         if has_proxy(value):
-            problem = f"the forward stores a result in self.{name}"
+            problem = f"the forward stores a result in self.{name}, which a graph cannot record"
             raise tracer.fail(problem, tracer.leaf_hint())
         original(module, name, value)
 
@@ -72,8 +72,7 @@ def _apply(tracer: ValueTracer) -> Any:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if not tracer.evaluating and has_proxy(args, kwargs):
-            # A graph of its forward would lose its custom backward.
-            problem = f"the forward calls the autograd function {cls.__name__}"
+            problem = f"the forward calls the autograd function {cls.__name__}, whose backward a graph would lose"
             raise tracer.fail(problem, tracer.leaf_hint())
         return original(cls, *args, **kwargs)
 

@@ -80,7 +80,7 @@ class ValueProxy(Proxy):
 
     def __getattr__(self, name: str) -> Any:
         if name in ("node", "tracer"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(f"found no {name!r}: do not copy or pickle a ValueProxy")
         if callable(getattr(self.node.meta["value"], name)):
             return Method(self, name)
         return _tracer(self).create_proxy("call_function", getattr, (self, name), {})
@@ -156,7 +156,7 @@ class Method:
 
 
 def has_proxy(*values: Any) -> bool:
-    """Return whether nested tuples, lists and dicts contain a proxy."""
+    """Return whether one of `values`, or an element of a nested tuple, list or dict in them, is a ValueProxy."""
     for value in values:
         if type(value) is ValueProxy:
             return True
@@ -181,9 +181,8 @@ def _unpacked_into(frame: FrameType) -> int:
 
 
 def _decided_for_any_draw(node: Any) -> bool | None:
-    """Return the result of `node` if it compares `torch.rand` with a constant and every draw gives the same; else None.
-
-    `rand < 0.0`, as in a layer drop of rate 0, is False for each number in [0, 1).
+    """Return the truth value of a node that compares a result of `torch.rand` with a constant, if any random number gives
+    the same: False for `torch.rand(()) < 0.0` (layer drop of rate 0). Return None for any other node.
     """
     if node.target not in (operator.lt, operator.gt) or len(node.args) != 2:
         return None
@@ -194,8 +193,8 @@ def _decided_for_any_draw(node: Any) -> bool | None:
 
 
 def _in_place(name: str) -> Any:
-    """Make the method of the in-place operator `name`, e.g. "iadd". The method adds a node for `x
-    += y` on a tensor, and is plain Python on a size or tuple.
+    """Return the method of ValueProxy for the in-place operator `name`, e.g. "iadd": on a traced tensor `x += y` becomes a
+    graph node, on a size or tuple it stays plain Python.
     """
     target = getattr(operator, name)
 

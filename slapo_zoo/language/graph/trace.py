@@ -232,7 +232,7 @@ def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, s
 
 
 def leaf_below(path: str, leaf: Leaf) -> Leaf:
-    """Translate a leaf (path, class or predicate) from paths below the root to paths below `path`."""
+    """Return a leaf (path, class or predicate of module and path) for a trace that begins at the child `path` of the root."""
     if isinstance(leaf, str):
         return leaf.removeprefix(path + ".")
     if isinstance(leaf, type):

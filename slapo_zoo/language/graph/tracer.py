@@ -63,8 +63,8 @@ class ValueTracer(fx.Tracer):
         """Return the hint of an error about a forward that cannot be traced: which module to make a leaf."""
         inner = self.scope.module_path
         if not inner:
-            return "trace the modules below it one by one, or schedule it without a graph"
-        return f"make it a leaf: leaves=({inner!r},)"
+            return "trace the modules below this one by one, or schedule this one without a graph"
+        return f"keep that module as a single node: pass leaves=({inner!r},)"
 
     # -- nodes and their values -----------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class ValueTracer(fx.Tracer):
         return value
 
     def check(self, node: fx.Node, expected: Any) -> None:
-        """Add a check to the graph, once per node: at run time ScheduleError unless `node` has the value `expected`."""
+        """Add a check to the graph, once per node: a call in which `node` has not the value `expected` raises ScheduleError."""
         if node in self.checked:
             return
         self.checked.add(node)
@@ -150,7 +150,7 @@ class ValueTracer(fx.Tracer):
         self.create_node("call_function", guards.expect, args, {})
 
     def check_length(self, proxy: ValueProxy) -> None:
-        """Add a check to the graph, once per proxy: at run time ScheduleError if its value (a shape) has another length."""
+        """Add a check to the graph, once per proxy: a call in which this shape has another length raises ScheduleError."""
         if proxy.node not in self.ranks:
             self.ranks.add(proxy.node)
             length: Any = self.create_proxy("call_function", len, (proxy,), {})
@@ -170,14 +170,14 @@ class ValueTracer(fx.Tracer):
         try:
             return super().create_arg(a)
         except (NotImplementedError, NameError) as error:
-            problem = f"a graph cannot hold a {type(a).__name__}: {error}"
-            hint = "for a cache, call with use_cache=False; else " + self.leaf_hint()
+            problem = f"a graph cannot store an argument of type {type(a).__name__} ({error})"
+            hint = "if it is a KV cache, call with use_cache=False; else " + self.leaf_hint()
             raise self.fail(problem, hint) from None
 
     def _module_arg(self, module: nn.Module) -> fx.Node:
         if module is not self.root and self.submodule_paths and module not in self.submodule_paths:
             raise self.fail(
-                f"the forward calls {type(module).__name__}, which is no submodule",
+                f"the forward uses a {type(module).__name__} that is no submodule of the model",
                 self.leaf_hint(),
             )
         path = "itself" if module is self.root else self.path_of_module(module)

@@ -243,7 +243,7 @@ def _dropout_arguments(
 
 
 def _drawn(site: Site, x: Tensor, p: float, name: rng.SiteName, tokens: bool) -> dict[str, Any]:
-    """Return the keyword arguments of `dropout` for the mask of `x`: `keep` (the mask), or `seeds` and `p`.
+    """Return the arguments of `kernels.dropout` for x: {"keep": mask}, or {"seeds", "p"} to hash the mask from.
 
     Args:
         site: the module that drops, with its path.
@@ -280,7 +280,7 @@ def _dropout(
     size = directive._size(site)  # a plain integer, for graphs
 
     def draws(input: Tensor) -> dict[str, Any]:
-        """Return `dropout`'s arguments for the mask of an input: `keep` (the mask), or `seeds` and `p`."""
+        """Return the arguments of `kernels.dropout` for an input: {"keep": mask}, or {"seeds", "p"} to hash the mask from."""
         p = module.p
         if not directive.rows:
             with stream.without_rows():

@@ -82,7 +82,8 @@ class SiteView:
 
     def __getattr__(self, name: str) -> Callable[..., "SiteView"]:
         if name not in PRIMITIVES:
-            raise AttributeError(f"no primitive {name!r}; registered: {sorted(PRIMITIVES)}")
+            known = f"registered primitives: {sorted(PRIMITIVES)}"
+            raise AttributeError(f"SiteView: no attribute and no primitive {name!r}; {known}")
 
         def use(*args: Any, **kwargs: Any) -> "SiteView":
             directive = PRIMITIVES[name].called(self.site.path, args, kwargs)

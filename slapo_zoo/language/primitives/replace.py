@@ -92,9 +92,7 @@ class Replace(Directive):
             arguments(self._function(), found[0].inputs, found[0].path, constants)
 
     def _one_node(self, found: list[Subgraph]) -> bool:
-        """Return whether `found` is a single node, named by (path, node) or a regex; then `new` gets that node's
-        arguments.
-        """
+        """Return whether `found` is a single node, named by (path, node) or a regex; then `new` gets that node's arguments."""
         named = is_node(self.subgraph) or isinstance(self.subgraph, str)
         return named and len(found) == 1
 

@@ -7,12 +7,12 @@ from torch import nn
 
 
 class Seen:
-    """Proxy of a module in which some attributes have other values: `Seen(module, {"eps": x}).eps` is x."""
+    """Proxy of a module: `Seen(module, {"eps": x}).eps` is x, and any other public attribute that of the module."""
 
     def __init__(self, module: nn.Module, values: Mapping[str, Any]):
         self._module, self._values = module, values
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(f"Seen gives no private attributes: read {name!r} from the module")
         return self._values[name] if name in self._values else getattr(self._module, name)

@@ -19,8 +19,8 @@ class ShardRule:
 
     Args:
         sizes: tensor name -> {axis: attribute that holds the size of that axis}.
-        divided: called after sharding with (site, tensor name, directive, ranges that this rank holds); may
-            replace the module's forward.
+        divided: called after sharding with (site of the module, tensor name, directive, index ranges of the axis
+            that this rank holds); may replace the module's forward.
     """
 
     sizes: dict[str, dict[int, str]]
@@ -138,29 +138,31 @@ class Shard(Directive):
             problem = (
                 f"found shared={self.shared} on axis {self.axis} of a {type(site.module).__name__}"
             )
-            hint = "leave shared= out, or shard axis 0 of a Linear, whose last outputs it counts"
+            hint = "leave shared= out, or shard axis 0 of a Linear: shared= counts its last outputs"
             raise self.fail(site, problem, hint)
 
     def _same_through_a_tie(self, site: Site, earlier: Placed) -> bool:
-        """Return whether the tensor was sharded before, as `earlier` records, through a tied module and in the same way."""
+        """Return whether the record `earlier` is of a tied module that shares this tensor, and has the same placement."""
         by_hand = self.param_name in site.state.applied.get(site.path, set())
         return not by_hand and earlier.placement == self.placement
 
     def _check_size(self, site: Site, size: int) -> None:
-        n = site.mesh.size(self.mesh_dim)
+        n, axis = site.mesh.size(self.mesh_dim), f"axis {self.axis} of {self.param_name!r}"
         if problem := self.placement.problem(size, n):
             legal = [m for m in range(1, n) if not self.placement.problem(size, m)]
-            raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal or [1]}")
+            hint = f"legal sizes of {self.mesh_dim}: {legal or [1]}"
+            raise self.fail(site, f"{axis}: {problem}", hint)
         units = self.placement.units(size)
         lenient = self.uneven or self.pad or self.replicate or self.unit > 1
         if not lenient and any(count % n for count in units):
-            of, pad = f"size {size}", " or pad=True"
+            of, pad = f"size {size}", " or pad=True (zeros at the end)"
             if self.shared:
                 of = f"size {size} less the shared end of {self.shared}"
             elif len(units) > 1:
                 of, pad = f"one of the groups {tuple(units)}", ""  # only one group can be padded
-            problem = f"{of} is not a multiple of mesh_dim {self.mesh_dim}={n}"
-            raise self.fail(site, problem, f"pass uneven=True{pad}, or change the mesh")
+            problem = f"{axis}: {of} is not a multiple of mesh_dim {self.mesh_dim}={n}"
+            hint = f"pass uneven=True (ranks differ by one index){pad}, or another {self.mesh_dim}"
+            raise self.fail(site, problem, hint)
 
     def apply(self, site: Site) -> None:
         site.state.applied.setdefault(site.path, set()).add(self.param_name)
@@ -184,8 +186,10 @@ class Shard(Directive):
             site.module.register_forward_hook(lambda _m, _a, y: self._joined(site, y, run))
 
     def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
-        """Gather the `shared` outputs at the end of y_r [..., O/n + shared/n] --> [..., O/n + shared]; sum their
-        gradients over ranks. `run` is the range of the shared outputs that this rank computes.
+        """Return y [..., own + len(run)] with all shared features of the Linear, [..., own + shared].
+
+        y has this rank's own features, then its range `run` of the `shared` ones (k and v of the only KV head). The
+        backward sums the gradient of the shared features over ranks.
         """
         mine = run.stop - run.start
         own, end = y.split([y.shape[-1] - mine, mine], -1)

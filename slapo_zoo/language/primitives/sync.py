@@ -146,9 +146,8 @@ class Sync(Directive):
                 hint += f"; fwd_pre {'->'.join(op.split('->')[::-1])!r} does this in its backward"
             raise self.fail(site, problem, hint)
         if op in OF_COLUMNS and site.placed("weight") is None:
-            raise self.fail(
-                site, "the module's weight is not sharded", 'shard("weight", 0, pad=True) first'
-            )
+            hint = 'shard("weight", 0, pad=True) first'
+            raise self.fail(site, f"the module's weight is not sharded, as {op!r} needs", hint)
         if self.mode == "fwd_post" and self._is_first(site):
             self._check_output(site, op)
 
@@ -233,7 +232,7 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Insert the collective `run` between product and bias of a row-parallel module; return False for others."""
+        """Insert the collective `run` between product and bias of a row-parallel module; return False if it is none."""
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False

@@ -30,7 +30,11 @@ AXIS = {"RR": None, "RS": -1, "SR": -2}  # which axis is sharded
 
 
 def reshard(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """Reshard `x` as the op's name says, e.g. "RS->RR"; the letters are the last two axes, R replicated, S sharded."""
+    """Reshard x [..., a, b] over the ranks of the directive `sync` at the module of `site`, by a name such as "RS->RR".
+
+    Each side of "->" has a letter for axis a and one for axis b, S for sharded, R for replicated: "RS->RR" all-gathers
+    axis b, "RR->SR" keeps this rank's slice of axis a. The name is `sync.sync_op_or_fn`.
+    """
     group, is_part = site.group(sync), bool(sync.tensor_parallel_output_grad)
     source, target = (AXIS[form] for form in sync.sync_op_or_fn.split("->"))
     if x.ndim < 2:

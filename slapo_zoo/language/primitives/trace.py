@@ -21,7 +21,7 @@ class Traces(Directive):
 
     def trace(self, site: Site) -> dict[str, Any]:
         """Return {path below the module of `site`, '' for that module: traced module}."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} must define trace(site)")
 
     def local(self) -> str:
         return "example_inputs holds tensors, not JSON" if self.example_inputs is not None else ""

@@ -193,7 +193,7 @@ class GlobalMeans(TorchFunctionMode):
 
         here, expected = float(weighed(y)), float(weighed(self.part[k]))
         if abs(here - expected) > 1e-6 * expected:
-            problem = f"the class weights of its targets sum to {here:g}, those of the labels to {expected:g}"
+            problem = f"the loss uses other targets than the batch's labels: the class weights of its targets sum to {here:g}, those of the labels to {expected:g}"
             raise _refusal(problem)
         assert self.targets is not None  # noqa: S101 - asked for before
         return self._total(weight, weighed(self.targets[k]))

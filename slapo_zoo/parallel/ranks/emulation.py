@@ -57,7 +57,7 @@ class HostedRanks:
 
     def __enter__(self) -> "HostedRanks":
         if _STAYS.is_set():
-            problem = "this process hosts the ranks of an exact model already"
+            problem = "this process already runs the ranks of a model that was loaded with exact="
             raise MeshError("ranks as threads", "", problem, "call close() of that model first")
         self._within.enter_context(_ONE_WORLD)
         if self._stays:

@@ -93,7 +93,7 @@ class RandomStream(StreamPosition):
     def drawn(
         self, x: Tensor, p: float, site: Where, of: str = "mask", part: tuple = ()
     ) -> dict[str, Any]:
-        """Return the arguments of a dropout of x: {"keep": mask}, or {"seeds", "p"} if an operator hashes the mask.
+        """Return the arguments of `kernels.dropout` for x: {"keep": mask}, or {"seeds", "p"} to hash the mask from.
 
         Args:
             x: this rank's input of the dropout.
@@ -136,7 +136,7 @@ class RandomStream(StreamPosition):
     def found(
         self, device: torch.device, site: Where, rows: int, heads: Sequence[int] = ()
     ) -> Tensor:
-        """Return the seeds [rows * len(heads)], on a device, of the module path `site` in the current micro-batch.
+        """Return the dropout seeds [rows * len(heads)], on a device, of the module at path `site` for this micro-batch.
 
         `heads` are global indices of heads, each with a seed of its own; () gives one seed per row.
         """
@@ -175,8 +175,8 @@ class RandomStream(StreamPosition):
         return found.view(-1, n * tokens).narrow(1, r * tokens, tokens).flatten()
 
     def cells(self, count: int, site: Where, heads: Sequence[int] = ()) -> list[int]:
-        """Return the seeds, as ints, of `count` batch rows for the module path `site`. There is one
-        seed per row or, for `heads` (global indices), one per row and head with heads fastest.
+        """Return the dropout seeds, as ints, of `count` batch rows for the module at path `site`: one per
+        row or, for `heads` (global indices), one per row and head with heads fastest.
         """
         step, first_row, num_rows = self.place(site, count)
         key = (self.seed, step, hash_of(site))
@@ -216,8 +216,8 @@ class RandomStream(StreamPosition):
     def queries_again(
         self, x: Tensor, p: float, site: Where, heads: Sequence[int]
     ) -> Callable[[], Tensor]:
-        """Return a function that draws the mask that `keep_queries` gives now for these arguments, but as 0 and 1, also in a
-        later backward.
+        """Return a function that draws the dropout mask of attention weights x [B, H, s, T] as 0 and 1: in each call, also
+        in a later backward, the mask of the step in which this method was called.
         """
         first = self.cut.r * x.shape[2] * x.shape[3] if self.cut else 0
         if not self.draws_in_blocks(x.device):

@@ -99,9 +99,9 @@ class StreamPosition:
 
     @contextmanager
     def packing(self, real: Tensor) -> Iterator[None]:
-        """Context for rows without padding: dropout of [1, N, ...] takes elements of the mask for padded [B, S, ...].
+        """Context in which the N tokens that are no padding, marked in `real` [B, S], are packed into one row [1, N, ...].
 
-        `real` [B, S] marks the N tokens that are not padding.
+        A dropout then takes, for each packed token, the elements that the mask of the padded [B, S, ...] has for it.
         """
         counts = known().real
         at = places(real.flatten(), None if counts is None else sum(counts))
@@ -176,8 +176,8 @@ class StreamPosition:
         self._seen[mark] = position or self.position()
 
     def place(self, site: Where, rows: int) -> Position:
-        """Return (step, first row, number of rows), the stream position at which the module `site`
-        draws for a tensor of `rows` rows. Outside a call of the model each draw is a step of its own.
+        """Return the stream position (step, first row, number of rows) that seeds the random numbers which the module at
+        path `site` draws for a tensor of `rows` rows. Outside a call of the model each draw counts as a step.
         """
         found = self._place(site, rows)
         return found if self.has_rows else (found[0], 0, 0)
