@@ -78,12 +78,12 @@ def _by_row(logits: Tensor) -> Tensor:
 
 
 def join(parts: Tensor) -> Tensor:
-    """Combine `parts` [n, 3, N], the `statistics` of n vocabulary shards, into statistics [3, N] of all classes."""
+    """Combine statistics [n, 3, N] (log-sum-exp, target's logit, sum) of n vocabulary shards into those [3, N] of all."""
     return torch.stack([parts[:, 0].logsumexp(0), parts[:, 1].sum(0), parts[:, 2].sum(0)])
 
 
 def row_losses(whole: Tensor, counts: Tensor, smoothing: float, vocab_size: int) -> Tensor:
-    """Return the cross-entropy [N] of each row, from the `statistics` [3, N] of all classes, given as `whole`.
+    """Return the cross-entropy [N] of each row from `whole` [3, N]: log-sum-exp, target's logit and sum of all logits.
 
     `counts` [N] is False for ignored rows, whose loss is 0; `smoothing` is the label smoothing over
     `vocab_size` classes.

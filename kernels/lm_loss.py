@@ -203,7 +203,7 @@ def _mean_loss(
 
 
 class _OverRanks(torch.autograd.Function):
-    """Autograd function: loss and gradients for a vocabulary sharded over the ranks of a group."""
+    """Autograd function: loss and gradients of an LM head whose classes are sharded over the ranks of a group."""
 
     @staticmethod
     def forward(*inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -225,9 +225,9 @@ def _one_pass(
     vocab_size: int,
     group: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (sum of losses / divisor, gradients of x, weight, bias) of an LM head, `rows` rows at a time (`_mean_loss`).
+    """Return (sum of losses / divisor, gradients of x, weight, bias) of an LM head, computed `rows` rows at a time.
 
-    With `graded` False the gradients are empty tensors. If the ranks of `group` shard the `vocab_size`
+    Rows with target -1 have no loss; with `graded` False the gradients are empty tensors. If the ranks of `group` shard the `vocab_size`
     classes (None: not sharded), each chunk of rows takes an all-gather.
     """
     wide = cross_entropy.wide_dtype(x)

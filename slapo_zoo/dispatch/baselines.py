@@ -66,8 +66,8 @@ def t5_attention(
     causal: bool = False, key_mask: Tensor | None = None, max_distance: int = 128, p: float = 0.0,
     **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute T5's attention by torch's fused attention; the arguments are those of the kernel `t5_attention`. The
-    position bias [1, H, S, T] is looked up in `weight` and held in memory.
+    """Compute T5's attention of q [B, H, S, D] by torch's fused attention; the arguments are those of the kernel
+    `t5_attention`. The position bias [1, H, S, T] is looked up in `weight` [buckets, H] and held in memory.
     """
     S, T = q.shape[-2], k.shape[-2]
     bias = q.new_zeros(1, 1, S, T)

@@ -27,14 +27,14 @@ def is_faster_here() -> bool:
 
 
 def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
-    """Return whether oneDNN is faster for `a @ b`; `rows` is the number of rows of an `a` with more than two axes."""
+    """Return whether oneDNN is faster for `a @ b`; for an `a` of more than two axes pass `rows`, its number of rows."""
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
     sizes = (a.shape[0] if rows is None else rows, a.shape[-1], b.shape[1])
     return wide and is_faster_here() and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether a module with this `forward` set on it (None: not set) computes what its class does."""
+    """Return whether `forward`, set on a module (None: nothing set), computes what the forward of its class does."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 

@@ -136,7 +136,9 @@ class CoreAttention(nn.Module):
         self, attention: nn.Module, dropout: float, scaling: float | None,
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any],
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Return what `forward` returns; k and v may be those of all cp ranks, `options` are its further arguments."""
+        """Return (output [B, S, H, d], None or attention weights) of q [B, H, S, d] and k, v [B, K, T, d], perhaps of all cp
+        ranks. `options` are further arguments of the attention function.
+        """
         bias, cap = options.get("position_bias"), options.get("softcap")
         if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)
             run = self.backend.run

@@ -68,9 +68,9 @@ def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a mask function of `transformers` for cp > 1: it makes the rows of the full mask for this rank's queries;
-    with attention by heads, it makes the full mask. The result is None where the original's would be. s, t: queries
-    and keys of a rank; n: cp; r: this rank; S = n * s.
+    """Wrap a mask function of `transformers` for cp > 1, to make the rows of the full mask [S, n * t] for the queries of
+    this rank r; all rows if attention is computed by heads (Ulysses). The result is None where no mask is needed.
+    A rank has s of the S = n * s queries and t of the n * t keys; n is cp.
 
     rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  queries r * s to (r + 1) * s of
               make(q_length=S, kv_length=n * t, attention_mask=[B, n * t])
@@ -100,8 +100,8 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[..., Any]:
-    """Wrap a function about packed sequences for cp > 1: argument number `argument`, the position ids [B, s] of this
-    rank's tokens, is all-gathered to [B, S].
+    """Wrap a function that finds the sequences packed in a row, for cp > 1: its argument number `argument`, the position
+    ids [B, s] of this rank's tokens, is all-gathered to [B, S].
     """
 
     @wraps(function)

@@ -56,7 +56,7 @@ class Body:
             first.register_forward_hook(self._gather_source)
 
     def like(self, model: Any, stream: Any, shard: Shard) -> "Body":
-        """Return the same hooks of another model with the same modules; the arguments are those of the class."""
+        """Return a Body for another model with the same modules, with its random stream and its function `shard`."""
         return Body(model, *self.paths, stream, shard)
 
     def _stack(self, block: str) -> nn.Module:
@@ -99,7 +99,7 @@ class Body:
         return output
 
     def _gather_source(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Gather the hidden states of the encoder [B, s, D], which the output of an encoder-decoder has too."""
+        """Gather the encoder's hidden states [B, s, D], a field of an encoder-decoder's output, to [B, S, D]."""
         if self.run is not None and self.run.source:
             x = output.encoder_last_hidden_state
             output.encoder_last_hidden_state = self.run.cut.whole(x, 1).narrow(

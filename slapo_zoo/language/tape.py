@@ -208,7 +208,7 @@ class Tape(TorchDispatchMode):
         return [row.transfer for row in self.rows if row.transfer is not None]
 
     def note(self, op: Any, **fields: Any) -> None:
-        """Append a `Row` for `op` with these fields; running unit and phase are filled in."""
+        """Append a `Row` for the operator or event `op`; its unit, and whether a backward runs, are filled in."""
         backward = torch._C._current_graph_task_id() != -1
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 

@@ -164,25 +164,27 @@ def _along(x: Tensor, axis: int, group: Group, there: Any, back: Any) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: int, group: Group, sharded_gradient: bool = True) -> Tensor:
-    """All-gather x along an axis; with group None, return x. The backward reduce-scatters the result's gradient,
-    or takes this rank's slice of it if `sharded_gradient` is False: the gradient is then equal on all ranks.
+    """All-gather x [.., s, ..] to [.., n * s, ..] along an axis; with group None, return x. The backward reduce-scatters
+    the result's gradient or, if `sharded_gradient` is False, slices it, since it is then equal on all ranks.
     """
     back = reduce_scatter_along if sharded_gradient else slice_along
     return _along(x, axis, group, gather_along, back)
 
 
 def reduce_scatter(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Reduce-scatter x along an axis; the gradient of x is all-gathered."""
+    """Reduce-scatter x [.., n * s, ..] to this rank's [.., s, ..] along an axis; the gradient is all-gathered."""
     return _along(x, axis, group, reduce_scatter_along, gather_along)
 
 
 def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Return this rank's slice along an axis of an x that is the same on all ranks; the gradient of x is all-gathered."""
+    """Return this rank's slice [.., s, ..] of an x [.., n * s, ..] equal on all ranks; the gradient is all-gathered."""
     return _along(x, axis, group, slice_along, gather_along)
 
 
 def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """Move sharding from `join_axis` to `split_axis` by an all-to-all; the gradient takes the opposite way."""
+    """Reshard x from `join_axis` to `split_axis`, [.., n * s, .., t, ..] --> [.., s, .., n * t, ..], by an all-to-all;
+    the gradient is resharded back. n ranks; for group None, x itself.
+    """
     if group is None:
         return x
     there = partial(exchange_along, split_axis=split_axis, join_axis=join_axis, group=group)

@@ -83,7 +83,7 @@ class Bucket:
         return self
 
     def _shared(self, grads: list[Any]) -> Tensor | None:
-        """Return the flat tensor of which an earlier all-reduce has made all `grads` views, or None."""
+        """Return the flat tensor of an earlier all-reduce if all `grads` are views of it, in order; else None."""
         base = grads[0]._base
         if base is None or base.ndim != 1 or base.dtype != grads[0].dtype:
             return None

@@ -28,7 +28,7 @@ class Maker:
     made: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """Return the tensor, made again."""
+        """Return the tensor; the call for the first handle makes the tensor again, that for the last one drops it."""
         if self.made is None:
             self.made, self.left = self.make(), self.handles
         made, self.left = self.made, self.left - 1
@@ -43,7 +43,7 @@ class Again(NamedTuple):
     layout: tuple[Any, Any, int]
 
     def tensor(self) -> Tensor:
-        """Return the view of the tensor made again."""
+        """Return the view that this handle stands for, of the tensor that the maker has made again."""
         return self.maker.tensor().as_strided(*self.layout)
 
 

@@ -65,11 +65,11 @@ class Call:
     guessed: bool = False
 
     def keep(self, leaf: int, tensor: Tensor) -> Tensor:
-        """Return `tensor`, item `leaf` of the output, to be sent later; a clone if other code writes into it before."""
+        """Return `tensor`, item `leaf` of the output, to send later; a clone if later code of the forward writes into it."""
         return tensor.clone() if self.leaves[leaf].written else tensor
 
     def check(self, output: Any) -> None:
-        """Raise ScheduleError when the shapes of a real output differ from the guessed ones."""
+        """Raise ScheduleError if the shapes of a real output differ from those that the dry run has assumed."""
         if not self.guessed:
             return
         leaves, spec = tree_flatten(output)

@@ -206,7 +206,7 @@ def shared_calls(
 def program_of(
     schedule: Schedule, cls: Any, units: Sequence[str], leave_out: Collection[str]
 ) -> Any:
-    """Return a key of all that determines a dry run except the batch; None if a directive holds a Python object.
+    """Return a cache key for dry runs: class, config, mesh sizes and directives; None if a directive holds an object.
 
     Args:
         schedule: schedule of any rank.

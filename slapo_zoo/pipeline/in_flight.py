@@ -126,12 +126,12 @@ class InFlightStage(PipelineStage):
             self.device = device
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Allocate buffers for the inputs of micro-batch `fwd_chunk_id`; return torch's receives."""
+        """Allocate buffers for the inputs of micro-batch `fwd_chunk_id`; return torch's receive operations for them."""
         self._make(self.args_recv_info[fwd_chunk_id])
         return super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Allocate buffers for output gradients of micro-batch `bwd_chunk_id`; return receives."""
+        """Allocate buffers for output gradients of micro-batch `bwd_chunk_id`; return torch's receive operations for them."""
         if self.has_backward and not self.is_last:
             self._make(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)

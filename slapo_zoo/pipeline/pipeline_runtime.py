@@ -267,8 +267,8 @@ def _stage(
     pipeline: Pipeline, plan: StagePlan, run: Callable, others: dict, device: torch.device,
     before_last: Callable[[Any], None] | None,
 ) -> Any:  # fmt: skip
-    """Return torch's stage object for the stage of `plan`, with fixed shapes. `others` are
-    arguments that are not split; `run` and `before_last` are those of `pipeline_step`.
+    """Return torch's stage object for the stage of `plan`, with fixed shapes. `run` maps (micro-batch, indices of its
+    rows) to the loss, `others` are arguments that are not split, `before_last` is called before the last backward.
     """
     from slapo_zoo.pipeline.stage import Stage
 

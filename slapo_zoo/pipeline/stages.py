@@ -168,7 +168,7 @@ class StagePlan:
 
 
 class Cursor:
-    """State of a stage's running forward: tensors received and to send, index of the next call of a block or the like."""
+    """State of a stage's running forward: tensors received and to send, index of the last call of a unit (e.g. a block)."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None
@@ -266,7 +266,7 @@ class Foreign(nn.Module):
         return self.forward(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the output that was received for this call, or zeros."""
+        """Return the output that an earlier stage has sent for this call, or zeros that nothing on this stage uses."""
         return self.cursor.stand_in(self.unit, held=False)
 
     def extra_repr(self) -> str:
@@ -275,7 +275,7 @@ class Foreign(nn.Module):
 
 
 class ForeignPart(Foreign):
-    """Placeholder of a module inside another stage's block or the like: attributes can be read, calling it raises."""
+    """Placeholder of a module inside a unit (e.g. a block) of another stage: its attributes can be read, a call raises."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Raise ScheduleError: another stage runs the block, embedding or head that contains this module."""
@@ -377,7 +377,7 @@ def _track_calls(unit: str, module: nn.Module, cursor: Cursor) -> None:
 
 @contextmanager
 def held_here(model: Any) -> Iterator[None]:
-    """Context in which modules of other stages are hidden, because peft matches modules by name."""
+    """Context in which placeholders of other stages' modules are hidden from peft, which finds modules by their names."""
     found = [(parent, leaf, child) for parent in model.modules()
              for leaf, child in parent._modules.items() if isinstance(child, Foreign)]  # fmt: skip
     for parent, leaf, child in found:

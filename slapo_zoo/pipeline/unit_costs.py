@@ -55,7 +55,7 @@ class UnitCost:
 
 
 def operation_cost(row: Row) -> float:
-    """Return the cost of one recorded operator: floating-point operations plus ELEMENT for each number written."""
+    """Return the cost of one recorded operator: its floating-point operations, plus 64 (ELEMENT) per number written."""
     if isinstance(row.op, str):
         return row.amount if row.op == EXPERTS else 0.0
     if is_view(row.op):
@@ -78,7 +78,7 @@ def most_positions(config: Any) -> int | None:
 
 
 def usual_tokens(config: Any) -> int:
-    """Return the default number of tokens per row: the model's positions, at most MOST_TOKENS."""
+    """Return the default number of tokens per row: the model's positions, at most 512 (MOST_TOKENS)."""
     return min(most_positions(config) or MOST_TOKENS, MOST_TOKENS)
 
 

@@ -78,7 +78,7 @@ def test_failed_explain_dry_run_leaves_the_model_unchanged():
         sch.explain()
 
 
-def test_explain_omits_a_replacement_module_from_directives_applied_before_it():
+def test_explain_of_a_replaced_module_omits_directives_of_the_old_module():
     """A module installed by a later directive was not sharded by the earlier one."""
     sch = Schedule(Net())
     sch["layers.0.*:Linear"].annotate("weight", "note", 1)

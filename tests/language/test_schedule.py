@@ -185,7 +185,7 @@ ERRORS = {
     "unit": ("layers.0.attention.query", "shard", ("weight", 0), {"unit": 8}, "layers.0.attention.query", "1 units of 8 cannot be sharded over tp=2", "legal sizes of tp: [1]"),
     "mode": ("head", "sync", ("fwd", "all_reduce"), {}, "head", "found mode 'fwd', expected one of ('fwd_pre', 'fwd_post', 'bwd_post')", "fwd_post: outputs"),
     "op": ("head", "sync", ("fwd_post", "all_to_some"), {}, "head", "no sync op 'all_to_some'", "'all_gather', 'all_reduce'"),
-    "mode of op": ("head", "sync", ("fwd_pre", "all_reduce"), {}, "head", "'all_reduce' cannot run in mode 'fwd_pre'", "its modes are ('fwd_post', 'bwd_post')"),
+    "mode of op": ("head", "sync", ("fwd_pre", "all_reduce"), {}, "head", "'all_reduce' cannot run in mode 'fwd_pre'", "one of the modes ('fwd_post', 'bwd_post')"),
     "logits": ("head", "sync", ("fwd_post", "vocab_logits"), {}, "head", "the module's weight is not sharded", 'shard("weight", 0, pad=True) first'),
     "kernel": ("head", "replace", ("fast_linear",), {}, "head", "no kernel 'fast_linear'", "registered: ["),
     "refusal": ("head", "replace", ("picky_kernel_of_tests",), {}, "head", "it has 3 legs", "select only modules"),

@@ -62,13 +62,13 @@ def other_config(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [longer, other_code, other_config])
-def test_other_shapes_code_or_config_make_their_own_dry_run(change, runs, monkeypatch):
+def test_dry_run_is_not_shared_if_shapes_code_or_config_differ(change, runs, monkeypatch):
     emulate(loss, mesh=(1, 2, 1))
     options = change(monkeypatch)
     emulate(loss, *options.values(), mesh=(1, 2, 1))
     assert len(runs) == 2
 
 
-def test_directive_that_holds_a_module_is_run_for_each_rank(runs):
+def test_dry_run_is_not_shared_if_a_directive_holds_a_module(runs):
     emulate(loss, schedule=extend(relu), mesh=(1, 2, 1))
     assert len(runs) == 2

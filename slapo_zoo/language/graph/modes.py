@@ -18,7 +18,7 @@ LITERALS = (bool, int, float, str, type(None))
 
 
 def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool:
-    """Make `graph` right in both modes, using a trace in the other mode.
+    """Make `graph` compute what the module computes in training and in eval mode, using a trace in the other mode.
 
     Args:
         graph: graph that was traced in the mode `training`; it is changed in place.

@@ -57,7 +57,7 @@ def _selects_by_mask(index: Any) -> bool:
 
 
 class Unknown:
-    """Type of `UNKNOWN`, the value of a traced tensor without an example, and so without a shape."""
+    """Type of `UNKNOWN`, which a trace takes for a tensor that the example lacks, so that its shape is unknown."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(Tensor, name)

@@ -140,7 +140,7 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
 def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedModule, Calls]:
     module, where = call.module, call.where or "(the model)"
     if isinstance(module, fx.GraphModule):
-        hint = "trace it once, and rewrite that graph"
+        hint = "rewrite its graph, sch[path].mod.graph, or begin with a model that is not traced"
         raise ScheduleError(where, "trace", "this module is traced already", hint)
     if "forward" in module.__dict__:
         problem = "the module's forward was changed, by checkpoint or fork_rng for example"

@@ -107,7 +107,7 @@ def check_reachable(modules: Mapping[str, nn.Module], path: str, what: object) -
         module = modules.get(above)
         if module is not None and rest in module.__dict__.get("inlined", ()):
             problem = f"the module was inlined into the graph of {above or 'the model'!r}"
-            hint = "schedule it before that trace, or name it in leaves="
+            hint = "schedule the module before that trace, or pass its path in leaves= of trace()"
             raise ScheduleError(path, what, problem, hint)
         dot = path.find(".", end + 1)
         end = len(path) if dot < 0 else dot

@@ -50,7 +50,7 @@ class Decompose(Directive):
             raise self.fail(site, "an earlier directive changed the forward", hint)
         if site.placed("weight") is not None:
             problem = f"the weight is sharded already, by {site.state.placed[site.name('weight')].directive}"
-            raise self.fail(site, problem, "decompose() comes before shard()")
+            raise self.fail(site, problem, "call decompose() before shard()")
 
     def apply(self, site: Site) -> None:
         is_linear = type(site.module) is nn.Linear

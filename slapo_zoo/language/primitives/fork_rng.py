@@ -132,7 +132,7 @@ class ForkRng(Directive):
 
 
 class _AfterChild:
-    """Record of the child (or sibling) that `ForkRng.after` names; `ran` is True when that module has just run.
+    """Record of the sharded linear before a dropout (`ForkRng.after`); `ran` is True from its call to the dropout's.
 
     `run` is the range of its output columns on this rank, `size` the number of columns on all ranks.
     """

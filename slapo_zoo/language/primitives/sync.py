@@ -141,7 +141,7 @@ class Sync(Directive):
         modes, _ = SYNC_OPS[op]
         if self.mode not in modes:
             problem = f"{op!r} cannot run in mode {self.mode!r}"
-            hint = f"its modes are {modes}"
+            hint = f"pass one of the modes {modes}"
             if "->" in op:  # a gradient must keep the shape of its input
                 hint += f"; fwd_pre {'->'.join(op.split('->')[::-1])!r} does this in its backward"
             raise self.fail(site, problem, hint)

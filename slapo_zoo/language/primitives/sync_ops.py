@@ -15,7 +15,7 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)  # their columns are channels, on axis 1
 
 @sync_op("all_reduce", "fwd_post", "bwd_post")
 def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """All-reduce the output y (then dx = dy), or as "bwd_post" the gradient dx (then y = x).
+    """All-reduce the output y and leave its gradient as it is ("fwd_post"), or all-reduce only the gradient dx ("bwd_post").
 
     While tokens are sharded over the ranks, an all-reduce of y becomes the reduce-scatter to token shards, and
     one of dx the all-gather before the module (arXiv:2205.05198, section 4.2.2).

@@ -172,7 +172,7 @@ def emulate(
     """
     if dist.is_initialized():
         problem = "this process has a process group already"
-        raise MeshError("emulate", "", problem, "call it in a process that no launcher started")
+        raise MeshError("emulate", "", problem, "start Python without torchrun or srun to emulate")
     size = Mesh(*mesh).world_size
     store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
 
@@ -243,7 +243,7 @@ def _leave() -> None:
 
 
 def _first_cause(failures: Sequence[BaseException]) -> BaseException:
-    """Return the first error that is no consequence of a lost peer (RankError); if there is none, the first error."""
+    """Return the first error that is no RankError (which reports a lost peer); if all are, the first of them."""
     return next((error for error in failures if not isinstance(error, RankError)), failures[0])
 
 

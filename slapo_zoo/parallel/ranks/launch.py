@@ -250,7 +250,8 @@ def _receive(local: LocalRank, what: str) -> Any:
         code = local.process.exitcode or 0
         name = signal.Signals(-code).name if code < 0 else ""
         problem = f"killed by {name}" if name else f"ended with exit code {code} and no result"
-        return Failure(RankError(f"rank {local.rank}", what, problem, _SIGNAL_HINTS.get(name, "")))
+        hint = _SIGNAL_HINTS.get(name, "see the output of this rank")
+        return Failure(RankError(f"rank {local.rank}", what, problem, hint))
 
 
 def _too_late(ranks: list[int], timeout: float | None, what: str) -> Failure:

@@ -47,7 +47,7 @@ def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
         return exc
     problem, hint = (
         f"{type(exc).__name__}: {exc}",
-        "this rank failed first; the others were stopped",
+        "see the traceback of this rank, which failed first; the others were stopped",
     )
     if isinstance(exc, SlapoError):
         parts = [str(part) for part in (exc.where, exc.what, exc.problem) if str(part)]

@@ -131,7 +131,7 @@ def test_replace_checkpoint_and_decompose_of_a_subgraph_keep_gradients():
     assert_same_step(sch.model, tiny_model("bert"))
 
 
-def test_pipeline_split_and_cut_pipeline_stage_cut_alike():
+def test_pipeline_split_and_cut_pipeline_stage_make_equal_stages():
     sch = bert()
     sch[LAYER].cut_pipeline_stage()
     sch["bert.encoder.layer.1"].pipeline_split()

@@ -242,5 +242,5 @@ def test_decompose_without_bias_equals_plain_and_refuses_other_modules():
     with pytest.raises(ScheduleError, match="expected Linear or Conv1D"):
         sch["0"].decompose()
     sch["2"].shard("weight", 0)
-    with pytest.raises(ScheduleError, match=r"decompose\(\) comes before shard"):
+    with pytest.raises(ScheduleError, match=r"call decompose\(\) before shard"):
         sch["2"].decompose()
