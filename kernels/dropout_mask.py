@@ -65,7 +65,7 @@ def new_seeds(cells: int, p: float, device: Any) -> dict[str, Any]:
 
 
 def keys_of(mask: Tensor | None, size: int) -> Tensor | None:
-    """Return [B, size] for `size` keys: False for padding in an attention mask of `transformers`.
+    """Return bool [B, size], False for the keys that an attention mask of `transformers` hides as padding.
 
     The mask is [B, 1, S or 1, T]. Its last query is read, which sees every real key even if causal. The result
     is None when the mask is None.

@@ -106,8 +106,8 @@ def _torch_is_faster(x: Tensor, label_smoothing: float, group: Any) -> bool:
 def _row_losses(
     logits: Tensor, target: Tensor, smoothing: float, vocab_size: int, group: Any
 ) -> Tensor:
-    """Return the loss [N] of each row of logits [N, C], 0 where the target is -1; `smoothing` is
-    the label smoothing. `group` are the ranks that shard the classes; it all-gathers rows' statistics over them.
+    """Return the loss [N] of each row of logits [N, C], 0 where the target is -1; `smoothing` is the label smoothing.
+    `group` are the ranks that shard the classes, over which three statistics per row are all-gathered.
     """
     start, stop = own_columns(vocab_size, group)
     found = cross_entropy.statistics(logits[:, : stop - start], _local(target, start, stop))
@@ -227,8 +227,8 @@ def _one_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (sum of losses / divisor, gradients of x, weight, bias) of an LM head, computed `rows` rows at a time.
 
-    Rows with target -1 have no loss; with `graded` False the gradients are empty tensors. If the ranks of `group` shard the `vocab_size`
-    classes (None: not sharded), each chunk of rows takes an all-gather.
+    Rows with target -1 have no loss; with `graded` False the gradients are empty tensors. If the ranks of `group`
+    shard the `vocab_size` classes (None: not sharded), each chunk of rows takes an all-gather.
     """
     wide = cross_entropy.wide_dtype(x)
     start, stop = own_columns(vocab_size, group)

@@ -327,7 +327,7 @@ def runs_triton(name: str, x: Tensor) -> bool:
 def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
     """Return whether a kernel's Triton path runs for a dtype, size and device; False if no timing of the device exists.
 
-    The result is cached by the arguments: `tables`, the number of changes of the timing tables, makes a change count.
+    The result is cached. `tables` is the number of changes of the timing tables, so that a change is not missed.
     """
     known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
     return known and decide(name, dtype, size, device).runs

@@ -236,7 +236,7 @@ def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> No
 
 
 def kinds_of_rope(module: Any) -> tuple[str, ...]:
-    """Return the kinds of frequencies of a rotary embedding of transformers, one per kind of layer; () for another module."""
+    """Return the `rope_type` of a rotary embedding, e.g. ("dynamic",), one per kind of layer; () for another module."""
     kinds = getattr(module, "rope_type", ())
     return tuple(kinds.values()) if isinstance(kinds, dict) else (kinds,) if kinds else ()
 

@@ -47,11 +47,11 @@ def attend(
 def _in_runs(
     first: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[..., Any]
 ) -> Any:
-    """Return what `run` returns for causal rows: it runs once for every max(RUN, heads * head size) queries, so that a mask is
-    about as large as the keys of a row.
+    """Compute causal attention by calls of `run` for max(RUN, heads * head size) queries each, so that a mask is about as
+    large as the keys of a row; return (output [B, s, H, d], weights of the last call).
 
-    A mask is made for its run, and again in the backward. `first` is the place of this rank's first query in the row; the
-    other arguments are those of `attend`, with the keys and values of all ranks.
+    Each mask is made again in the backward. `first` is the position of this rank's first query in the row; k and v are
+    those of all ranks, `options` further arguments of the attention.
     """
     found = []
     for rows in q.split(max(k.shape[1] * k.shape[3], RUN), 2):
@@ -107,7 +107,9 @@ def _seen(first: int, queries: int, total: int, device: torch.device) -> Tensor:
 
 
 def _hiding(dtype: torch.dtype, *given: Any) -> Tensor:
-    """Return the causal mask [queries, keys] that sdpa adds to scores: 0, or -inf for later keys; `given` as in `_seen`."""
+    """Return the causal mask [queries, keys] that sdpa adds to scores: 0, or -inf for later keys. `given` is (place of the
+    first query, number of queries, number of keys, device).
+    """
     return additive(_seen(*given), dtype)
 
 

@@ -67,7 +67,7 @@ def of_world() -> Begun:
 
 
 def note_step() -> None:
-    """Count the beginning of a training step like that of a collective, because all ranks begin it together."""
+    """Count one more training step as begun, as if a step were a collective, so that peers see which rank is ahead."""
     if dist.is_initialized():
         begun = of_world()
         begun.add(begun.counts.setdefault(STEPS, [0]))
@@ -88,7 +88,7 @@ def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) 
 
 
 def explained(run: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run `run(*args, **options)`, which waits for peers; RankError says which peer is lost and why."""
+    """Run `run(*args, **options)`, which waits for peers; raise a RankError that names the peer if one is lost."""
     try:
         return run(*args, **options)
     except RuntimeError as error:

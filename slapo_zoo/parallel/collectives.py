@@ -70,7 +70,7 @@ def gather_along(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def reduce_scatter_along(x: Tensor, axis: int, group: Group) -> Tensor:
-    """Sum x [.., n * s, ..] over the n ranks; return this rank's slice [.., s, ..] of it along `axis`; no gradient."""
+    """Sum x [.., n * s, ..] over the n ranks; return this rank's slice [.., s, ..] of the sum along `axis`; no gradient."""
     flat = x.movedim(axis, 0).contiguous()
     out = flat.new_empty((flat.shape[0] // group_size(group), *flat.shape[1:]))
     if not _dry_run_of(group, "reduce_scatter", flat):

@@ -80,7 +80,7 @@ class _WorldPerThread:
     NAMES = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "tags_to_pg", "pg_to_tag")
 
     def __init__(self, before: Any) -> None:
-        """Give every thread a world without groups, and the current thread the groups of the world `before`."""
+        """Start every thread without process groups, but the current thread with those of `before`, torch's own state."""
         self.__dict__["local"] = threading.local()
         self._state().update({name: getattr(before, name) for name in self._state()})
 

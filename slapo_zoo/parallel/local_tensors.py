@@ -75,7 +75,7 @@ def rows_of(tensor: Any) -> Rows | None:
 
 
 def marked_as(tensor: Any, part: Any, first: int | None = None) -> Any:
-    """Record on `tensor` which rows of a dp-sharded tensor it holds, as `part` does; return `tensor`.
+    """Copy to `tensor` the record of which rows of a dp-sharded tensor `part` holds; return `tensor`.
 
     `first` is the index of the first row of `tensor` in the tensor unsharded over dp; None takes that of `part`. If
     `part` has no such record (see `rows_of`), nothing is recorded.

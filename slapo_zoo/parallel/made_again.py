@@ -14,7 +14,8 @@ from slapo_zoo.parallel.compat import hooks_around
 
 @dataclass(eq=False)
 class Maker:
-    """Maker of one tensor for all handles of it: a backward makes it for the first handle, and drops it after the last.
+    """Source of one tensor that autograd does not save: a backward makes the tensor for the first handle, and drops it after
+    the last. `handles` counts the handles, `left` those that the running backward has not read.
 
     Args:
         make: function that makes the tensor again, without gradient.
@@ -50,7 +51,7 @@ class Again(NamedTuple):
 def made_again(
     makers: Sequence[tuple[Tensor, Callable[[], Tensor]]],
 ) -> AbstractContextManager[Any]:
-    """Context in which autograd saves handles in place of some tensors and of views of them.
+    """Context in which autograd saves handles in place of some tensors (and views of them), which the backward makes again.
 
     Within torch's checkpoint this has no effect, since checkpoint saves none of these tensors.
 

@@ -162,7 +162,7 @@ class RankPlan:
         yield from (row for row in self.tensors.values() if here in row.stages)
 
     def owns(self, name: str) -> bool:
-        """Return whether this rank's stage counts a tensor in norms; True for tensors that a user added."""
+        """Return whether this rank's stage owns a tensor and counts it in norms; True for tensors that a user added."""
         row = self.of(name)
         return row is None or row.stage == self.mesh.coord("pp")
 

@@ -184,7 +184,7 @@ def _as_fake(found: Any) -> Any:
 def shared_calls(
     program: Any, shapes: Any, run: Callable[[], tuple[list[Call], bool]]
 ) -> tuple[list[Call], bool]:
-    """Return the result of `run`, or that of an earlier call with the same keys.
+    """Return the calls that a dry run finds: the cached ones of an equal dry run, else those of `run`.
 
     Args:
         program: key of the model, from `program_of`; None always calls `run`.

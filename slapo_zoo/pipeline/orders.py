@@ -43,7 +43,7 @@ ORDERS = {
 
 
 def find_order(name: str) -> Order:
-    """Return the order with that name; MeshError lists all names."""
+    """Return the pipeline order with that name, e.g. "1f1b"; an unknown name raises MeshError, which lists all names."""
     if name not in ORDERS:
         hint = f"choose one of {', '.join(ORDERS)}"
         raise MeshError("pipeline", f"pipeline_order={name!r}", "no such order", hint)
@@ -55,7 +55,7 @@ class StageMap:
     """Placement of pipeline stages on the ranks of mesh dim pp, and the order in which they run.
 
     Args:
-        order: the order.
+        order: the pipeline order, such as 1F1B.
         pp: number of ranks.
         per_rank: number of stages on each rank.
     """

@@ -34,7 +34,7 @@ FOR_LOSS = "_for_loss:"  # prefix of inputs for the user's loss only
 
 
 class Pipeline:
-    """The stages of one model on this rank, and their plans for each shape of batch.
+    """Stages of one model on this rank, and for each shape of a batch the plan of what each stage runs and sends.
 
     Args:
         schedule: schedule of the whole model.

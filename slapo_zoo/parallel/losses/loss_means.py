@@ -45,7 +45,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return {argument that takes labels: the labels that a loss term compares with}, in the order of the loss terms.
 
-    `class_name` is that of the model; it tells if the loss compares with the labels of the next position.
+    `class_name` is that of the model: if its loss predicts the next token, the labels are those of the next position.
     """
     found = {name: batch[name] for name in LABELS if batch.get(name) is not None}
     cut = batch.get("shift_labels")  # shifted before the tokens were cut over cp
@@ -216,8 +216,8 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether an operation keeps a loss a sum of means times constants: addition, negation,
-    constant factors. `name` is the operation's name in torch, `args` its arguments.
+    """Return whether the result of an operation is a sum of mean losses times constants, as that of an addition of such
+    sums, or of a product with a constant. `name` is the operation's name in torch, `args` its arguments.
     """
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:

@@ -58,7 +58,7 @@ def rank_error(rank: int, exc: BaseException, what: str) -> RankError:
 
 
 def publish_error(exc: BaseException, what: str = "") -> None:
-    """Write this rank's error `exc`, raised in step `what`, into the store, unless one is there."""
+    """Write this rank's error `exc`, raised in step `what`, into the store, unless the store has an error already."""
     store = default_store()
     if store is None:
         return
