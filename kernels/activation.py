@@ -60,7 +60,7 @@ def _plain(kind: str, x: Tensor, bias: Tensor | None, up: Tensor | None) -> Tens
 
 
 def _through_act(kind: str, dy: Tensor, h: Tensor, ours: bool) -> Tensor:
-    """Return the gradient of h from `dy`, that of act(h), in torch operations; `kind` names act.
+    """Return the gradient of h for `dy`, the gradient of act(h), in torch operations; `kind` names act.
 
     `ours` is True if no other code reads `dy`, whose memory then holds the result.
     """

@@ -214,7 +214,7 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
 
 
 def _of_other_kernels(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entries of a dispatch table for kernels that `rows` do not measure, such as those of whole steps."""
+    """Return the entries of a dispatch table for kernels that `rows` do not measure, e.g. of whole training steps."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 

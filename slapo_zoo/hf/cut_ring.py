@@ -1,7 +1,7 @@
 """Attention over cp by a ring (arXiv:2310.01889): keys and values travel from rank to rank, one part at a time.
 
 rewrite:  attention(q, k, v)  -->  for each part of the keys: its share of the output, weighed by its share of
-          the sum of exponentials (a softmax that goes on from part to part)
+          the sum of exponentials (an online softmax over the parts)
 
 A rank holds the keys of two ranks at a time: those with which it computes, and those that arrive meanwhile. In the
 backward keys travel once more, and their gradients with them, back to their rank. Dropout multiplies weights that

@@ -131,7 +131,7 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
     runtime = getattr(model, "_slapo", None)  # of an AutoScheduledModel
     if runtime is not None and runtime.pipeline is not None:
         if any(call for _, call in state.cuts):
-            hint = "explain it with pp=1, or see `slapo-zoo show NAME --pp ...`"
+            hint = "explain the model with pp=1, or see `slapo-zoo show NAME --pp ...`"
             problem = "not supported for a block that runs on several stages of a pipeline (ALBERT)"
             raise ScheduleError("(the model)", "explain", problem, hint)
         whole, mine = runtime.pipeline.whole().state, runtime.pipeline.holds

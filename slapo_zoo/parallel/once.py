@@ -28,5 +28,5 @@ def refuse_graph() -> None:
     """Raise SlapoError if the running backward has `create_graph=True`."""
     if torch.is_grad_enabled():
         problem = "a collective or kernel in this graph has a gradient, but no second derivative"
-        hint = 'for these use one process with kernels="reference" and attention="eager"'
+        hint = 'for second derivatives use one process, kernels="reference" and attention="eager"'
         raise SlapoError("backward", "create_graph=True", problem, hint)

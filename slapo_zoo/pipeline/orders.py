@@ -73,8 +73,8 @@ class StageMap:
         per_rank = stages_per_rank or order.stages_per_rank
         if per_rank != order.stages_per_rank and not (order.many and per_rank >= 2):
             takes = f"{order.stages_per_rank}{' or more' * order.many}"
-            problem = f"found {per_rank}, the order {name!r} takes {takes}"
-            hint = "leave it out, or choose an interleaved order"
+            problem = f"found {per_rank}, the order {name!r} takes {takes} per rank"
+            hint = "leave stages_per_rank out, or choose an interleaved order"
             raise MeshError("pipeline", "stages_per_rank", problem, hint)
         return StageMap(order, pp, per_rank)
 

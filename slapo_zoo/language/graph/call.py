@@ -99,7 +99,7 @@ class Call:
                 problem = (
                     f"argument {a.name!r} is a {type(a.value).__name__}: neither tensor nor literal"
                 )
-                hint = "leave it out of the example (use_cache=False for a cache)"
+                hint = "leave the argument out of the example (for a KV cache: use_cache=False)"
                 raise ScheduleError(self.where or "(the model)", "trace", problem, hint)
 
     def inputs(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def expect(value: Any, expected: Any, where: str, read: str) -> None:
         same = value == expected
     if not same:
         problem = f"{read} was {expected!r} during the trace, this call has {_shown(value)}"
-        raise ScheduleError(where, "trace", problem, "trace with example_inputs like this call")
+        raise ScheduleError(where, "trace", problem, "trace with the example_inputs of this call")
 
 
 @has_side_effect

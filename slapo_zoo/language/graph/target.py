@@ -27,7 +27,7 @@ def resolve(site: Site, directive: Directive, spec: Any) -> list[Subgraph]:
     found = _subgraphs(site, spec)
     if not found:
         problem = f"nothing in the graph matches {spec!r}{_rejections(found)}"
-        raise directive.fail(site, problem, "look at sch[path].mod.graph, or trace(flatten=True)")
+        raise directive.fail(site, problem, "print sch[path].mod.graph, or trace with flatten=True")
     for subgraph in found:
         _check_alive(site, directive, subgraph)
     return found
@@ -77,7 +77,7 @@ def _check_alive(site: Site, directive: Directive, subgraph: Subgraph) -> None:
     gone = [n.name for n in subgraph.nodes if n not in alive]
     if gone:
         problem = f"{gone} are not in the graph of {subgraph.path!r} any more"
-        raise directive.fail(site, problem, "find() again: an earlier directive has replaced them")
+        raise directive.fail(site, problem, "call find() again: a directive has replaced the nodes")
     inside = not site.path or subgraph.path == site.path
     if not (inside or subgraph.path.startswith(site.path + ".")):
         problem = f"the subgraph was found in {subgraph.path!r}, which is not below this module"

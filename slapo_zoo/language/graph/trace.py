@@ -144,7 +144,7 @@ def _trace(call: Call, leaves: tuple[Leaf, ...], flatten: bool) -> tuple[TracedM
         raise ScheduleError(where, "trace", "this module is traced already", hint)
     if "forward" in module.__dict__:
         problem = "the module's forward was changed, by checkpoint or fork_rng for example"
-        raise ScheduleError(where, "trace", problem, "trace before that directive")
+        raise ScheduleError(where, "trace", problem, "call trace() before that directive")
     mode = module.training
     graph, constants, tracer = _record(call, leaves, flatten, mode)
     try:
@@ -183,7 +183,7 @@ def _record(call: Call, leaves: tuple[Leaf, ...], flatten: bool, training: bool)
         except ScheduleError:
             raise
         except Exception as error:
-            problem = f"{type(error).__name__}: {error}"
+            problem = f"the forward cannot be traced: {type(error).__name__}: {error}"
             raise tracer.fail(problem, tracer.leaf_hint()) from error
         new = {k: v for k, v in call.module.__dict__.items() if k not in before}
     constants = {k: v for k, v in new.items() if isinstance(v, Tensor)}

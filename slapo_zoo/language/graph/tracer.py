@@ -111,7 +111,7 @@ class ValueTracer(fx.Tracer):
         except ScheduleError:
             raise
         except Exception as error:
-            problem = f"{node.target} fails on the example: {type(error).__name__}: {error}"
+            problem = f"{node.target} fails on the example inputs: {type(error).__name__}: {error}"
             raise self.fail(problem, self.leaf_hint()) from error
         finally:
             self.evaluating -= 1

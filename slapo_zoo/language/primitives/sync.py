@@ -143,7 +143,7 @@ class Sync(Directive):
             problem = f"{op!r} cannot run in mode {self.mode!r}"
             hint = f"pass one of the modes {modes}"
             if "->" in op:  # a gradient must keep the shape of its input
-                hint += f"; fwd_pre {'->'.join(op.split('->')[::-1])!r} does this in its backward"
+                hint += f"; mode fwd_pre with {'->'.join(op.split('->')[::-1])!r} does this to the gradient"
             raise self.fail(site, problem, hint)
         if op in OF_COLUMNS and site.placed("weight") is None:
             hint = 'shard("weight", 0, pad=True) first'

@@ -31,7 +31,7 @@ class SyncBatchNorm(Directive):
     def check(self, site: Site) -> None:
         found = type(site.module).__name__
         if not isinstance(site.module, nn.BatchNorm2d):
-            hint = "select only modules of this class"
+            hint = "select only modules of class BatchNorm2d"
             raise self.fail(site, f"found {found}, expected BatchNorm2d", hint)
         if site.module.momentum is None:
             raise self.fail(site, "the module's momentum is None", "set its momentum, e.g. to 0.1")

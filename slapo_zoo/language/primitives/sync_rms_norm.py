@@ -34,7 +34,7 @@ class SyncRMSNorm(Directive):
         if site.placed("weight") is None:
             raise self.fail(site, "the module's weight is not sharded", "shard('weight', 0) first")
         if not isinstance(getattr(site.module, self.eps, None), float):
-            hint = "pass eps=, the name of the attribute that its forward adds to the mean"
+            hint = "pass eps=, the name of the attribute that the module's forward adds to the mean"
             raise self.fail(site, f"found no attribute {self.eps!r} that is a float", hint)
         if "forward" in vars(site.module):
             hint = "move this directive before the one that replaced the forward"

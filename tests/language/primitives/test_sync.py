@@ -131,7 +131,7 @@ def test_reshard_of_uneven_axis_is_refused_before_communication(op, ranks):
 
 def test_invalid_or_misplaced_reshard_is_refused():
     sch = Schedule(nn.Sequential(Twice()), Mesh(tp=2, dry_run=True))
-    with pytest.raises(ScheduleError, match="fwd_pre 'RR->RS' does this in its backward"):
+    with pytest.raises(ScheduleError, match="mode fwd_pre with 'RR->RS' does this to the gradient"):
         sch["0"].sync("bwd_post", "RS->RR")
     with pytest.raises(ScheduleError, match="no sync op 'RR->XR'"):
         sch["0"].sync("fwd_post", "RR->XR")
