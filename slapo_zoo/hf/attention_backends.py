@@ -159,7 +159,7 @@ def require_backend(
             n for n in tunable if not BACKENDS[n].flag or getattr(cls, BACKENDS[n].flag, False)
         ]
         problem = (
-            f"{cls.__name__} does not support it: the class has no such attention"
+            f"{cls.__name__} does not support this backend"
             if found
             else f"{cls.__name__} has no attention whose backend can be chosen"
         )

@@ -156,7 +156,7 @@ def require_indices(inside: Tensor, what: str, size: int) -> None:
         what: name of the indices for the message.
         size: length of the unsharded axis.
     """
-    hint = "pass ids of this model's own tokenizer, or a model with a larger vocabulary"
+    hint = "use the tokenizer of this model, or a model with a larger vocabulary"
     # On one line: torch.compile writes it into C++ as it is.
     problem = f"{what}: found one beyond 0..{size - 1}; hint: {hint}"
     torch._assert_async(inside.all(), problem)  # pyright: ignore[reportPrivateImportUsage]

@@ -155,9 +155,9 @@ def eager(case, folder, sizes):
         (
             GPT2,
             "flex",
-            "GPT2LMHeadModel does not support it | choose one of sdpa, eager, flash, xformers",
+            "GPT2LMHeadModel does not support this backend | choose one of sdpa, eager, flash, xformers",
         ),
-        (HEADS["gpt_neo"][0], "sdpa", "does not support it | choose one of eager"),
+        (HEADS["gpt_neo"][0], "sdpa", "does not support this backend | choose one of eager"),
         (HEADS["mamba"][0], "eager", "no attention whose backend can be chosen"),
         (GPT2, "spda", "nearest: ['sdpa'"),
     ],

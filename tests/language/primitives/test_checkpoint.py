@@ -117,7 +117,7 @@ def test_checkpoint_directive_errors_give_a_hint():
     sch[BLOCKS].checkpoint()
     with pytest.raises(ScheduleError, match="checkpointed already"):
         sch["bert.encoder.layer.0"].checkpoint()
-    with pytest.raises(ScheduleError, match="trace before that directive"):
+    with pytest.raises(ScheduleError, match=r"call trace\(\) before that directive"):
         sch["bert.encoder.layer.0"].trace()
 
 
