@@ -62,5 +62,5 @@ def require_cp_support(table: Table, cls: Any, config: Any) -> None:
         problem = f"{name} is not known to train right with tokens sharded over cp"
         raise ArchitectureError("zoo", what, problem, f"use cp=1; cp runs for {', '.join(known)}")
     if getattr(config, "token_dropout", False):
-        problem = "token_dropout=True scales the embeddings by the masked share of the whole row"
+        problem = "found token_dropout=True, which needs all tokens of a row; a cp rank has some"
         raise ArchitectureError("zoo", what, problem, "pass token_dropout=False, or use cp=1")

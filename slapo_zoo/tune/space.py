@@ -182,7 +182,7 @@ class Space:
                 )
         if not found:
             raise SpaceError(
-                "Space", self, "found no configuration", "remove or relax a constraint"
+                "Space", self, "found no configuration, expected one", "relax a constraint"
             )
         return found
 

@@ -48,8 +48,8 @@ def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
         space.create_symbol("dp", lambda tp, pp: [n for n in sizes if tp * pp * n == ranks])
     found = [point for point in space.all_points() if _is_valid(point)]
     if not found:
-        hint = "choose micro_batches that divide batch_size"
-        raise SlapoError("tune", "space", "no configuration is valid", hint)
+        hint = "choose micro_batches that divide batch_size, and a checkpoint_ratio for a checkpoint_policy"
+        raise SlapoError("tune", "--symbol", "found no valid configuration", hint)
     return found
 
 

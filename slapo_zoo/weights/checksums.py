@@ -196,6 +196,6 @@ def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | Non
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None
             if found != expected:
-                problem = f"this file was written by the save {found}, expected {expected}"
+                problem = f"found a file written by the save with id {found}, expected {expected}"
                 hint = "the folder mixes files of two saves: copy all files of one save"
                 raise WeightsError(str(folder.path / name), "", problem, hint)

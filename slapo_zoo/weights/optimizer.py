@@ -246,7 +246,7 @@ def _check_kind(optimizer: Any, record: Record) -> None:
     found = type(optimizer).__name__, len(optimizer.param_groups)
     expected = record["class"], len(record["groups"])
     if found != expected:
-        problem = "found {} of {} groups, expected {} of {}".format(*found, *expected)
+        problem = "found {} with {} parameter groups, expected {} with {}".format(*found, *expected)
         raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
 
 

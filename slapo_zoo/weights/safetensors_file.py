@@ -88,7 +88,7 @@ def read_header(file: BinaryIO) -> Header:
         found = f"found {os.fstat(file.fileno()).st_size} bytes that are not a complete safetensors file"
         raise WeightsError(path, "", f"{found}: {error}", hint) from error
     if not is_same:
-        raise WeightsError(path, "", "it was replaced while it was opened", "load it again")
+        raise WeightsError(path, "", "the file was replaced while it was opened", "load it again")
     entries: dict[str, Entry] = {}
     end = 8 + int.from_bytes(head, "little")
     for name, held in slices.items():  # in the order of their bytes, without holes

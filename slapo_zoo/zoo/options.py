@@ -239,7 +239,7 @@ def check_knobs(where: str, options: LoaderOptions) -> None:
 def unknown_knob(where: str, name: str, known: Iterable[str]) -> SlapoError:
     """Return the error for an argument `name` that is not among the `known` ones; `where` names the called function."""
     if name in INSTEAD:
-        return SlapoError(where, f"{name}=", "it has no effect here", INSTEAD[name])
+        return SlapoError(where, f"{name}=", "this argument has no effect here", INSTEAD[name])
     near = nearest(name, known) or sorted(KNOBS)
     problem = "no such argument, and the config has no such field"
     return SlapoError(where, f"{name}=", problem, f"nearest: {', '.join(near)}")

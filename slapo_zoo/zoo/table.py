@@ -134,7 +134,7 @@ class ConfigNumbers(Mapping[str, int]):
     def __getitem__(self, name: str) -> int:
         found = self.made.get(name, getattr(self.config, name, None))
         if type(found) is not int:
-            raise KeyError(f"{name} is {found!r}, expected an integer")
+            raise KeyError(f"found {name}={found!r} in the config, expected an integer")
         return found
 
     def __iter__(self) -> Iterator[str]:

@@ -279,12 +279,12 @@ def test_unknown_loader_argument_error_names_the_nearest_argument():
         ({"save_total_limit": 2}, "save_total_limit: there is no checkpoint"),
         (
             {"lr_scheduler_kwargs": {"num_cycles": 2}},
-            "lr_scheduler_kwargs: a constant schedule takes none",
+            "lr_scheduler_kwargs: a constant schedule takes no arguments",
         ),
         ({"trainer": {"eval_delay": 2}}, "eval_delay: there is nothing to evaluate on"),
         (
             {"trainer": {"optim_args": "momentum=0.9"}},
-            "optim_args: optim=adamw_torch_fused takes none",
+            "optim_args: optim=adamw_torch_fused takes no arguments",
         ),
         (
             {"optim": "sgd", "trainer": {"optim_args": "lr=0.9"}},

@@ -69,7 +69,7 @@ def test_unknown_loader_option_error_names_the_nearest_option(name, near, root):
 @pytest.mark.parametrize("name", INSTEAD)
 def test_transformers_arguments_without_effect_are_refused(name, root):
     text = refused(SlapoError, checkpoint(GPT2, root), **{name: "x"})
-    assert f"{name}= | it has no effect here | {INSTEAD[name]}" in text
+    assert f"{name}= | this argument has no effect here | {INSTEAD[name]}" in text
 
 
 def test_config_fields_are_accepted_as_loader_arguments(root):

@@ -105,7 +105,7 @@ def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]
     programs = [load_card(name).program for name in (card, other)]
     if programs[0].model_class != programs[1].model_class:
         classes = " and ".join(program.model_class for program in programs)
-        problem = f"the two cards are for {classes}"
+        problem = f"found cards for {classes}, expected one model class"
         raise CardError("card diff", "class", problem, "compare two cards of one class")
     text = programs[0].diff(programs[1], card, other)
     return {"same": not text, "diff": text}, text or "the programs are the same"

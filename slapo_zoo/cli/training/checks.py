@@ -52,7 +52,7 @@ def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
         mesh = virtual_mesh(mesh, options.exact)
         options = replace(options, exact=mesh.sizes)
     check_engine(options)
-    _require(importlib.util.find_spec("accelerate"), "", "the package accelerate, which it needs, is not installed", "pip install slapo-zoo[train]")  # fmt: skip
+    _require(importlib.util.find_spec("accelerate"), "", "found no package accelerate, which this command needs", "pip install slapo-zoo[train]")  # fmt: skip
     check_batch(options.batch_size, mesh.dp, options.micro_batches)
     check_evaluation(options)
     check_trackers(options)
@@ -97,12 +97,12 @@ def check_engine(options: TrainOptions) -> None:
     _require(name == "torch" or not options.exact, "exact", f"found --engine {name}, which sums gradients in an order of its own", "leave --engine out")  # fmt: skip
     _require(options.exact or not options.log_digest, "log_digest", "digests of two meshes are equal only with `exact`", "add exact: {tp: 2}")  # fmt: skip
     hint = f"pip install slapo-zoo[{name}]"
-    _require(importlib.util.find_spec(name), f"--engine {name}", "its package is not installed", hint)  # fmt: skip
+    _require(importlib.util.find_spec(name), f"--engine {name}", f"the package {name} is not installed", hint)  # fmt: skip
     is_deepspeed = name == "deepspeed"
     _require(is_deepspeed or not options.deepspeed, "deepspeed", f"these options are for DeepSpeed, found --engine {name}", "add --engine deepspeed")  # fmt: skip
     stage = options.deepspeed.get("zero_optimization", {}).get("stage", 0)
     problem = f"DeepSpeed's pipeline takes stage 0 and 1, found stage {stage} and pp={pp}"
-    _require(stage < 2 or pp == 1, "deepspeed", problem, "choose 1, or pp=1")
+    _require(stage < 2 or pp == 1, "deepspeed", problem, "choose stage 1, or pp=1")
     problem = f"found pp={pp}, expected 1: Megatron's pipeline needs CUDA"
     _require(name != "megatron" or pp == 1, "--engine megatron", problem, "choose --engine torch or deepspeed")  # fmt: skip
 
@@ -150,7 +150,7 @@ def check_evaluation(options: TrainOptions) -> None:
     """
     if options.evaluates:
         problem = f"found --engine {options.engine}, expected torch"
-        _require(options.engine == "torch", "eval_data", problem, "evaluate its checkpoint by engine: torch")  # fmt: skip
+        _require(options.engine == "torch", "eval_data", problem, "leave it out, and evaluate the checkpoint later with --engine torch")  # fmt: skip
     names = [name for name in ("eval_data", "eval_split") if getattr(options, name)]
     if options.eval_share:
         problem = f"found {' and '.join(names)} too, which is evaluated on in its place"
@@ -163,8 +163,8 @@ def check_evaluation(options: TrainOptions) -> None:
     needs = {
         "best": nothing, "patience": nothing, "eval_batches": nothing, "eval_delay": nothing,
         "save_total_limit": (options.checkpoint, "there is no checkpoint", "add checkpoint: FOLDER"),
-        "lr_scheduler_kwargs": (options.lr_scheduler_type != "constant", "a constant schedule takes none", "name another"),
-        "optim_args": (options.optim == "sgd", f"optim={options.optim} takes none", "add optim: sgd, or use adam_beta1, ..."),
+        "lr_scheduler_kwargs": (options.lr_scheduler_type != "constant", "a constant schedule takes no arguments", "name another lr_scheduler_type"),
+        "optim_args": (options.optim == "sgd", f"optim={options.optim} takes no arguments", "add optim: sgd, or use adam_beta1, ..."),
     }  # fmt: skip
     given, usual = vars(options) | options.trainer, vars(TrainOptions(""))
     for name, need in needs.items():

@@ -105,7 +105,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
         return model.mesh.coord("pp"), ""
 
     if missing := {stage: text for stage, text in together(model.mesh, STEP, attempt) if text}:
-        found = f"stages {sorted(missing)} of pp={model.mesh.pp} hold none of them"
+        found = f"found none of these modules on stages {sorted(missing)} of pp={model.mesh.pp}"
         problem = found if len(missing) < model.mesh.pp else missing[0]
         hint = (
             "name modules that every stage has, or use fewer stages; print(model) shows the names"
@@ -304,7 +304,7 @@ def _rule(
         raise _refusal(path, problem)
     if other := [s.sync_op_or_fn for s in syncs if s.sync_op_or_fn != "all_reduce"]:
         raise _refusal(
-            path, f"its output takes {other[0]!r}, but an adapter needs the collective 'all_reduce'"
+            path, f"found the collective {other[0]!r} on its output, an adapter needs 'all_reduce'"
         )
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - no other directive shards tensors
@@ -317,7 +317,7 @@ def _rule(
         # Without an all-reduce in `here` the gradient of h is a partial sum, so that of A is summed.
         return tokens if here else (SumGradient("weight"),), (part, *here)
     if not here:
-        problem = "the all-reduce of its output belongs to another module, which is not supported"
+        problem = "found no all-reduce of its output at this module, expected one: its weight is sharded over inputs"
         raise _refusal(path, problem)
     return (replace(how, axis=1), *here), tokens
 
@@ -333,7 +333,7 @@ def _check_dropout(
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
     if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
            for p in placements if parts for r in range(mesh.tp)):  # fmt: skip
-        problem = f"lora_dropout on {size} columns that tp={mesh.tp} shards into unequal parts"
+        problem = f"found {size} columns, which tp={mesh.tp} shards into unequal parts"
         raise SlapoError(STEP, path, problem, "pass lora_dropout=0, or another tp")
 
 

@@ -84,7 +84,7 @@ class _Load:
         for name in ("optimizer", "scheduler"):
             if getattr(self, name) is not None and state[name] is None:
                 problem = f"the checkpoint was saved without {name}"
-                hint = "leave it out, or start without this checkpoint"
+                hint = f"leave {name}= out, or start without this checkpoint"
                 raise WeightsError(str(self.path / FILE), name, problem, hint)
         if self.scheduler is not None:
             _check_scheduler(self.path, decode(state["scheduler"]), self.scheduler.state_dict())
@@ -102,7 +102,7 @@ class _Load:
         found = set(opened.optimizer.key_to_file) if opened.optimizer else set()
         if wrong := found ^ optimizers.tensor_names(record):
             where = str(self.path / FILE)
-            problem = f"{len(wrong)} tensors are listed here or stored in the optimizer's files, but not both"
+            problem = f"found {len(wrong)} tensors either in this list or in the optimizer's files, expected both"
             hint = "copy the folder again: one of its files may be damaged"
             raise WeightsError(where, min(wrong), problem, hint)
         if (targets := self.restored.targets) and opened.optimizer is not None:

@@ -240,7 +240,7 @@ class _Save:
             raise WeightsError(SAVE, "optimizer", problem, hint)
         records = [record for _, record, *_ in found if record is not None]
         if records and len(records) != mesh.pp:
-            problem = f"found an optimizer on {len(records)} of {mesh.pp} stages"
+            problem = f"found an optimizer on {len(records)} of {mesh.pp} stages, expected all"
             raise WeightsError(SAVE, "optimizer", problem, "pass the optimizer on all ranks")
         self.state["optimizer"] = optimizers.merge(records) if records else None
         self.state["torch_random"] = pack_states([states for _, _, states, _ in found])

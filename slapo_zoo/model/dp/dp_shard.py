@@ -243,18 +243,18 @@ def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int 
     """
     if size == 1:
         if stage != 3:  # the default
-            problem = "nothing is sharded over dp at dp_shard=1"
+            problem = "nothing is sharded over dp with dp_shard=1, expected more"
             raise MeshError(
                 "from_pretrained", f"zero_stage={stage}", problem, "pass dp_shard=N too"
             )
         return
     if (ranks := mesh.size("loss")) % size:
         near = min((n for n in range(1, ranks + 1) if ranks % n == 0), key=lambda n: abs(n - size))
-        problem = f"the number does not divide {mesh.named('loss')}={ranks}"
+        problem = f"found {size}, which does not divide {mesh.named('loss')}={ranks}"
         raise MeshError(
             "from_pretrained", f"dp_shard={size}", problem, f"pass a divisor; the nearest is {near}"
         )
     if target not in (None, "torch") or options:
-        problem = "the engine shards parameters by itself"
+        problem = "found target= or target_options=: the engine shards parameters by itself"
         hint = "leave out dp_shard=, or target= and target_options="
         raise MeshError("from_pretrained", f"dp_shard={size}", problem, hint)

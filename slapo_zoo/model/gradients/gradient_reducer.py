@@ -137,7 +137,7 @@ class GradientReducer:
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
-            problem = "this backward goes through a forward with sharded tokens and one without"
+            problem = "this backward goes through a forward with sharded tokens and one without, expected one kind"
             hint = "pad both batches to a multiple of tp (pad_to_multiple_of of the tokenizer)"
             raise MeshError("backward", "sequence_parallel=True", problem, hint)
         sharded = next(iter(self.token_modes), self.tokens_sharded)
@@ -182,7 +182,7 @@ class GradientReducer:
         self._count_stored()
         if self.stored is False and not self.in_step:
             dims = self.mesh.named("loss")
-            problem = f"it returns the gradients of this rank's part of the loss, not their average over {dims}"
+            problem = f"this call returns the gradients of this rank's part of the loss, not their average over {dims}"
             raise MeshError("backward", f"torch.autograd.grad with {dims} > 1", problem, _OWN_HINT)
         if met := bool(self.stored):
             for bucket in self.waiting:  # in the same order on every rank

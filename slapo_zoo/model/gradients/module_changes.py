@@ -170,7 +170,7 @@ class Structure:
         model: Any = self
         size = model.config.get_text_config().vocab_size
         if new_num_tokens is not None and new_num_tokens != size:
-            problem = f"found {new_num_tokens}, this model is sharded for a vocabulary of {size}"
+            problem = f"found {new_num_tokens}, expected {size}, the sharded vocabulary"
             hint = (
                 "resize the plain model of transformers, save_pretrained it, and load that folder"
             )

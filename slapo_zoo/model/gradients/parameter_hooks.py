@@ -52,7 +52,7 @@ class OnWhole:
         try:
             found = self.hook(full)
             if found is not None and found.shape != full.shape:
-                raise IndexError(f"it returned a tensor {list(found.shape)}")
+                raise IndexError(f"found a result of shape {list(found.shape)}")
         except (RuntimeError, IndexError) as error:
             problem = f"the hook failed on the gradient of the unsharded tensor {list(full.shape)}: {error}"
             hint = (

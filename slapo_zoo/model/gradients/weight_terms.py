@@ -55,8 +55,8 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
         name = names.get(id(p), "")
         row = runtime.plan.of(name)
         if mixed and (is_divided(p) or runtime.plan.sharded(name)):
-            problem = f"{mixed} needs the unsharded weight {name}, this rank has a shard"
-            hint = "use a sum over single elements, e.g. p.square().sum() / number of all elements"
+            problem = f"found {mixed} on this rank's shard of {name}: this operation needs the unsharded weight"
+            hint = "write a sum over elements, e.g. p.square().sum() / elements of the unsharded weight"
             raise MeshError("train_step", "loss_fn", problem, hint)
         if mesh.pp > 1 and not (row and row.sums(True, TIED)):
             problem = f"the loss has a term in the weight {name}, which other stages do not hold"

@@ -7,15 +7,15 @@ from slapo_zoo.model.integrations.dialects.engine import is_exact
 
 # Option --> why it is refused, what to do.
 REFUSED = {
-    "fsdp": ("the Trainer would wrap a model that is sharded already", 'call init_target_engine(model, "torch", ...)'),
-    "deepspeed": ("the Trainer would wrap a model that is sharded already", 'call init_target_engine(model, "deepspeed", ...)'),
+    "fsdp": ("Trainer would wrap a model that is sharded already", 'leave it out; call init_target_engine(model, "torch", ...)'),
+    "deepspeed": ("Trainer would wrap a model that is sharded already", 'leave it out; call init_target_engine(model, "deepspeed", ...)'),
     "fp16": ("a scheduled model casts its own weights and scales its own loss", 'load it with precision="fp16", or set bf16=True'),
     "torch_compile": ("the whole model cannot be compiled, because its forward runs collectives", "compile the blocks yourself: block.compile()"),
-    "use_liger_kernel": ("it would replace the forwards that the schedule has put there", "load the model with kernels="),
+    "use_liger_kernel": ("it would replace forwards that the schedule has replaced", 'leave it out; load the model with kernels="auto"'),
 }  # fmt: skip
 # The same for an exact model alone.
 REFUSED_EXACT = {
-    "gradient_accumulation_steps": ("the targets of a step are counted by the virtual ranks", "call from_pretrained(..., micro_batches=N)"),
+    "gradient_accumulation_steps": ("with exact= the virtual ranks count the targets of one batch", "leave it out; call from_pretrained(..., micro_batches=N)"),
     "bf16": ("autocast holds for one thread, and the virtual ranks run in other threads", 'load the model with precision="bf16"'),
     "neftune_noise_alpha": ("its noise would be drawn once per process, not per virtual rank", "leave exact= out"),
 }  # fmt: skip
@@ -38,16 +38,16 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
         _refuse_options_of_exact(args, own_loss)
         return
     if own_loss and mesh.pp > 1:
-        problem = f"the last of pp={mesh.pp} stages alone has logits, and backward begins there"
+        problem = f"found pp={mesh.pp}, expected 1: only the last stage has logits for this loss"
         hint = "use pp=1, or a loop of your own: model.train_step(batch, loss_fn=...)"
         raise _refusal(own_loss, problem, hint)
     saves = str(getattr(getattr(args, "save_strategy", None), "value", "no"))
     if model._slapo.peft_config and saves != "no":
-        problem = "a checkpoint to resume from contains the full model, not an adapter"
+        problem = "found a model with an adapter, for which no training checkpoint is written"
         hint = 'pass save_strategy="no"; trainer.save_model(folder) writes the adapter at the end'
         raise _refusal(f"save_strategy={saves!r}", problem, hint)
     if getattr(args, "neftune_noise_alpha", None) and model.schedule.state.sequence_parallel:
-        problem = "each tp rank would scale the noise by the number of its own tokens only"
+        problem = "with sequence_parallel a tp rank would scale the noise by its own tokens only"
         raise _refusal("neftune_noise_alpha", problem, "load the model without sequence_parallel")
     _share_generations(mesh, args)
     optimizer = str(getattr(getattr(args, "optim", None), "value", ""))
@@ -65,7 +65,7 @@ def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
         hint = (
             "use the model's own loss, or a loop of your own: model.train_step(batch, loss_fn=...)"
         )
-        raise _refusal(own_loss, "it would compute one loss for several virtual ranks", hint)
+        raise _refusal(own_loss, "it would be one loss of several virtual ranks (exact=)", hint)
     for name, (problem, hint) in REFUSED_EXACT.items():
         if getattr(args, name, None) != getattr(type(args), name, None):
             raise _refusal(name, problem, hint)

@@ -26,7 +26,7 @@ def take_back_forward(model: Any) -> None:
     function = getattr(replaced, "__func__", replaced)
     code = getattr(function, "__code__", None)
     if code is None or code.co_name != THEIRS:
-        problem = f"{getattr(function, '__module__', 'it')} has replaced the model's forward"
+        problem = f"found a forward of {getattr(function, '__module__', 'another library')}, expected the model's own"
         hint = "the model is sharded over ranks: leave its forward unchanged"
         raise SlapoError("ScheduledTrainer", "model", problem, hint)
     cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))

@@ -227,7 +227,7 @@ def within_budget(
     width = getattr(config.get_text_config(), "hidden_size", 0)
     least = width * (options.compute_dtype or dtype).itemsize // mesh.tp
     if budget < least:  # too little for any micro-batch shape
-        problem = f"a block keeps {least} bytes for one token, even with full recomputation"
+        problem = f"a block keeps {least} bytes of one token, even with full recomputation; found {budget}"
         raise SlapoError(where, what, problem, 'give gigabytes, e.g. activation_memory="8GiB"')
     shape = require_shape(options.micro_batch_shape)
     policies = policies_within(

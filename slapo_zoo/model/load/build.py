@@ -122,7 +122,7 @@ def _materialize(
     for name in names:
         if module._parameters[name].isnan().any():
             module._parameters.update(before)
-            problem = f"nothing initialises {name!r}"
+            problem = f"nothing initialises {name!r}, expected a function that does"
             hint = "pass param_init_fn=, or give the module reset_parameters()"
             raise ScheduleError(path or "(the model)", "build", problem, hint)
 

@@ -128,7 +128,7 @@ def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
     """
     for name in LAYERS if model._slapo.schedule.state.body else ():
         if asked(model, options, name):
-            problem = f"a rank of cp={n} computes those of its own tokens only"
+            problem = f"a rank of cp={n} computes this output for its own tokens only"
             raise SlapoError(WHERE, f"{name}=True", problem, "leave it out, call the model in eval(), or use cp=1")  # fmt: skip
 
 

@@ -75,7 +75,7 @@ class Generates:
         model: Any = self
         if model.mesh.pp > 1:
             if kwargs.get("use_cache"):
-                problem = f"pp={model.mesh.pp} keeps no KV cache"
+                problem = f"a pipeline of pp={model.mesh.pp} stages keeps no KV cache"
                 raise SlapoError("generate", "use_cache=True", problem, "leave it out, or use pp=1")
             kwargs["use_cache"] = False
         if model.mesh.tp * model.mesh.pp > 1:  # its compiled graphs would contain collectives

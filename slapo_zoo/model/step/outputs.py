@@ -33,7 +33,7 @@ def refuse_outputs(model: Any, batch: Mapping[str, Any]) -> None:
         raise SlapoError("forward", "output_attentions=True", problem, "leave it out, or use tp=1")
     used = str(getattr(model.config, "_attn_implementation", None) or "eager")
     if not used.endswith("eager"):
-        problem = "this attention back end does not make the matrix of weights"
+        problem = f"found attention={used!r}, expected eager, which alone computes the weights"
         hint = 'load the model with attention="eager"'
         raise SlapoError("forward", "output_attentions=True", problem, hint)
 

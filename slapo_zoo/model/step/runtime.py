@@ -168,12 +168,12 @@ def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None
     if table.is_undivided(model.unscheduled_class) and any(
         not part.startswith("pp=") for part in divided
     ):
-        problem = f"the loss is no mean over rows, so the batch cannot be split: found {', '.join(divided)}"
+        problem = f"found {', '.join(divided)}: the loss is no mean over rows, so the batch cannot be split"
         raise MeshError("the model", "loss", problem, "pass micro_batches=1 and use dp=1")
     for name in table.whole_batch if divided else ():
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
-            problem = f"the loss then needs the whole batch at once, found {', '.join(divided)}"
+            problem = f"found {', '.join(divided)}: the loss then needs the whole batch at once"
             raise MeshError(
                 "the model", f"{name}=True", problem, f"pass {name}=False, or use tp only"
             )

@@ -23,17 +23,17 @@ def parse(data: bytes, where: str) -> Any:
     except RefusedError as error:
         problem = str(error)
     except UnicodeDecodeError as error:
-        problem = f"not UTF-8 at byte {error.start}"
+        problem = f"found bytes that are not UTF-8, at offset {error.start}"
     except json.JSONDecodeError as error:
         problem = f"{error.msg} in line {error.lineno}"
     raise CardError(
-        where, "JSON", problem, "correct the file; a card holds JSON without repeated keys or NaN"
+        where, "JSON", problem, "edit the file: a card is short JSON without repeated keys or NaN"
     )
 
 
 def _parse(data: bytes) -> Any:
     if len(data) > MAX_BYTES:
-        raise RefusedError(f"found {len(data)} bytes, expected at most {MAX_BYTES}")
+        raise RefusedError(f"found a file of {len(data)} bytes, expected at most {MAX_BYTES}")
     text = data.decode("utf-8")
     if _depth(text) > MAX_DEPTH:
         raise RefusedError(f"found brackets nested deeper than {MAX_DEPTH}")

@@ -131,7 +131,7 @@ def _first_match(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
 
 def _dims(config: Any) -> dict[str, Any]:
     if not isinstance(getattr(config, "num_attention_heads", None), int):
-        raise refusal(config, "its config has no num_attention_heads", "pass its text config")
+        raise refusal(config, "found no num_attention_heads in the config", "pass its text config")
 
     kv = "num_key_value_heads"
     kv = kv if isinstance(getattr(config, kv, None), int) else "num_attention_heads"
@@ -190,7 +190,7 @@ def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule
         return column(0)
     if style not in rules:
         problem = f"the tp plan has the style {style!r} for {pattern}"
-        hint = f"known styles: {', '.join(['colwise', *rules])}; write a table for the others"
+        hint = f"write a table (docs/adding_an_architecture.md); known styles: {', '.join(['colwise', *rules])}"
         raise refusal(config, problem, hint)
     return rules[style]
 
@@ -208,4 +208,4 @@ def _blocks(config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Modul
     for pattern in plan:
         if found := re.match(r"(.*?)\.\*", pattern):
             return f"{found[1]}.*"
-    raise refusal(config, "the tp plan names no repeated blocks", "write a table")
+    raise refusal(config, "found no repeated blocks, such as layers.*, in the tp plan")

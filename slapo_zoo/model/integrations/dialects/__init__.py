@@ -100,7 +100,7 @@ def _check_options(where: str, name: str, options: dict[str, Any], takes: list[A
     named = [p for p in takes if p.kind is not p.VAR_KEYWORD]
     needed = [p.name for p in named if p.default is p.empty and p.name not in options]
     if needed:
-        problem = f"found {sorted(options)}, but {name} needs {needed[0]!r}"
+        problem = f"found {sorted(options)}, expected {needed[0]!r} too, which {name} needs"
         hint = f'target_options={{"{needed[0]}": ...}}, as init_target_engine takes it'
         raise ScheduleError(where, "target_options", problem, hint)
     unknown = sorted(options.keys() - {p.name for p in named})

@@ -33,7 +33,7 @@ def pipeline_engine(
     """
     pipeline: Pipeline = model._slapo.pipeline
     if pipeline.places.num_stages != model.mesh.pp:
-        problem = f"found {pipeline.places.num_stages} stages on pp={model.mesh.pp} ranks"
+        problem = f"found {pipeline.places.num_stages} stages, expected pp={model.mesh.pp}"
         hint = "DeepSpeed runs one stage per rank, as 1F1B: leave stages_per_rank out"
         raise MeshError("target='deepspeed'", "stages_per_rank", problem, hint)
     sum_partial_gradients_in_backward(model)
@@ -56,8 +56,8 @@ class PipelineTarget(TargetEngine):
     def update(self, batch: Any, micro_batches: int | None = None) -> Tensor:
         count = self.native.gradient_accumulation_steps()
         if micro_batches not in (None, count):
-            problem = f"found {micro_batches}, but the config has {count}"
-            hint = "set gradient_accumulation_steps in the config"
+            problem = f"found {micro_batches}, expected {count} as in DeepSpeed's config"
+            hint = "leave it out, or set gradient_accumulation_steps in that config"
             raise SlapoError("target='deepspeed'", "micro_batches", problem, hint)
         return self.model.train_step(batch, count)
 

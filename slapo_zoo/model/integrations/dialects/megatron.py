@@ -64,7 +64,7 @@ def take_groups(mesh: Mesh) -> None:
     state = import_megatron().parallel_state
     if not dist.is_initialized():
         hint = "start the processes with torchrun"
-        raise MeshError("target='megatron'", "dist", "there is no process group", hint)
+        raise MeshError("target='megatron'", "dist", "found no process group of torch", hint)
     if not state.model_parallel_is_initialized():
         state.initialize_model_parallel(mesh.tp, mesh.pp, order="tp-cp-ep-dp-pp")
     groups = {

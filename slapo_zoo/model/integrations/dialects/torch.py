@@ -82,7 +82,7 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
         )
         raise SlapoError("target='torch'", what, problem, "leave data_parallel= out")
     if kind == "fsdp2" and is_scheduled(sch) and sch._slapo.precision.dtype is not None:
-        problem = "FSDP2 gathers parameters in a precision of its own"
+        problem = "found a model with precision=, but FSDP2 casts parameters itself"
         hint = "leave precision= out and pass mp_policy=MixedPrecisionPolicy(param_dtype=...)"
         raise SlapoError("target='torch'", what, problem, hint)
     if kind is not None and mesh.pp > 1:
@@ -99,9 +99,7 @@ def _check_stages(model: Any, what: str) -> None:
     """
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp:
-        problem = (
-            f"found {places.num_stages} stages on pp={pp} ranks, in the order {places.order.name}"
-        )
+        problem = f"found {places.num_stages} stages on pp={pp} ranks, in the order {places.order.name}, expected {pp}"
         hint = (
             "choose 1f1b or gpipe; or leave data_parallel out: gradients are then summed at the end"
         )
