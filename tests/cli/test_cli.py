@@ -327,7 +327,7 @@ def test_train_refuses_wrong_number_of_processes(gpt2, text, capsys, monkeypatch
     assert "found 3 processes, expected tp * pp * dp = 2 * 1 * 1" in err
 
 
-def test_error_on_the_ranks_prints_no_traceback(gpt2, text, capsys):
+def test_error_on_a_rank_prints_no_traceback(gpt2, text, capsys):
     own = ("--set", "load.schedule=zoo")  # is not tried before the ranks start
     err = failure(capsys, "train", gpt2, "--data", text, "--pp", 3, "--seq-len", 16, *own)
     assert "pp=3" in err

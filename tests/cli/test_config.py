@@ -111,7 +111,7 @@ def test_renamed_config_keys_are_fields_of_training_arguments():
     assert set(RENAMED.values()) <= TrainingArguments.__dataclass_fields__.keys()
 
 
-def test_every_training_argument_is_a_key_or_passed_on_or_refused_in_words():
+def test_every_field_of_training_arguments_is_an_option_or_refused_with_a_hint():
     """None is ignored in silence; what another release of transformers adds is seen here."""
     from transformers import TrainingArguments
 
@@ -127,7 +127,7 @@ def test_every_training_argument_is_a_key_or_passed_on_or_refused_in_words():
     assert not PASSED.keys() - TrainingArguments.__dataclass_fields__.keys()
 
 
-def test_passed_arguments_stand_alone_or_under_trainer(tmp_path):
+def test_training_arguments_are_accepted_as_keys_and_in_the_trainer_mapping(tmp_path):
     """The run.yaml of a checkpoint is read again."""
     given = read_sets(["run_name=a", "trainer.tf32=false", "eval_delay=2e1"])
     assert given == {"trainer": {"run_name": "a", "tf32": False, "eval_delay": 20}}

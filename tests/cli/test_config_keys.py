@@ -31,7 +31,7 @@ def trained(folder, *sets):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def test_optimizer_schedule_and_trackers_follow_their_keys(tmp_path):
+def test_train_command_applies_options_for_optimizer_lr_schedule_and_trackers(tmp_path):
     """Losses, norms and rates are those of a plain loop with the same AdamW and schedule."""
     write_gpt2(tmp_path / "model")
     (tmp_path / "text.txt").write_text(". ".join(sentences(60)))
@@ -64,7 +64,9 @@ def test_optimizer_schedule_and_trackers_follow_their_keys(tmp_path):
         optimizer.zero_grad()
 
 
-def test_configuration_split_and_lengths_of_data_follow_their_keys(tmp_path, capfd, monkeypatch):
+def test_train_command_applies_options_for_data_config_split_and_target_length(
+    tmp_path, capfd, monkeypatch
+):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     write_t5(tmp_path / "model")
     (tmp_path / "data").mkdir()

@@ -31,7 +31,9 @@ def logged(path):
     return [{name: line.get(name) for name in SAME} for line in lines]
 
 
-def test_exact_run_resumed_on_other_meshes_logs_the_digests_of_one_process(place, tmp_path, capfd):
+def test_train_with_exact_resumed_on_other_meshes_logs_the_same_digests_as_one_process(
+    place, tmp_path, capfd
+):
     exact = ("--exact", "tp=2,dp=2")
     run(*words(place, *exact, "--max-steps", 4, "--set", f"log_file={tmp_path / 'one'}"))
     other = (*exact, "--set", f"log_file={tmp_path / 'two'}", "--checkpoint", tmp_path / "kept")
@@ -61,5 +63,5 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("more", REFUSED, ids=" ".join)
-def test_mistakes_about_exact_are_refused_before_the_data_are_read(more, place, capsys):
+def test_train_command_refuses_invalid_exact_options_before_reading_data(more, place, capsys):
     assert REFUSED[more] in failure(capsys, *words(place, *more))

@@ -67,7 +67,7 @@ def test_verify_command_refuses_flags_fixed_by_the_card(capsys):
     assert "the card given by --schedule sets this option" in capsys.readouterr().err
 
 
-def test_show_and_plan_commands_know_cp(capsys):
+def test_show_and_plan_commands_support_context_parallelism(capsys):
     """Keys and values of 12 layers are gathered over cp; half of a row's activations stay on a rank."""
     assert cli("show", "gpt2", "--cp", 2, "--seq-len", 64, "--json") == 0
     rows = json.loads(capsys.readouterr().out)["collectives"]
@@ -88,7 +88,7 @@ def test_show_and_plan_commands_know_cp(capsys):
 
 
 @pytest.mark.parametrize("command", ["plan", "show", "verify"])
-def test_what_does_not_run_beside_cp_is_refused_by_name(command, capsys):
+def test_commands_with_cp_refuse_unsupported_options_by_name(command, capsys):
     more = ("--training",) if command == "plan" else ()
     assert cli(command, "gpt2", "--cp", 2, "--checkpoint-policy", "save_matmuls", *more) == 2
     assert (
@@ -105,13 +105,15 @@ def test_what_does_not_run_beside_cp_is_refused_by_name(command, capsys):
         ("ulysses", 5, 'cp=5 does not divide the 12 heads of a rank hint: use cp_attention="gather"'),
     ],
 )  # fmt: skip
-def test_ways_of_attention_that_do_not_fit_are_refused_by_name(way, cp, words, command, capsys):
+def test_commands_with_cp_refuse_cp_attention_that_does_not_fit_the_model(
+    way, cp, words, command, capsys
+):
     more = ("--training",) if command == "plan" else ()
     assert cli(command, "gpt2", "--cp", cp, "--cp-attention", way, *more) == 2
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_verify_exact_is_refused_beside_cp(capsys):
+def test_verify_exact_command_with_cp_is_refused(capsys):
     assert cli("verify", "gpt2", "--exact", "--cp", 2) == 2
     found = " ".join(capsys.readouterr().err.split())
     assert "verify: --exact: not supported together with cp=2" in found

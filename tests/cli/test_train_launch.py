@@ -119,7 +119,7 @@ def test_train_with_local_ranks_equals_one_process(engine, job, capfd):
     assert losses(capfd.readouterr().out) == expected
 
 
-def test_training_with_cut_tokens_saves_and_resumes_on_another_mesh(job, tmp_path, capfd):
+def test_train_command_with_cp_saves_and_resumes_on_another_mesh(job, tmp_path, capfd):
     """Two steps on cp=2 and two on tp=2, with evaluations, have the losses of four steps of one process."""
     from transformers import GPT2LMHeadModel
 
@@ -164,7 +164,9 @@ def test_training_with_cut_tokens_saves_and_resumes_on_another_mesh(job, tmp_pat
         ),
     ],
 )
-def test_what_does_not_run_beside_cp_is_refused_before_data_are_read(words, said, job, capsys):
+def test_train_command_with_cp_refuses_unsupported_options_before_reading_data(
+    words, said, job, capsys
+):
     assert said in failure(capsys, *job[0], "--cp", "2", *words)
 
 

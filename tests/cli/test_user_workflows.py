@@ -72,7 +72,7 @@ def test_training_interrupted_by_ctrl_c_resumes_on_another_layout(desk):
     assert list(losses(log)) == list(range(1, 61))
 
 
-def test_trainer_page_program_trains_on_a_csv_alike_on_four_ranks(desk):
+def test_program_of_trainer_page_has_the_evaluation_loss_of_one_process_on_four_ranks(desk):
     """The program of docs/trainer.md, with data from a csv file: four processes get the evaluation loss of one."""
     program = "".join(text for _, text in blocks("python", page("docs/trainer.md")))
     rows = "data = datasets.Dataset.from_dict(rows)"

@@ -48,12 +48,12 @@ def test_injected_bug_changes_training_and_is_named_by_its_checker(bug, root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", right_of(BUGS), ids=lambda b: f"{b.cls}-{b.layout}-{b.dropout}")
-def test_training_without_injected_bug_is_right_and_no_checker_reports(bug, root):
+def test_training_without_injected_bug_is_right_and_checkers_report_nothing(bug, root):
     assert damage(bug, root) < ROUNDING
     assert not first_to_find(bug, root).checker
 
 
-def test_bug_corpus_entries_are_valid():
+def test_every_bug_in_the_corpus_has_a_unique_name_and_a_known_checker():
     assert len({bug.name for bug in BUGS}) == len(BUGS)
     assert all(bug.threads and bug.met and bug.wrong and bug.layout in LAYOUTS for bug in BUGS)
     assert {bug.checker for bug in BUGS} <= {*CHECKERS, ""}

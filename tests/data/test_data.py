@@ -90,7 +90,7 @@ def test_missing_or_empty_data_raises(tmp_path):
         documents(tmp_path)
 
 
-def test_packed_rows_are_full_and_documents_end_with_eos():
+def test_packed_rows_are_full_and_each_document_ends_with_the_eos_token():
     rows = packed(Causal(Letters(eos=0), 3), "ab", "cde")[[0, 1]]
     assert rows["input_ids"] == [[97, 98, 0], [99, 100, 101]]
     assert rows["lengths"] == [[3], [3]]

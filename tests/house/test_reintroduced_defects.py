@@ -85,7 +85,7 @@ def run_test(sources, test):
     return subprocess.run(command, cwd=sources, env=env, capture_output=True, text=True, check=False)  # fmt: skip
 
 
-def test_source_line_of_each_known_defect_occurs_once():
+def test_source_line_that_each_reintroduced_defect_changes_occurs_once():
     """Runs by default, so that a defect whose source line moved is noticed at once."""
     for defect in ALL:
         assert (ROOT / defect.file).read_text().count(defect.right) == 1, defect.name

@@ -123,7 +123,7 @@ def shards_drift(zero_stage):
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.numerics.NumericsWarning")
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_replica_check_compares_matching_zero_shards(zero_stage):
+def test_replica_check_under_zero_compares_only_ranks_with_the_same_shard(zero_stage):
     found = emulate(shards_drift, zero_stage, mesh=(1, 1, 4))
     assert all(same == [] for same, _ in found)
     assert all(
@@ -141,7 +141,7 @@ def drift(tp):
         return same, watch.replicas(), watch.reports
 
 
-def test_dp_replicas_that_drift_apart_are_named():
+def test_replica_check_names_parameters_that_differ_between_dp_ranks():
     with pytest.warns(NumericsWarning, match="ln_f.weight on rank 1"):
         everyone = emulate(drift, 2, mesh=(2, 1, 1))
     for same, found, reports in everyone:

@@ -27,7 +27,7 @@ def kept_by_hooks_around(folder, layout):
     return len(kept), loss.item()
 
 
-def test_saved_tensor_hooks_around_zero3_blocks_still_apply(folder, ranks):
+def test_saved_tensor_hooks_of_the_user_apply_to_zero3_blocks(folder, ranks):
     """Hooks such as torch's `save_on_cpu` around a block see all saved tensors but the gathered weights."""
     whole, want = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2})[0]
     found, loss = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2, "dp_shard": 2})[0]

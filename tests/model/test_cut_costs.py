@@ -47,7 +47,7 @@ def test_dp_shard_step_sends_no_more_bytes_than_fsdp2(benchmark):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cp", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_bytes_that_attention_sends_are_those_of_the_formula(cp, way, costs):
+def test_bytes_sent_by_attention_with_cp_equal_the_documented_formula(cp, way, costs):
     """gather: keys and values twice, since a rank saves its own alone for the backward, their gradients once; ulysses:
     queries, keys, values, outputs and their gradients; ring: keys and values twice, their gradients once more."""
     for found in emulate(costs.sent, cp, way, mesh=(1, 1, cp)):  # and counts of targets
@@ -61,7 +61,7 @@ def test_bytes_that_attention_sends_are_those_of_the_formula(cp, way, costs):
         for cls in MODELS for padded in (False, True) for cell in ((cls, padded, way) for way in WAYS)
     ],
 )  # fmt: skip
-def test_peak_of_a_step_shrinks_with_cp(cls, padded, way, costs):
+def test_peak_memory_of_a_step_shrinks_with_cp(cls, padded, way, costs):
     """At most 1.1 / cp of one rank's peak."""
     one = costs.peak(cls, padded, 1)
     for cp in (2, 4):
@@ -87,7 +87,7 @@ def masked_elements(costs, way, padded, cp):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_mask_without_padding_costs_nothing(way, costs):
+def test_attention_with_cp_makes_no_mask_for_batches_without_padding(way, costs):
     """All cp ranks know before the step whether a row has padding; only then a mask is made."""
     for found in emulate(masked_elements, costs, way, False, 2, mesh=(1, 1, 2)):
         assert found == [0] * costs.LAYERS

@@ -278,7 +278,7 @@ def test_timeout_error_names_the_source_line_of_every_rank(what, monkeypatch):
         assert f"of rank {rank} at test_diverging_ranks.py:{line}" in told, told
 
 
-def test_line_of_the_last_collective_is_that_of_the_user_program():
+def test_timeout_error_gives_the_line_of_the_last_collective_in_the_user_program():
     def run():
         made(tp=2).train_step({"input_ids": IDS, "labels": IDS})
         return begun.of_world().line

@@ -131,7 +131,7 @@ def test_checkpoint_saved_with_a_new_mesh_dim_resumes_with_it_and_without_it(use
     assert here == [pytest.approx(alone, rel=1e-6)] * 4
 
 
-def test_mesh_dims_with_one_role_have_joint_size_and_coordinates():
+def test_size_and_coordinates_of_mesh_dims_with_the_same_role_are_combined():
     """A role joins several dims under one name; its coordinates count the slowest dim first, and map back to ranks."""
     mesh = WithX(2, 1, 3, 0, x=2)
     assert mesh.named("batch") == mesh.named("loss") == "x+dp"

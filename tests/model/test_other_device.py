@@ -215,7 +215,7 @@ def _read_by_some(device):
     return tuple(zip(*found, strict=True))
 
 
-def test_gradients_missing_on_some_ranks_equal_cpu_without_extra_host_sync(device_ranks):
+def test_gradient_that_only_some_dp_ranks_have_is_averaged_without_extra_host_sync(device_ranks):
     from other_device import DEVICE
 
     on_cpu = device_ranks.run(_read_by_some, 2, "cpu")

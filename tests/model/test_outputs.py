@@ -93,7 +93,7 @@ def refusals(folder, case, layout, options):
     ],
     ids=["pp2-states", "pp2-attentions", "tp2-attentions", "sdpa-attentions"],
 )
-def test_output_options_for_tensors_missing_on_a_rank_are_refused(
+def test_hidden_states_and_attentions_that_a_rank_lacks_are_refused(
     layout, option, words, tmp_path, ranks
 ):
     folder = checkpoint(CASES[0], tmp_path)

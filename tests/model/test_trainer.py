@@ -67,7 +67,7 @@ def evaluated(folder, out, layout):
     return found
 
 
-def test_eval_loss_of_an_own_loss_does_not_depend_on_the_layout(tmp_path, ranks):
+def test_eval_loss_of_a_user_loss_is_equal_on_every_layout(tmp_path, ranks):
     """Under tp2 and dp2, where one rank's last row is there for the count alone."""
     folder = checkpoint(CASE, tmp_path)
     want = evaluated(folder, tmp_path, None)

@@ -178,7 +178,7 @@ CACHED = {
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_part_with_a_cache_called_alone_has_equal_gradients_with_recomputation(name):
+def test_base_model_called_alone_with_recomputation_has_equal_gradients(name):
     cls = getattr(transformers, name)
     config, found = cls.config_class(**SMALL, **CACHED[name], bos_token_id=0, eos_token_id=0), []
     for ratio in (0.0, 1.0):

@@ -205,7 +205,7 @@ def test_verify_initializes_a_meta_model_temporarily():
     assert not emulate(on_meta, (column, no_forward), mesh=(2, 1, 1))[0][0].ok
 
 
-def test_verify_probe_loss_ignores_the_shared_random_generator(monkeypatch):
+def test_verify_loss_factors_do_not_depend_on_the_global_random_generator(monkeypatch):
     """Another rank's thread may reset torch's generator between a seed and a draw."""
     draw, seeds = torch.randn, iter(range(100))
 

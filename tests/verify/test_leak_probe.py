@@ -26,7 +26,7 @@ def derived(name):
     return derive(cls.config_class(), cls, (1, 1, 1), cp=2).table
 
 
-def test_probed_class_of_the_zoo_counts_positions_of_real_tokens():
+def test_leak_probe_finds_positions_that_count_real_tokens():
     assert probed("CamembertForMaskedLM").cut_tokens == {"CamembertForMaskedLM": "counted real"}
 
 
@@ -35,7 +35,7 @@ def test_probed_class_of_the_zoo_counts_positions_of_real_tokens():
     ("name", "positions"),
     [("GPTNeoForCausalLM", "counted"), ("MBartForConditionalGeneration", "placed"), ("GPTNeoXForCausalLM", "counted")],
 )  # fmt: skip
-def test_classes_with_other_positions_are_cut_too(name, positions):
+def test_leak_probe_finds_how_each_class_counts_positions(name, positions):
     assert probed(name).cut_tokens[name] == positions
 
 
@@ -47,12 +47,12 @@ def test_classes_with_other_positions_are_cut_too(name, positions):
         pytest.param("MBartForConditionalGeneration", "placed", marks=pytest.mark.slow),
     ],
 )
-def test_probe_finds_positions_of_models_for_each_way_of_attention(name, positions):
+def test_leak_probe_finds_how_positions_are_counted_for_each_cp_attention(name, positions):
     assert probed(name, way="ulysses").cut_tokens[name] == positions
     assert probed(name, way="ring").cut_tokens[name] == positions
 
 
-def test_what_mixes_tokens_is_refused_with_its_module():
+def test_leak_probe_names_the_module_that_mixes_tokens():
     with pytest.raises(ArchitectureError) as raised:
         probed("BloomForCausalLM")
     assert (
@@ -65,7 +65,7 @@ def test_what_mixes_tokens_is_refused_with_its_module():
 @pytest.mark.parametrize(
     ("name", "module"), [("FNetForMaskedLM", "fourier"), ("ConvBertForMaskedLM", "conv"), ("MambaForCausalLM", "mixer")]
 )  # fmt: skip
-def test_convolutions_states_and_fourier_transforms_are_refused(name, module):
+def test_leak_probe_refuses_convolutions_state_spaces_and_fourier_transforms(name, module):
     cls = getattr(transformers, name)
     config = cls.config_class()
     probe = probed if config.model_type in families() else derived
@@ -75,12 +75,12 @@ def test_convolutions_states_and_fourier_transforms_are_refused(name, module):
 
 
 @pytest.mark.slow
-def test_derived_table_names_how_positions_of_sharded_tokens_are_found():
+def test_derived_table_says_how_positions_of_tokens_sharded_over_cp_are_found():
     assert derived("GraniteForCausalLM").cut_tokens == {"GraniteForCausalLM": "counted"}
 
 
 @pytest.mark.slow
-def test_load_over_cp_probes_an_unknown_class_in_another_process(ranks):
+def test_load_with_cp_probes_an_unknown_class_in_another_process(ranks):
     """Two processes load a class that no table names, and refuse another with its module."""
     for found, said in ranks.run(both, 2):
         assert found == "counted real"

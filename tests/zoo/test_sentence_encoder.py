@@ -117,7 +117,7 @@ def test_sentence_inputs_are_distinct_and_padded(tokens, plain):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_embeddings_and_files_equal_plain_transformers(
+def test_sentence_encoder_embeddings_and_files_equal_plain_transformers(
     layout, ranks, folder, tokens, plain, tmp_path
 ):
     tp, pp = LAYOUTS[layout]
@@ -144,7 +144,7 @@ def _bit_identical(folder, out, names):
         assert torch.equal(tensor, source[name]), name
 
 
-def test_ranks_together_read_the_bytes_of_the_file_once(ranks, folder):
+def test_ranks_of_a_sentence_encoder_together_read_each_byte_of_the_file_once(ranks, folder):
     """Every rank reads only its own shard: a fourth of the vocabulary rows, its own heads, and so on."""
     source = load_file(folder / "model.safetensors")
     total = sum(tensor.nbytes for name, tensor in source.items() if name not in LEFTOVERS)

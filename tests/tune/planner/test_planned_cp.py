@@ -52,7 +52,7 @@ def really_cut(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_planned_batch_has_the_entries_of_a_batch_that_training_cuts(name):
+def test_planner_batch_with_cp_has_the_entries_of_a_training_batch(name):
     for real, planned in emulate(really_cut, name, mesh=(1, 1, 2)):
         assert planned == real
 
@@ -73,7 +73,7 @@ SENT = {  # way --> bytes of a block over cp=4: forward, backward, those in all-
 
 
 @pytest.mark.parametrize("way", SENT)
-def test_planned_bytes_over_cp_are_those_that_attention_sends(way):
+def test_planner_bytes_over_cp_equal_those_that_attention_sends(way):
     planner, cp = Planner(llama(), HARDWARE["h100"], 512, "fp32", padding=False), 4
     block, expected = planner.profile(1, False, cp, way).units[2].few, SENT[way]
     found = block.forward.cut_comm, block.backward.cut_comm, block.forward.exchanged
@@ -83,7 +83,7 @@ def test_planned_bytes_over_cp_are_those_that_attention_sends(way):
     assert step.tp_bytes == step.pp_bytes == 0 < step.dp_bytes
 
 
-def test_long_causal_rows_need_no_mask_of_all_keys_where_keys_are_gathered(monkeypatch):
+def test_planner_counts_no_mask_over_all_keys_for_long_causal_rows_with_gathered_keys(monkeypatch):
     """Masks are made for runs of 64 queries, here 16 of them; the number of runs is that of any number of rows."""
     monkeypatch.setattr(cut_gather, "RUN", 1)
     planner = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=False)
@@ -92,7 +92,7 @@ def test_long_causal_rows_need_no_mask_of_all_keys_where_keys_are_gathered(monke
     assert block.at(1).backward_peak < TOKENS * TOKENS // 4 * torch.bfloat16.itemsize
 
 
-def test_all_to_all_sends_most_of_its_bytes_over_the_network():
+def test_planner_all_to_all_sends_most_of_its_bytes_over_the_network():
     """Count 8 of 16 ranks on other nodes: half of the bytes go over a rank's own card, 7 of 16 parts over links."""
     device = HARDWARE["h100"]
     assert device.per_node == 8
@@ -102,7 +102,7 @@ def test_all_to_all_sends_most_of_its_bytes_over_the_network():
     assert exchange_seconds(device, 1, 1e9) == 0
 
 
-def test_search_tries_the_ways_that_are_simulated_where_they_run():
+def test_planner_search_tries_each_cp_attention_only_where_it_runs():
     """Two heads of a tp rank cannot be shared by cp=4; a ring is not simulated."""
     config = llama(num_attention_heads=2, num_hidden_layers=1)
     found = Planner(config, HARDWARE["h100"], TOKENS * 2, "bf16", padding=False).search(4, 2)
@@ -116,7 +116,7 @@ def test_search_tries_the_ways_that_are_simulated_where_they_run():
         Planner(config, HARDWARE["h100"], TOKENS).forecast(Layout(cp=2, cp_attention="ring"))
 
 
-def test_cp_rank_keeps_activations_of_its_tokens():
+def test_planner_counts_activations_of_the_own_tokens_of_a_cp_rank():
     """A block keeps half of them on cp=2; parameters are whole on each rank unless dp_shard divides them."""
     planner = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=False)
     kept = [planner.profile(1, False, cp).units[2].few.kept for cp in (1, 2)]
@@ -128,7 +128,7 @@ def test_cp_rank_keeps_activations_of_its_tokens():
     assert shared.optimizer == pytest.approx(half.optimizer / 2, rel=0.01)
 
 
-def test_search_cuts_tokens_where_nothing_else_divides_a_row():
+def test_planner_search_chooses_cp_where_nothing_else_can_shard_a_row():
     """One head and one block leave no tp and no pp, one row no dp; two devices fit what one does not."""
     config = llama(num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
     planner = Planner(config, HARDWARE["h100"], TOKENS, "bf16")
@@ -144,7 +144,7 @@ def test_search_cuts_tokens_where_nothing_else_divides_a_row():
     assert not tight.search(1, 1, cut=False).feasible
 
 
-def test_search_leaves_tokens_whole_where_rows_divide():
+def test_planner_search_chooses_no_cp_where_dp_can_shard_the_rows():
     found = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16").search(2, 8)
     assert found.feasible[0].layout.cp == 1
     assert any(f.layout.cp == 2 for f in found.feasible)
@@ -152,7 +152,7 @@ def test_search_leaves_tokens_whole_where_rows_divide():
     assert named == {""}  # the others are refused at the load
 
 
-def test_class_that_mixes_tokens_is_not_planned_with_cp():
+def test_planner_refuses_cp_for_a_class_that_mixes_tokens():
     config = transformers.BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=64, architectures=["BloomForCausalLM"])  # fmt: skip
     planner = Planner(config, HARDWARE["h100"], TOKENS)
     assert all(f.layout.cp == 1 for f in planner.search(2, 2).feasible)
@@ -160,7 +160,7 @@ def test_class_that_mixes_tokens_is_not_planned_with_cp():
         planner.profile(1, False, 2)
 
 
-def test_without_padding_a_causal_row_needs_no_mask_in_memory():
+def test_planner_counts_no_mask_for_causal_rows_without_padding():
     masked, bare = (
         Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=p).profile(1).units[2].few.kept
         for p in (True, False)

@@ -44,7 +44,7 @@ def config_for(case):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [GPT2, T5, LLAMA], ids=lambda case: case.cls)
-def test_planner_profile_of_three_blocks_equals_the_full_model(case):
+def test_planner_costs_extrapolated_from_three_blocks_equal_those_of_the_full_model(case):
     short, whole = Family(config_for(case)), Family(config_for(case))
     assert short.is_small
     whole.small, whole.is_small = whole.config, False

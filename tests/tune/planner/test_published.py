@@ -26,7 +26,7 @@ def test_published_comparison_marks_simulated_rows(tables):
     assert {row["GPUs"] for row in layouts} == {16, 32, 64}
 
 
-def test_scaling_of_papers_is_the_ratio_of_their_throughputs(tables):
+def test_published_scaling_is_the_ratio_of_published_throughputs(tables):
     _, _, growth, *_ = tables.values()
     assert growth[2]["32 / 16"] == pytest.approx(22.01 / 11.29)
     assert growth[2]["efficiency at 64"] == pytest.approx(30.53 / 11.29 / 4)
