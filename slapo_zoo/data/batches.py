@@ -168,8 +168,8 @@ def part_of(batch: dict[str, Tensor], dp_coord: int, dp: int) -> dict[str, Tenso
 
 
 def generator_of(seed: int, number: int, purpose: int) -> torch.Generator:
-    """Return the random generator for a `purpose` (ORDER: of rows, CHANCE: of masks) in the step, epoch or block with that
-    `number`; equal on all ranks.
+    """Return the random generator of a step, epoch or block, `number`, for a `purpose`: ORDER of rows, CHANCE of masks or
+    EVALUATION. All ranks get equal generators.
     """
     mixed = hash((seed, number, purpose)) % 2**63  # of integers: the same everywhere
     return torch.Generator().manual_seed(mixed)

@@ -230,7 +230,7 @@ class Source:
 
 @contextmanager
 def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
-    """Context that first checks the options, as far as no file is needed, and yields (mesh, options with a device).
+    """Context that first makes all checks of the options that need no file; it yields (mesh, options with a device).
 
     An error within the context is sent to the other ranks, which raise it too.
 

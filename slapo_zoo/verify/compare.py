@@ -28,9 +28,10 @@ CHECKS: dict[str, str] = {
 
 @dataclass
 class Result:
-    """Result of one run of a model; tensors are unsharded and have HuggingFace names. `uncached`: outputs without KV
-    cache; `norm`: 2-norm of all gradients; `events`: tensors recorded at modules; `tied`: name of a tied parameter -->
-    the name under which the result has it.
+    """Result of one run of a model; tensors are unsharded and have HuggingFace names.
+
+    `uncached` are outputs without KV cache, `norm` is the 2-norm of all gradients, `events` are tensors recorded at
+    modules, `tied` maps a tied parameter to the name under which the result has it.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)

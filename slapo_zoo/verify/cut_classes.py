@@ -1,4 +1,4 @@
-"""Model classes whose tokens cp may shard: what is known without running a class, and errors about the others."""
+"""Checks of whether cp may shard the tokens of a model class, without running it, and the errors where cp may not."""
 
 import re
 import sys

@@ -114,8 +114,9 @@ def _candidates(case: Case) -> list[str]:
 
 
 def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
-    """Return kind --> batch: "padded" rows, "bare" ones without a mask, "uneven" ones whose length cp does not divide
-    and, where position ids mark the sequences of a row, "packed" ones (as uneven, except for an encoder).
+    """Return {kind of rows: batch}: "padded", "bare" (without a mask) and "uneven" (of a length that cp does not divide).
+
+    If position ids mark the sequences of a row, there are "packed" rows too, which are uneven except for an encoder.
     """
     uneven = {name: x[:, :-1].contiguous() for name, x in case.batch.items()}
     found = {"padded": case.batch, "bare": _bare(case.batch), "uneven": _bare(uneven)}

@@ -43,8 +43,9 @@ def is_history(folder: Path) -> bool:
 
 
 def place_of(folder: Path, step: int, keep: int | None) -> Path:
-    """Return the folder to save a step in: a step folder if `folder` is a history of saves (the link `last` exists,
-    or `keep`, the number of saves to keep, is given), else `folder`.
+    """Return the folder to save a step in: `folder` itself or, if `folder` is a history of saves, a step folder in it.
+
+    It is a history if it has the link `last`, or if `keep`, the number of saves to keep, is given.
     """
     has_history = keep is not None or (folder / LAST).is_symlink()
     return folder / f"step-{step:08d}" if has_history else folder

@@ -105,7 +105,7 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
 
 
 def _within(shares: Sequence[Share], rows: Rows) -> Iterator[Share]:
-    """Yield the parts of `shares` (slices of axis 0) within this rank's `rows`; `offset` counts from the first row."""
+    """Yield the parts of `shares` (slices of axis 0) within this rank's `rows`, with offsets from the first of them."""
     for share in shares:
         low = max(share.offset, rows.first)
         high = min(share.offset + share.stop - share.start, rows.first + rows.count)

@@ -145,7 +145,7 @@ class Outline:
 
 
 def _refuse_knobs(options: BuildOptions) -> None:
-    """Raise SlapoError for an option that only the zoo's schedules follow, given together with the user's own schedule."""
+    """Raise SlapoError for an option, e.g. `kernels`, that only the zoo's schedules obey, beside the user's own schedule."""
     for name in (
         "checkpoint_ratio",
         "sequence_parallel",

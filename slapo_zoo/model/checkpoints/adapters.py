@@ -179,7 +179,7 @@ def unsharded_shapes(model: Any) -> Iterator[None]:
 
 
 def parameter_of(key: str, name: str) -> str:
-    """Return the parameter name of a matrix, from its key in peft's files and the adapter's name."""
+    """Return the model's parameter name of a LoRA matrix, given its `key` in peft's files and the `name` of the adapter."""
     return key.removeprefix(PREFIX).removesuffix(".weight") + f".{name}.weight"
 
 

@@ -293,8 +293,8 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: parameter or persistent buffer of this rank}, {name: name under which it is saved; tied parameters
-    have one}). `whole` holds the tensors, gathered over dp.
+    """Return ({name: parameter or persistent buffer of this rank}, {name: name under which it is saved}). Tied parameters
+    are saved under one name. `whole` holds the tensors, gathered over dp.
     """
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}

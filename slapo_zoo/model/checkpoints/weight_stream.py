@@ -237,8 +237,8 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
 
 
 def _next_pair(pairs: Any, model: Any, rank: int) -> Any:
-    """Read the next pair on `rank`, and broadcast its key, shape and dtype; return (key, tensor, shape, dtype), or None
-    at the end. On other ranks `pairs` and the returned tensor are None.
+    """Read the next pair on `rank` and broadcast its key, shape and dtype. Return (key, tensor, shape, dtype), or None at
+    the end of the stream. On other ranks `pairs` and the returned tensor are None.
     """
     key, tensor = next(pairs, (None, None)) if pairs is not None else (None, None)
     header = [None if tensor is None else (key, tuple(tensor.shape), tensor.dtype)]

@@ -55,7 +55,7 @@ class Plan:
 
     def row(self) -> tuple[str, str, str, str, str]:
         """Return the plan's row in the README's table: devices, knobs, simulated seconds of a step, tokens/s, and the mean
-        error of simulated times against measured ones ("unmeasured" if none was measured).
+        relative error of simulated times, "unmeasured" if no time was measured.
         """
         knobs = ", ".join(f"{name}={value!r}" for name, value in self.knobs.items())
         error = "unmeasured" if self.mean_error is None else f"{self.mean_error:.0%}"
