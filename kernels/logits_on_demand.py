@@ -1,4 +1,4 @@
-"""Logits that are computed only when code reads them; the loss of such logits is computed without them.
+"""Logits that are computed only when code reads them; their loss is computed from the hidden states alone.
 
 In training, an LM head whose forward a kernel replaces returns such logits. The unmodified loss code of `transformers`
 runs on them: `view(-1, V)`, slices and casts act on the hidden states (rows [..., H]) behind them, and `cross_entropy`

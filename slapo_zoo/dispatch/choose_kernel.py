@@ -23,7 +23,7 @@ PRIOR = {
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision for one kernel, size and device: `runs` or not, and the reason as text."""
+    """Decision for one kernel, size and device: True in `runs` if the kernel runs, and the reason as text."""
 
     runs: bool
     reason: str

@@ -271,7 +271,7 @@ class OverKeys:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as a tensor to add to the scores; False in a bool mask becomes the lowest number."""
+    """Return a mask as a tensor to add to the scores; False in a bool mask becomes the lowest number of `dtype`."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(

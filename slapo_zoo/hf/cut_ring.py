@@ -81,7 +81,7 @@ class Scores:
         return 1 - self.p if self.p < 1 else 1.0
 
     def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-        """Yield (rank, x of that rank, whether this rank's queries see its keys), this rank first, around the ring."""
+        """Yield (rank, its x, True if this rank's queries may see keys of that rank), from this rank on around the ring."""
         for step in range(self.cut.n):
             arrives = begin_shift(x, self.cut.group) if step + 1 < self.cut.n else None
             owner = (self.cut.r - step) % self.cut.n

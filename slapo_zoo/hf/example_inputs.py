@@ -108,7 +108,7 @@ def cut_example(
 
 
 def example_shard(model: Any, positions: str) -> Callable[..., Any]:
-    """Return a function that shards an example batch over cp by `cut_example`, as `cut_body.Body` calls it."""
+    """Return a function (cut, tensors, others) --> (tensors as one of `cut.n` cp ranks gets them, others unchanged)."""
     return lambda cut, tensors, others: (cut_example(model, tensors, cut.n, positions), others)
 
 

@@ -290,7 +290,7 @@ def init_own(model: Any, path: str) -> None:
 
 
 def initialized_as(module: Any) -> Any:
-    """Return the module to initialise: `module`, or the module that it replaces if it is a placeholder (`Foreign`)."""
+    """Return the module to initialise: `module` or, for a placeholder (`Foreign`), the module that was replaced."""
     return module.__dict__.get("_original", module)
 
 

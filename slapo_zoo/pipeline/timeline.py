@@ -28,7 +28,7 @@ class Action(NamedTuple):
 
 
 class Span(NamedTuple):
-    """An action of a rank with its begin and end in seconds."""
+    """Time span of one action (a forward or backward) on a rank, with its begin and end in seconds."""
 
     rank: int
     action: Action

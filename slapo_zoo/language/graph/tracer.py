@@ -30,7 +30,7 @@ EXAMPLE_HINT = "pass example_inputs: a tuple of arguments, or a dict of them by 
 
 
 class ValueTracer(fx.Tracer):
-    """Trace one module into a graph; each proxy carries the value of the example call.
+    """Tracer of one module into a graph; each proxy carries the value that it stands for in the example call.
 
     Args:
         where: path of the module, for errors.
