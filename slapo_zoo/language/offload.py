@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from slapo_zoo.parallel.compat import all_gather_single
+from slapo_zoo.parallel.made_again import saving
 from slapo_zoo.parallel.mesh import Mesh
 
 SHARDED = "sharded"  # the policy of recomputation that keeps shares
@@ -176,7 +176,7 @@ class Offloads:
             stays = is_small or x.untyped_storage()._cdata in own or x.layout != torch.strided
             return x if stays else call.take(x)
 
-        return saved_tensors_hooks(pack, unpack)
+        return saving(pack, unpack)
 
 
 def unpack(kept: Any) -> Tensor:
@@ -231,4 +231,4 @@ def kept_in_shares(x: Any, mesh: Mesh, keeps: Sequence[Pack]) -> AbstractContext
                 return Share(kept, mesh)
         return next((y for keep in reversed(keeps) if (y := keep(kept)) is not kept), kept)
 
-    return saved_tensors_hooks(pack, unpack)
+    return saving(pack, unpack)

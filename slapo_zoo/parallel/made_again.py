@@ -48,6 +48,22 @@ class Again(NamedTuple):
         return self.maker.tensor().as_strided(*self.layout)
 
 
+def saving(
+    pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
+) -> AbstractContextManager[Any]:
+    """Return torch's `saved_tensors_hooks` for a `pack` that returns x itself to save x as it is.
+
+    Such an x is saved detached. Else a node that saves its own output (exp, softmax) would refer to itself, and a graph
+    whose backward runs in parts or never would stay in memory for ever.
+    """
+
+    def packed(x: Tensor) -> Any:
+        kept = pack(x)
+        return x.detach() if kept is x and x.grad_fn is not None else kept
+
+    return saved_tensors_hooks(packed, unpack)
+
+
 def made_again(
     makers: Sequence[tuple[Tensor, Callable[[], Tensor]]],
 ) -> AbstractContextManager[Any]:
@@ -78,4 +94,4 @@ def made_again(
             return kept.tensor()
         return after(kept) if after else kept
 
-    return saved_tensors_hooks(pack, unpack)
+    return saving(pack, unpack)

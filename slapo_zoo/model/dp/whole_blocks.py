@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from slapo_zoo.errors import MeshError
 from slapo_zoo.language.offload import Kept, Pack, unpack
 from slapo_zoo.model.dp.gathered import Group
 from slapo_zoo.parallel.compat import hooks_around
 from slapo_zoo.parallel.local_tensors import is_divided
+from slapo_zoo.parallel.made_again import saving
 from slapo_zoo.parallel.stand_ins import standing_in
 
 BLOCK = "_slapo_block"  # of a module: its Block
@@ -114,7 +114,7 @@ class Block:
 
         within = ExitStack()
         within.enter_context(self._reading(whole))
-        within.enter_context(saved_tensors_hooks(pack, unpack))
+        within.enter_context(saving(pack, unpack))
         self._running.append(within)
         self.blocks.keeps.append(pack)
         self.blocks.running.append(self)
