@@ -86,15 +86,15 @@ class CoreAttention(nn.Module):
 
     Args:
         stream: random stream of the model, from which the masks or their seeds come.
-        site: path of this module.
-        heads: global indices of the query heads that this rank holds.
+        site: path of this module, or another name from which its masks are drawn.
+        heads: global indices of the query heads that this rank holds; empty: of all heads of the first call.
         backend: name of the attention back end (see `attention_backends`) for calls that drop nothing.
         device: attention and dropout functions that make masks from seeds within a kernel; None: masks are
             always made as tensors.
     """
 
     def __init__(
-        self, stream: RandomStream, site: str, heads: Sequence[int], backend: str = "sdpa",
+        self, stream: RandomStream, site: str | SiteName, heads: Sequence[int], backend: str = "sdpa",
         device: DeviceDropout | None = None,
     ):  # fmt: skip
         super().__init__()
@@ -125,6 +125,7 @@ class CoreAttention(nn.Module):
             scaling: factor of the scores; None is d ** -0.5.
             **kwargs: `position_bias`, `softcap`, `is_causal` and others of the back end.
         """
+        self.heads = self.heads or range(q.shape[1])
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None
         run = OverKeys(self, attention, dropout if self.training else 0.0, scaling)

@@ -25,7 +25,7 @@ from slapo_zoo.verify.tiny_case import near_case, tiny_case
 from slapo_zoo.zoo.derivation.from_tp_plan import plan_of, table_of_plan
 from slapo_zoo.zoo.derivation.stacks import find_stacks
 from slapo_zoo.zoo.derivation.table_document import freeze, to_document
-from slapo_zoo.zoo.derivation.table_rows import Modules, derive_table, find_groups
+from slapo_zoo.zoo.derivation.table_rows import Modules, derive_table, find_groups, with_seams
 from slapo_zoo.zoo.schedule_source import refusal
 from slapo_zoo.zoo.table import Table
 from slapo_zoo.zoo.tiny_config import Sizes
@@ -191,9 +191,13 @@ class Search:
             config, model, seen, self.left_whole, chains, self.proven, self.stack, tokens
         )
 
+    def _made(self, make: Make, config: Any, model: Any) -> Table:
+        table = replace(make(config, model), undivided=self.undivided)
+        return with_seams(table, model) if self.is_cut else table
+
     def _probe(self, make: Make, sizes: tuple[int, int, int]) -> str:
         try:
-            table = replace(make(self.case.config, self.small), undivided=self.undivided)
+            table = self._made(make, self.case.config, self.small)
         except Exception as error:
             return str(error).splitlines()[0]
         return problem_of(Trial(self.case, sizes, table, self.knobs))
@@ -225,9 +229,9 @@ class Search:
         model = _on_meta(self.config, self.case.cls)
         small = Modules(self.small, self.case.seen)
         self.proven = {group.name for way in (True, False) for group in find_groups(small, way)}
-        table = replace(make(self.config, model), undivided=self.undivided)
+        table = self._made(make, self.config, model)
         if self.is_cut:
-            own = replace(make(self.case.config, self.small), undivided=self.undivided)
+            own = self._made(make, self.case.config, self.small)
             positions = find_positions(self.case, own, self.sizes[0], self.way)
             table = with_positions(table, self.case.cls, positions)
         frozen = freeze(table, model)

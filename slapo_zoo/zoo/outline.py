@@ -173,7 +173,8 @@ def require_way(modules: Mapping[str, Any], n: int, way: str) -> None:
         n: number of cp ranks.
         way: how attention sees the tokens of all cp ranks: "gather", "ulysses" or "ring".
     """
-    counts = {path: len(m.heads) for path, m in modules.items() if isinstance(m, CoreAttention)}
+    cores = {path: m for path, m in modules.items() if isinstance(m, CoreAttention)}
+    counts = {path: len(m.heads) for path, m in cores.items() if m.heads}
     counts |= {
         path: getattr(m, "num_heads", None) or m.num_attention_heads
         for path, m in modules.items()

@@ -161,6 +161,7 @@ vocab_head: Rule = (
 whole: Rule = ()  # replicated; within blocks its input is this rank's tokens
 whole_on_heads: Rule = (SumGradient("weight"),)  # used on this rank's heads only
 dropout: Rule = (ForkRng(),)
+attention_of_all: Rule = (CoreAttentionSeam(),)  # all heads on each rank
 dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it sees some tokens
 
 

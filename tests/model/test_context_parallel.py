@@ -4,9 +4,12 @@ import pytest
 import torch
 import transformers
 
-from cut_rows import CLOSE, FAMILIES, case_of, closeness, require_equal, rows_of, trained
+from cut_rows import CLOSE, DERIVED, FAMILIES, case_of, closeness, require_equal, rows_of, trained
 from parity import Case, batch_of, checkpoint, tiny_config
 from slapo_zoo import AutoScheduledModel, SlapoError, emulate, init_target_engine
+from slapo_zoo.parallel.token_cut import WAYS
+
+QUICK = ("BioGptForCausalLM", "padded", "gather")
 
 
 def cells():
@@ -26,6 +29,22 @@ def test_cut_tokens_train_as_one_process(cls, mask, cp):
     found = emulate(trained, case, mask, mesh=(1, 1, cp), cp=cp)
     require_equal(found[0], alone, **closeness(case))
     assert all(each[0] == found[0][0] for each in found)
+
+
+@pytest.mark.parametrize(
+    ("cls", "mask", "way"),
+    [
+        pytest.param(cls, mask, way, marks=() if (cls, mask, way) == QUICK else pytest.mark.slow)
+        for cls, (_, masks, _) in DERIVED.items() for mask in masks for way in WAYS
+    ],
+)  # fmt: skip
+def test_model_without_a_table_trains_with_cp_as_one_process(cls, mask, way):
+    """Its attention goes through the interface of transformers, where a derived table puts ours."""
+    case = case_of(cls)
+    alone = trained(case, mask, schedule="auto")
+    options = {"cp": 2, "cp_attention": way, "schedule": "auto"}
+    found = emulate(trained, case, mask, mesh=(1, 1, 2), **options)
+    require_equal(found[0], alone)
 
 
 # class, kind of rows, sizes of the mesh, options of the loader

@@ -59,10 +59,19 @@ FAMILIES = {
     "T5ForConditionalGeneration": ("tokens", BOTH_WAYS[:3], {}),
     "BartForConditionalGeneration": ("tokens", BOTH_WAYS[:3], {}),
 }
+SMALL = {
+    "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 131, "intermediate_size": 64,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+# without a table of rules: class --> (labels, kinds of rows, changes of the config)
+DERIVED = {
+    "BioGptForCausalLM": ("tokens", CAUSAL[:3], SMALL),
+    "ApertusForCausalLM": ("tokens", CAUSAL[:4], SMALL | {"num_key_value_heads": 2}),
+}
 
 
 def case_of(cls, dropout=0.1, **changes):
-    labels, _, config = FAMILIES[cls]
+    labels, _, config = (FAMILIES | DERIVED)[cls]
     return Case(cls, (labels,), tuple((config | changes).items()), dropout=dropout)
 
 

@@ -74,7 +74,7 @@ DROPOUTS = (
 def tiny_config(case):
     """Return the tiny config of a case's family, with its dropout probability everywhere."""
     cls = getattr(transformers, case.cls)
-    tiny = TINY[cls.config_class.model_type]
+    tiny = TINY.get(cls.config_class.model_type, {})
     known = vars(cls.config_class()) | {"classifier_dropout": None}
     drops = {name: case.dropout for name in DROPOUTS if name in known}
     scale = (

@@ -9,6 +9,7 @@ from slapo_zoo.errors import ArchitectureError
 from slapo_zoo.verify.cut_classes import nearer
 from slapo_zoo.verify.derive import cut_table, derive
 from slapo_zoo.verify.leak_probe import Seen, first_unlike, leaks, reached
+from slapo_zoo.zoo.rules import attention_of_all
 from slapo_zoo.zoo.table import families, table_for
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 96}
@@ -77,6 +78,13 @@ def test_leak_probe_refuses_convolutions_state_spaces_and_fourier_transforms(nam
 @pytest.mark.slow
 def test_derived_table_says_how_positions_of_tokens_sharded_over_cp_are_found():
     assert derived("GraniteForCausalLM").cut_tokens == {"GraniteForCausalLM": "counted"}
+
+
+def test_derived_table_puts_our_attention_where_transformers_calls_its_interface():
+    table = derived("BioGptForCausalLM")
+    assert ("biogpt.layers.*.self_attn", attention_of_all) in table.heads
+    assert table.seam
+    assert table.cut_tokens == {"BioGptForCausalLM": "counted"}
 
 
 @pytest.mark.slow

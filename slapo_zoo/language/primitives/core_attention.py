@@ -8,6 +8,7 @@ from slapo_zoo.hf.attention_backends import find_backend, implementation
 from slapo_zoo.kernels.device_dropout import DEVICE_DROPOUT
 from slapo_zoo.language.directive import Directive, Site, primitive
 from slapo_zoo.parallel.placement import Placement
+from slapo_zoo.parallel.rng.stream_position import SiteName
 
 
 @primitive("core_attention")
@@ -20,13 +21,13 @@ class CoreAttentionSeam(Directive):
     errors:   fewer heads than ranks; an unknown back end
 
     Args:
-        num_heads: global number of query heads.
+        num_heads: global number of query heads; 0: each rank has all heads, as many as the queries of a call.
         together: number of query heads that share a KV head.
         backend: sdpa, eager, flash, flex or xformers.
         mesh_dim: the mesh dim that the heads are sharded over.
     """
 
-    num_heads: int
+    num_heads: int = 0
     together: int = 1
     backend: str = "sdpa"
     mesh_dim: str = "tp"
@@ -35,22 +36,24 @@ class CoreAttentionSeam(Directive):
         find_backend(self.backend)
         n = site.mesh.size(self.mesh_dim)
         placement = Placement(0, together=self.together)
-        if placement.problem(self.num_heads, n):
+        if self.num_heads and placement.problem(self.num_heads, n):
             problem = f"{self.num_heads} heads cannot be sharded over {self.mesh_dim}={n}"
             heads = range(1, self.num_heads + 1)
             legal = [m for m in heads if not placement.problem(self.num_heads, m)]
             raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: {legal}")
 
     def apply(self, site: Site) -> None:
-        n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
-        (run,) = Placement(0, together=self.together).runs(self.num_heads, n, r)
+        n, r = site.mesh.place(self.mesh_dim)
+        runs = Placement(0, together=self.together).runs(self.num_heads, n, r)
+        heads = range(*runs[0]) if runs else ()
         # A dry run needs shapes only, and sdpa has the same.
         backend = "sdpa" if site.mesh.dry_run else self.backend
         if backend != "sdpa":
             config: Any = site.module.config
             config._attn_implementation = implementation(backend)
-        names = site.name(ATTRIBUTE), range(*run), backend
-        core = CoreAttention(site.state.random, *names, DEVICE_DROPOUT)
+        # Without a number of heads, masks are those that fork_rng draws for torch's fused attention.
+        name = SiteName(site.name(ATTRIBUTE)) if runs else SiteName(site.path, "#1")
+        core = CoreAttention(site.state.random, name, heads, backend, DEVICE_DROPOUT)
         core.train(site.module.training)
         site.module.add_module(ATTRIBUTE, core)
         site.state.modules[site.name(ATTRIBUTE)] = core

@@ -8,7 +8,7 @@ from slapo_zoo.zoo import rules
 from slapo_zoo.zoo.rules import Dim, Rule
 from slapo_zoo.zoo.table import Table
 
-NAMED = ("vocab", "vocab_head", "whole", "dropout", "enter", "enter_once", "enter_flat", "enter_whole",
+NAMED = ("attention_of_all", "vocab", "vocab_head", "whole", "dropout", "enter", "enter_once", "enter_flat", "enter_whole",
          "whole_on_heads")  # fmt: skip
 
 

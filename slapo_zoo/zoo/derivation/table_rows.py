@@ -8,13 +8,14 @@ from typing import Any
 
 from torch import nn
 
-from slapo_zoo.language.primitives import ExpertParallel, ForkRng, Shard
+from slapo_zoo.language.primitives import CoreAttentionSeam, ExpertParallel, ForkRng, Shard
 from slapo_zoo.parallel.losses.heads import head_of
 from slapo_zoo.zoo.derivation.observe import Observation, linear_axis
 from slapo_zoo.zoo.derivation.stacks import find_stacks, order_of, star
 from slapo_zoo.zoo.rules import (
     Row,
     Rule,
+    attention_of_all,
     column,
     column_joined,
     dropout,
@@ -160,6 +161,31 @@ def derive_table(
         seam=False,
         **what_was_seen(config, model, seen),
     )
+
+
+def with_seams(table: Table, model: Any) -> Table:
+    """Return `table` with a rule for each attention that calls transformers' AttentionInterface and has none yet.
+
+    The rule adds a child `core_attn` that computes softmax(q k^T) v of all heads, so that cp can shard the tokens.
+    """
+    prefix, rows = base_prefix(model), (*table.body, *table.heads)
+    have = {p for p, rule in rows if any(isinstance(d, CoreAttentionSeam) for d in rule)}
+    found = dict.fromkeys(star(path) for path, m in model.named_modules() if _calls_interface(m))
+    body = [p.removeprefix(prefix) for p in found if p.startswith(prefix)]
+    heads = [p for p in found if not p.startswith(prefix)]
+    if not found:
+        return table
+    more = [tuple((p, attention_of_all) for p in of if p not in have) for of in (body, heads)]
+    return replace(table, body=(*table.body, *more[0]), heads=(*table.heads, *more[1]), seam=True)
+
+
+def _calls_interface(module: nn.Module) -> bool:
+    """Return whether a method of a module of `transformers` reads ALL_ATTENTION_FUNCTIONS."""
+    methods = (
+        inspect.unwrap(f) for cls in type(module).__mro__ for f in vars(cls).values() if callable(f)
+    )
+    codes = (getattr(method, "__code__", None) for method in methods)
+    return any(code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
