@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from slapo_zoo.parallel import thread_sums
 from slapo_zoo.parallel.begun import collective, explained
 from slapo_zoo.parallel.compat import all_gather_single, reduce_scatter_single
 from slapo_zoo.parallel.mesh import ShapeOnlyGroup
@@ -56,7 +57,7 @@ def _dry_run_of(group: Group, kind: str, whole: Tensor) -> bool:
 def all_reduce_(x: Tensor, group: Group) -> Tensor:
     """Sum x over the group in place and return x; with group None or in a dry run, x is unchanged."""
     if group is not None and not _dry_run_of(group, "all_reduce", x):
-        collective(dist.all_reduce, x, group=group)
+        collective(thread_sums.all_reduce, x, op=dist.ReduceOp.SUM, group=group)
     return x
 
 

@@ -25,6 +25,7 @@ from slapo_zoo.parallel.ranks import heartbeat
 from slapo_zoo.parallel.ranks.lost_rank import rank_guard
 from slapo_zoo.parallel.ranks.process_group import join_group
 from slapo_zoo.parallel.rng.seeds import GeneratorOfThreads
+from slapo_zoo.parallel.thread_sums import Meetings
 
 BUILDING = threading.RLock()  # torch's default dtype and transformers' patches are global
 _ONE_WORLD = threading.Lock()  # torch's switch to process groups per thread is per process
@@ -52,7 +53,7 @@ class HostedRanks:
         self._jobs: dict[int, SimpleQueue[Any]] = {rank: SimpleQueue() for rank in ranks}
         self._results: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         self._store, self._threads, self._within = store, [], ExitStack()
-        self._stays = stays
+        self._stays, self._meetings = stays, Meetings(ranks, timeout_s)
         self._failed: dict[int, BaseException] = {}  # rank --> why it has left
 
     def __enter__(self) -> "HostedRanks":
@@ -115,6 +116,8 @@ class HostedRanks:
         """Thread of one rank: join the world, run each function passed to `run`, leave at the end."""
         store = self._store.clone()  # threads that share a store object would block each other
         jobs = self._jobs[rank]
+        if self._stays:
+            self._meetings.enter()
         self._done(rank, lambda _: join_group(store, rank, self._size, backend="gloo", timeout=self._timeout))  # fmt: skip
         while (job := jobs.get()) is not None:
             self._results.put((rank, *self._done(rank, *job)))
@@ -139,6 +142,7 @@ class HostedRanks:
             found = _without_frames(error)
             if not is_agreed(error):
                 self._failed[rank] = found
+                self._meetings.abort()
                 _leave_at_once()
             return None, found
 
