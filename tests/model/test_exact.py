@@ -29,6 +29,7 @@ RUNS = [
     *((case, SP | {"precision": "bf16"}, (4, 2, 2)) for case in (GPT2, BERT, T5)),
     (GPT2, SP | ZERO, (2, 2, 2)), (BERT, SP | ZERO, (2, 1, 2)),
 ]  # fmt: skip
+PATIENCE = 600.0  # seconds that a slow run of 16 ranks may take on two cores
 SEVERAL = [(T5, SP, (2, 2, 1), (2, 1, 1)), (BERT, ZERO, (2, 1, 2), (1, 1, 2))]
 
 
@@ -112,12 +113,15 @@ def test_exact_training_on_several_processes_is_bit_equal_to_one(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("case", "options", "virtual"), RUNS)
 def test_ten_exact_training_steps_are_bit_equal_on_all_meshes(case, options, virtual, root, ranks):
     folder = checkpoint(case, root)
-    (one,) = ranks.run(train, 1, folder, case, (1, 1, 1), virtual, options, 10)
+    (one,) = ranks.run(train, 1, folder, case, (1, 1, 1), virtual, options, 10, timeout=PATIENCE)
     for real in divisors(virtual):
-        found = ranks.run(train, prod(real), folder, case, real, virtual, options, 10)
+        found = ranks.run(
+            train, prod(real), folder, case, real, virtual, options, 10, timeout=PATIENCE
+        )
         assert found == [one] * prod(real), real
 
 
