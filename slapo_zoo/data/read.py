@@ -330,9 +330,7 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
 
 
 def _names_of_numbers(found: set[int], column: str) -> tuple[str, ...]:
-    """Return the names "0", "1", ... of the classes numbered `found`; raise DataError about
-    `column` for numbers that are too large.
-    """
+    """Return the names "0", "1", ... of classes up to the largest of `found`; DataError about `column` for large numbers."""
     most = max(found, default=0)
     if most >= MOST_CLASSES:
         problem = f"found the label {most}, expected class numbers below {MOST_CLASSES}"

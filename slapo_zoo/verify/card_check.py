@@ -92,8 +92,6 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
 
 
 def with_verdict(card: Card, document: Mapping[str, Any]) -> Card:
-    """Return a copy of the card with `document`, the outcome of a verification as JSON data, and
-    the hash of the verified schedule.
-    """
+    """Return a copy of the card with the hash of its schedule and `document`, the outcome of its verification as JSON."""
     kept = {name: value for name, value in document.items() if name != "text"}
     return replace(card, verify={**kept, "program": card.program.hash})

@@ -142,9 +142,7 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return the stacks of blocks (encoder, decoder) of which a pipeline may cut one, if the model has several;
-        else [].
-        """
+        """Return the stacks of blocks (encoder, decoder) of which a pipeline may cut one; [] if pp is 1 or there is one."""
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 

@@ -297,9 +297,7 @@ def on_mesh(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> li
 
 
 def one_rank_run(run: Callable[..., RankResult], trial: Trial, *arguments: Any) -> RankResult:
-    """Call `run(trial, *arguments)` for a trial on a mesh of one rank; draws that no directive
-    seeds come from the test case's seed.
-    """
+    """Call `run(trial, *arguments)` on a mesh of one rank, with torch's generator seeded by the test case's seed."""
     with _without_warnings(), drawn_from(trial.case.seed):
         return run(trial, *arguments)
 

@@ -127,9 +127,7 @@ def _kinds_of_rows(case: Case) -> dict[str, dict[str, Tensor]]:
 
 
 def _training_difference(case: Case, plain: Seen, found: Seen) -> str:
-    """Compare losses and gradients of training steps in `found` with those in `plain`; return the
-    first difference or "".
-    """
+    """Compare losses and gradients of training steps in `found` with `plain`; return the first difference or ""."""
     tied = case.truth.tied if case.truth else {}
     for kind, want in plain.losses.items():
         loss, grads = found.losses[kind], plain.grads[kind]

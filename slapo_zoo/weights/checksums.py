@@ -189,9 +189,7 @@ def _end_of_header(path: Path) -> int:
 
 
 def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
-    """Raise WeightsError unless all opened files of `folders` carry the save id of the checksums `kept`, or no id
-    if `kept` is None.
-    """
+    """Raise WeightsError unless all opened files have the save id of the checksums `kept`, or none if `kept` is None."""
     for folder in folders:
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None

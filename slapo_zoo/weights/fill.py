@@ -140,9 +140,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
-    """Return an uninitialised parameter on `device` for one on meta; under ZeRO only this rank's rows of axis 0,
-    which `over_dp` gives.
-    """
+    """Return an uninitialised parameter on `device` for one on meta; under ZeRO of this rank's rows alone (`over_dp`)."""
     if over_dp is None or not tensor.ndim:
         return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
     part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)

@@ -63,9 +63,7 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return the bounds adapted to the heads and layers of a config with the fields `own`; unchanged if `ranks`
-        is 0.
-        """
+        """Return the bounds adapted to the heads and layers of a config with the fields `own`; unchanged if `ranks` is 0."""
         if not self.ranks:
             return self
         heads = _counts(own, _heads)

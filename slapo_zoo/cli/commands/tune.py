@@ -105,9 +105,7 @@ def _of_model(
 
 
 def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
-    """Parse texts NAME=V,V into name --> values; numbers, true, false and none get their Python
-    types. Errors name the flag `what`.
-    """
+    """Parse texts NAME=V,V into {name: values}, with numbers, true, false and none as such; errors name the flag `what`."""
     found: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")

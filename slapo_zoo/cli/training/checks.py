@@ -134,9 +134,7 @@ def check_places(options: TrainOptions) -> None:
 
 
 def check_parent(path: Path, option: str) -> None:
-    """Raise WeightsError unless the path, or the closest parent of it that exists, is writable; the
-    error names the flag `option`.
-    """
+    """Raise WeightsError, which names the flag `option`, unless the path or its closest existing parent is writable."""
     found = next(one for one in [path, *path.absolute().parents] if one.exists())
     if not os.access(found, os.W_OK) or (found != path and not found.is_dir()):
         hint = "check the permissions of this path, or name another one"
@@ -193,9 +191,7 @@ def check_pairs(options: TrainOptions) -> None:
 
 
 def check_load(given: Mapping[str, Any], config: Any) -> None:
-    """Raise an error for an entry of the option `load` (`given`) that from_pretrained does not
-    take, or another option sets.
-    """
+    """Raise an error for an argument in `given`, the option `load`, that from_pretrained lacks or another option sets."""
     from slapo_zoo.model.load.auto import AutoScheduledModel
 
     known = inspect.signature(AutoScheduledModel.from_pretrained).parameters.keys()

@@ -326,9 +326,7 @@ def ledgers_of(model: Any) -> list[Ledger]:
 
 
 def ledger_table(mesh: Mesh, ledgers: Sequence[Ledger]) -> str:
-    """Return a table of what each rank read while loading (`ledgers`, by rank), one row per rank with its mesh
-    coordinates.
-    """
+    """Return a table of what each rank read while loading (`ledgers`, by rank), with each rank's mesh coordinates."""
     rows, dims = [], ("pp", "dp", "cp", "tp") if mesh.cp > 1 else ("pp", "dp", "tp")
     for rank, ledger in enumerate(ledgers):
         place = replace(mesh, rank=rank)

@@ -155,9 +155,7 @@ class Group:
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
-        """Return the dtype to gather in: `computes` (the compute dtype), or that of the parameters if None or
-        `is_wide`.
-        """
+        """Return the dtype to gather in: `computes`, the compute dtype, or the parameters' if it is None or `is_wide`."""
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:

@@ -54,9 +54,7 @@ def computed(value: Any) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-    """Join `parts`, the same output for several slices of a batch: tensors by rows, scalars by their mean, else
-    the first value.
-    """
+    """Join `parts`, an output for several slices of a batch: tensors by rows, scalars by their mean, else the first."""
     if not isinstance(parts[0], Tensor):
         return parts[0]
     if parts[0].ndim == 0:

@@ -89,9 +89,7 @@ class Recorder(TorchDispatchMode):
         return "" if node is None else str(node.name())
 
     def _note_weights(self, kind: str, model: nn.Module) -> None:
-        """Add a row (`kind`, parameter name, digest) for each parameter, since an optimizer steps
-        in another, unrecorded thread.
-        """
+        """Add a row (`kind`, name, digest) for each parameter, since an optimizer steps in another, unrecorded thread."""
         for name, p in model.named_parameters():
             self.rows.append((kind, name, _digest([p.detach()])))
 

@@ -356,9 +356,7 @@ class LogitsKept:
         self.parts[first_row] = {k: v.detach() for k, v in whole.items()}
 
     def output(self, loss: Tensor, pipeline: Pipeline | None) -> Any:
-        """Return the model's output object, with the loss and the logits of all rows, on every
-        stage. `pipeline` is None without stages.
-        """
+        """Return the output object with the loss and all logits, on every stage; `pipeline` is None without stages."""
         parts = [self.parts[row] for row in sorted(self.parts)]
         names = parts[0] if parts else ()
         whole = {name: torch.cat([part[name] for part in parts]) for name in names}

@@ -100,9 +100,7 @@ def _entry(found: Found, f: Forecasted) -> dict[str, Any]:
 
 
 def as_text(planner: Planner, found: Found, most: int, explain: bool) -> str:
-    """Return the text report of a layout search `found`: its `most` fastest layouts, and with
-    `explain` why others were refused.
-    """
+    """Return the report of a layout search `found`: its `most` fastest layouts; with `explain` why others were refused."""
     fit = f"{len(found.feasible)} of {found.looked_at} configurations fit"
     title = f"{found.parameters / 1e9:.3g}B parameters on {found.hardware.name}: {fit}"
     size = found.hardware.memory / GIB

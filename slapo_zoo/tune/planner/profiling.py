@@ -336,9 +336,7 @@ def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[t
 
 
 def _untie(model: Any, mode: Any) -> None:
-    """Give every module its own copy of tied parameters, to be counted separately; the copies are
-    made under the FakeTensorMode `mode`.
-    """
+    """Give every module its own copy of tied parameters, made under the FakeTensorMode `mode`, so that each copy counts."""
     seen: set[int] = set()
     for module in model.modules():
         for name, p in module._parameters.items():

@@ -174,9 +174,7 @@ def _mapped(arguments: Mapping[str, Any], value_of: Callable[[str], Any]) -> dic
 
 
 def _check(document: Any, where: str) -> None:
-    """Raise CardError if a document does not match the schema of schedule.json; the error names the file `where`
-    and the key at fault.
-    """
+    """Raise CardError, which names file `where` and key, if a document does not match the schema of schedule.json."""
     error = next(validator().iter_errors(document), None)
     while error is not None and error.context:
         error = error.context[0]

@@ -23,9 +23,7 @@ from slapo_zoo.zoo.cards.program import MODULE, Program
 
 
 def load_card(name: str) -> Card:
-    """Return the schedule card in a folder, on the Hub (org/name@revision), or in a .json file,
-    which holds a schedule alone.
-    """
+    """Return the schedule card of a folder, a Hub repository (org/name@revision) or a .json file of a schedule alone."""
     if name.endswith(".json") and Path(name).is_file():
         path = Path(name).absolute()
         program = Program.parse(files.read(path.parent, path.name), path.name)

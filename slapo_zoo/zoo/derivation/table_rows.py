@@ -208,9 +208,7 @@ def _below(pattern: str, others: Iterable[str]) -> bool:
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return the `Table` fields {name: value} that do not depend on which modules are sharded, from
-    the observed forward `seen`.
-    """
+    """Return the `Table` fields {name: value} that the observed forward `seen` gives, whichever modules are sharded."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return {
