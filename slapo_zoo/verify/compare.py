@@ -101,7 +101,7 @@ class Finding:
     """One difference that a check found.
 
     Args:
-        check: name of the check, a key of CHECKS.
+        check: name of the check, a key of CHECKS such as "gradients".
         what: name of the tensor or file.
         problem: what was found against what was expected.
         rank: rank on which it was found, or None for all.
@@ -189,7 +189,7 @@ class Tolerance:
 
         Args:
             into: record to which the outcome is added.
-            check: name of the check, a key of CHECKS.
+            check: name of the check, a key of CHECKS such as "gradients".
             name: name of the value.
             found: the value of the scheduled model.
             what: function that takes the value from a run.

@@ -288,11 +288,11 @@ def _on_meta(config: Any, cls: Any) -> Any:
 
 
 def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[0]) -> Table:
-    """Return a family's table that says how cp shards the tokens of `cls`, proven on a tiny model of `class_by_token(cls)`.
+    """Return a family's table that says how cp shards the tokens of `cls`, proven on a tiny model.
 
     Args:
         config: a config of `transformers`; it is made tiny.
-        cls: class of the model.
+        cls: class of the model; if its loss is no mean over tokens, one with the same blocks is tried.
         table: sharding rules, for any config of the family.
         tp: tp size of the mesh on which the tiny model is tried; its cp size is 2.
         way: how attention sees all tokens, a value of `cp_attention=`.

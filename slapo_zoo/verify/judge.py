@@ -273,9 +273,7 @@ def _part(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> dict[str, Te
 
 
 def _step(model: Any, trial: Trial, whole: Mapping[str, Tensor]) -> float:
-    """Run forward and backward of the rows of `whole`, the batch of all dp ranks, that this rank reads, in
-    micro-batches; return the loss of these rows.
-    """
+    """Run forward and backward of this rank's rows of `whole`, the batch of all dp ranks; return the loss of these rows."""
     parts = trial.micro_batches(model._slapo.table)
     return float(model.train_step(_part(model, trial, whole), micro_batches=parts))
 

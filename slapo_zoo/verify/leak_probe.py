@@ -186,7 +186,7 @@ def _plain(case: Case, rows: Rows) -> Seen:
 
 def _run_sharded(trial: Trial, rows: Rows, plain: Tensor) -> Seen:
     """Run the model on this cp rank: a forward on the perturbed rows and, if the logits of all cp ranks equal `plain`
-    (those of the plain model), training steps. Return the results.
+    [rows, S, ..], those of the plain model, training steps. Return the results.
     """
     model = load(trial, trial.case.changes(), trial.case.dtype)
     silence(model)

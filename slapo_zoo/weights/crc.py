@@ -54,7 +54,7 @@ def linear(piece: "memoryview | bytes") -> int:
 
 
 def of_rows(piece: memoryview, rows: int, chunk: int, stride: int) -> int:
-    """Return `linear()` of rows that lie `stride` bytes apart in a file, as if the bytes between them were zeros.
+    """Return the linear part of the CRC-32 (`linear`) of rows `stride` bytes apart, as if all bytes between were zeros.
 
     Args:
         piece: bytes of the rows, one after the other.

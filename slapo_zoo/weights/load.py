@@ -146,7 +146,7 @@ def _place_of(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
 
 
 def _copy(tensor: Tensor, axis: int, parts: Sequence[Tensor]) -> None:
-    """Copy the parts into `tensor`, concatenated along `axis`."""
+    """Copy `parts`, concatenated along `axis`, into `tensor`, which has their joint shape; the copy casts to its dtype."""
     filled = 0
     for part in parts:
         size = part.shape[axis] if part.ndim else 1

@@ -167,7 +167,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which each parameter that ZeRO sharded is replaced by a tensor of its shape before, without data."""
+    """Context in which a tensor without data, of the shape before ZeRO, stands for each parameter that ZeRO has sharded."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -368,7 +368,7 @@ def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Put `value`, an unsharded LoRA matrix, into its module, shard it there, and add it to the model's RankPlan."""
+    """Put `value` (LoRA's A [r, I] or B [O, r]) into its module, shard it there, and add it to the model's RankPlan."""
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)

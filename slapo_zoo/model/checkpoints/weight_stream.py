@@ -279,7 +279,7 @@ def _broadcast(
 
 
 def _copy_shard(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
-    """Copy this rank's elements of `piece`, rows of the unsharded tensor from row `first` on, into `target`."""
+    """Copy this rank's elements of `piece` [rows, ...], which is unsharded and begins at row `first`, into `target`."""
     own = target.tensor if target.tensor.ndim else target.tensor.view(1)
     axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]
     if target.placement is not None:

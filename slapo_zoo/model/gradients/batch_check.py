@@ -88,7 +88,7 @@ def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
 
 
 def of_all(mine: Tensor, group: Any = None) -> Tensor:
-    """Return the tensors `mine` of all ranks of a group (None: of all ranks), stacked along a new axis 0."""
+    """Return the tensors `mine` of all ranks of a group (None: all ranks) as one tensor [ranks, ...]; a collective call."""
     each = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(each, mine, group=group)
     return torch.stack(each)

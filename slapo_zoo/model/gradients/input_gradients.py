@@ -49,7 +49,7 @@ class InputGradients:
 
     def add_from_loss(self, loss: Tensor, output: Any) -> None:
         """Register parameters outside the model from which the user's `loss` of the model's
-        `output` is computed. If pp > 1, one that no earlier step had raises SlapoError.
+        `output` is computed. SlapoError if pp > 1 and one of them is new in this step.
         """
         if self.loss_fn is None or self.mesh.world_size == 1:
             return

@@ -109,7 +109,7 @@ class Step:
         return bool(self.parameters or self.beside.given or self.own)
 
     def loss_of(self, part: Mapping[str, Any], rows: Tensor) -> Tensor:
-        """Run the forward of the micro-batch `part` (global row indices `rows`); return its share of the loss."""
+        """Run the forward of the micro-batch `part` with the global row indices `rows` [B]; return its share of the loss."""
         model, runtime = self.model, self.runtime
         state, first, inputs = runtime.schedule.state, int(rows[0]), own_loss.of_model(part)
         numbers = self.asked.of_rows(

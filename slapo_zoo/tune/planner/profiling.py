@@ -247,13 +247,13 @@ class _Masks(RandomStream):
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
     def keep_queries(self, x: Tensor, p: float, site: str, heads: Any) -> Tensor:
-        """Return an uninitialised dropout mask for attention weights x; on a CPU that of all queries is made first."""
+        """Return an uninitialised dropout mask for attention weights x [B, H, s, T]; a CPU first makes all queries'."""
         return (
             super().keep_queries(x, p, site, heads) if self.on_cpu else self.keep_mask(x, p, site)
         )
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
-        """Return an uninitialised dropout mask for x, which is one of n slices of the tokens; `p` and `r` are unused."""
+        """Return an uninitialised dropout mask for x, one of n slices of the tokens; `p`, `site` and `r` are unused."""
         if self.in_bytes or x.ndim > 2:
             return self.keep_mask(x, p, site)
         return x.new_empty(n * x.shape[0], x.shape[1])[: x.shape[0]].clone()
