@@ -45,11 +45,13 @@ def register_attention() -> None:
         AttentionMaskInterface.register(implementation(name), over_all_tokens(make))
 
 
-def _attention(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    core = module._modules.get(ATTRIBUTE)
+def _attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+):  # the names are transformers', since some callers pass them by name
+    core, given = module._modules.get(ATTRIBUTE), (query, key, value, attention_mask)
     if core is None:
-        return sdpa(module, q, k, v, mask, **kwargs)
-    return core(q, k, v, mask, attention=module, **kwargs)
+        return sdpa(module, *given, **kwargs)
+    return core(*given, attention=module, **kwargs)
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):

@@ -158,7 +158,8 @@ class Search:
         """Return functions (config, model) --> table of sharding rules, to be tried in this order, the best first."""
         plan = [self._planned] if self._has_plan() else []
         structural = [self._structural] if self.sizes[0] > 1 else []
-        return [*plan, *structural, self._gathered]
+        makes = [*plan, *structural, self._gathered]
+        return [*map(_seamed, makes), *makes] if self.is_cut else makes
 
     def _has_plan(self) -> bool:
         """Return whether a table can be made from the tp plan of `transformers`: the plan exists, and covers the
@@ -189,13 +190,9 @@ class Search:
             config, model, seen, self.left_whole, chains, self.proven, self.stack, tokens
         )
 
-    def _made(self, make: Make, config: Any, model: Any) -> Table:
-        table = replace(make(config, model), undivided=self.undivided)
-        return with_seams(table, model) if self.is_cut else table
-
     def _probe(self, make: Make, sizes: tuple[int, int, int]) -> str:
         try:
-            table = self._made(make, self.case.config, self.small)
+            table = replace(make(self.case.config, self.small), undivided=self.undivided)
         except Exception as error:
             return str(error).splitlines()[0]
         return problem_of(Trial(self.case, sizes, table, self.knobs))
@@ -227,9 +224,9 @@ class Search:
         model = _on_meta(self.config, self.case.cls)
         small = Modules(self.small, self.case.seen)
         self.proven = {group.name for way in (True, False) for group in find_groups(small, way)}
-        table = self._made(make, self.config, model)
+        table = replace(make(self.config, model), undivided=self.undivided)
         if self.is_cut:
-            own = self._made(make, self.case.config, self.small)
+            own = replace(make(self.case.config, self.small), undivided=self.undivided)
             positions = find_positions(self.case, own, self.sizes[0], self.way)
             table = with_positions(table, self.case.cls, positions)
         frozen = freeze(table, model)
@@ -241,6 +238,10 @@ class Search:
         took = round(time.perf_counter() - self.begin, 2)
         shapes = shapes_per_rank(table, frozen, model, self.sizes[0])
         return Proof(frozen, self.left_whole, self.sizes, table, shapes, round(share, 3), took)
+
+
+def _seamed(make: Make) -> Make:
+    return lambda config, model: with_seams(make(config, model), model)
 
 
 def problem_of(trial: Trial) -> str:
