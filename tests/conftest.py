@@ -1,5 +1,6 @@
 """Fixtures for all tests: ranks in warm processes, and a seed."""
 
+import json
 import sys
 from collections import Counter
 
@@ -76,6 +77,34 @@ def ranks():
     pool = RankPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture
+def threads(request, ranks):
+    """`threads.run(fn, nprocs, *args)`: as `ranks`, on threads of this process, at half the cost; in a slow case, processes."""
+    from ranks import ThreadRanks
+
+    return ranks if request.node.get_closest_marker("slow") else ThreadRanks()
+
+
+@pytest.fixture
+def verify_here(monkeypatch):
+    """Verifications run in this process: a new one imports torch and transformers for longer than it verifies.
+
+    tests/verify/test_cards.py has the process itself.
+    """
+    import transformers
+
+    from slapo_zoo.verify import apart, card_check, child
+
+    level = transformers.logging.get_verbosity()
+    for module in (apart, card_check):
+        monkeypatch.setattr(
+            module, "verify_apart", lambda asked: child.answer(json.loads(json.dumps(asked)))
+        )
+    yield
+    transformers.logging.set_verbosity(level)
+    transformers.logging.enable_progress_bar()
 
 
 @pytest.fixture(autouse=True)

@@ -33,6 +33,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
+from slapo_zoo.parallel.ranks.emulation import emulate
 from slapo_zoo.parallel.ranks.launch import (
     collect,
     prepare_rank,
@@ -150,6 +151,16 @@ class RankPool:
         files = {w.rank: Path(self._stacks.name, str(w.process.pid)) for w in workers}
         said = {rank: file.read_text() for rank, file in files.items() if file.exists()}
         return "\n".join(f"rank {rank}:\n{text}" for rank, text in said.items() if text)
+
+
+class ThreadRanks:
+    """Ranks that are threads of this process: same gloo collectives, but one import and one dry run for all of them."""
+
+    def run(self, fn, nprocs, *args, timeout=60.0):
+        """Call `fn(*args)` on `nprocs` ranks; return their results in rank order, or raise the first error."""
+        seed_all()
+        mesh = nprocs, 1, 1  # a loader in `fn` makes its own of so many ranks
+        return emulate(fn, *args, mesh=mesh, timeout_s=timeout) if nprocs > 1 else [fn(*args)]
 
 
 def _work(pipe, port, stacks):
