@@ -141,10 +141,10 @@ def plain(case, folder, adapter, dtype, attention):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "layout"), SIDE_BY_SIDE, ids=str)
-def test_sharded_lora_trains_as_plain_peft(ranks, root, tmp_path, name, layout):
+def test_sharded_lora_trains_as_plain_peft(threads, root, tmp_path, name, layout):
     case = CASES[name]
     folder, size = checkpoint(case, root), layout[0] * layout[1] * layout[2]
-    found = ranks.run(on_a_mesh, size, case, folder, layout, tmp_path)
+    found = threads.run(on_a_mesh, size, case, folder, layout, tmp_path)
     truth = plain(case, folder, tmp_path / "initial", torch.float64, "sdpa")
     others = [
         plain(case, folder, tmp_path / "initial", torch.float32, k) for k in ("sdpa", "eager")
@@ -172,7 +172,7 @@ def load_saved(case, folder, layout, adapter, dropout):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_adapter_saved_by_plain_peft_loads_on_a_sharded_model(ranks, root, tmp_path, name):
+def test_adapter_saved_by_plain_peft_loads_on_a_sharded_model(threads, root, tmp_path, name):
     case, dropout = CASES[name], 0.3
     folder = checkpoint(case, root)
     base = getattr(transformers, name).from_pretrained(folder)
@@ -184,7 +184,7 @@ def test_adapter_saved_by_plain_peft_loads_on_a_sharded_model(ranks, root, tmp_p
     for layout in ((1, 1, 1), (2, 2, 1)):
         args = (case, folder, layout, tmp_path / "a", dropout)
         for rank, (weights, frozen, output, without, loss) in enumerate(
-            ranks.run(load_saved, layout[0] * layout[1], *args)
+            threads.run(load_saved, layout[0] * layout[1], *args)
         ):
             assert weights.keys() == (saved.keys() if rank == 0 else set())
             assert all(torch.equal(weights[key], saved[key]) for key in weights)
@@ -372,11 +372,11 @@ def test_each_pipeline_stage_holds_the_adapters_of_its_layers(root, targets):
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")
 @pytest.mark.parametrize(
     ("name", "targets", "options", "problem"),
-    [("LlamaForCausalLM", ["embed_tokens"], {}, r"stages \[1\] of pp=2 hold none"),
-     ("LlamaForCausalLM", ["q_proj"], {"layers_to_transform": [0]}, r"stages \[1\] of pp=2 hold none"),
+    [("LlamaForCausalLM", ["embed_tokens"], {}, r"found none of these modules on stages \[1\] of pp=2"),
+     ("LlamaForCausalLM", ["q_proj"], {"layers_to_transform": [0]}, r"found none of these modules on stages \[1\] of pp=2"),
      ("LlamaForCausalLM", ["embed_tokens", "q_proj"], {}, "found a Embedding"),
      ("LlamaForCausalLM", ["nothing"], {}, "not found in the base model"),
-     ("GPT2LMHeadModel", ["lm_head"], {}, r"stages \[0\] of pp=2 hold none"),
+     ("GPT2LMHeadModel", ["lm_head"], {}, r"found none of these modules on stages \[0\] of pp=2"),
      ("GPT2LMHeadModel", ["lm_head", "c_fc"], {}, "weight that several pipeline stages share")],
 )  # fmt: skip
 def test_adapter_without_target_modules_on_a_stage_is_refused(

@@ -46,9 +46,9 @@ def ids(value):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "precision", "layout", "order", "stage"), DIAGONAL, ids=ids)
-def test_dp_shard_equals_plain_transformers(case, precision, layout, order, stage, root, ranks):
+def test_dp_shard_equals_plain_transformers(case, precision, layout, order, stage, root, threads):
     folder, world = checkpoint(case, root), layout[0] * layout[1] * layout[2]
-    result = ranks.run(train, world, case, folder, layout, order, stage, precision)[0][0]
+    result = threads.run(train, world, case, folder, layout, order, stage, precision)[0][0]
     if precision == "fp32":
         truth, plains = references(case, folder)
         parity.compare(result, plains, truth)

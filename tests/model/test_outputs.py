@@ -32,13 +32,13 @@ def outputs(folder, case, layout, options, train):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_output_hidden_states_are_unsharded(case, sequence_parallel, tmp_path, ranks):
+def test_output_hidden_states_are_unsharded(case, sequence_parallel, tmp_path, threads):
     folder = checkpoint(case, tmp_path)
     plain = getattr(transformers, case.cls).from_pretrained(folder, **changes_of(case)).train()
     want = plain(**batch_of(case), output_hidden_states=True)
     layout = {"tp": 2, "sequence_parallel": sequence_parallel}
     options = {"output_hidden_states": True}
-    for found in ranks.run(outputs, 2, folder, case, layout, options, True):
+    for found in threads.run(outputs, 2, folder, case, layout, options, True):
         assert found
         for name, layers in found.items():
             assert len(layers) == len(want[name])
@@ -64,11 +64,11 @@ def as_tuple(folder, case, layout):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.cls)
-def test_return_dict_false_equals_plain_on_all_layouts(case, layout, tmp_path, ranks):
+def test_return_dict_false_equals_plain_on_all_layouts(case, layout, tmp_path, threads):
     folder = checkpoint(case, tmp_path)
     plain = getattr(transformers, case.cls).from_pretrained(folder)
     want = plain(**batch_of(case), return_dict=False)
-    for loss, logits in ranks.run(as_tuple, 2, folder, case, layout):
+    for loss, logits in threads.run(as_tuple, 2, folder, case, layout):
         torch.testing.assert_close(loss, want[0].detach(), **CLOSE)
         torch.testing.assert_close(logits, want[1].detach(), **CLOSE)
 
@@ -112,13 +112,13 @@ def broadcast(folder, case, layout):
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
-def test_position_ids_of_one_row_broadcast_to_all_micro_batches(layout, tmp_path, ranks):
+def test_position_ids_of_one_row_broadcast_to_all_micro_batches(layout, tmp_path, threads):
     case = CASES[0]
     folder = checkpoint(case, tmp_path)
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder).train()
     loss = plain(**batch_of(case), position_ids=torch.arange(12)[None] % 7).loss
     loss.backward()
-    found = ranks.run(broadcast, 2, folder, case, layout)
+    found = threads.run(broadcast, 2, folder, case, layout)
     for each, _ in found:
         assert abs(each - loss.item()) < 1e-4
     for name, p in plain.named_parameters():

@@ -55,9 +55,9 @@ def ids(value):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "precision", "name"), DIAGONAL, ids=ids)
-def test_mixed_precision_on_quick_layouts_equals_plain(case, precision, name, root, ranks):
+def test_mixed_precision_on_quick_layouts_equals_plain(case, precision, name, root, threads):
     folder, (tp, pp, dp) = checkpoint(case, root), LAYOUTS[name][0]
-    results = ranks.run(on_mesh, tp * pp * dp, case, folder, name, precision)
+    results = threads.run(on_mesh, tp * pp * dp, case, folder, name, precision)
     compare(results[0][0], case, folder, precision)
 
 

@@ -52,12 +52,12 @@ def scheduled(folder, tp, pp):
 @pytest.mark.parametrize(
     ("tp", "pp", "world"), [(1, 1, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 2, 4)]
 )
-def test_contrastive_gradients_over_dp_equal_the_full_batch(tp, pp, world, tmp_path, ranks):
+def test_contrastive_gradients_over_dp_equal_the_full_batch(tp, pp, world, tmp_path, threads):
     from transformers import BertConfig, BertModel
 
     BertModel(BertConfig(**BASE, **QUIET)).save_pretrained(tmp_path)
     loss, gradients = plain(tmp_path)
-    found = ranks.run(scheduled, world, str(tmp_path), tp, pp)
+    found = threads.run(scheduled, world, str(tmp_path), tp, pp)
     assert [one for one, _ in found] == pytest.approx([loss] * world, rel=1e-5)
     mine = found[0][1]
     assert gradients.keys() <= mine.keys()

@@ -24,6 +24,8 @@ RUNS = [
     (BERT, "interleaved_zero_bubble", (2, 2, 1)),
     (GPT2, "looped_bfs", (1, 2, 2)),
 ]
+# test_pipeline_grid.py has GPT-2 on two stages
+ALWAYS = ((T5, "zbv", (1, 2, 1)), (GPT2, "interleaved_1f1b", (1, 4, 1)))
 
 
 @pytest.fixture(scope="session")
@@ -35,14 +37,17 @@ def run(case, folder, layout, order, micro_batches):
     return scheduled(case, folder, layout, micro_batches=micro_batches, pipeline_order=order)
 
 
-@pytest.mark.one_in(3, 2)
-@pytest.mark.parametrize(("case", "order", "layout"), RUNS, ids=lambda x: getattr(x, "cls", str(x)))
-def test_pipeline_equals_plain_transformers(case, order, layout, root, ranks):
+@pytest.mark.parametrize(
+    ("case", "order", "layout"),
+    [pytest.param(*run, marks=() if run in ALWAYS else pytest.mark.slow) for run in RUNS],
+    ids=lambda x: getattr(x, "cls", str(x)),
+)
+def test_pipeline_equals_plain_transformers(case, order, layout, root, threads):
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
     count = 4 // layout[2]
     world = layout[0] * layout[1] * layout[2]
-    results = ranks.run(run, world, case, folder, layout, order, count)
+    results = threads.run(run, world, case, folder, layout, order, count)
     compare(results[0][0], plains, truth)
 
 
@@ -116,8 +121,8 @@ def _dropout_folder(root):
 
 
 @pytest.mark.parametrize("order", ["gpipe", "zbv"])
-def test_dropout_is_the_same_in_every_pipeline_order(order, root, ranks):
+def test_dropout_is_the_same_in_every_pipeline_order(order, root, threads):
     folder = _dropout_folder(root)
-    (one,) = ranks.run(dropped, 1, folder, "1f1b", 1, 1)
-    for losses in ranks.run(dropped, 2, folder, order, 4, 2):
+    (one,) = threads.run(dropped, 1, folder, "1f1b", 1, 1)
+    for losses in threads.run(dropped, 2, folder, order, 4, 2):
         assert losses == pytest.approx(one, rel=1e-5)

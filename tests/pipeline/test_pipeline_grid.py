@@ -63,10 +63,10 @@ def grid():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "order", "layout"), list(grid()))
-def test_pipeline_on_all_layouts_equals_plain_transformers(case, order, layout, root, ranks):
+def test_pipeline_on_all_layouts_equals_plain_transformers(case, order, layout, root, threads):
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
-    results = ranks.run(run, 2 if layout == "1x2x1" else 4, case, folder, LAYOUTS[layout], order)
+    results = threads.run(run, 2 if layout == "1x2x1" else 4, case, folder, LAYOUTS[layout], order)
     compare(results[0][0], plains, truth)
     first = results[0][0]  # compared with the truth above; every rank has the same
     assert all(result.losses == pytest.approx(first.losses, rel=1e-6) for result, _ in results)

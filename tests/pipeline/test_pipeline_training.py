@@ -65,13 +65,13 @@ RUNS = [
 
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("case", "layout", "options"), RUNS)
-def test_pipeline_stages_train_as_one_process(case, layout, options, root, ranks):
+def test_pipeline_stages_train_as_one_process(case, layout, options, root, threads):
     """Train with dropout, recomputation, four sequence lengths, accumulation, and evaluation between steps."""
     folder = folder_of(case, root)
-    ((want, gradients),) = ranks.run(losses_and_gradients, 1, case, folder, (1, 1, 1))
+    ((want, gradients),) = threads.run(losses_and_gradients, 1, case, folder, (1, 1, 1))
     world = layout[0] * layout[1] * layout[2]
 
-    results = ranks.run(with_options, world, case, folder, layout, options)
+    results = threads.run(with_options, world, case, folder, layout, options)
     for losses, _ in results:
         assert losses == pytest.approx(want, rel=2e-5)
     found = results[0][1]
@@ -108,8 +108,8 @@ def logits_of_step(case, folder, layout, order):
         (QA, (1, 1, 1), "1f1b"),
     ],
 )
-def test_pipeline_step_returns_logits_on_every_rank(case, layout, order, root, ranks):
-    results = ranks.run(logits_of_step, layout[0] * layout[1] * layout[2],
+def test_pipeline_step_returns_logits_on_every_rank(case, layout, order, root, threads):
+    results = threads.run(logits_of_step, layout[0] * layout[1] * layout[2],
                         case, folder_of(case, root), layout, order)  # fmt: skip
     names = {"start_logits", "end_logits"} if case is QA else {"logits"}
     for found in results:

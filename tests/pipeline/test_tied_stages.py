@@ -47,10 +47,10 @@ def train_and_save(case, folder, names, out):
 
 @pytest.mark.parametrize(("case", "names", "owners"), CASES, ids=lambda x: getattr(x, "cls", None))
 def test_weights_shared_by_stages_stay_equal_and_are_saved_once(
-    case, names, owners, tmp_path, ranks
+    case, names, owners, tmp_path, threads
 ):
     folder = checkpoint(case, tmp_path)
-    results = ranks.run(train_and_save, 4, case, folder, names, tmp_path / "out")
+    results = threads.run(train_and_save, 4, case, folder, names, tmp_path / "out")
     holders = [steps for steps in results if steps[0][0]]
     assert len(holders) == owners
     for step in range(3):

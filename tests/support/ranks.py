@@ -154,7 +154,7 @@ class RankPool:
 
 
 class ThreadRanks:
-    """Ranks that are threads of this process: same gloo collectives, but one import and one dry run for all of them."""
+    """Ranks that are threads of this process: the same sums and orders, but one import and one dry run for all of them."""
 
     def run(self, fn, nprocs, *args, timeout=60.0):
         """Call `fn(*args)` on `nprocs` ranks; return their results in rank order, or raise the first error."""

@@ -141,8 +141,8 @@ def with_cache(folder):
         model(**prompts(model), past_key_values=transformers.DynamicCache())
 
 
-def test_generate_with_cache_on_a_pipeline_is_refused(root, ranks):
-    ranks.run(with_cache, 2, checkpoint(GPT2, root))
+def test_generate_with_cache_on_a_pipeline_is_refused(root, threads):
+    threads.run(with_cache, 2, checkpoint(GPT2, root))
 
 
 def after_training(folder, tp, pp):
@@ -157,11 +157,11 @@ def after_training(folder, tp, pp):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_generation_between_steps_does_not_change_training(layout, root, ranks):
+def test_generation_between_steps_does_not_change_training(layout, root, threads):
     tp, pp = LAYOUTS[layout]
     folder = checkpoint(Case("GPT2LMHeadModel", ("tokens",), dropout=0.1), root)
-    ((want, loss),) = ranks.run(after_training, 1, folder, 1, 1)
-    for found, ours in ranks.run(after_training, tp * pp, folder, tp, pp):
+    ((want, loss),) = threads.run(after_training, 1, folder, 1, 1)
+    for found, ours in threads.run(after_training, tp * pp, folder, tp, pp):
         assert torch.equal(found, want)
         assert ours == pytest.approx(loss, rel=1e-5)
 
@@ -175,16 +175,17 @@ def evaluate(case, folder, tp, pp, positional):
     return type(output).__name__, tensors, output.logits is output["logits"], output.to_tuple()[:2]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "positional"), [*((name, False) for name in LAYOUTS), ("tp2", True), ("pp2", True)])  # fmt: skip
 @pytest.mark.parametrize("case", [GPT2, BERT], ids=lambda c: c.cls)
-def test_forward_returns_full_output_on_every_rank(case, layout, positional, root, ranks):
+def test_forward_returns_full_output_on_every_rank(case, layout, positional, root, threads):
     """The output is a HuggingFace object with full logits and the loss, as plain tensors."""
     tp, pp = LAYOUTS[layout]
     folder = checkpoint(case, root)
     model = getattr(transformers, case.cls).from_pretrained(folder).eval()
     with torch.no_grad():
         want = model(**batch_of(case))
-    for name, tensors, by_name, pair in ranks.run(evaluate, tp * pp, case, folder, tp, pp, positional):  # fmt: skip
+    for name, tensors, by_name, pair in threads.run(evaluate, tp * pp, case, folder, tp, pp, positional):  # fmt: skip
         assert name == type(want).__name__
         assert {"loss", "logits"} <= tensors.keys()
         assert by_name
@@ -204,9 +205,9 @@ def shapes_change(folder, pp):
     return found
 
 
-def test_forward_accepts_changing_shapes(root, ranks):
+def test_forward_accepts_changing_shapes(root, threads):
     folder = checkpoint(GPT2, root)
-    (want,) = ranks.run(shapes_change, 1, folder, 1)
-    for found in ranks.run(shapes_change, 2, folder, 2):
+    (want,) = threads.run(shapes_change, 1, folder, 1)
+    for found in threads.run(shapes_change, 2, folder, 2):
         for ours, theirs in zip(found, want, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

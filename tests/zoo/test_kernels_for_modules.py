@@ -52,13 +52,13 @@ def cells():
 
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("family", "layout"), [*cells()])
-def test_model_with_all_kernels_equals_plain_transformers(family, layout, root, ranks):
+def test_model_with_all_kernels_equals_plain_transformers(family, layout, root, threads):
     """Outputs, loss, gradients and four steps are equal with all applicable kernels enabled."""
     case, sizes = CASES[family], LAYOUTS[layout]
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
     world = sizes[0] * sizes[1] * sizes[2]
-    results = ranks.run(with_kernels, world, case, folder, sizes, applicable(case))
+    results = threads.run(with_kernels, world, case, folder, sizes, applicable(case))
     found = results[0][0]
     if family == "gpt_neo":  # queries that see padding alone have no meaning: not compared
         real = batch_of(case)["attention_mask"][..., None]
@@ -283,11 +283,11 @@ def unpadding(root, kernels, p, options, sizes=(1, 1, 1)):
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)])
-def test_unpadded_encoder_equals_padded_run(p, sizes, root, ranks):
+def test_unpadded_encoder_equals_padded_run(p, sizes, root, threads):
     """Loss, dropout masks and gradients equal those of the padded run."""
     names = ["unpadded_encoder", "sparse_mlm_head_loss", "bias_dropout_residual_layer_norm"]
-    want, want_grads, whole = ranks.run(unpadding, sizes[0], root, "reference", p, {}, sizes)[0]
-    loss, grads, seen = ranks.run(unpadding, sizes[0], root, names, p, {}, sizes)[0]
+    want, want_grads, whole = threads.run(unpadding, sizes[0], root, "reference", p, {}, sizes)[0]
+    loss, grads, seen = threads.run(unpadding, sizes[0], root, names, p, {}, sizes)[0]
     assert [shape[0] for shape in seen] == [1, 1]
     assert whole == [(2, 12), (2, 12)]
     torch.testing.assert_close(loss, want)

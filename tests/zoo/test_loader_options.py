@@ -114,13 +114,13 @@ QUICK = ("bert", "t5", "llama")
         ),
     ],
 )  # fmt: skip
-def test_eager_attention_is_as_accurate_as_plain_transformers(family, layout, root, ranks):
+def test_eager_attention_is_as_accurate_as_plain_transformers(family, layout, root, threads):
     """attention="eager" is as near to fp64 as plain transformers with eager attention."""
     case, sizes = HEADS[family][0], LAYOUTS[layout]
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
     world = sizes[0] * sizes[1] * sizes[2]
-    results = ranks.run(eager, world, case, folder, sizes)
+    results = threads.run(eager, world, case, folder, sizes)
     for (result, _), used in results:
         assert used in ({"eager"}, set())  # a stage may hold no attention of a shared block
         assert result.losses == pytest.approx(results[0][0][0].losses, rel=1e-6)

@@ -118,10 +118,10 @@ def test_sentence_inputs_are_distinct_and_padded(tokens, plain):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sentence_encoder_embeddings_and_files_equal_plain_transformers(
-    layout, ranks, folder, tokens, plain, tmp_path
+    layout, threads, folder, tokens, plain, tmp_path
 ):
     tp, pp = LAYOUTS[layout]
-    results = ranks.run(embed_and_save, tp * pp, folder, tmp_path / "out", tokens, tp, pp)
+    results = threads.run(embed_and_save, tp * pp, folder, tmp_path / "out", tokens, tp, pp)
     want, names = plain
     for found, ledger, name in results:  # the output is on every rank
         assert name == "BertModel"

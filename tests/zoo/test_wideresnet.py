@@ -111,12 +111,12 @@ def scheduled(folder, layout, micro_batches, rows, options):
     return Result(outputs["loss"], outputs, grads, norms[0], losses, full), counted
 
 
-def check(folder, ranks, layout, micro_batches=1, rows=ROWS, **options):
+def check(folder, threads, layout, micro_batches=1, rows=ROWS, **options):
     parts = micro_batches, rows
     truth = plain(folder, torch.float64, False, *parts)
     plains = [plain(folder, torch.float32, last, *parts) for last in (True, False)]
     world = layout[0] * layout[1] * layout[2]
-    results = ranks.run(scheduled, world, folder, layout, *parts, options)
+    results = threads.run(scheduled, world, folder, layout, *parts, options)
     found, counted = results[0]
     assert counted == {STEPS * micro_batches}
     compare(found, plains, truth)
@@ -127,12 +127,14 @@ def check(folder, ranks, layout, micro_batches=1, rows=ROWS, **options):
         assert other.losses == pytest.approx(found.losses, rel=1e-6)
 
 
-def check_order(folder, ranks, layout, micro_batches, rows, **options):
+def check_order(folder, threads, layout, micro_batches, rows, **options):
     """Compare in fp64: in fp32 one ReLU input is so near 0 that CPUs round it differently."""
     truth = plain(folder, torch.float64, False, micro_batches, rows)
     options = {**options, "dtype": torch.float64}
     world = layout[0] * layout[1] * layout[2]
-    for found, counted in ranks.run(scheduled, world, folder, layout, micro_batches, rows, options):
+    for found, counted in threads.run(
+        scheduled, world, folder, layout, micro_batches, rows, options
+    ):
         assert counted <= {STEPS * micro_batches}
         assert found.losses == pytest.approx(truth.losses, rel=1e-6)  # told in fp32
         found.outputs.pop("loss")
@@ -145,18 +147,18 @@ def check_order(folder, ranks, layout, micro_batches, rows, **options):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", GRID)
-def test_wideresnet_equals_one_process(folder, ranks, layout):
-    check(folder, ranks, LAYOUTS[layout])
+def test_wideresnet_equals_one_process(folder, threads, layout):
+    check(folder, threads, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1)])
-def test_wideresnet_micro_batches_equal_gradient_accumulation(folder, ranks, layout):
-    check(folder, ranks, layout, micro_batches=2)
+def test_wideresnet_micro_batches_equal_gradient_accumulation(folder, threads, layout):
+    check(folder, threads, layout, micro_batches=2)
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 2)])
-def test_wideresnet_recomputation_does_not_update_batch_norm_statistics(folder, ranks, layout):
-    check(folder, ranks, layout, checkpoint_ratio=1.0)
+def test_wideresnet_recomputation_does_not_update_batch_norm_statistics(folder, threads, layout):
+    check(folder, threads, layout, checkpoint_ratio=1.0)
 
 
 GRID_OF_ORDERS = [(order, pp) for order in ORDERS for pp in (2, 4)]
@@ -164,19 +166,19 @@ GRID_OF_ORDERS = [(order, pp) for order in ORDERS for pp in (2, 4)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("order", "pp"), GRID_OF_ORDERS)
-def test_wideresnet_pipeline_orders_equal_gradient_accumulation(deep, ranks, order, pp):
+def test_wideresnet_pipeline_orders_equal_gradient_accumulation(deep, threads, order, pp):
     count = 8 if (order, pp) == ("dualpipev", 4) else 4
-    check_order(deep, ranks, (1, pp, 1), count, 8, pipeline_order=order)
+    check_order(deep, threads, (1, pp, 1), count, 8, pipeline_order=order)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_wideresnet_pipeline_orders_with_tp_equal_gradient_accumulation(deep, ranks, order):
-    check_order(deep, ranks, (2, 2, 1), 4, 8, pipeline_order=order)
+def test_wideresnet_pipeline_orders_with_tp_equal_gradient_accumulation(deep, threads, order):
+    check_order(deep, threads, (2, 2, 1), 4, 8, pipeline_order=order)
 
 
-def test_wideresnet_with_split_backward_equals_gradient_accumulation(deep, ranks):
-    check_order(deep, ranks, (1, 2, 1), 4, 8, pipeline_order="zbv")
+def test_wideresnet_with_split_backward_equals_gradient_accumulation(deep, threads):
+    check_order(deep, threads, (1, 2, 1), 4, 8, pipeline_order="zbv")
 
 
 def unsaid(folder):
@@ -185,9 +187,9 @@ def unsaid(folder):
         return float(model.train_step(batch_of(0)))
 
 
-def test_wideresnet_batch_norm_statistics_default_to_the_full_batch(folder, ranks):
+def test_wideresnet_batch_norm_statistics_default_to_the_full_batch(folder, threads):
     want = plain(folder, torch.float64, False).losses[0]
-    assert ranks.run(unsaid, 2, folder) == pytest.approx([want] * 2, rel=1e-5)
+    assert threads.run(unsaid, 2, folder) == pytest.approx([want] * 2, rel=1e-5)
 
 
 def uneven_rows(folder):
@@ -198,10 +200,10 @@ def uneven_rows(folder):
     return model.consolidated_state_dict(grads=True), model.consolidated_state_dict()
 
 
-def test_wideresnet_dp_ranks_with_different_batch_sizes_equal_one_process(folder, ranks):
+def test_wideresnet_dp_ranks_with_different_batch_sizes_equal_one_process(folder, threads):
     plain = WideResNetForImageClassification.from_pretrained(folder).train()
     plain(**batch_of(0)).loss.backward()
-    grads, weights = ranks.run(uneven_rows, 2, folder)[0]
+    grads, weights = threads.run(uneven_rows, 2, folder)[0]
     for name, p in plain.named_parameters():
         torch.testing.assert_close(grads[name], p.grad, rtol=1e-4, atol=1e-5)
     for name, buffer in plain.named_buffers():
@@ -213,8 +215,8 @@ def save(folder, out):
     model.save_pretrained(out)
 
 
-def test_wideresnet_is_saved_bit_exactly(folder, ranks, tmp_path):
-    ranks.run(save, 4, folder, tmp_path / "out")
+def test_wideresnet_is_saved_bit_exactly(folder, threads, tmp_path):
+    threads.run(save, 4, folder, tmp_path / "out")
     want, found = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert found.keys() == want.keys()
     assert all(torch.equal(found[key], want[key]) for key in want)
@@ -277,8 +279,8 @@ def train_on_digits(steps, rows=32):
 
 
 @pytest.mark.slow
-def test_wideresnet_learns_handwritten_digits(ranks):
-    (losses, right), *others = ranks.run(train_on_digits, 4, 40)
+def test_wideresnet_learns_handwritten_digits(threads):
+    (losses, right), *others = threads.run(train_on_digits, 4, 40)
     assert losses[0] > 1.8
     assert sum(losses[-5:]) / 5 < 0.7
     assert right > 0.85
