@@ -55,7 +55,7 @@ def test_plan_command_accepts_the_layout_flags_it_prints(capsys):
         ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2),
     ],
 )
-def test_verify_command_accepts_layout_flags(words, capsys):
+def test_verify_command_accepts_layout_flags(words, capsys, verify_here):
     assert cli("verify", "gpt2", *words) == 0
     assert "verified" in capsys.readouterr().out
 

@@ -67,7 +67,7 @@ def test_unknown_verification_level_is_refused(tmp_path):
         AutoScheduledModel.from_config(CONFIG, schedule=str(tmp_path / "card"), verify="fast")
 
 
-def test_verify_command_writes_its_result_into_the_card(tmp_path, capsys):
+def test_verify_command_writes_its_result_into_the_card(tmp_path, capsys, verify_here):
     folder = tmp_path / "card"
     CONFIG.save_pretrained(tmp_path / "model")
     zoo_card(CONFIG, None, Mesh(2), "gpt2").write(folder)
@@ -81,7 +81,7 @@ def test_verify_command_writes_its_result_into_the_card(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_verify_command_prints_json(capsys):
+def test_verify_command_prints_json(capsys, verify_here):
     assert run("verify", "bert", "--tp", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "BertForPreTraining"

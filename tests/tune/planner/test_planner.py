@@ -195,7 +195,7 @@ def test_planner_predicts_memory_savings_of_recomputation_and_sequence_paralleli
     assert again.step.flops > plain.step.flops
 
 
-def test_plan_command_prints_layouts(tmp_path, capsys):
+def test_plan_command_prints_layouts(tmp_path, capsys, verify_here):
     folder, written = checkpoint(GPT2, tmp_path / "model"), tmp_path / "schedule.json"
     command = [
         "plan",
