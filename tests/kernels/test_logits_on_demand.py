@@ -233,7 +233,7 @@ def gradients_of_losses(tp):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at its inputs
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_user_loss_on_logits_on_demand_gives_the_gradients_of_ordinary_logits(ranks, tp):
     found = ranks.run(gradients_of_losses, tp, tp)[0]
     for number, loss_of in enumerate(LOSSES):

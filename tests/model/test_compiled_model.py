@@ -36,8 +36,8 @@ def compiled(folder, layout, what):
 
 @pytest.mark.parametrize(
     ("layout", "what"),
-    [((2, 1, 1), "whole"), ((2, 1, 1), "blocks"), ((1, 2, 1), "blocks"),
-     pytest.param((1, 1, 2), "whole", marks=pytest.mark.slow)],
+    [((2, 1, 1), "whole"), ((1, 2, 1), "blocks"),  # test_compile.py has blocks on tp=2
+     *(pytest.param(*case, marks=pytest.mark.slow) for case in (((2, 1, 1), "blocks"), ((1, 1, 2), "whole")))],
 )  # fmt: skip
 def test_compiled_model_or_blocks_equal_uncompiled(layout, what, tmp_path, ranks):
     for plain, again, said in ranks.run(compiled, 2, checkpoint(GPT2, tmp_path), layout, what):

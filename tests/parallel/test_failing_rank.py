@@ -60,7 +60,7 @@ def sabotage(model, how):
         blocks[-1].mlp.register_full_backward_hook(hook)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize("how", ["forward", "backward"])
 @pytest.mark.parametrize(
     ("tp", "pp", "guilty"), [(2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 1), (2, 2, 2)]

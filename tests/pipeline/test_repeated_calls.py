@@ -42,6 +42,7 @@ def costs_of(family):
     return costs.unit_costs(model, leaf_units(model, blocks, late), 16)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_estimated_costs_with_repeated_blocks_skipped_equal_a_full_run(family, monkeypatch):
     short = costs_of(family)

@@ -150,7 +150,9 @@ def race(out, writers, loads):
     return mixed, len(found)
 
 
-@pytest.mark.parametrize(("writers", "loads"), [(1, 40), (2, 20)])
+@pytest.mark.parametrize(
+    ("writers", "loads"), [(2, 20), pytest.param(1, 40, marks=pytest.mark.slow)]
+)
 def test_concurrent_loads_during_saves_read_one_complete_save(tmp_path, writers, loads):
     mixed, saves = race(tmp_path / "out", writers, loads)
     assert mixed == 0
