@@ -105,7 +105,7 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
         return model.mesh.coord("pp"), ""
 
     if missing := {stage: text for stage, text in together(model.mesh, STEP, attempt) if text}:
-        found = f"stages {sorted(missing)} of pp={model.mesh.pp} hold none of these modules"
+        found = f"found none of these modules on stages {sorted(missing)} of pp={model.mesh.pp}"
         problem = found if len(missing) < model.mesh.pp else missing[0]
         hint = (
             "name modules that every stage has, or use fewer stages; print(model) shows the names"
