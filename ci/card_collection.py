@@ -36,10 +36,15 @@ HEADS = ("AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM"
 def cards() -> Iterator[tuple[str, Card]]:
     """Yield (family, card) for every family, for any model size where the table allows; without measurements."""
     for family in families():
-        config, head = config_of(family)
-        if (CARDS / family).exists():  # a published card keeps its head
-            head = read_card(CARDS / family).program.model_class
-        yield family, zoo_card(config, head, NODE, family, any_size=True)
+        yield family, card_of(family)
+
+
+def card_of(family: str) -> Card:
+    """Return the card of a family; a published card keeps its head."""
+    config, head = config_of(family)
+    if (CARDS / family).exists():
+        head = read_card(CARDS / family).program.model_class
+    return zoo_card(config, head, NODE, family, any_size=True)
 
 
 def write_all(folder: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """The planner places cp: what a rank gets, keeps, sends and computes is read from a dry run of the cut program."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -63,6 +64,12 @@ def llama(**changes):
     return transformers.LlamaConfig(**sizes | changes, architectures=["LlamaForCausalLM"])
 
 
+@functools.cache
+def planner_of(padding):
+    """Return the planner of tests that share its dry runs."""
+    return Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=padding)
+
+
 HEAD_BYTES = 2 * 512 * SIZE * 4  # of one head's keys, of all tokens of two rows
 SENT = {  # way --> bytes of a block over cp=4: forward, backward, those in all-to-alls
     # keys and values gathered; gathered again, and their gradients reduced and scattered
@@ -118,7 +125,7 @@ def test_planner_search_tries_each_cp_attention_only_where_it_runs():
 
 def test_planner_counts_activations_of_the_own_tokens_of_a_cp_rank():
     """A block keeps half of them on cp=2; parameters are whole on each rank unless dp_shard divides them."""
-    planner = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=False)
+    planner = planner_of(False)
     kept = [planner.profile(1, False, cp).units[2].few.kept for cp in (1, 2)]
     assert kept[1] == pytest.approx(kept[0] / 2, rel=0.02)
     whole, half = (planner.forecast(Layout(cp=cp)).ranks[0] for cp in (1, 2))
@@ -145,7 +152,7 @@ def test_planner_search_chooses_cp_where_nothing_else_can_shard_a_row():
 
 
 def test_planner_search_chooses_no_cp_where_dp_can_shard_the_rows():
-    found = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16").search(2, 8)
+    found = planner_of(True).search(2, 8)
     assert found.feasible[0].layout.cp == 1
     assert any(f.layout.cp == 2 for f in found.feasible)
     named = {f.layout.checkpoint_policy for f in found.feasible if f.layout.cp > 1}
@@ -161,8 +168,5 @@ def test_planner_refuses_cp_for_a_class_that_mixes_tokens():
 
 
 def test_planner_counts_no_mask_for_causal_rows_without_padding():
-    masked, bare = (
-        Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=p).profile(1).units[2].few.kept
-        for p in (True, False)
-    )
+    masked, bare = (planner_of(p).profile(1).units[2].few.kept for p in (True, False))
     assert masked - bare >= 2 * TOKENS * TOKENS * torch.bfloat16.itemsize  # of two rows
