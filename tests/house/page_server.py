@@ -1,8 +1,8 @@
 """Server that runs the scripts whose paths come on standard input, each in its folder and in its own process.
 
-The processes are forked from this one, which has imported torch, transformers and the loader, and made nothing:
-twelve pages would each import them for three seconds. What a script says goes beside it, into
-<script>.said; its exit code is a line of standard output.
+The processes are forked from this one, which has imported `warm` and took it off the path again: twelve pages would
+each import torch, transformers and the loader, and register torch's rules of fake tensors. What a script says goes
+beside it, into <script>.said; its exit code is a line of standard output.
 """
 
 import os
@@ -11,11 +11,12 @@ import signal
 import sys
 from pathlib import Path
 
-import torch
-import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+SUPPORT = str(Path(__file__).resolve().parents[1] / "support")
+sys.path.insert(0, SUPPORT)
 
-import slapo_zoo.model.load.auto  # noqa: F401
+import warm  # noqa: E402, F401
 
+sys.path.remove(SUPPORT)
 LIMIT_S = 300
 
 
@@ -32,7 +33,6 @@ def run(script):
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     for line in sys.stdin:
         child = os.fork()
         if child == 0:
