@@ -20,6 +20,7 @@ from ranks import RankPool
 
 ROOT = Path(__file__).parents[2] / "examples"
 EXAMPLES = sorted(ROOT.glob("*.py"))
+ALWAYS = ("train_torch", "train_accelerate")  # tests/model has the engines of the others
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,14 @@ def run(script, folder, out):
     return found
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "script",
+    [
+        pytest.param(path, marks=() if path.stem in ALWAYS else pytest.mark.slow)
+        for path in EXAMPLES
+    ],
+    ids=lambda path: path.stem,
+)
 def test_example_script_runs_and_has_finite_losses(script, tmp_path, ranks):
     folder = checkpoint(CASES["gpt2"], tmp_path)
     losses = ranks.run(run, 4, script, folder, tmp_path, timeout=300)

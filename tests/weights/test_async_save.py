@@ -65,7 +65,11 @@ def trains_on(out, tp, pp, dp):
     return was_done, changed
 
 
-@pytest.mark.parametrize(("tp", "pp", "dp"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("tp", "pp", "dp"),
+    [(1, 1, 1), (2, 2, 1), (1, 1, 2), pytest.param(2, 1, 1, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_async_save_writes_the_state_at_the_call(ranks, tmp_path, tp, pp, dp):
     was_done, changed = ranks.run(trains_on, tp * pp * dp, tmp_path, tp, pp, dp)[0]
     assert not was_done
