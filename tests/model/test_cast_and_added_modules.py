@@ -55,12 +55,12 @@ def cast(folder, layout, out, resume):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_model_cast_to_bfloat16_trains_and_is_saved(layout, tmp_path, ranks):
+def test_model_cast_to_bfloat16_trains_and_is_saved(layout, tmp_path, threads):
     folder, options = checkpoint(GPT2, tmp_path), LAYOUTS[layout]
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder).to(torch.bfloat16).train()
     want = [plain(**batch_of(GPT2)).loss.item()]
     out = tmp_path / "out"
-    found = ranks.run(cast, world(options), folder, options, out, tmp_path / "resume")
+    found = threads.run(cast, world(options), folder, options, out, tmp_path / "resume")
     saved = transformers.GPT2LMHeadModel.from_pretrained(out)
     for first, losses, _ in found:
         assert abs(losses[0] - want[0]) < 0.05
@@ -90,11 +90,11 @@ def with_value_head(folder, layout, out):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_module_added_by_the_user_is_saved(layout, tmp_path, ranks):
+def test_module_added_by_the_user_is_saved(layout, tmp_path, threads):
     from safetensors.torch import load_file
 
     folder, options, out = checkpoint(LLAMA, tmp_path), LAYOUTS[layout], tmp_path / "out"
-    weight, whole = ranks.run(with_value_head, world(options), folder, options, out)[0]
+    weight, whole = threads.run(with_value_head, world(options), folder, options, out)[0]
     if layout == "pp2":
         assert "no stage owns it" in weight
         return

@@ -67,9 +67,9 @@ def copied(folder, case, layout):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "layout"), CELLS)
-def test_deepcopied_model_is_independent_of_the_original(case, layout, tmp_path, ranks):
+def test_deepcopied_model_is_independent_of_the_original(case, layout, tmp_path, threads):
     folder = checkpoint(case, tmp_path)
-    for logits, zeroed in ranks.run(copied, 2, folder, case, layout, timeout=200):
+    for logits, zeroed in threads.run(copied, 2, folder, case, layout, timeout=200):
         assert logits.abs().max() > 0
         assert zeroed.abs().max() == 0, "the copy computes with weights of the original"
 
@@ -106,11 +106,11 @@ AVERAGES = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "options"), AVERAGES.values(), ids=AVERAGES)
-def test_averaged_model_weights_equal_one_process(layout, options, tmp_path, ranks):
+def test_averaged_model_weights_equal_one_process(layout, options, tmp_path, threads):
     case = CASES[0]
     folder = checkpoint(case, tmp_path)
-    weights, logits = ranks.run(averaged, 1, folder, (1, 1, 1), {})[0]
-    found = ranks.run(averaged, 2, folder, layout, options)
+    weights, logits = threads.run(averaged, 1, folder, (1, 1, 1), {})[0]
+    found = threads.run(averaged, 2, folder, layout, options)
     for name, want in weights.items():
         torch.testing.assert_close(found[0][0][name], want, atol=2e-6, rtol=1e-5, msg=name)
     for _, each in found:
@@ -173,7 +173,7 @@ def averaged_once(folder, case, tp):
 FAMILIES = sorted(path.stem for path in (ROOT / "schedules").glob("*.py"))
 
 
-@pytest.mark.one_in(4, 2)
+@pytest.mark.one_in(4, 4)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "wideresnet"])
 def test_deepcopied_model_owns_its_tensors_in_every_family(family, tp, tmp_path):

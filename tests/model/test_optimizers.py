@@ -65,10 +65,10 @@ def stepped(folder, tp, name):
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_matrix_optimizers_on_shards_equal_one_process(case, name, tmp_path, ranks):
+def test_matrix_optimizers_on_shards_equal_one_process(case, name, tmp_path, threads):
     folder = checkpoint(case, tmp_path)
-    want, _ = ranks.run(stepped, 1, folder, 1, name)[0]
-    found, sizes = ranks.run(stepped, 2, folder, 2, name)[0]
+    want, _ = threads.run(stepped, 1, folder, 1, name)[0]
+    found, sizes = threads.run(stepped, 2, folder, 2, name)[0]
     for key, weight in want.items():
         torch.testing.assert_close(found[key], weight, atol=1e-7, rtol=1e-6, msg=key)
     if name == "muon":  # between steps a rank remembers its part
@@ -98,10 +98,10 @@ def trained(folder, layout):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)], ids=["tp2", "tp2-pp2"])
-def test_muon_on_shards_trains_as_in_one_process(layout, tmp_path, ranks):
+def test_muon_on_shards_trains_as_in_one_process(layout, tmp_path, threads):
     folder = checkpoint(CASES[0], tmp_path)
-    want = ranks.run(trained, 1, folder, (1, 1, 1))[0]
-    found = ranks.run(trained, layout[0] * layout[1], folder, layout)[0]
+    want = threads.run(trained, 1, folder, (1, 1, 1))[0]
+    found = threads.run(trained, layout[0] * layout[1], folder, layout)[0]
     for key, weight in want.items():
         torch.testing.assert_close(found[key], weight, atol=1e-6, rtol=1e-6, msg=key)
 

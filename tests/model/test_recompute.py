@@ -64,11 +64,11 @@ def forms(folder, case, layout, by_hand):
     ],
 )  # fmt: skip
 def test_gradient_checkpointing_enable_keeps_losses_and_gradients(
-    name, layout, by_hand, ranks, tmp_path
+    name, layout, by_hand, threads, tmp_path
 ):
     case = CASES[name]
     nprocs = max([1, *(v for v in layout.values() if v is not True)])
-    found = ranks.run(forms, nprocs, checkpoint(case, tmp_path), case, layout, by_hand)
+    found = threads.run(forms, nprocs, checkpoint(case, tmp_path), case, layout, by_hand)
     assert found[0] == [1, 2, 2, 2, 1]
 
 

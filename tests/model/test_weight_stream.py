@@ -52,10 +52,10 @@ def _given(model):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("family", "layout"), CELLS)
-def test_streamed_weights_equal_saved_files(family, layout, tmp_path, ranks):
+def test_streamed_weights_equal_saved_files(family, layout, tmp_path, threads):
     case, options, out = CASES[family], LAYOUTS[layout], tmp_path / "out"
     folder, n = checkpoint(case, tmp_path), size(options)
-    found = ranks.run(streamed, n, folder, case, options, out, None, (0,))
+    found = threads.run(streamed, n, folder, case, options, out, None, (0,))
     want = load_file(out / "model.safetensors")
     assert found[0].keys() == want.keys()
     assert all(torch.equal(found[0][key], want[key]) for key in want)

@@ -255,14 +255,14 @@ def with_huge_padding(folder, batch):
 
 
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_padded_vocabulary_rows_never_win_argmax(cls, ranks, tmp_path):
+def test_padded_vocabulary_rows_never_win_argmax(cls, threads, tmp_path):
     case = Case(cls, ("tokens",))
     folder, batch = checkpoint(case, tmp_path), batch_of(case)
     model = tiny_config(case)[1].from_pretrained(folder).eval()
     with torch.no_grad():
         want = model(**batch)
     seen = 0
-    for logits, loss, grads in ranks.run(with_huge_padding, 4, folder, batch):
+    for logits, loss, grads in threads.run(with_huge_padding, 4, folder, batch):
         assert logits.shape[-1] == 99
         assert torch.equal(logits.argmax(-1), want.logits.argmax(-1))
         torch.testing.assert_close(logits, want.logits, rtol=1e-4, atol=1e-4)
@@ -306,7 +306,7 @@ def gather_equal(group, x):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 3)])
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_weight_tied_over_two_stages_stays_equal(cls, tp, pp, ranks, tmp_path):
+def test_weight_tied_over_two_stages_stays_equal(cls, tp, pp, threads, tmp_path):
     """The embedding is on the first stage, the tied head on the last: equal bits after every step.
 
     With three stages the middle one holds neither.
@@ -314,11 +314,11 @@ def test_weight_tied_over_two_stages_stays_equal(cls, tp, pp, ranks, tmp_path):
     case = Case(cls, ("tokens",))
     folder = checkpoint(case, tmp_path)
     if pp == 3:
-        first, middle, last = ranks.run(tied_of_three, 3, folder, case)
+        first, middle, last = threads.run(tied_of_three, 3, folder, case)
         assert middle == []
         assert torch.equal(*first, *last)
         return
-    for seen in ranks.run(tied_training, tp * pp, folder, case, tp, pp):
+    for seen in threads.run(tied_training, tp * pp, folder, case, tp, pp):
         assert [flags for *flags, _ in seen] == [[True, True, True]] * 4
         assert len({total for *_, total in seen}) == 4  # they did change
 

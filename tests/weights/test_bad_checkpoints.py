@@ -188,13 +188,13 @@ NEW_HEADS = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("cls", NEW_HEADS)
-def test_head_missing_in_checkpoint_is_initialized_equally_on_every_layout(cls, sources, ranks):
+def test_head_missing_in_checkpoint_is_initialized_equally_on_every_layout(cls, sources, threads):
     name, new = NEW_HEADS[cls]
     layouts = [(1, 1), (2, 1), (1, 2), (2, 2)]
     fulls = []
     for tp, pp in layouts:
         options = {"tp": tp, "pp": pp, "auto_class": cls, "seed": 3}
-        results = ranks.run(new_tensors, tp * pp, sources[name], options)
+        results = threads.run(new_tensors, tp * pp, sources[name], options)
         for found, unexpected, _ in results:
             assert sorted(found) == sorted(new)  # reported on every rank
             assert all(key.startswith("cls.") for key in unexpected)
@@ -204,7 +204,7 @@ def test_head_missing_in_checkpoint_is_initialized_equally_on_every_layout(cls, 
         assert full.keys() == fulls[0].keys()
         assert all(torch.equal(full[key], fulls[0][key]) for key in full)
     assert all(torch.equal(fulls[0][key], source[key]) for key in fulls[0].keys() - {*new})
-    (other,) = ranks.run(new_tensors, 1, sources[name], {"auto_class": cls, "seed": 4})
+    (other,) = threads.run(new_tensors, 1, sources[name], {"auto_class": cls, "seed": 4})
     weights = [key for key in new if key.endswith("weight")]
     assert weights
     for key in weights:
@@ -239,13 +239,13 @@ def old_bert(tensors):
 @pytest.mark.parametrize(
     ("case", "old"), [(GPT2, old_gpt2), (BERT, old_bert)], ids=["gpt2", "bert"]
 )
-def test_checkpoints_with_old_key_names_load(case, old, tp, pp, folders, ranks):
+def test_checkpoints_with_old_key_names_load(case, old, tp, pp, folders, threads):
     name = "gpt2" if case is GPT2 else "bert"
     folder, batch = folders[name], batch_of(case)
     want, source = logits_of(case.cls, folder, batch), load_file(folder / "model.safetensors")
     rewrite(folder, old)
     assert any(".gamma" in key or key.startswith("h.0.attn.bias") for key in load_file(folder / "model.safetensors"))  # fmt: skip
-    for logits, new, full in ranks.run(old_forward, tp * pp, folder, batch, tp, pp):
+    for logits, new, full in threads.run(old_forward, tp * pp, folder, batch, tp, pp):
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
         assert new == []
         assert all(torch.equal(full[key], source[key]) for key in full)

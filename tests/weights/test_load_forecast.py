@@ -39,8 +39,8 @@ def load(folder, tp, pp, dp):
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_load_plan_lists_the_bytes_that_a_load_reads(ranks, folder, sizes):
-    found = ranks.run(load, sizes[0] * sizes[1] * sizes[2], folder, *sizes)
+def test_load_plan_lists_the_bytes_that_a_load_reads(threads, folder, sizes):
+    found = threads.run(load, sizes[0] * sizes[1] * sizes[2], folder, *sizes)
     plan = plan_weights(folder, *sizes)
     tp, _, dp = sizes
     for planned in plan.ranks:

@@ -105,10 +105,10 @@ def second_half(folder, out, layout, case):
     return losses, state[0].consolidated_state_dict()
 
 
-def both_halves(ranks, folder, out, one, other, case):
+def both_halves(threads, folder, out, one, other, case):
     sizes = [tp * pp * dp for tp, pp, dp in (one, other)]
-    before = ranks.run(first_half, sizes[0], folder, out, one, case)[0]
-    after, found = ranks.run(second_half, sizes[1], folder, out, other, case)[0]
+    before = threads.run(first_half, sizes[0], folder, out, one, case)[0]
+    after, found = threads.run(second_half, sizes[1], folder, out, other, case)[0]
     return before + after, found
 
 
@@ -141,9 +141,9 @@ MOVES = [
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("one", "other"), MOVES, ids=str)
-def test_training_resumes_on_another_mesh(ranks, source, tmp_path, one, other):
+def test_training_resumes_on_another_mesh(threads, source, tmp_path, one, other):
     folder = checkpoint(PLAIN, source)
-    _, found = both_halves(ranks, folder, tmp_path / "out", one, other, PLAIN)
+    _, found = both_halves(threads, folder, tmp_path / "out", one, other, PLAIN)
     runs = [
         uninterrupted(folder, PLAIN, GPT2LMHeadModel, dtype, kind)
         for dtype, kind in (

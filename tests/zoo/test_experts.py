@@ -82,17 +82,17 @@ def plain_step(folder, options):
     return float(loss.detach()), {name: p.grad for name, p in model.named_parameters()}
 
 
-def compare(folder, options, ranks, layout):
+def compare(folder, options, threads, layout):
     loss, grads = plain_step(folder, tuple(options.items()))
-    results = ranks.run(one_step, layout[0] * layout[1], folder, layout, options, batch_of(CASE))
+    results = threads.run(one_step, layout[0] * layout[1], folder, layout, options, batch_of(CASE))
     assert [found for found, _ in results] == pytest.approx([loss] * len(results), rel=1e-5)
     for name, grad in grads.items():
         torch.testing.assert_close(results[0][1][name], grad, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_router_auxiliary_loss_equals_plain(folder, ranks):
+def test_router_auxiliary_loss_equals_plain(folder, threads):
     assert plain_step(folder, tuple(AUX.items()))[0] > plain_step(folder, (*AUX.items(),)[2:])[0]
-    compare(folder, AUX, ranks, (2, 1, 1))
+    compare(folder, AUX, threads, (2, 1, 1))
 
 
 def test_router_auxiliary_loss_with_micro_batches_is_refused(folder):
@@ -103,10 +103,10 @@ def test_router_auxiliary_loss_with_micro_batches_is_refused(folder):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)])
-def test_default_expert_kernel_equals_plain(folder, ranks, layout):
+def test_default_expert_kernel_equals_plain(folder, threads, layout):
     """The default of transformers, grouped_mm, gives the plain model's results."""
     assert load(folder).config._experts_implementation == "grouped_mm"
-    compare(folder, {}, ranks, layout)
+    compare(folder, {}, threads, layout)
 
 
 def lonely_tokens(folder, layout):
@@ -117,8 +117,8 @@ def lonely_tokens(folder, layout):
     return [name for name, p in model.named_parameters() if p.grad is None]
 
 
-def test_unused_experts_get_zero_gradients(folder, ranks):
-    assert ranks.run(lonely_tokens, 4, folder, (4, 1, 1)) == [[]] * 4
+def test_unused_experts_get_zero_gradients(folder, threads):
+    assert threads.run(lonely_tokens, 4, folder, (4, 1, 1)) == [[]] * 4
 
 
 def test_more_tp_ranks_than_experts_are_refused(folder):

@@ -87,12 +87,12 @@ def held(folder, case, layout):
 
 @pytest.mark.one_in(2, 2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_show_command_counts_parameters_per_rank(case, root, ranks):
+def test_show_command_counts_parameters_per_rank(case, root, threads):
     """Uneven shards, tensors tied over two stages and sharded experts are counted on each rank that holds them."""
     folder = checkpoint(case, root)
     outline = Outline(tiny_config(case)[0], case.cls, Mesh(2, 2, 1), torch.float32)
     found = [rank.parameters for rank in survey(outline, 1, 8).ranks]
-    assert found == ranks.run(held, 4, folder, case, (2, 2, 1))
+    assert found == threads.run(held, 4, folder, case, (2, 2, 1))
 
 
 def sent_and_explained(folder, case, options):
@@ -139,7 +139,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.one_in(3, 2)
+@pytest.mark.one_in(3, 3)
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
 def test_predicted_collectives_equal_those_that_run(case, how, root, ranks):

@@ -60,10 +60,10 @@ MORE = [
 ]  # fmt: skip
 
 
-def compare(ranks, sizes, layout, precision, tokens):
+def compare(threads, sizes, layout, precision, tokens):
     """Fail unless each exact kind agrees within 3 %, and the peak within 10 %."""
     world = layout.tp * layout.pp * layout.dp
-    found = ranks.run(measured, world, sizes, layout, precision, tokens, timeout=500)
+    found = threads.run(measured, world, sizes, layout, precision, tokens, timeout=500)
     plans = planned(sizes, layout, precision, tokens)
     for rank, (at_rest, step) in enumerate(found):
         plan = plans[rank // (layout.tp * layout.dp)]
@@ -79,20 +79,20 @@ def compare(ranks, sizes, layout, precision, tokens):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "precision"), LAYOUTS, ids=str)
-def test_resident_memory_equals_planner_prediction(layout, precision, ranks):
-    compare(ranks, TINY, layout, precision, 64)
+def test_resident_memory_equals_planner_prediction(layout, precision, threads):
+    compare(threads, TINY, layout, precision, 64)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "precision"), MORE, ids=str)
-def test_resident_memory_equals_planner_prediction_in_more_layouts(layout, precision, ranks):
-    compare(ranks, TINY, layout, precision, 64)
+def test_resident_memory_equals_planner_prediction_in_more_layouts(layout, precision, threads):
+    compare(threads, TINY, layout, precision, 64)
 
 
 @pytest.mark.slow  # 124 million parameters
 @pytest.mark.parametrize(("layout", "precision"), [(Layout(), "bf16"), (SHARED, "bf16")], ids=str)
-def test_resident_memory_of_gpt2_equals_planner_prediction(layout, precision, ranks):
-    compare(ranks, SMALL, replace(layout, rows=1, micro_batches=1), precision, 128)
+def test_resident_memory_of_gpt2_equals_planner_prediction(layout, precision, threads):
+    compare(threads, SMALL, replace(layout, rows=1, micro_batches=1), precision, 128)
 
 
 # docs/precision.md: bytes per parameter between steps, without dp_shard
