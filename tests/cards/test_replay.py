@@ -12,7 +12,7 @@ from card_schema import build_schema
 from jsonschema import Draft202012Validator
 from jsonschema.validators import extend
 
-from parity import Case, checkpoint, compare, references, scheduled
+from parity import Case, checkpoint, compare, references, scheduled, tiny_config
 from slapo_zoo import AutoScheduledModel, Mesh, Schedule
 from slapo_zoo.errors import CardError
 from slapo_zoo.zoo import apply, cards
@@ -98,6 +98,16 @@ def test_card_written_and_read_back_equals_the_zoo_schedule(family, tmp_path):
     steps = again.program.resolve(config, sizes)
     outline = Outline(config, head, mesh, torch.float32)
     assert [(p, str(d)) for p, d in steps] == [(p, str(d)) for p, d in outline.schedule.history]
+
+
+def test_card_with_a_kernel_by_name_replays_it(tmp_path):
+    config, named = tiny_config(CASES["GPT2LMHeadModel"])[0], {"kernels": ["bias_gelu"]}
+    zoo_card(config, "GPT2LMHeadModel", Mesh(), "tiny", **named).write(tmp_path)
+    given = {"auto_class": "GPT2LMHeadModel", "verify": "off"}
+    model = AutoScheduledModel.from_config(config, schedule=str(tmp_path), **given)
+    assert ("**:NewGELUActivation", "replace(new='bias_gelu')") in [
+        (p, str(d)) for p, d in model.schedule.history
+    ]
 
 
 def test_schedule_with_live_objects_cannot_be_published():

@@ -101,17 +101,17 @@ def _steps(schedule: Schedule, used: set[str]) -> tuple[tuple[str, str, Mapping[
     """
     chosen = {(c.pattern, c.kernel) for c in schedule.kernels if c.accepted and c.by_device}
     return tuple(
-        (pattern, directive.name, _written(pattern, directive, used))
+        (pattern, type(directive).name, _written(pattern, directive, used))
         for pattern, directive in schedule.history
         if (pattern, directive.arguments().get("new")) not in chosen
     )
 
 
 def _written(pattern: str, directive: Directive, used: set[str]) -> Mapping[str, Any]:
-    reason = directive.local()
-    left_out = PUBLISHABLE.get(directive.name)
+    reason, primitive = directive.local(), type(directive).name  # `name` may be an argument of it
+    left_out = PUBLISHABLE.get(primitive)
     if left_out is None:
-        reason = reason or f"a card may not contain the primitive {directive.name}"
+        reason = reason or f"a card may not contain the primitive {primitive}"
     elif found := [name for name in directive.arguments() if name in left_out]:
         reason = reason or f"a card may not set the argument {', '.join(found)}"
     if reason:
