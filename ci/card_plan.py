@@ -33,7 +33,7 @@ def plan_for(
     Raises:
         MeshError: no layout fits.
     """
-    found = planner.search(gpus, rows, ORDERS, divided)
+    found = planner.search(gpus, rows, ORDERS, divided, cut=False)  # a plan of a card names no cp
     best = require_feasible(found, f"{gpus} x {device}")
     knobs = {name: list(value) if isinstance(value, tuple) else value
              for name, value in best.layout.knobs().items() if name in KNOBS}  # fmt: skip

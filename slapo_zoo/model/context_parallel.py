@@ -1,8 +1,11 @@
 """Checks when a model is loaded with cp > 1: errors for unsupported models and options, which say what to use."""
 
+from collections.abc import Iterable
 from typing import Any
 
-from slapo_zoo.errors import ArchitectureError, MeshError
+from slapo_zoo.errors import ArchitectureError, CardError, MeshError
+from slapo_zoo.hf.attention import ATTRIBUTE
+from slapo_zoo.language.schedule import Schedule, Step
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.zoo.options import LoaderOptions
 from slapo_zoo.zoo.schedule_source import kind_of
@@ -14,9 +17,14 @@ BESIDE: dict[str, tuple[tuple[Any, ...], str]] = {
     "kernels": (("auto", "reference"), 'leave it out: cp runs with "reference"'),
     "checkpoint_policy": (("",), "leave it out: a recomputed block keeps nothing"),
     "activation_memory": ((None,), "use checkpoint_ratio="),
-    "schedule": (("zoo", "auto", "table"), 'use schedule="zoo" or "auto"'),
+    "schedule": (("zoo", "auto", "table", "card"), 'use schedule="zoo", "auto" or a card'),
     "target": (("torch", None), 'use target="torch"'),
 }
+# (primitive, argument) of a directive --> the argument of the loader that has the same effect
+SAME_AS = {
+    ("core_attention", "backend"): "attention", ("replace", "new"): "kernels",
+    ("checkpoint", "policy"): "checkpoint_policy", ("checkpoint", "offload"): "checkpoint_policy",
+}  # fmt: skip
 
 
 def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
@@ -36,11 +44,7 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
         value = getattr(options, name)
         kind = kind_of(value) if name == "schedule" else value
         if not any(kind == each for each in runs):
-            what, problem = (
-                f"{name}={value!r:.60}",
-                f"not supported together with cp={mesh.cp}",
-            )
-            raise MeshError(where, what, problem, f"{hint}, or cp=1")
+            raise refusal(where, f"{name}={value!r:.60}", mesh, hint)
     if options.cp_attention == "ring" and options.attention == "eager":
         problem = (
             'not supported together with cp_attention="ring", which computes the scores itself'
@@ -48,6 +52,44 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
         hint = 'leave it out, or use cp_attention="gather"'
         raise MeshError(where, 'attention="eager"', problem, hint)
     return options.but(kernels="reference")
+
+
+def refusal(where: str, what: str, mesh: Mesh, hint: str = BESIDE["schedule"][1]) -> MeshError:
+    """Return the error for an argument `what` that does not run with the cp of a mesh; `hint` says what to use."""
+    return MeshError(where, what, f"not supported together with cp={mesh.cp}", f"{hint}, or cp=1")
+
+
+def check_steps(steps: Iterable[Step], cp: int, cp_attention: str) -> None:
+    """Raise CardError, with cp > 1, for a directive of a card with the effect of an argument that `check_cp` refuses.
+
+    Args:
+        steps: the directives of the card.
+        cp: number of cp ranks.
+        cp_attention: how attention sees the tokens of all cp ranks.
+    """
+    for pattern, directive in steps if cp > 1 else ():
+        for name, value in directive.arguments().items():
+            option = SAME_AS.get((type(directive).name, name))
+            ring = (cp_attention, value) == ("ring", "eager")
+            if option and (value not in BESIDE[option][0] or ring):
+                problem = f"not supported together with cp={cp}" + ring * ' and cp_attention="ring"'
+                hint = f"load the card with cp=1{' or another cp_attention' * ring}, or choose a card without it"
+                raise CardError("card", f"sch[{pattern!r}].{directive}", problem, hint)
+
+
+def require_core_attention(sch: Schedule, table: Table) -> None:
+    """Raise CardError, for a model with cp > 1, if a schedule leaves out `core_attention` where the family's table has it.
+
+    Such an attention would see the tokens of its own rank alone.
+    """
+    seams = [
+        p for p, rule in table.rows(sch.model) if any(d.name == "core_attention" for d in rule)
+    ]
+    for path in (path for pattern in seams for path in sch[pattern].paths):
+        if f"{path}.{ATTRIBUTE}" not in sch.state.modules:
+            problem = f"found no core_attention here, so with cp={sch.mesh.cp} a token would see those of its rank alone"
+            hint = "choose another card, or cp=1; its author adds sch[...].core_attention(num_heads=...)"
+            raise CardError("card", path, problem, hint)
 
 
 def require_cp_support(table: Table, cls: Any, config: Any) -> None:

@@ -15,7 +15,11 @@ from slapo_zoo.errors import MeshError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.attention_backends import require_backend
 from slapo_zoo.hf.cut_attention import follow_places
-from slapo_zoo.model.context_parallel import check_cp, require_cp_support
+from slapo_zoo.model.context_parallel import (
+    check_cp,
+    require_core_attention,
+    require_cp_support,
+)
 from slapo_zoo.model.dp.data_parallel import use_hooks
 from slapo_zoo.model.dp.dp_shard import Shards, check_dp_shard, shard_over_dp
 from slapo_zoo.model.missing_sums import warn_of_missing_sums
@@ -62,6 +66,7 @@ class Assembly(Outline):
         super().__init__(config, auto_class, mesh, dtype, options)
         if mesh.size("cp") > 1:
             require_cp_support(self.table, self.cls, self.model.config)
+            require_core_attention(self.schedule, self.table)
             follow_places(self.state.modules, self.state.random, self.state.positions)
             if self.state.body is not None:
                 self.state.body.shard = partial(cut_batch, self.model)

@@ -29,7 +29,7 @@ def require_correct(
     Args:
         program: the schedule of the card.
         config: config of the model that is being loaded.
-        mesh: sizes of tp, pp and dp, and this rank's coordinates.
+        mesh: sizes of the mesh dims, and this rank's coordinates; of cp two ranks are verified.
         level: "quick" verifies on a small model, "off" does nothing.
         knobs: values of pipeline_order and stages_per_rank.
     """
@@ -39,6 +39,7 @@ def require_correct(
         )
     if level == "off":
         return
+    knobs = {**knobs, "cp": min(mesh.cp, 2)}
     request = json.dumps(request_for(program, config, (mesh.tp, mesh.pp, mesh.dp), knobs))
 
     def first() -> dict[str, Any]:
@@ -59,7 +60,7 @@ def request_for(
     quick: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Build the JSON request with which another process verifies a card's schedule on a mesh of `sizes` (tp, pp, dp).
-    `quick` takes a small model; `knobs` are pipeline_order and stages_per_rank.
+    `quick` takes a small model; `knobs` are pipeline_order, stages_per_rank and cp.
     """
     return {
         "config": config.to_dict(), "cls": program.model_class, "mesh": sizes, "quick": quick,
@@ -86,7 +87,9 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
     """
     card = read_card(folder)
     sizes = (card.mesh["tp"], card.mesh["pp"], card.mesh["dp"])
-    found = verify_apart(request_for(card.program, config, sizes, {}, quick))
+    found = verify_apart(
+        request_for(card.program, config, sizes, {"cp": card.mesh.get("cp", 1)}, quick)
+    )
     with_verdict(card, found).write(folder)
     return found
 

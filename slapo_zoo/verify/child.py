@@ -9,7 +9,7 @@ A request to verify, one to derive a table, and one to probe whether cp can shar
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +17,16 @@ from typing import Any
 
 from slapo_zoo.errors import SlapoError
 from slapo_zoo.hf import models as hf
+from slapo_zoo.model.context_parallel import check_steps
 from slapo_zoo.parallel.mesh import Mesh
+from slapo_zoo.parallel.token_cut import WAYS
 from slapo_zoo.verify.core import verify
 from slapo_zoo.verify.derive import cut_table, derive
 from slapo_zoo.verify.layerwise import require_memory, verify_layers
 from slapo_zoo.verify.report import UNMEASURED, Report
 from slapo_zoo.zoo.cards.program import Program
-from slapo_zoo.zoo.table import table_for
+from slapo_zoo.zoo.schedule_source import CardProgram
+from slapo_zoo.zoo.table import Table, table_for
 from slapo_zoo.zoo.tiny_config import tiny_like
 
 MANY_PARAMETERS = 2e8  # a card that fits no small model is verified on one up to this size
@@ -62,47 +65,73 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     if not quick:
         require_memory(config, hf.resolve_class(config, request["cls"]))
     program = request.get("program") and Program.parse(request["program"].encode())
+    table = _table(config, arguments)
     if request.get("layers"):
         arguments.pop("folder")
-        steps = program.resolve(config, _sizes(program, request["mesh"])) if program else "zoo"
+        steps = program.resolve(config, _sizes(program, arguments)) if program else "zoo"
         report = verify_layers(config, schedule=steps, **arguments)
     elif program:
-        report = _of_program(program, config, quick, arguments)
+        report = _of_program(program, config, quick, arguments, table)
     else:
-        report = verify(config, quick=quick, **arguments)
+        report = verify(config, quick=quick, schedule=table or "zoo", **arguments)
     if report is None:
         return {"verdict": UNMEASURED, "text": "it fits no small model, and this one is large"}
     return {**report.document(), "text": str(report)}
 
 
-def _sizes(program: Program, mesh: Sequence[int]) -> dict[str, int]:
-    """Return the sizes of a mesh (tp, pp, dp) by name, and the number of stages that a card's program makes."""
+def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
+    """Return sharding rules that say how cp shards the tokens of the class, found on a tiny model if need be.
+
+    None without cp, or if the family's own rules say it. `arguments` are those of `verify`.
+    """
+    if arguments.get("cp", 1) == 1:
+        return None
+    table, cls = table_for(config.model_type), hf.resolve_class(config, arguments["auto_class"])
+    if table.positions_of(cls) is not None:
+        return None
+    way = arguments.get("cp_attention", WAYS[0])
+    return cut_table(config, cls, table, min(arguments["mesh"][0], 2), way)
+
+
+def _sizes(program: Program, arguments: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of the mesh dims by name, and the number of stages that a card's program makes. `arguments` are
+    those of `verify`.
+    """
     stages = 1 + sum(name == "cut_pipeline_stage" for _, name, _ in program.steps)
-    return {**dict(zip(("tp", "pp", "dp"), mesh, strict=True)), "stages": stages}
+    sizes = dict(zip(("tp", "pp", "dp"), arguments["mesh"], strict=True))
+    return {**sizes, "cp": arguments.get("cp", 1), "stages": stages}
 
 
 def _of_program(
-    program: Program, config: Any, quick: bool, arguments: dict[str, Any]
+    program: Program, config: Any, quick: bool, arguments: dict[str, Any], table: Table | None
 ) -> Report | None:
     """Verify the schedule of a card: with `quick` on a small model if one fits it, else on the given config.
 
     Return None if `quick` is set, no small model fits and the given one has over MANY_PARAMETERS (2e8) parameters.
 
-    `arguments` are those of `verify` besides the schedule; "mesh" is one of them.
+    `arguments` are those of `verify` besides the schedule; `table` is what `_table` returned.
     """
-    mesh, sizes, steps = arguments["mesh"], _sizes(program, arguments["mesh"]), None
+    mesh, sizes, steps = arguments["mesh"], _sizes(program, arguments), None
     if quick:
         fixed = any(text.isdigit() for text in program.numbers.values())
         small = tiny_like(config, Mesh(*mesh), None, keep_head_size=fixed)
         small.architectures = [program.model_class]
         with suppress(SlapoError):
             steps = program.resolve(small, sizes)
-    if steps is not None:
-        report = verify(small, schedule=steps, quick=False, **arguments)
-        return replace(report, config="shrunken")
-    if quick and hf.count_parameters(config, program.model_class) > MANY_PARAMETERS:
+    if (
+        steps is None
+        and quick
+        and hf.count_parameters(config, program.model_class) > MANY_PARAMETERS
+    ):
         return None
-    return verify(config, schedule=program.resolve(config, sizes), quick=False, **arguments)
+    config, kind = (config, "given") if steps is None else (small, "shrunken")
+    steps = program.resolve(config, sizes) if steps is None else steps
+    check_steps(steps, sizes["cp"], arguments.get("cp_attention", WAYS[0]))
+    schedule: Any = steps
+    if sizes["cp"] > 1:
+        schedule = CardProgram(lambda sch: sch.replay(steps), table or table_for(config.model_type))
+    report = verify(config, schedule=schedule, quick=False, **arguments)
+    return replace(report, config=kind)
 
 
 def main() -> None:

@@ -133,8 +133,11 @@ class _Verification:
 
     def _located(self) -> Divergence | None:
         """Return the first difference from the plain model, None if none is found; if only the check with dropout
-        failed, the search runs with dropout.
+        failed, the search runs with dropout. With cp > 1 no tensor within the model is compared, as a rank has only its
+        tokens of it: the divergence is that of a finding.
         """
+        if self.trial.mesh.cp > 1:
+            return self._beyond_modules(None) or self._at_named_parameter()
         wrong = [f.what for f in self.comparison.findings if f.check == "gradients"]
         divergence = None
         if {f.check for f in self.comparison.findings} != {"dropout"}:

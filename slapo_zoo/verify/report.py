@@ -20,7 +20,7 @@ class Report:
 
     Args:
         model: class of the model.
-        mesh: sizes of tp, pp and dp.
+        mesh: sizes of tp, pp and dp, and of cp if it is used.
         config: how the verified model was made: "given", "shrunken", or "layer by layer".
         checks: check --> number of comparisons ("compared") and largest error divided by the allowed one
             ("worst"); or "unmeasured" for a check that could not be made.
@@ -55,9 +55,8 @@ class Report:
         """
         suspects = divergence.suspects if divergence and schedule else ()
         directives = directives_at(schedule, suspects)
-        sizes = {"tp": mesh.tp, "pp": mesh.pp, "dp": mesh.dp}
         return Report(
-            cls.__name__, sizes, "given", figures(found), found.findings, divergence, directives,
+            cls.__name__, mesh.sizes, "given", figures(found), found.findings, divergence, directives,
             error, seed, seconds, software(),
         )  # fmt: skip
 

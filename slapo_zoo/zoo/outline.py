@@ -129,7 +129,7 @@ class Outline:
     def _apply(self, options: BuildOptions) -> None:
         """Apply the user's own schedule; MeshError if it cuts the model into a wrong number of pipeline stages."""
         schedule = options.schedule
-        if kind_of(schedule) == "function":
+        if kind_of(schedule) in ("card", "function"):
             schedule(self.schedule)
         else:
             self.schedule.replay(schedule if isinstance(schedule, Schedule) else list(schedule))

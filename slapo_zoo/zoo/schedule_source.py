@@ -24,6 +24,22 @@ class Extended:
     function: Callable[[Any], Any]
 
 
+@dataclass(frozen=True)
+class CardProgram:
+    """Value of `schedule=` that a loader makes of the name of a card: the card's directives, ready to be applied.
+
+    Args:
+        apply: function that applies the directives to a schedule.
+        table: table of the model's family, which with cp > 1 says how cp shards the tokens of the model's class.
+    """
+
+    apply: Callable[[Any], Any]
+    table: Table
+
+    def __call__(self, sch: Any) -> None:
+        self.apply(sch)
+
+
 def extend(function: Callable[[Any], Any]) -> Extended:
     """Return a value of `schedule=` that applies the zoo's table, then a function: `extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
 
@@ -46,7 +62,7 @@ def kind_of(schedule: Any) -> Kind:
         return "auto" if schedule == "auto" else "zoo"
     if isinstance(schedule, Table):
         return "table"
-    if isinstance(schedule, str | Path):
+    if isinstance(schedule, str | Path | CardProgram):
         return "card"
     if isinstance(schedule, Extended):
         return "extended"
@@ -64,13 +80,14 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
     Args:
         config: config of the model.
-        schedule: value of `schedule=`; a Table is returned unchanged, any other value gives the family's table.
+        schedule: value of `schedule=`; a Table is returned unchanged, of a CardProgram its table, any other value
+            gives the family's table.
 
     Raises:
         ArchitectureError: the family has no table.
     """
-    if isinstance(schedule, Table):
-        return schedule
+    if isinstance(schedule, Table | CardProgram):
+        return schedule if isinstance(schedule, Table) else schedule.table
     if schedule == "auto" and config.model_type not in families():
         problem = "load a model first"
         raise refusal(config, "its table is derived when a model is loaded, and none was", problem)

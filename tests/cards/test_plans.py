@@ -10,7 +10,7 @@ import pytest
 import transformers
 from card_plan import with_plans
 
-from slapo_zoo import AutoScheduledModel, Mesh, get_logger
+from slapo_zoo import AutoScheduledModel, Mesh, emulate, get_logger
 from slapo_zoo.errors import CardError
 from slapo_zoo.zoo.cards.card import read_card
 from slapo_zoo.zoo.cards.make import zoo_card
@@ -98,6 +98,14 @@ def test_card_plan_for_another_model_or_device_is_ignored_with_a_message(case, t
     assert built(str(folder), **given) == (None, 0, (1, 1, 1))
     assert "none of the card's plans is taken (tiny on " in said.text
     assert words in said.text
+
+
+def test_card_plan_is_left_out_if_the_user_passes_cp(tmp_path, said):
+    folder, plan = tmp_path / "card", plan_of(gpus=2, knobs={"tp": 1, "pp": 1, "dp": 2})
+    zoo_card(tiny(), None, Mesh(), "tiny").write(folder)
+    replace(read_card(folder), tuning=with_plans({}, [plan])).write(folder)
+    assert emulate(built, str(folder), cp=2, mesh=(1, 1, 2)) == [(None, 0, (1, 1, 1))] * 2
+    assert "cp=2 was asked for" in said.text
 
 
 def test_card_program_keeps_its_recomputation_when_a_plan_is_applied(tmp_path, said):

@@ -113,8 +113,9 @@ def test_commands_with_cp_refuse_cp_attention_that_does_not_fit_the_model(
     assert words in " ".join(capsys.readouterr().err.split())
 
 
-def test_verify_exact_command_with_cp_is_refused(capsys):
-    assert cli("verify", "gpt2", "--exact", "--cp", 2) == 2
+@pytest.mark.parametrize("flag", ["--exact", "--layers"])
+def test_verify_exact_or_layers_command_with_cp_is_refused(flag, capsys):
+    assert cli("verify", "gpt2", flag, "--cp", 2) == 2
     found = " ".join(capsys.readouterr().err.split())
-    assert "verify: --exact: not supported together with cp=2" in found
-    assert "leave --exact out, or use cp=1" in found
+    assert f"verify: {flag}: not supported together with cp=2" in found
+    assert f"leave {flag} out, or use cp=1" in found

@@ -82,11 +82,13 @@ def rows_of(case, mask, step=0):
     return batch
 
 
-def trained(case, mask, micro_batches=1, steps=3, **layout):
-    """Losses of each step, gradients of the first and weights after the last, with AdamW."""
-    config = tiny_config(case)[0]
+def trained(case, mask, micro_batches=1, steps=3, folder=None, **layout):
+    """Losses of each step, gradients of the first and weights after the last, with AdamW; `folder` has the weights."""
+    load, name = AutoScheduledModel.from_config, tiny_config(case)[0]
+    if folder is not None:
+        load, name = AutoScheduledModel.from_pretrained, folder
     layout = {"dp": 1, "dtype": torch.float64, "seed": 3, "kernels": "reference", **layout}
-    model = AutoScheduledModel.from_config(config, auto_class=case.cls, **layout).train()
+    model = load(name, auto_class=case.cls, **layout).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
     losses, first = [], None
     for step in range(steps):

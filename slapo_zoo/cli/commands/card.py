@@ -7,6 +7,7 @@ import typer
 
 from slapo_zoo.cli.arguments import (
     CheckpointRatio,
+    Cp,
     Dp,
     Head,
     Model,
@@ -14,6 +15,7 @@ from slapo_zoo.cli.arguments import (
     SequenceParallel,
     Tp,
     command,
+    table_of_cut,
 )
 from slapo_zoo.cli.waiting import waiting
 
@@ -36,6 +38,7 @@ def make(
         bool, typer.Option(help="Accept models of every size with the same number of blocks.")
     ] = False,
     auto_class: Head = None,
+    cp: Cp = 1,
 ) -> Any:
     """Write the schedule that the zoo has for a model as a card; its figures are marked unmeasured."""
     from slapo_zoo.parallel.mesh import Mesh
@@ -44,10 +47,10 @@ def make(
     from slapo_zoo.zoo.cards.make import zoo_card
 
     config, head = config_of(model)
-    card = zoo_card(
-        config, auto_class or head, Mesh(tp, pp, dp), model, sequence_parallel=sequence_parallel,
-        checkpoint_ratio=checkpoint_ratio, any_size=any_size,
-    )  # fmt: skip
+    knobs = {"sequence_parallel": sequence_parallel, "checkpoint_ratio": checkpoint_ratio}
+    mesh = Mesh(tp, pp, dp, cp=cp)
+    table_of_cut("card make", mesh, config, auto_class or head, knobs)
+    card = zoo_card(config, auto_class or head, mesh, model, any_size=any_size, **knobs)
     card.write(folder)
     steps, digest = len(card.program.steps), card.program.hash
     facts = {"folder": folder, "steps": steps, "hash": digest}

@@ -18,7 +18,7 @@ from slapo_zoo.cli.waiting import waiting
 from slapo_zoo.errors import MeshError
 
 WithCard = Annotated[str | None, typer.Option("--schedule", help="A card; none, zoo or auto: the zoo's own schedule.")]  # fmt: skip
-ORDER = ("pipeline_order", "stages_per_rank")  # knobs that a card does not set
+ORDER = ("pipeline_order", "stages_per_rank", "cp_attention")  # knobs that a card does not set
 
 
 @command
@@ -54,18 +54,19 @@ def verify(
     named = hf.resolve_class(config, auto_class or usual_head(config, head)).__name__
     cls = program.model_class if program else named
     mesh = take_mesh(layout)
-    if exact and mesh.cp > 1:
-        problem = (
-            f"not supported together with cp={mesh.cp}: one process has no ranks that share a row"
-        )
-        raise MeshError("verify", "--exact", problem, "leave --exact out, or use cp=1")
+    if mesh.cp > 1 and (exact or layers):
+        flag = "--exact" if exact else "--layers"
+        why = ": one process has no ranks that share a row" if exact else ""
+        problem = f"not supported together with cp={mesh.cp}{why}"
+        raise MeshError("verify", flag, problem, f"leave {flag} out, or use cp=1")
     sizes = mesh.tp, mesh.pp, mesh.dp
     if program:
-        _refuse_beside_card({**layout, "cp": mesh.cp})
+        _refuse_beside_card(layout)
         layout = {name: layout[name] for name in ORDER}
+        table_of_cut("verify", mesh, config, cls, layout)
     else:
         _require_mesh(config, cls, mesh, layout)
-        layout |= {"cp": mesh.cp} if mesh.cp > 1 else {}
+    layout |= {"cp": mesh.cp} if mesh.cp > 1 else {}
     if exact:
         return _same_bits(config, cls, sizes, layout, program)
     request = {

@@ -18,7 +18,7 @@ from slapo_zoo.zoo.argument_values import changed_config, local_folder, make_mes
 from slapo_zoo.zoo.cards.plans import Plan, measured_knobs, plans_of
 from slapo_zoo.zoo.cards.resolve_card import load_card
 from slapo_zoo.zoo.hf_arguments import HubArguments, renamed
-from slapo_zoo.zoo.options import LoaderOptions, unknown_knob
+from slapo_zoo.zoo.options import MESH, LoaderOptions, unknown_knob
 from slapo_zoo.zoo.schedule_source import kind_of
 from slapo_zoo.zoo.tuned import CARDS, machine_name, model_name, shape_name
 
@@ -115,7 +115,7 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
             return {}
         knobs, source = fits.knobs, f"simulated for {fits.name}, {fits.rows} rows a step"
     given = asked | asked.get("config_changes", {})
-    other = [n for n in ("tp", "pp", "dp") if given.get(n) not in (None, knobs[n])]
+    other = [n for n in MESH if given.get(n) not in (None, knobs.get(n, 1))]  # no plan names cp
     if other or (given.get("target") or "torch") != "torch":
         _say(
             mesh,

@@ -1,9 +1,11 @@
 """Resolve `schedule=` of a loader: a family's sharding rules (zoo or derived), a card, directives, or a function."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from slapo_zoo.hf import models as hf
-from slapo_zoo.language.schedule import Schedule
+from slapo_zoo.language.schedule import Schedule, Step
+from slapo_zoo.model.context_parallel import check_steps, refusal
 from slapo_zoo.model.load.auto_schedule import proven_table, zoo_table_for_cp
 from slapo_zoo.parallel.mesh import Mesh
 from slapo_zoo.pipeline.orders import StageMap
@@ -16,8 +18,8 @@ from slapo_zoo.zoo.cards.resolve_card import (
 )
 from slapo_zoo.zoo.kernels_for_modules import apply_kernels, device_name
 from slapo_zoo.zoo.options import BuildOptions
-from slapo_zoo.zoo.schedule_source import find_table, kind_of
-from slapo_zoo.zoo.table import families
+from slapo_zoo.zoo.schedule_source import CardProgram, find_table, kind_of
+from slapo_zoo.zoo.table import Table, families
 
 AFTER_KERNELS = ("checkpoint", "cut_pipeline_stage")
 
@@ -45,14 +47,31 @@ def resolve_schedule(
         table = proven_table(config, hf.resolve_class(config, auto_class), mesh, options)
         return options.but(schedule=table)
     if kind in ("zoo", "auto"):
-        return _of_zoo(options, config, auto_class, mesh)
+        table = _zoo_table(options, config, auto_class, mesh)
+        return options if table is find_table(config) else options.but(schedule=table)
     if kind != "card":
         return options
-    if (steps := plain_steps(str(options.schedule), mesh)) is not None:
-        return options.but(schedule=steps)
-    steps = _card_steps(options, config, auto_class, mesh, trust)
-    if callable(steps):  # from the `schedule.py` of a trusted card
-        return options.but(schedule=steps)
+    return options.but(schedule=_of_file(options, config, auto_class, mesh, trust))
+
+
+def _of_file(
+    options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
+) -> CardProgram | list[Step] | Callable[[Any], Any]:
+    """Return what a card or a file holds: the program of a card, the function of its `schedule.py` if `trust` allows
+    that, or the directives in a .json file of `Schedule.to_json`.
+
+    Raises:
+        SlapoError: the card does not fit or is wrong; or, with cp > 1, it is a `schedule.py` or such a .json file.
+    """
+    name = str(options.schedule)
+    own = plain_steps(name, mesh)
+    if mesh.cp > 1 and (own is not None or trust.remote_code):  # nothing verifies these
+        raise refusal("from_pretrained", f"schedule={name!r:.60}", mesh)
+    if own is not None:
+        return own
+    if trust.remote_code:
+        return python_schedule(name, trust.remote_code)
+    steps, table = _of_card(options, config, auto_class, mesh, trust)
     late = next((i for i, (_, d) in enumerate(steps) if d.name in AFTER_KERNELS), len(steps))
 
     def program(sch: Schedule) -> None:
@@ -62,37 +81,34 @@ def resolve_schedule(
             apply_kernels(sch, "auto", device_name(options.device))
         sch.replay(steps[late:])
 
-    return options.but(schedule=program)
+    return CardProgram(program, table)
 
 
-def _of_zoo(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> BuildOptions:
-    """Return `options` for a family that has sharding rules (a `Table`); ArchitectureError if it has none.
+def _zoo_table(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> Table:
+    """Return the sharding rules of a family (a `Table`); ArchitectureError if it has none.
 
-    If cp > 1 and the rules of the family do not say how cp ranks shard the tokens, `schedule` becomes rules that do.
+    With cp > 1 they say how cp ranks shard the tokens of the model's class.
     """
-    table = find_table(config)
     if mesh.size("cp") == 1:
-        return options
-    cls = hf.resolve_class(config, auto_class)
-    cut = zoo_table_for_cp(config, cls, mesh, options)
-    return options if cut is table else options.but(schedule=cut)
+        return find_table(config)
+    return zoo_table_for_cp(config, hf.resolve_class(config, auto_class), mesh, options)
 
 
-def _card_steps(
+def _of_card(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
-) -> Any:
-    """Return the directives of a schedule card, or the function of its `schedule.py` if `trust` allows that.
+) -> tuple[list[Step], Table]:
+    """Return the directives of a schedule card, and the sharding rules of the model's family.
 
     Raises:
         CardError: the card does not fit, or the model that it schedules differs from the plain one.
     """
     name = str(options.schedule)
-    if trust.remote_code:
-        return python_schedule(name, trust.remote_code)
     order = {"pipeline_order": options.pipeline_order, "stages_per_rank": options.stages_per_rank}
     stages = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank).num_stages
     program = program_for_all(name, mesh)
     steps = program.resolve(config, mesh.sizes | {"stages": stages})
     check_structure(program, config, hf.resolve_class(config, auto_class))
+    check_steps(steps, mesh.cp, options.cp_attention)
+    table = _zoo_table(options, config, auto_class, mesh)
     require_correct(program, config, mesh, trust.verify, order)
-    return steps
+    return steps, table

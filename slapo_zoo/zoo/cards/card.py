@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slapo_zoo.errors import CardError
+from slapo_zoo.parallel.mesh import ALWAYS
 from slapo_zoo.zoo.cards import files, readme, strict_json
 from slapo_zoo.zoo.cards.plans import plans_of
 from slapo_zoo.zoo.cards.program import Program
@@ -24,7 +25,7 @@ class Card:
 
     Args:
         program: the schedule as data, stored in schedule.json.
-        mesh: sizes of tp, pp and dp that the schedule was made for, by name.
+        mesh: sizes of tp, pp and dp that the schedule was made for, by name; and of cp, if it was used.
         base_model: Hub id of the checkpoint; the model family if the card is for no single checkpoint.
         verify: verdict and figures of the comparison with the plain model, or {"verdict": "unmeasured"}.
         bench: name of a measure, e.g. "tokens_per_s" --> measured value, or "unmeasured".
@@ -44,7 +45,7 @@ class Card:
 
     def metadata(self) -> dict[str, Any]:
         """Return the metadata that README.md holds as YAML."""
-        program, sizes = self.program, {name: self.mesh[name] for name in ("tp", "pp", "dp")}
+        program, sizes = self.program, dict(self.mesh)
         layout = [f"{name}-{size}" for name, size in sizes.items()]
         found: dict[str, Any] = {
             "library_name": "slapo_zoo",
@@ -69,8 +70,9 @@ class Card:
         """Return the text of the card's README.md, its YAML metadata included."""
         program = self.program
         exact = "exactly the module tree it was made for"
+        cut = f", cp={self.mesh['cp']}" if "cp" in self.mesh else ""
         values = {
-            "title": f"{program.model_class}, tp={self.mesh['tp']}, pp={self.mesh['pp']}",
+            "title": f"{program.model_class}, tp={self.mesh['tp']}, pp={self.mesh['pp']}{cut}",
             "model_class": program.model_class,
             "model_type": program.model_type,
             "mesh": dict(self.mesh),
@@ -157,10 +159,12 @@ def _report(document: Any, name: str) -> dict[str, Any]:
 
 
 def _sizes(params: Any) -> dict[str, int]:
-    sizes: dict[str, Any] = {name: params.get(name) if isinstance(params, dict) else None for name in ("tp", "pp", "dp")}  # fmt: skip
+    known = params if isinstance(params, dict) else {}
+    names = (*ALWAYS, "cp") if "cp" in known else ALWAYS  # cards made without cp do not name it
+    sizes: dict[str, Any] = {name: known.get(name) for name in names}
     if any(type(size) is not int or not 1 <= size <= 2**20 for size in sizes.values()):
-        problem = f"found {sizes}, expected integers from 1 to {2**20} for tp, pp and dp"
-        hint = "write all three as integers, e.g. {tp: 4, pp: 2, dp: 1}"
+        problem = f"found {sizes}, expected integers from 1 to {2**20} for {', '.join(names)}"
+        hint = "write them as integers, e.g. {tp: 4, pp: 2, dp: 1}"
         raise CardError("README.md", "schedule.params", problem, hint)
     return sizes
 

@@ -13,7 +13,7 @@ from slapo_zoo.zoo import expressions as arithmetic
 from slapo_zoo.zoo.cards import strict_json
 from slapo_zoo.zoo.cards.schema import PUBLISHABLE, schema, validator
 
-MESH_NUMBERS = ("tp", "pp", "dp", "stages")
+MESH_NUMBERS = ("tp", "pp", "dp", "cp", "stages")
 MODULE = "module"  # the model type of a program for a module outside of `transformers`
 
 
@@ -79,7 +79,7 @@ class Program:
 
         Args:
             config: `transformers` config of the model; only its integer fields are read.
-            mesh: sizes of tp, pp, dp and stages, by name.
+            mesh: sizes of tp, pp, dp and stages, by name; and of cp, if it is not 1.
 
         Raises:
             CardError: the model is of another family, or a constraint does not hold.
@@ -140,7 +140,7 @@ class Program:
         for text in self.constraints:
             names |= arithmetic.names_in(arithmetic.parse_comparison(text))
         known = {n: getattr(config, n, None) for n in names - {*MESH_NUMBERS}}
-        numbers = {n: v for n, v in known.items() if type(v) is int} | {**mesh}
+        numbers = {n: v for n, v in known.items() if type(v) is int} | {"cp": 1, **mesh}
         for name, text in self.numbers.items():
             numbers[name] = _ask(arithmetic.evaluate, text, numbers)
         return numbers
