@@ -127,7 +127,8 @@ class CoreAttention(nn.Module):
             scaling: factor of the scores; None is d ** -0.5.
             **kwargs: `position_bias`, `softcap`, `is_causal` and others of the back end.
         """
-        self.heads = self.heads or range(q.shape[1])
+        if not self.heads:
+            self.heads = range(q.shape[1])
         if self.stream.real_tokens is not None:
             return self._within_rows(q, k, v, attention, dropout, scaling), None
         run = OverKeys(self, attention, dropout if self.training else 0.0, scaling)
