@@ -210,7 +210,7 @@ def _with_module_outputs(model: nn.Module, forward: Any, batch: Mapping[str, Any
 
     def note(path: str, output: Any) -> None:
         x = output[0] if isinstance(output, tuple) and output else output
-        if isinstance(x, Tensor) and x.ndim > 1:
+        if type(x) is Tensor and x.ndim > 1:  # logits that tp shards are no plain Tensor
             seen.setdefault(path, x.detach())
 
     hooks = [

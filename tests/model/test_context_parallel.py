@@ -47,6 +47,22 @@ def test_model_without_a_table_trains_with_cp_as_one_process(cls, mask, way):
     require_equal(found[0], alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("cls", DERIVED)
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ((2, 1, 2), {"tp": 2}), ((1, 2, 2), {"pp": 2, "micro_batches": 2}),
+        ((1, 1, 4), {"dp": 2, "dp_shard": 2}), ((1, 1, 4), {"cp": 4}),
+    ],
+)  # fmt: skip
+def test_model_without_a_table_trains_with_cp_on_a_mesh(cls, mesh, options):
+    case = case_of(cls)
+    alone = trained(case, "padded", schedule="auto")
+    found = emulate(trained, case, "padded", mesh=mesh, **{"cp": 2, "schedule": "auto", **options})
+    require_equal(found[0], alone)
+
+
 # class, kind of rows, sizes of the mesh, options of the loader
 TOGETHER = [
     ("GPT2LMHeadModel", "packed", {"cp": 2, "dp": 2}, {}),

@@ -83,6 +83,7 @@ def test_derived_table_says_how_positions_of_tokens_sharded_over_cp_are_found():
 def test_derived_table_puts_our_attention_where_transformers_calls_its_interface():
     table = derived("BioGptForCausalLM")
     assert ("biogpt.layers.*.self_attn", attention_of_all) in table.heads
+    assert sum(rule == attention_of_all for _, rule in table.heads) == 1
     assert table.seam
     assert table.cut_tokens == {"BioGptForCausalLM": "counted"}
 

@@ -180,12 +180,13 @@ def with_seams(table: Table, model: Any) -> Table:
 
 
 def _calls_interface(module: nn.Module) -> bool:
-    """Return whether a method of a module of `transformers` reads ALL_ATTENTION_FUNCTIONS."""
+    """Return whether a method of a module, other than those of each model, reads ALL_ATTENTION_FUNCTIONS."""
     methods = (
         inspect.unwrap(f) for cls in type(module).__mro__ for f in vars(cls).values() if callable(f)
     )
     codes = (getattr(method, "__code__", None) for method in methods)
-    return any(code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names for code in codes)
+    names = (name for code in codes if code is not None for name in code.co_names)
+    return not hasattr(module, "base_model_prefix") and "ALL_ATTENTION_FUNCTIONS" in names
 
 
 def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
