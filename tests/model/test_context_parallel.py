@@ -44,7 +44,7 @@ def test_model_without_a_table_trains_with_cp_as_one_process(cls, mask, way):
     alone = trained(case, mask, schedule="auto")
     options = {"cp": 2, "cp_attention": way, "schedule": "auto"}
     found = emulate(trained, case, mask, mesh=(1, 1, 2), **options)
-    require_equal(found[0], alone)
+    require_equal(found[0], alone, **closeness(case))
 
 
 @pytest.mark.slow
@@ -60,7 +60,7 @@ def test_model_without_a_table_trains_with_cp_on_a_mesh(cls, mesh, options):
     case = case_of(cls)
     alone = trained(case, "padded", schedule="auto")
     found = emulate(trained, case, "padded", mesh=mesh, **{"cp": 2, "schedule": "auto", **options})
-    require_equal(found[0], alone)
+    require_equal(found[0], alone, **closeness(case))
 
 
 # class, kind of rows, sizes of the mesh, options of the loader
