@@ -231,7 +231,8 @@ def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> No
         elif any(kind in GROWING for kind in kinds_of_rope(module)):
             frequencies_by_length(module, stream)
         elif hasattr(module, "_attn"):
-            module.config._attn_implementation = implementation("eager")  # for its masks
+            config = getattr(module, "config", modules[""].config)
+            config._attn_implementation = implementation("eager")  # for its masks
             scores_by_place(module, stream)
 
 

@@ -146,8 +146,8 @@ class _Run:
         self.source_mask: Tensor | None = None
 
     def begin(self, shard: Shard, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments `batch` of the first layers with this rank's tokens, by `shard`; tokens are sharded from
-        here on.
+        """Return `batch`, the arguments of the base model, with only this cp rank's tokens, which `shard` chooses; layers
+        compute on these tokens until the last block ends.
         """
         states, _ = batch.pop(SOURCE, None), batch.pop(SOURCE_MASK, None)
         if states is not None and not self.source:

@@ -108,7 +108,10 @@ def cut_example(
 
 
 def example_shard(model: Any, positions: str) -> Callable[..., Any]:
-    """Return a function (cut, tensors, others) --> (tensors as one of `cut.n` cp ranks gets them, others unchanged)."""
+    """Return a function (cut, tensors, others) --> (tensors with the tokens of one of `cut.n` cp ranks, others unchanged).
+
+    `positions` says how the model finds the positions of its tokens: a value of `Table.cut_tokens`.
+    """
     return lambda cut, tensors, others: (cut_example(model, tensors, cut.n, positions), others)
 
 

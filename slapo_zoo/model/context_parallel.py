@@ -87,8 +87,8 @@ def require_core_attention(sch: Schedule, table: Table) -> None:
     ]
     for path in (path for pattern in seams for path in sch[pattern].paths):
         if f"{path}.{ATTRIBUTE}" not in sch.state.modules:
-            problem = f"found no core_attention here, so with cp={sch.mesh.cp} a token would see those of its rank alone"
-            hint = "choose another card, or cp=1; its author adds sch[...].core_attention(num_heads=...)"
+            problem = f"the card has no core_attention for this module: with cp={sch.mesh.cp} a token would see the tokens of its own rank alone"
+            hint = "use cp=1 or another card; whoever writes the card adds sch[...].core_attention(num_heads=...)"
             raise CardError("card", path, problem, hint)
 
 

@@ -39,7 +39,7 @@ class StepMeter:
 
         `memory` is in bytes. `mfu` counts 6 operations per parameter and token (arXiv:2204.02311), without
         attention. With a pipeline `bubble` is averaged over pp ranks, so all ranks must call this function; it is
-        None without a pipeline, and for a model of `exact=`.
+        None without a pipeline, and for a model that was loaded with `exact=`.
         """
         seconds = time.perf_counter() - self.begin
         names = ("input_ids", "labels") if self.parameters is None else ("input_ids",)

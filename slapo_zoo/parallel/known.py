@@ -36,7 +36,7 @@ _NOW: ContextVar[Known] = ContextVar("known", default=_NOTHING)  # read in backw
 
 
 def known() -> Known:
-    """Return the `Known` facts of the running micro-batch; all of them are None outside a training step."""
+    """Return what the host knows of the running micro-batch, e.g. its number of targets; all None outside a training step."""
     return _NOW.get()
 
 

@@ -188,15 +188,15 @@ def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
 def skip_repeated(
     tape: Tape, model: nn.Module, units: Sequence[str], repeat_rows: bool = True
 ) -> None:
-    """Replace the forwards of blocks, until `tape` is closed, so that of several equal blocks only two really run.
+    """Run only the first two of several equal blocks, until `tape` is closed.
 
-    rewrite:  y = block(x)  -->  a tensor of the shape of y; the tape records the rows of the block's second call again
+    rewrite:  y = block(x)  -->  a tensor of the shape of y; the tape records the second block's operations once more
 
     Args:
         tape: tape that records the forward.
         model: model of fake tensors.
         units: paths of the blocks; units that are called once are left alone.
-        repeat_rows: False records nothing for skipped calls, for a caller that follows single tensors through the rows.
+        repeat_rows: False records no operations of skipped calls, for a caller that follows tensors from one to the next.
     """
     calls: dict[Any, Seen] = {}
     for unit in units:

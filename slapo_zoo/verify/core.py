@@ -190,10 +190,10 @@ class _Verification:
         return None
 
     def _paths_with(self, kind: str) -> frozenset[str]:
-        """Return the paths of the modules to which directives of a kind were applied.
+        """Return the paths of the modules to which a directive of one of two kinds was applied.
 
-        `kind` is the name of an argument of the directives: "sync_op_or_fn" for collectives that leave partial
-        gradients, "count" for the sharding of experts.
+        `kind` is the argument that tells the kind: "sync_op_or_fn" finds collectives that leave partial gradients,
+        "count" the sharding of experts.
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)

@@ -206,7 +206,10 @@ def measure_here(sch: Schedule, device: str) -> None:
 def apply_kernels(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> None:
-    """Replace modules by the kernels that `choose` (same arguments) accepts, none for "reference"; fill `sch.kernels`."""
+    """Replace modules by kernels and note the choices in `sch.kernels`; with asked="reference" do nothing.
+
+    The arguments are those of `choose`.
+    """
     if asked == "reference":
         return
     if asked == "measure":

@@ -30,7 +30,7 @@ Row = tuple[str, Rule]
 
 
 def _dim(name: str) -> Any:
-    """Return the `Dim` called `name`; for "" return 1, the default of directives."""
+    """Return the `Dim` (a number that a table reads from the config) called `name`; 1 for ""."""
     return Dim(name) if name else 1
 
 
@@ -107,7 +107,7 @@ def kv_groups(attribute: str, kv_heads: str) -> Rule:
 
 def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
     """Return the rule that slices a forward argument, with all heads along `axis`, to this rank's
-    heads; `num_heads` is the name of the number of heads.
+    heads; `num_heads` names the number of heads in the table's `dims`.
     """
     return (ShardArgument(argument, _dim(num_heads), axis),)
 

@@ -100,7 +100,7 @@ def test_imports_reach_only_lower_layers():
     assert not up, f"not from a lower package that defines the name: {up}"
 
 
-def test_module_names_in_strings_reach_only_lower_layers():
+def test_modules_named_in_strings_lie_in_lower_packages():
     """A module named in a string is a dependency too, even if another module imports it."""
     up = [
         f"{label(path)} names {name}" for path in SOURCES for name in modules_by_string(path)

@@ -159,7 +159,7 @@ def accumulated(case, **layout):
     return losses, model.consolidated_state_dict(grads=True)
 
 
-def test_accumulated_batches_count_their_targets_once():
+def test_each_target_of_accumulated_batches_counts_once_in_the_mean_loss():
     case = case_of("GPT2LMHeadModel")
     losses, grads = accumulated(case)
     found = emulate(accumulated, case, mesh=(1, 1, 2), cp=2)[0]

@@ -45,7 +45,7 @@ def case(cls, dropout=0.1):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("way", "cls", "mask", "cp"), list(cells()))
-def test_each_way_of_attention_trains_as_one_process(way, cls, mask, cp):
+def test_each_cp_attention_gives_the_losses_and_gradients_of_one_process(way, cls, mask, cp):
     """Losses, every gradient, the norm, and weights after three steps, with dropout."""
     one = case(cls)
     found = emulate(trained, one, mask, mesh=(1, 1, cp), cp=cp, cp_attention=way)

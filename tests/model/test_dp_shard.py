@@ -46,7 +46,9 @@ def ids(value):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "precision", "layout", "order", "stage"), DIAGONAL, ids=ids)
-def test_dp_shard_equals_plain_transformers(case, precision, layout, order, stage, root, threads):
+def test_dp_shard_gives_the_losses_and_gradients_of_plain_transformers(
+    case, precision, layout, order, stage, root, threads
+):
     folder, world = checkpoint(case, root), layout[0] * layout[1] * layout[2]
     result = threads.run(train, world, case, folder, layout, order, stage, precision)[0][0]
     if precision == "fp32":
@@ -61,7 +63,9 @@ def test_dp_shard_equals_plain_transformers(case, precision, layout, order, stag
 def test_dp_shard_on_all_layouts_equals_plain_transformers(
     case, precision, layout, order, stage, root, ranks
 ):
-    test_dp_shard_equals_plain_transformers(case, precision, layout, order, stage, root, ranks)
+    test_dp_shard_gives_the_losses_and_gradients_of_plain_transformers(
+        case, precision, layout, order, stage, root, ranks
+    )
 
 
 @pytest.mark.slow  # eight ranks, as threads

@@ -110,7 +110,7 @@ def fail(path):
     raise KeyError("broken tokenizer")
 
 
-def test_failing_extra_writer_leaves_the_old_folder(tmp_path):
+def test_save_whose_extra_writer_fails_keeps_the_old_folder(tmp_path):
     save_one(tmp_path / "out", write_extras=lambda path: (path / "config.json").write_text("old"))
     with pytest.raises(KeyError, match="broken tokenizer"):
         save_one(tmp_path / "out", 2.0, write_extras=fail)
@@ -168,7 +168,7 @@ def test_temporary_folders_of_killed_saves_are_removed(tmp_path, monkeypatch, ha
     assert value_in(tmp_path / "out") == 2
 
 
-def test_interrupted_rename_of_a_checkpoint_is_restored(tmp_path):
+def test_checkpoint_is_restored_after_an_interrupted_rename(tmp_path):
     """Without renameat2 a kill may come between two renames: the old files are restored."""
     save_one(tmp_path / "out")
     (tmp_path / "out" / "README.md").write_text("mine")

@@ -198,7 +198,7 @@ def test_dropout_equals_one_process_with_the_same_masks(name, run_name, root, ra
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("run_name", ["one", "tp2", "dp2", "tp2-dp2"])
-def test_dropout_of_unpadded_tokens_equals_one_process(run_name, root, ranks):
+def test_dropout_without_padding_tokens_draws_the_masks_of_one_process(run_name, root, ranks):
     """Real tokens have the same dropout masks with and without padding."""
     case, (layout, options) = CASES["bert"], RUNS[run_name]
     folder = checkpoint(case, root)

@@ -71,7 +71,7 @@ def search(
 
 
 def _may_cut(planner: Any, write: Path | None) -> tuple[bool, str]:
-    """Return (whether a search tries cp > 1, why not); `write` is the file that takes the fastest schedule, or None."""
+    """Return (True, "") if a search tries cp > 1, else (False, the reason), e.g. that a file `write` for the schedule is given."""
     from slapo_zoo.model.context_parallel import require_cp_support
 
     if write is not None:

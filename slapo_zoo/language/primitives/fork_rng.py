@@ -99,7 +99,7 @@ class ForkRng(Directive):
         return placed.shape[placed.placement.axis] if placed else 0
 
     def _run(self, site: Site) -> Run | None:
-        """Return the range of the sharded axis that this rank holds; None when no axis is sharded."""
+        """Return the indices that this tp rank holds of the axis along which tp shards the dropped tensor, or None."""
         if not self.axis or not (size := self._size(site)):
             return None
         (run,) = Placement(0).runs(size, site.mesh.tp, site.mesh.coord("tp"))

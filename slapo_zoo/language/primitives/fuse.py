@@ -81,7 +81,11 @@ class Fuse(Directive):
         site.state.index()
 
     def _kernel(self, site: Site, subgraph: Subgraph) -> tuple[FusedKernel, Subgraph]:
-        """Return the registered kernel that computes exactly the nodes of `subgraph`, and its match; else ScheduleError."""
+        """Return the registered kernel that computes exactly the nodes of `subgraph`, and these nodes in its order of inputs.
+
+        Raises:
+            ScheduleError: no registered kernel does.
+        """
         named = [FUSED_KERNELS[self.name]] if self.name in FUSED_KERNELS else None
         for kernel in named or FUSED_KERNELS.values():
             for match in find(subgraph.module, subgraph.path, kernel.pattern):

@@ -87,9 +87,9 @@ class DataParallel:
             return pipeline_step(pipeline, *step, before_last)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Average over dp this rank's gradients, unless the backwards of the step have averaged them already.
+        """Sum this rank's gradients over dp, unless hooks did so in the backwards of the step.
 
-        Losses were multiplied by `loss_scale`, so the average is the sum of the ranks' gradients.
+        The collective averages; each rank multiplied its loss by the number of ranks (`loss_scale`) to get a sum.
         """
         self.reducer.average()
 
@@ -144,7 +144,7 @@ class DataParallel:
 
 @contextmanager
 def within_engine(model: Any) -> Iterator[None]:
-    """Context in which calls of the model, made by the engine's wrapper (e.g. DDP), run its own forward."""
+    """Context in which a call of the model runs the model's forward; outside it a call goes to the engine, e.g. DDP."""
     runtime = model._slapo
     runtime.within_engine = True
     try:

@@ -38,7 +38,7 @@ class StepCounts:
         first: index of this rank's first row among those of all dp ranks.
         padded: True if a mask hides a token; None without a mask.
         targets: number of labels other than -100 in each row of this rank; None where labels are not tokens.
-        real: number of tokens other than padding in each row of this rank; None if padding must be computed.
+        real: number of tokens other than padding in each row of this rank; None if padding cannot be skipped.
         packed: True if a row holds more than one sequence, by its position ids.
         missed: True if a parameter got no gradient on some dp rank in the last step.
     """

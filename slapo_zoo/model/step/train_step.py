@@ -227,10 +227,10 @@ def split(
 def _targets(
     model: Any, options: StepOptions, tensors: Mapping[str, Tensor], whole: dict[str, Any], parts: int
 ) -> tuple[Any, Sequence[Any]]:  # fmt: skip
-    """Return (`options.targets` for this rank or None, this rank's counts of targets, to be summed over dp).
+    """Return (numbers of targets that the caller gave or None, numbers that this rank counted, to be summed over dp).
 
-    A target is a label that counts in the mean loss. `tensors` are the batch entries that are split by rows,
-    `whole` the others; `parts` is the number of micro-batches over all dp ranks.
+    A target is a label that counts in the mean loss. Micro-batches split the batch entries `tensors` by rows, and get
+    those of `whole` unsplit; `parts` is the number of micro-batches over all dp ranks.
     """
     targets = options.targets
     if options.loss_fn is None:

@@ -216,8 +216,8 @@ class GlobalMeans(TorchFunctionMode):
 
 
 def _is_linear(name: str, args: Sequence[Any]) -> bool:
-    """Return whether the result of an operation is a sum of mean losses times constants, as that of an addition of such
-    sums, or of a product with a constant. `name` is the operation's name in torch, `args` its arguments.
+    """Return whether an operation on mean losses gives a linear combination of them: an addition does, and a product
+    with a constant. `name` is the operation's name in torch; arguments that are such combinations carry a mark.
     """
     kinds = [getattr(x, _SHARE, None) for x in args if isinstance(x, Tensor) or x != 0]
     if name in _SUMS:

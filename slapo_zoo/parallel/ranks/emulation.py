@@ -292,7 +292,7 @@ def _loads_in_turn() -> Iterator[None]:
 def _one_thread() -> Iterator[None]:
     """Context in which torch computes with one CPU thread, and its CPU generator is a GeneratorOfThreads.
 
-    That generator keeps a mark per rank: a number for the state that the generator would have in a process of its own.
+    Ranks share that generator. For each rank it keeps a number that tells the state it would have in a process alone.
     """
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random

@@ -18,14 +18,14 @@ class Work(NamedTuple):
     """Work that a device does in the forward or backward of one unit (a block, an embedding, a head).
 
     Args:
-        products: matrix products and attentions.
+        products: the matrix products and attentions, with their sizes.
         moved: bytes that all other operations read and write when run one by one.
         ops: number of operations that write memory.
         fused: bytes read and written when chains of element-wise operations are fused.
         launches: number of kernels when fused.
-        comm: bytes that a rank sends over tp, in a ring of many ranks.
+        comm: bytes that a rank sends over tp in rings; n ranks send (n - 1) / n of it.
         collectives: number of collectives over tp.
-        cut_comm: bytes that a rank sends over cp, in a ring of many ranks.
+        cut_comm: bytes that a rank sends over cp in rings; n ranks send (n - 1) / n of it.
         cut_collectives: number of collectives over cp.
         exchanged: the part of `cut_comm` that all-to-alls send, each rank to every other.
     """

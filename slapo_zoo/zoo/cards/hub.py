@@ -1,4 +1,4 @@
-"""Download of cards from the Hub, pinned to a commit, and upload of a card as one commit."""
+"""Download of schedule cards from the Hub, pinned to a commit, and upload of a card as one commit."""
 
 import json
 import os

@@ -93,7 +93,7 @@ class Modules:
         return not self.foreign.intersection(names)
 
     def divisible(self, pattern: str) -> bool:
-        """Return whether a pattern's modules are linears without tied weights that are large enough to shard."""
+        """Return whether tp may shard a pattern's modules: untied linears with at least LEAST_SHARE of all parameters."""
         alike = self.patterns.get(pattern, [])
         return (
             bool(alike)

@@ -92,7 +92,7 @@ def test_graph_pattern_argument_matches_one_value_everywhere():
     assert count(lambda m, x: x.exp() + m.bias, lambda x: x.exp() + x) == 0
 
 
-def test_graph_match_compares_constants():
+def test_pattern_matches_only_where_constants_are_equal():
     def gelu(m, x):
         return F.gelu(x, approximate="tanh")
 
