@@ -187,9 +187,9 @@ def unsaid(folder):
         return float(model.train_step(batch_of(0)))
 
 
-def test_wideresnet_batch_norm_statistics_default_to_the_full_batch(folder, threads):
+def test_wideresnet_batch_norm_statistics_default_to_the_full_batch(folder, ranks):
     want = plain(folder, torch.float64, False).losses[0]
-    assert threads.run(unsaid, 2, folder) == pytest.approx([want] * 2, rel=1e-5)
+    assert ranks.run(unsaid, 2, folder) == pytest.approx([want] * 2, rel=1e-5)
 
 
 def uneven_rows(folder):

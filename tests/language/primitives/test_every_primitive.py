@@ -223,7 +223,7 @@ USES = [
     Use("checkpoint", traced(lambda part: part.checkpoint(part.find(lambda x: functional.gelu(x)))), child("Checkpoint_0"),
         lambda sch: sch[ACT].checkpoint("dense"), "the module has no graph", variant="of a pattern", live=True),
     Use("core_attention", table("bert"), child("core_attn", f"{LAYER}.attention.self"),
-        lambda sch: sch[f"{LAYER}.attention.self"].core_attention(0), "heads cannot be sharded"),
+        lambda sch: sch[f"{LAYER}.attention.self"].core_attention(-1), "heads cannot be sharded"),
     Use("cut_pipeline_stage", divided(lambda sch: sch[LAYER].cut_pipeline_stage()), lambda sch: sch.state.cuts == [(LAYER, 0)],
         lambda sch: sch.cut_pipeline_stage(), "the whole model cannot be cut"),
     Use("decompose", divided(lambda sch: None, lambda sch: sch[f"{INNER}.dense"].decompose()),
