@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from slapo_zoo.errors import SlapoError
+from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.hf.cut_gather import bias_of_all, grouped, repeated
 from slapo_zoo.parallel.token_cut import TokenCut
 
@@ -26,6 +26,7 @@ def attend(
     repeated as often as needed. q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to
     [B, 1 or H, n * s, n * t]. `attention` is transformers' module, `options` are its further arguments.
     """
+    require_heads(type(attention).__name__, q.shape[1], cut.n)
     own, tokens = k.shape[2], cut.n * q.shape[2]
     if mask is not None and mask.shape[-2] not in (1, tokens):
         problem = f"the mask is for {mask.shape[-2]} queries, expected {tokens} on cp={cut.n} ranks"
@@ -39,3 +40,11 @@ def attend(
     with grouped(attention, times):
         out, weights = run(q, k, v, mask, {**options, "position_bias": bias})
     return cut.exchanged(out), weights
+
+
+def require_heads(where: str, heads: int, n: int) -> None:
+    """Raise MeshError if n cp ranks do not divide the `heads` query heads that a rank has; `where` is the attention."""
+    if heads % n:
+        fits = ", ".join(str(i) for i in range(1, heads + 1) if heads % i == 0)
+        problem = f"cp={n} does not divide the {heads} heads of a rank"
+        raise MeshError(where, 'cp_attention="ulysses"', problem, f'use cp_attention="gather", or cp among {fits}')  # fmt: skip

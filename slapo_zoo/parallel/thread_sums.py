@@ -42,8 +42,7 @@ class Meetings:
         if not self.ranks.issuperset(members):
             return None
         with self._lock:
-            key = group.group_name, members
-            found = self._found.setdefault(key, Meeting(len(members), self.timeout_s))
+            found = self._found.setdefault((group.group_name, members), Meeting(len(members), self.timeout_s))  # fmt: skip
             if self._lost:
                 found.barrier.abort()
             return found

@@ -11,6 +11,7 @@ from slapo_zoo.errors import MeshError, SlapoError
 from slapo_zoo.hf import models as hf
 from slapo_zoo.hf.attention import CoreAttention
 from slapo_zoo.hf.cut_body import Body
+from slapo_zoo.hf.cut_ulysses import require_heads
 from slapo_zoo.hf.example_inputs import example_shard
 from slapo_zoo.language.directive import State
 from slapo_zoo.language.planned_rows import planned_rows
@@ -173,22 +174,11 @@ def require_way(modules: Mapping[str, Any], n: int, way: str) -> None:
         n: number of cp ranks.
         way: how attention sees the tokens of all cp ranks: "gather", "ulysses" or "ring".
     """
-    cores = {path: m for path, m in modules.items() if isinstance(m, CoreAttention)}
-    counts = {path: len(m.heads) for path, m in cores.items() if m.heads}
-    counts |= {
-        path: getattr(m, "num_heads", None) or m.num_attention_heads
-        for path, m in modules.items()
-        if hasattr(m, "_attn")
-    }
-    own = next((path for path, m in modules.items() if hasattr(m, "_attn")), None)
-    if way == "ring" and own is not None:
+    own = {path: m for path, m in modules.items() if hasattr(m, "_attn")}
+    if way == "ring" and own:
         problem = "this attention computes its own scores, of all keys at once"
-        raise MeshError(
-            own, 'cp_attention="ring"', problem, 'use cp_attention="gather" or "ulysses"'
-        )
+        raise MeshError(next(iter(own)), 'cp_attention="ring"', problem, 'use cp_attention="gather" or "ulysses"')  # fmt: skip
+    counts = {p: len(m.heads) for p, m in modules.items() if isinstance(m, CoreAttention) and m.heads}  # fmt: skip
+    counts |= {path: getattr(m, "num_heads", None) or m.num_attention_heads for path, m in own.items()}  # fmt: skip
     for path, count in counts.items() if way == "ulysses" else ():
-        if count % n:
-            fits = ", ".join(str(i) for i in range(1, count + 1) if count % i == 0)
-            problem = f"cp={n} does not divide the {count} heads of a rank"
-            hint = f'use cp_attention="gather", or cp among {fits}'
-            raise MeshError(path, f"cp_attention={way!r}", problem, hint)
+        require_heads(path, count, n)

@@ -147,3 +147,10 @@ def test_models_that_a_way_of_attention_does_not_fit_are_refused_at_the_load(
     with pytest.raises(MeshError, match=problem) as caught:
         emulate(loss_of, case_of(cls), 12, cp=2, mesh=(1, 1, 2), **options)
     assert caught.value.hint == hint
+
+
+def test_heads_of_a_derived_table_that_cp_does_not_divide_are_refused():
+    """Their number is known in the forward: the probe at the load takes 4 of the 6 heads."""
+    case = case_of("BioGptForCausalLM", num_attention_heads=6, hidden_size=24)
+    with pytest.raises(MeshError, match='cp_attention="ulysses": cp=4 does not divide the 6 heads'):
+        emulate(trained, case, "bare", mesh=(1, 1, 4), cp=4, cp_attention="ulysses", schedule="auto")  # fmt: skip
