@@ -1,6 +1,6 @@
-"""Schedule table of ALBERT: one group of layers runs `num_hidden_layers` times, so its weights are shared.
+"""Sharding rules for ALBERT: one group of layers runs `num_hidden_layers` times, so its weights are shared.
 
-D hidden, E embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
+In shapes: D hidden, E embedding, F ffn, V vocabulary, P positions; n is the number of tp ranks.
 """
 
 from slapo_zoo.zoo.rules import (

@@ -1,6 +1,6 @@
-"""Schedule table of BART and its relatives: post-norm layers with cross-attention; dropout is F.dropout.
+"""Sharding rules for BART and its relatives: post-norm layers with cross-attention, whose dropout is F.dropout.
 
-D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
+In shapes: D hidden, F ffn, V vocabulary, P positions; n is the number of tp ranks.
 """
 
 from slapo_zoo.zoo.rules import (

@@ -1,6 +1,6 @@
-"""Schedule table of BERT. Weights are [out, in]; n is the size of mesh dim tp.
+"""Sharding rules for BERT. Weights are [out, in]; n is the number of tp ranks.
 
-D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
+In shapes: D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_head, whole

@@ -1,6 +1,7 @@
-"""Schedule table of BLOOM: ALiBi biases are computed once for all blocks. Weights are [out, in]; n is the size of tp.
+"""Sharding rules for BLOOM: ALiBi biases are computed once for all blocks. Weights are [out, in].
 
-D hidden, H heads, V vocabulary. q, k and v of one head are adjacent, so a head is a unit of 3 * head_dim.
+In shapes: D hidden, H heads, V vocabulary; n is the number of tp ranks. In the fused linear, q, k and v
+of a head are 3 * head_dim adjacent outputs, which are never split.
 """
 
 from slapo_zoo.zoo.options import tunable

@@ -1,4 +1,4 @@
-"""Schedule table of CamemBERT: the rows of RoBERTa's table, since both models have the same modules."""
+"""Sharding rules for CamemBERT: those of RoBERTa, since both models have the same modules."""
 
 from slapo_zoo.zoo.table import extend, register
 

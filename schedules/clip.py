@@ -1,6 +1,7 @@
-"""Schedule table of CLIP: an image and a text tower, compared over the whole batch. n is the size of mesh dim tp.
+"""Sharding rules for CLIP: an image and a text tower, whose outputs are compared over the whole batch.
 
-D hidden, F ffn, V vocabulary, P positions or patch size, C channels, E projection width; D and F differ by tower.
+In shapes: D hidden, F ffn (both by tower), V vocabulary, P positions or patch size, C channels, E projection;
+n is the number of tp ranks.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, vocab, whole
@@ -8,7 +9,7 @@ from slapo_zoo.zoo.table import Table, register
 
 
 def tower(name: str) -> tuple:
-    """Return the sharding rules, (pattern, rule) pairs, for the blocks of CLIP's tower `name`, "vision" or "text"."""
+    """Return (pattern of module paths, sharding rule) pairs for the blocks of CLIP's tower `name`, "vision" or "text"."""
     block, heads, head_dim = f"{name}_model.encoder.layers.*", f"{name}_heads", f"{name}_head_dim"
     return (
         # module                            rule                   per rank

@@ -1,7 +1,7 @@
-"""Schedule table of DeBERTa-v2 and -v3. Weights are [out, in]; n is the size of mesh dim tp.
+"""Sharding rules for DeBERTa-v2 and -v3. Weights are [out, in]; n is the number of tp ranks.
 
-D hidden, E embedding, F ffn, V vocabulary, P positions, R relative distances; heads are never split but may be
-uneven over ranks. Scores also depend on embedded distances, which every rank holds unsharded.
+In shapes: D hidden, E embedding, F ffn, V vocabulary, P positions, R relative distances. A head is never split; ranks
+may have unequal numbers of heads. Scores also depend on embedded distances, which every rank holds unsharded.
 """
 
 from slapo_zoo.zoo.rules import (

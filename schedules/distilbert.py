@@ -1,6 +1,6 @@
-"""Schedule table of DistilBERT. Weights are [out, in]; n is the size of mesh dim tp.
+"""Sharding rules for DistilBERT. Weights are [out, in]; n is the number of tp ranks.
 
-D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
+In shapes: D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, vocab, vocab_head, whole

@@ -1,6 +1,6 @@
-"""Schedule table of ELECTRA: BERT's blocks after a narrower embedding; heads of generator and discriminator.
+"""Sharding rules for ELECTRA, generator and discriminator: BERT's blocks after a narrower embedding.
 
-D hidden, E embedding, V vocabulary; n is the size of mesh dim tp.
+In shapes: D hidden, E embedding, V vocabulary; n is the number of tp ranks.
 """
 
 from slapo_zoo.zoo.rules import vocab_head, whole

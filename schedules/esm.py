@@ -1,6 +1,7 @@
-"""Schedule table of ESM-2: pre-norm BERT with rotary positions and a bias on the logits. n is the size of tp.
+"""Sharding rules for ESM-2: pre-norm BERT with rotary positions and a bias on the logits.
 
-D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
+In shapes: D hidden, F ffn, V vocabulary, P positions; n is the number of tp ranks. A head is never split,
+so ranks may have unequal numbers of heads.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, enter_once, row, vocab, vocab_bias, vocab_head, whole

@@ -1,8 +1,8 @@
-"""Schedule table of Falcon: 7B (one KV head), 40B and 180B (several), RW (one per query head, ALiBi). n is the
-size of tp.
+"""Sharding rules for Falcon: 7B (one KV head), 40B and 180B (several), RW (one per query head, ALiBi).
 
-D hidden, H heads, Q = H * head_dim, F ffn, V vocabulary. q, k and v are in one linear: each KV head stays with
-its query heads; k and v of a single KV head are sharded by columns and gathered.
+In shapes: D hidden, H heads, Q = H * head_dim, F ffn, V vocabulary; n is the number of tp ranks.
+q, k and v are in one linear: each KV head stays with its query heads; of a single KV head, each rank computes some
+columns of k and v, and all ranks gather them.
 """
 
 from slapo_zoo.zoo.options import tunable

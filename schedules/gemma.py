@@ -1,6 +1,6 @@
-"""Schedule table of Gemma: the rows of Llama's table.
+"""Sharding rules for Gemma: those of Llama.
 
-Gemma's norms multiply by 1 + weight, and its head_dim is no fraction of its width; no row depends on either.
+Gemma's norms multiply by 1 + weight, and its head_dim is no fraction of its hidden size; no rule depends on either.
 """
 
 from slapo_zoo.zoo.table import extend, register

@@ -1,4 +1,4 @@
-"""Schedule table of Gemma 2: the rows of Gemma's table, and two for the norms before and after the feed-forward."""
+"""Sharding rules for Gemma 2: those of Gemma, and two for the norms around the feed-forward."""
 
 from slapo_zoo.zoo.rules import whole
 from slapo_zoo.zoo.table import extend, register

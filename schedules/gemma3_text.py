@@ -1,4 +1,4 @@
-"""Schedule table of Gemma 3 (text models): the rows of Gemma 2's table, and two for norms of q and k on each head."""
+"""Sharding rules for Gemma 3 (text models): those of Gemma 2, and two for norms of each head's q and k."""
 
 from slapo_zoo.zoo.rules import whole_on_heads
 from slapo_zoo.zoo.table import extend, register

@@ -1,6 +1,6 @@
-"""Schedule table of GPT-2. Conv1D stores weights as [in, out]; n is the size of mesh dim tp.
+"""Sharding rules for GPT-2. Conv1D stores weights as [in, out]; n is the number of tp ranks.
 
-D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
+In shapes: D hidden, F ffn, V vocabulary, P positions. A head is never split; ranks may have unequal numbers of heads.
 """
 
 from slapo_zoo.zoo.options import tunable

@@ -1,6 +1,6 @@
-"""Schedule table of GPT-Neo: windowed attention in every other block; it bypasses transformers' AttentionInterface.
+"""Sharding rules for GPT-Neo: windowed attention in every other block, outside transformers' AttentionInterface.
 
-D hidden, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
+In shapes: D hidden, F ffn, V vocabulary, P positions; n is the number of tp ranks.
 """
 
 from slapo_zoo.zoo.options import tunable

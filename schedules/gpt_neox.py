@@ -1,7 +1,7 @@
-"""Schedule table of GPT-NeoX (Pythia): parallel attention and feed-forward. Weights are [out, in]; n is the
-size of tp.
+"""Sharding rules for GPT-NeoX (Pythia): parallel attention and feed-forward. Weights are [out, in].
 
-D hidden, F ffn, V vocabulary. q, k and v of one head are adjacent, so a head is a unit of 3 * head_dim.
+In shapes: D hidden, F ffn, V vocabulary; n is the number of tp ranks. In the fused linear, q, k and v
+of a head are 3 * head_dim adjacent outputs, which are never split.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, vocab, vocab_head, whole

@@ -1,6 +1,6 @@
-"""Schedule table of GPT-J: attention and feed-forward in parallel after one norm; rotary positions.
+"""Sharding rules for GPT-J: attention and feed-forward in parallel after one norm; rotary positions.
 
-D hidden, H heads, F ffn, V vocabulary; n is the size of mesh dim tp. Weights are [out, in].
+In shapes: D hidden, H heads, F ffn, V vocabulary; n is the number of tp ranks. Weights are [out, in].
 """
 
 from slapo_zoo.zoo.options import tunable

@@ -1,6 +1,6 @@
-"""Schedule table of Llama. Weights are [out, in]; n is the size of mesh dim tp.
+"""Sharding rules for Llama. Weights are [out, in]; n is the number of tp ranks.
 
-D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn, V vocabulary. Query heads stay with their KV
+In shapes: D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn, V vocabulary. Query heads stay with their KV
 head; with more ranks than KV heads, adjacent ranks hold the same KV head.
 """
 

@@ -1,4 +1,4 @@
-"""Schedule table of M2M-100 and NLLB: the rows of mBART's table, but positions are computed sines, not weights."""
+"""Sharding rules for M2M-100 and NLLB: those of mBART, but positions are computed sines, not weights."""
 
 from slapo_zoo.zoo.rules import vocab_head
 from slapo_zoo.zoo.table import extend, register

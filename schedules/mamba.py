@@ -1,7 +1,8 @@
-"""Schedule table of Mamba: no attention; the channels of a mixer are sharded, as convolution and scan act per channel.
+"""Sharding rules for Mamba (no attention): a mixer is sharded by channels, as convolution and scan act per channel.
 
-D hidden, I = expand * D channels, R time step rank, N states, K kernel, V vocabulary; n is the size of tp. Only x_proj
-reads all channels: its output is all-reduced, and its gradient too, since each rank uses it for its own channels only.
+In shapes: D hidden, I = expand * D channels, R time step rank, N states, K kernel, V vocabulary; n is the tp size.
+x_proj alone reads all channels: its output is all-reduced, and so is that output's gradient, since each rank uses the
+output for its own channels only.
 """
 
 from slapo_zoo.zoo.options import tunable

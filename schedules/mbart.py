@@ -1,4 +1,4 @@
-"""Schedule table of mBART: the rows of BART's table, and one for the norm at the end of each stack; layers are pre-norm."""
+"""Sharding rules for mBART: those of BART, and one for the norm that ends each stack; pre-norm layers."""
 
 from slapo_zoo.zoo.rules import whole
 from slapo_zoo.zoo.table import extend, register

@@ -1,4 +1,4 @@
-"""Schedule table of Mistral: the rows of Llama's table. The sliding window is in the mask, which is unsharded."""
+"""Sharding rules for Mistral: those of Llama. The sliding window is in the mask, which is unsharded."""
 
 from slapo_zoo.zoo.table import extend, register
 

@@ -1,7 +1,7 @@
-"""Schedule table of Mixtral: Mistral's attention; experts are sharded over ranks, and every rank routes all tokens.
+"""Sharding rules for Mixtral: Mistral's attention; experts are sharded over ranks, and every rank routes all tokens.
 
-D hidden, E experts, F ffn of an expert; n is the size of mesh dim tp. Files hold the experts one by one, as w1
-(gate), w2 (down) and w3 (up).
+In shapes: D hidden, E experts, F ffn of an expert; n is the number of tp ranks. Files hold the experts one by one,
+as w1 (gate), w2 (down) and w3 (up).
 """
 
 from slapo_zoo.zoo.rules import experts, whole

@@ -1,7 +1,7 @@
-"""Schedule table of ModernBERT. Weights are [out, in]; n is the size of mesh dim tp.
+"""Sharding rules for ModernBERT. Weights are [out, in]; n is the number of tp ranks.
 
-D hidden, F ffn, V vocabulary. A head is never split; ranks may have unequal numbers of heads. q, k and v are in
-one linear, and so are the two halves of the gated feed-forward.
+In shapes: D hidden, F ffn, V vocabulary. A head is never split; ranks may have unequal numbers of heads. q, k and v are
+in one linear, and so are the two halves of the gated feed-forward.
 """
 
 from slapo_zoo.zoo.rules import attention, column, dropout_on, enter, row, vocab, vocab_head, whole

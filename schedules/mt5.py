@@ -1,4 +1,4 @@
-"""Schedule table of mT5: the rows of T5's table. mT5 is T5 v1.1: gated feed-forward, untied embeddings."""
+"""Sharding rules for mT5: those of T5. mT5 is T5 v1.1: gated feed-forward, untied embeddings."""
 
 from slapo_zoo.zoo.table import extend, register
 

@@ -1,4 +1,4 @@
-"""Schedule table of OLMo-2: Llama's rows, with norms after attention and feed-forward, and of all heads' q and k."""
+"""Sharding rules for OLMo-2: those of Llama, with norms after attention and feed-forward; q and k have norms over all heads."""
 
 from slapo_zoo.zoo.rules import norm_of_heads, whole
 from slapo_zoo.zoo.table import extend, register

@@ -1,4 +1,4 @@
-"""Schedule table of OLMo-3: the rows of OLMo-2's table. Most blocks have a sliding window, which is in the mask."""
+"""Sharding rules for OLMo-3: those of OLMo-2. Most blocks have a sliding window, which is in the mask."""
 
 from slapo_zoo.zoo.table import extend, register
 

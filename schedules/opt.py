@@ -1,6 +1,6 @@
-"""Schedule table of OPT: the block itself calls fc1 and fc2, and its residual dropout is F.dropout.
+"""Sharding rules for OPT: the block itself calls fc1 and fc2 (no MLP module), and its residual dropout is F.dropout.
 
-D hidden, W word embedding, F ffn, V vocabulary, P positions; n is the size of mesh dim tp.
+In shapes: D hidden, W word embedding, F ffn, V vocabulary, P positions; n is the number of tp ranks.
 """
 
 from slapo_zoo.zoo.rules import attention, column, dropout_tokens, enter, enter_flat, row, vocab, vocab_head, whole

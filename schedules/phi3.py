@@ -1,7 +1,7 @@
-"""Schedule table of Phi-3 and Phi-4: Llama's, with q|k|v in one linear and gate|up in another. n is the size of tp.
+"""Sharding rules for Phi-3 and Phi-4: those of Llama, with q|k|v in one linear and gate|up in another.
 
-D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn. Query heads stay with their KV head, and KV
-heads are not replicated: tp is at most the number of KV heads.
+In shapes: D hidden, Q = heads * head_dim, K = kv_heads * head_dim, F ffn; n is the number of tp ranks.
+Query heads stay with their KV head, and KV heads are not replicated: tp is at most the number of KV heads.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, sizes

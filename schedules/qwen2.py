@@ -1,4 +1,4 @@
-"""Schedule table of Qwen2: the rows of Llama's table. The biases of q, k and v are sharded like their weights."""
+"""Sharding rules for Qwen2: those of Llama. The biases of q, k and v are sharded like their weights."""
 
 from slapo_zoo.zoo.table import extend, register
 

@@ -1,4 +1,4 @@
-"""Schedule table of Qwen3: the rows of Llama's table, and two for norms of q and k, whose weights all heads share."""
+"""Sharding rules for Qwen3: those of Llama, and two for norms of q and k, whose weights all heads share."""
 
 from slapo_zoo.zoo.rules import whole_on_heads
 from slapo_zoo.zoo.table import extend, register

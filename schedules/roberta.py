@@ -1,6 +1,6 @@
-"""Schedule table of RoBERTa: the rows of BERT's table, and others for the language-model head.
+"""Sharding rules for RoBERTa: those of BERT, and others for the language-model head.
 
-D hidden, V vocabulary; n is the size of mesh dim tp. Positions count from padding_idx + 1.
+In shapes: D hidden, V vocabulary; n is the number of tp ranks. Positions count from padding_idx + 1.
 """
 
 from slapo_zoo.zoo.rules import vocab_head, whole

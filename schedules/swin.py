@@ -1,7 +1,7 @@
-"""Schedule table of Swin: attention in windows of patches; each stage halves the height and doubles the width.
+"""Sharding rules for Swin: attention in windows of patches; each stage halves the height and doubles the width.
 
-D width and H heads of a stage, F ffn, C channels, P patch size, N patches, R relative distances in a window; n
-is the size of tp. Windows mix tokens, so every rank needs all of them: no sequence parallelism.
+In shapes: D width and H heads of a stage, F ffn, C channels, P patch size, N patches, R relative distances in a window;
+n is the number of tp ranks. Windows mix tokens, so every rank needs all tokens: no sequence parallelism.
 """
 
 from slapo_zoo.language.primitives import Shard
@@ -12,7 +12,7 @@ STAGES = range(4)  # rows of one that a model has not match nothing
 
 
 def of_stage(stage: int) -> tuple:
-    """Return the sharding rules, (pattern, rule) pairs, for the attention of Swin's stage number `stage`, from 0."""
+    """Return (pattern of module paths, sharding rule) pairs for the attention of Swin's stage `stage`, an index from 0."""
     path, width = f"encoder.layers.{stage}.blocks.*.attention", f"head_dim{stage}"
     return (
         # module                            rule                    per rank

@@ -1,6 +1,6 @@
-"""Schedule table of T5, T5 v1.1, Flan-T5 (gated) and encoder-only T5. No Linear has a bias; attention is unscaled.
+"""Sharding rules for T5, T5 v1.1, Flan-T5 (gated) and encoder-only T5. No Linear has a bias; attention is unscaled.
 
-D hidden, I = heads * d_kv, F ffn, V vocabulary, R relative buckets; n is the size of mesh dim tp.
+In shapes: D hidden, I = heads * d_kv, F ffn, V vocabulary, R relative buckets; n is the number of tp ranks.
 """
 
 from slapo_zoo.zoo.options import tunable

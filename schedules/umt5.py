@@ -1,4 +1,4 @@
-"""Schedule table of UMT5: the rows of T5's table. UMT5 is T5 v1.1 with relative positions in every block."""
+"""Sharding rules for UMT5: those of T5. UMT5 is T5 v1.1 with relative positions in every block."""
 
 from slapo_zoo.zoo.table import extend, register
 

@@ -1,6 +1,6 @@
-"""Schedule table of ViT. Weights are [out, in]; n is the size of mesh dim tp.
+"""Sharding rules for ViT. Weights are [out, in]; n is the number of tp ranks.
 
-D hidden, F ffn, C channels, P patch size, N patches.
+In shapes: D hidden, F ffn, C channels, P patch size, N patches.
 """
 
 from slapo_zoo.zoo.rules import attention, column, enter, row, whole

@@ -1,7 +1,7 @@
-"""Schedule table of Whisper: an encoder of audio features after two convolutions, a text decoder. n is the size
-of tp.
+"""Sharding rules for Whisper: an encoder of audio features after two convolutions, and a text decoder.
 
-D hidden, F ffn, M mel bins, V vocabulary, P positions. Layers are BART's, with pre-norm.
+In shapes: D hidden, F ffn, M mel bins, V vocabulary, P positions; n is the number of tp ranks. Layers are
+BART's, but pre-norm.
 """
 
 from slapo_zoo.zoo.rules import (

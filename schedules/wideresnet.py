@@ -1,8 +1,8 @@
-"""Schedule table of Wide ResNet: inner channels of each bottleneck are sharded; norms use the rows of all dp ranks.
+"""Sharding rules for Wide ResNet: inner channels of a bottleneck are sharded; BatchNorm sees the rows of all dp ranks.
 
-C channels of a block's input, W of its inside, O of its output (4 planes); n is the size of tp and divides W. conv2
-reads this rank's channels; a reduce-scatter sums its outputs and shards them by channels again. So conv1, conv2, conv3
-and the two norms between them are all sharded.
+In shapes: C channels of a block's input, W of its inside, O = 4 planes of its output; n, the number of tp ranks,
+divides W. conv2 reads this rank's channels; a reduce-scatter sums its outputs and shards them by channels again. So
+conv1, conv2, conv3 and the two norms between them are all sharded.
 """
 
 from slapo_zoo.zoo.options import tunable
