@@ -1,4 +1,4 @@
 """Kernel dispatch: the kernel registry, matrix products on a CPU, and measured tables that choose a kernel.
 
-Imports `parallel`; `slapo_zoo.kernels` imports it.
+This package imports `parallel`, and `slapo_zoo.kernels` imports this package.
 """

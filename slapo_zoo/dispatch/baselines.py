@@ -1,6 +1,6 @@
 """Baselines for benchmarks of kernels: each operation as `transformers` or torch computes it without our kernels.
 
-Dropout is torch's, fused if that of the model is, so that no baseline is slower than the model.
+Dropout is torch's own, inside fused attention too, so that no baseline is slower than the operations of the model.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 
 def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
-    """Compute GELU of `x + bias` as transformers does: "none" (exact) as one operation, "tanh" as eight."""
+    """Return GELU of `x + bias` as transformers computes it: `approximate` "none" by one operation, "tanh" by eight."""
     from slapo_zoo.dispatch.kernel_registry import KERNELS
 
     if approximate == "none":
@@ -21,7 +21,7 @@ def gelu(x: Tensor, bias: Tensor, approximate: str = "none") -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor, p: float = 0.0, **_: Any) -> Tensor:
-    """Compute dropout(gelu(gate) * up, p), T5's gated activation, with gelu_new as one operation."""
+    """Return dropout(gelu(gate) * up, p), T5's gated activation; tanh-approximated GELU is one operation of torch."""
     return functional.dropout(functional.gelu(gate, approximate="tanh") * up, p)
 
 
@@ -29,8 +29,8 @@ def embed(
     ids: Tensor, position_ids: Tensor, kinds: Tensor, word: Tensor, position: Tensor, kind: Tensor,
     weight: Tensor, bias: Tensor, eps: float = 1e-12, padding_idx: int = -1, p: float = 0.0, **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute BERT's embeddings by torch's own operations: sum of three tables, layer norm,
-    dropout. The arguments are those of the kernel `embedding_layer_norm`.
+    """Return BERT's embeddings by torch's own operations: sum of the rows of `word`, `position` and `kind` (token types)
+    at `ids`, `position_ids` and `kinds`, then layer norm with `weight` and `bias`, then dropout of probability `p`.
     """
     z = functional.embedding(ids, word, padding_idx) + functional.embedding(kinds, kind)
     z = z + functional.embedding(position_ids, position)
@@ -41,8 +41,8 @@ def linear_loss(
     x: Tensor, weight: Tensor | None, target: Tensor, bias: Tensor | None = None,
     label_smoothing: float = 0.0, num_items: Any = 1, reduction: str = "sum", **_: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute F.cross_entropy of x W^T + bias, or of logits x without a weight, with all logits in memory. The value,
-    reduced as by torch's `reduction`, is divided by `num_items`.
+    """Return F.cross_entropy of the logits x W^T + bias, or of the logits `x` if `weight` is None. All logits are held in
+    memory. The loss, reduced as torch's `reduction` says, is divided by `num_items`.
     """
     logits = (x if weight is None else functional.linear(x, weight, bias)).float()
     options: Any = {"label_smoothing": label_smoothing, "reduction": reduction}
@@ -50,7 +50,7 @@ def linear_loss(
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
-    """Compute softmax(scale * q k^T) v for q, k, v [B, H, S, D] by torch's scaled_dot_product_attention: [B, S, H, D]."""
+    """Return softmax(scale * q k^T) v, [B, S, H, D], of q, k, v [B, H, S, D] by torch's scaled_dot_product_attention."""
     out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)
     return out.transpose(1, 2)
 

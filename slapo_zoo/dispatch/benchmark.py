@@ -1,7 +1,7 @@
-"""Benchmark every kernel against what it replaces: eager, torch.compile, and Liger on a GPU; forward and backward.
+"""Benchmark each kernel, forward and backward, against eager torch, torch.compile and (on a GPU) Liger-Kernel.
 
-The alternatives of a row run in turn in one process, so that ratios hold on a busy machine too. Results go to
-`<device>.json` in the user's cache folder, from which kernels are chosen.
+A kernel and its alternatives run in turn in one process, so that ratios of times hold on a busy machine too. Results
+go to `<device>.json` in the user's cache folder; this file later decides which kernels run.
 """
 
 import json
@@ -58,7 +58,7 @@ OTHERS = ("eager", "expert", "compile", "liger")
 
 
 def arguments(name: str, shape: tuple, dtype: torch.dtype, device: str) -> dict[str, Any]:
-    """Return random arguments of a kernel for a test shape; floating tensors require gradients."""
+    """Return random keyword arguments for the kernel `name` at one test shape; floating tensors require gradients."""
     torch.manual_seed(0)
     given = KERNELS[name].inputs(*shape, device=device)  # pyright: ignore[reportOptionalCall]
     given.pop("chunk_bytes", None)  # small, for tests
@@ -93,7 +93,7 @@ def step(function: Any, given: dict[str, Any]) -> Callable[[], None]:
 
 
 def timed(steps: dict[str, Callable[[], None]], device: str) -> dict[str, list[float]]:
-    """Time the functions in `steps` in turn, several times each; return {name: sorted milliseconds}."""
+    """Time the functions in `steps` (name --> function) in turn, several times each; return {name: sorted milliseconds}."""
     found: dict[str, list[float]] = {name: [] for name in steps}
     waste = torch.empty(FLUSH if device == "cuda" else 0, dtype=torch.uint8, device=device)
     begin = time.perf_counter()
@@ -124,7 +124,7 @@ def _once(run: Callable[[], None], waste: Tensor) -> float:
 
 
 def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -> dict[str, Any]:
-    """Return {alternative: function that runs a step with arguments `given`, or why it cannot}.
+    """Return {alternative: function that runs forward and backward with arguments `given`, or text why it cannot run}.
 
     Alternatives are "ours" (the kernel), "eager" (usual torch operations), "expert" (faster torch operations
     that an expert would use, from baselines.EXPERT), "compile" (torch.compile, if `compile`) and "liger".
@@ -149,8 +149,10 @@ def alternatives(name: str, given: dict[str, Any], device: str, compile: bool) -
 def measure(
     name: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any]:
-    """Measure a kernel at one shape, with torch.compile too if `compile`. Return a dict: "p20 ms", "p50 ms", "p80 ms"
-    --> milliseconds of the kernel; "<alternative> / ours" --> ratio of times, or why the alternative cannot run.
+    """Time forward and backward of the kernel `name` and of its alternatives (torch.compile only if `compile`).
+
+    Return a dict: "p20 ms", "p50 ms", "p80 ms" --> milliseconds of the kernel; "<alternative> / ours" --> ratio of
+    median times, or why the alternative cannot run; and kernel, shape, dtype and bucket (kernel:dtype:size) as text.
     """
     given = arguments(name, shape, dtype, device)
     with force("triton"):
@@ -171,9 +173,9 @@ def measure(
 def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dict[str, float]]:
     """Return ({bucket: `path` or "torch"}, {bucket: smallest time of an alternative over the kernel's}) of `rows`.
 
-    `rows` are results of `measure`; a bucket is a kernel, dtype and size. A bucket gets `path`, which runs the kernel,
-    if no alternative (eager, expert or liger of `alternatives`) was over 2 % faster in any measurement, and one was
-    slower by GAIN in some measurement. torch.compile is not compared, since the model around the kernel is not compiled.
+    `rows` are results of `measure`; a bucket is the text kernel:dtype:size. A bucket gets `path` ("ours" or "triton":
+    the kernel runs) if no alternative (eager, expert torch code, Liger) was over 2 % faster in any measurement, and one
+    was 2 % slower in some measurement. torch.compile is not compared: the model around the kernel is not compiled.
     """
     ratios: dict[str, list[float]] = {}
     for row in rows:
@@ -188,7 +190,7 @@ def dispatch(rows: list[dict[str, Any]], path: str) -> tuple[dict[str, str], dic
 
 
 def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -> Path:
-    """Write measurements, and the dispatch table that follows from them, to a device's file; return its path.
+    """Write measurements to the JSON file of a device, with the table that says which kernels run; return the file's path.
 
     Args:
         device: "cpu", or the name of the GPU.
@@ -214,7 +216,7 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
 
 
 def _of_other_kernels(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the entries of a dispatch table for kernels that `rows` do not measure, e.g. of whole training steps."""
+    """Return the part of `table` (kernel:dtype:size --> value) for kernels that no measurement in `rows` is of."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 
@@ -235,16 +237,16 @@ def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.d
 def run(
     quick: bool, only: str = "", folder: Path | None = None, again: bool = True
 ) -> dict[str, list[dict[str, Any]]]:
-    """Benchmark all kernels in fp32 and bf16, on a GPU if possible; return {title: rows}, where
-    `measure` makes each row.
+    """Benchmark all kernels in fp32 and bf16, on a GPU if there is one; return {title: results}.
 
-    A row that fails is logged and left out. Each row is written to the table as soon as it is measured.
+    Each result is the dict that `measure` returns for one kernel, shape and dtype. It is written to the device's JSON
+    file as soon as it is measured; a measurement that fails is logged and left out.
 
     Args:
         quick: measure only the first shape of each kernel, and write nothing.
-        only: comma-separated beginnings of kernel names.
-        folder: folder of the table; None takes the user's cache folder.
-        again: also measure rows that the table has already.
+        only: comma-separated beginnings of kernel names; "" measures all kernels.
+        folder: folder of the JSON file; None takes the user's cache folder.
+        again: also measure what the file has already.
     """
     load_kernels()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -266,7 +268,7 @@ def run(
 
 
 def quick_table(names: Sequence[str], device: str) -> Table:
-    """Return the device's table of measured kernels, after measuring each named kernel that it lacks, at one shape.
+    """Measure each named kernel that the device's table of timings lacks, at one shape; return the completed table.
 
     Args:
         names: names of kernels; those without a benchmark are ignored.
@@ -285,7 +287,7 @@ def quick_table(names: Sequence[str], device: str) -> Table:
 def _row(
     what: str, shape: tuple, dtype: torch.dtype, device: str, compile: bool
 ) -> dict[str, Any] | None:
-    """Measure the kernel `what` at one shape (see `measure`); log and return None if it fails."""
+    """Return the timings of the kernel `what` at one shape, as `measure` does; log an error and return None if it fails."""
     try:
         return measure(what, shape, dtype, device, compile)
     except Exception as error:

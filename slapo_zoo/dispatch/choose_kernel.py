@@ -1,7 +1,7 @@
-"""Decide whether a kernel is fast enough for a size on a device, by the device's table or an estimate.
+"""Decide whether a kernel runs for a size on a device: by timings measured there, or else by an estimate.
 
-On a device without a table only the kernels in PRIOR run: they skip work, so they are faster without measurement. Which
-modules a kernel can replace is decided in slapo_zoo.zoo.kernels_for_modules.
+On a GPU without timings only the kernels in PRIOR run, which do less work than torch's operations. Which modules a
+kernel can replace is decided in slapo_zoo.zoo.kernels_for_modules.
 """
 
 import math
@@ -23,14 +23,14 @@ PRIOR = {
 
 @dataclass(frozen=True)
 class Decision:
-    """Decision for one kernel, size and device: True in `runs` if the kernel runs, and the reason as text."""
+    """Decision whether a kernel runs for a size on a device: True or False in `runs`, with the reason as text."""
 
     runs: bool
     reason: str
 
 
 def decide(name: str, dtype: str, size: int, device: str) -> Decision:
-    """Return whether a kernel runs for a size on a device, and why; used for the choice at load and in each call.
+    """Decide whether the kernel `name` runs for a size on a device, at the load and in each call; the result says why.
 
     Args:
         name: name of the kernel.
@@ -74,9 +74,10 @@ def _between(known: list[int], size: int) -> tuple[int, int] | None:
 def _interpolated(
     table: Table, rows: Mapping[int, str], between: tuple[int, int], size: int
 ) -> float:
-    """Return the ratio (alternative's time over the kernel's) at `size`, interpolated logarithmically; NaN if unknown.
+    """Return the time of the best alternative over that of the kernel, at `size`; NaN if unknown.
 
-    `rows` maps measured sizes to their keys in `table`; `between` are the two nearest measured sizes.
+    The ratio is interpolated logarithmically between the two measured sizes `between`; `rows` maps measured sizes to
+    their keys in `table`, which has the measured ratios.
     """
     low, high = (table.ratios.get(rows[n], math.nan) for n in between)
     share = math.log2(size / between[0]) / math.log2(between[1] / between[0])

@@ -1,7 +1,7 @@
 """Matrix products in fp32 on a CPU, computed by oneDNN where that is faster than torch's BLAS.
 
 On AMD CPUs MKL runs AVX2 code, while oneDNN uses AVX-512 and takes half of the time (measured:
-docs/training_steps.md). Both round alike. Operands are a [M, K] and b [K, N].
+docs/training_steps.md). The rounding errors of both are of the same size. Operands are a [M, K] and b [K, N].
 """
 
 import math
@@ -22,19 +22,19 @@ AS_CLASS: set[Any] = set()  # forwards of kernels that compute what Linear and C
 
 
 def is_faster_here() -> bool:
-    """Return whether oneDNN is faster than torch's BLAS here: on AMD CPUs with AVX-512 and a torch that uses MKL."""
+    """Return whether oneDNN beats torch's BLAS here: True on AMD CPUs with AVX-512 and a torch that uses MKL."""
     return bool(CPU["mkl"] and CPU.get("avx512_f")) and "AMD" in str(CPU.get("cpu_name"))
 
 
 def suits(a: Tensor, b: Tensor, rows: int | None = None) -> bool:
-    """Return whether oneDNN is faster for `a @ b`; for an `a` of more than two axes pass `rows`, its number of rows."""
+    """Return whether oneDNN computes `a @ b` faster than torch's BLAS. `rows`: product of all axes of `a` but the last."""
     wide = a.dtype == b.dtype == torch.float32 and a.device.type == b.device.type == "cpu"
     sizes = (a.shape[0] if rows is None else rows, a.shape[-1], b.shape[1])
     return wide and is_faster_here() and min(sizes) >= NARROW and math.prod(sizes) >= LEAST
 
 
 def computes_as_class(forward: Any) -> bool:
-    """Return whether `forward`, set on a module (None: nothing set), computes what the forward of its class does."""
+    """Return whether `forward`, set on a Linear or Conv1D (None: nothing set), computes what the class's does."""
     return forward is None or getattr(forward, "__func__", None) in AS_CLASS
 
 

@@ -1,4 +1,4 @@
-"""Registry of kernels: which kernels `replace(name)` can install in a module, and which path runs on a device."""
+"""Registry of kernels: those that `replace(name)` can install in modules; on each device Triton or torch runs them."""
 
 import importlib.util
 import os
@@ -32,8 +32,8 @@ class Kernel:
 
     Args:
         name: name for `replace(name)`.
-        install: function (site, **options) that sets the forward of `site.module`, the module to replace; it adds
-            no key to the state dict.
+        install: function (site, **options) that replaces the forward of the module `site.module`, and adds no key to
+            the state dict.
         refuses: returns why the kernel cannot serve a module, or "".
         serves: class name --> forward that modules of the class get; classes with a forward of their own are
             excluded, whatever their name.
@@ -41,11 +41,12 @@ class Kernel:
         reference: definition of the result in plain torch operations.
         inputs: maps a test shape to keyword arguments of `entry` and `reference`.
         shapes: shapes that the kernel is tested on.
-        paths: device type --> path that runs there unless another was measured to be faster.
+        paths: device type --> "triton", "torch" or a library: what the kernel runs there unless it was measured slower.
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
-        runs_inside: whether the kernel calls the modules inside the served one, so that they may have kernels too.
-        innermost: whether this kernel may also serve modules inside a module that another kernel serves, because
-            every kernel calls such inner modules.
+        runs_inside: True if the kernel calls the children of the module that it serves, so that the children may have
+            kernels too.
+        innermost: True if the kernel (that of linears) may also serve modules inside a module of another kernel,
+            because every kernel calls such modules.
         limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
     """
 
@@ -80,8 +81,8 @@ class Kernel:
         return self.limits(torch.empty(1, size, dtype=dtype, device="meta"))
 
     def runs(self, device: str) -> tuple[str, str]:
-        """Return (path, reason) for a device ("cpu", or a GPU's name): which implementation runs there, and why. A
-        path is "triton", "torch" or the name of a library.
+        """Return (implementation, reason) for a device ("cpu", or a GPU's name): what runs the kernel there, and why. The
+        implementation is "triton", "torch" or the name of a library.
         """
         if device == "cpu":
             return self.paths.get("cpu", "torch"), "the best of what runs on a CPU"
@@ -97,12 +98,12 @@ def register_kernel(
     name: str, refuses: Callable[[nn.Module], str] = lambda module: "", passes: Sequence[str] = (),
     **more: Any,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:  # fmt: skip
-    """Return a decorator that registers a function `install(site, **options)`, which sets up the kernel `name`.
+    """Return a decorator for a function `install(site, **options)` that puts the kernel `name` into `site.module`.
 
     Args:
         name: name for `replace(name)`.
         refuses: returns why the kernel cannot serve a module, or "".
-        passes: names of children whose work the kernel does itself.
+        passes: names of the module's children whose work the kernel does itself, without calling them.
         **more: other fields of Kernel.
     """
     served = more.get("serves")
@@ -133,20 +134,20 @@ def kernel(
     limits: Callable[[Tensor], str] = lambda x: "",
     passes: Sequence[str] = (),
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers a function as the fast implementation of `reference`.
+    """Return a decorator that registers a function as the kernel `name`, the fast implementation of `reference`.
 
     Args:
         name: name for `replace(name)`.
         reference: definition of the result in plain torch operations.
-        inputs: maps a test shape to keyword arguments of both functions.
+        inputs: maps a test shape to keyword arguments of the kernel and of `reference`.
         shapes: shapes that the kernel is tested on.
         serves: class name --> forward that modules of the class get; the classes are not imported.
         cannot: returns why a module of a class in `serves` cannot be served, or "".
         cpu: what the function runs on a CPU, in a word or two.
         sites: maps a model to the paths of modules that get the kernel; None: all of the classes in `serves`.
         limits: returns why the Triton path cannot serve a tensor of this dtype and last axis, or "".
-        passes: names of children whose work the kernel does itself. When one is replaced, patched or hooked
-            later, the class's own forward runs instead.
+        passes: names of the served module's children whose work the kernel does itself. When such a child is
+            replaced, patched or hooked later, the class's own forward runs instead of the kernel.
     """
     forwards = dict(serves or {})
 
@@ -178,8 +179,8 @@ def load_kernels() -> dict[str, Kernel]:
 def _while_as_built(
     forward: Callable[..., Any], module: nn.Module, passes: Sequence[str]
 ) -> Callable[..., Any]:
-    """Return a function that calls a kernel's `forward` until somebody changes the forward of the class of `module` or a
-    child named in `passes`; from then on it calls the forward of the class.
+    """Return a forward for `module`: a kernel's `forward` until somebody changes the class's forward or a child that
+    `passes` names; from then on the forward of the class.
     """
     own, kinds = type(module).forward, {name: _kind(getattr(module, name, None)) for name in passes}
 
@@ -199,13 +200,13 @@ def _kind(module: Any) -> tuple[type, Any]:
 
 
 def served_class(module: nn.Module, serves: Collection[str]) -> Any:
-    """Return the first class in a module's MRO whose name is in `serves`, or None."""
+    """Return the first class in the MRO of a module's class whose name is in `serves` (class names), or None."""
     return next((cls for cls in type(module).__mro__ if cls.__name__ in serves), None)
 
 
 def _unfit(module: nn.Module, name: str, serves: Mapping[str, Any], passes: Sequence[str]) -> str:
-    """Return why kernel `name` does not fit a module, or "": its class is not in `serves` (class name --> forward),
-    or the module or a child in `passes` was patched.
+    """Return why kernel `name` does not fit a module: the name of its class is not in `serves` (class name --> forward),
+    or the module or a child that `passes` names was patched or hooked. Return "" if the kernel fits.
     """
     found, own = served_class(module, serves), type(module)
     if found is None:
@@ -259,7 +260,7 @@ def package_of(what: Any) -> str:
 
 
 def is_changed(module: Any) -> bool:
-    """Return whether code other than a schedule has replaced a module's forward, or hooked the module."""
+    """Return whether code of another package than slapo_zoo has replaced a module's forward, or hooked the module."""
     forward = getattr(module, "__dict__", {}).get("forward")
     while (inner := getattr(forward, "__func__", getattr(forward, "func", None))) is not None:
         forward = inner
@@ -268,7 +269,7 @@ def is_changed(module: Any) -> bool:
 
 
 def is_hooked(module: Any) -> bool:
-    """Return whether a module has hooks from code other than slapo_zoo."""
+    """Return whether a module has forward or backward hooks that code of another package than slapo_zoo registered."""
     hooks = [hook for kind in HOOKS for hook in getattr(module, kind, {}).values()]
     return any(not str(getattr(h, "__module__", "")).startswith("slapo_zoo") for h in hooks)
 
@@ -279,12 +280,12 @@ def operator(
     setup: Callable[..., Any] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Callable[[Callable[..., Any]], Any]:
-    """Return a decorator that makes a function the operator torch.ops.slapo_zoo.<name>, one node for compilers.
+    """Return a decorator that makes a function the operator torch.ops.slapo_zoo.<name>, one node in compiled graphs.
 
     Args:
         name: name of the operator.
-        fake: returns empty outputs of the right shapes and dtypes.
-        setup: (ctx, inputs, output): saves what the backward needs.
+        fake: function of the operator's arguments that returns empty outputs of the right shapes and dtypes.
+        setup: function (ctx, inputs, output) that saves in `ctx` what the backward needs.
         backward: (ctx, *grads) --> gradients of the inputs; None: no gradients.
     """
 
@@ -303,7 +304,7 @@ _forced: list[str] = []
 
 @contextmanager
 def force(path: str) -> Iterator[None]:
-    """Context in which GPUs run the given path, "triton" or "torch", whatever was measured (tests, benchmarks)."""
+    """Context in which GPUs run kernels by `path`, "triton" or "torch", whatever was measured (tests, benchmarks)."""
     _forced.append(path)
     try:
         yield
@@ -312,7 +313,7 @@ def force(path: str) -> Iterator[None]:
 
 
 def runs_triton(name: str, x: Tensor) -> bool:
-    """Return whether the Triton path of the kernel `name` runs for `x`, according to measurements on its device."""
+    """Return whether the Triton code of the kernel `name` runs for the input `x`, by measurements on the device of `x`."""
     if x.dtype not in TRITON_DTYPES or not HAS_TRITON:
         return False
     if INTERPRETED or x.device.type == "cpu":
@@ -325,21 +326,21 @@ def runs_triton(name: str, x: Tensor) -> bool:
 
 @lru_cache(maxsize=1024)
 def _decided(name: str, dtype: str, size: int, device: str, tables: int) -> bool:
-    """Return whether a kernel's Triton path runs for a dtype, size and device; False if no timing of the device exists.
+    """Return whether the Triton code of kernel `name` runs for a dtype, size and device; False without timings there.
 
-    The result is cached. `tables` is the number of changes of the timing tables, so that a change is not missed.
+    The result is cached. `tables` counts the changes of the timing tables so far: each change gives a new cache entry.
     """
     known = any(key.startswith(f"{name}:") for key in table_of(device).dispatch)
     return known and decide(name, dtype, size, device).runs
 
 
 def in_triton(x: Tensor) -> bool:
-    """Return whether an operator's implementation can use Triton for `x`: by its dtype and device."""
+    """Return whether Triton can compute on the tensor `x`: Triton is installed, and serves the dtype and device of `x`."""
     return HAS_TRITON and x.dtype in TRITON_DTYPES and (x.is_cuda or INTERPRETED)
 
 
 def bucket(name: str, x: Tensor) -> str:
-    """Return the key of `x` in a dispatch table: kernel, dtype, and last axis rounded up to a power of two."""
+    """Return "name:dtype:size", the key in timing tables; size is the last axis of `x`, rounded up to a power of two."""
     return f"{name}:{str(x.dtype)[6:]}:{1 << (int(x.shape[-1]) - 1).bit_length()}"
 
 
@@ -364,7 +365,7 @@ FUSED_KERNELS: dict[str, FusedKernel] = {}
 def register_fused_kernel(
     name: str, pattern: Callable[..., Any]
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that registers a function as the kernel of all subgraphs that match `pattern`."""
+    """Return a decorator that registers a function as the kernel `name`, for traced subgraphs that compute `pattern`."""
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
         if name in FUSED_KERNELS:

@@ -1,7 +1,7 @@
-"""Tables of measured kernels per device, from which the fastest path is chosen.
+"""Tables of kernel timings per device, by which Triton or torch is chosen to run a kernel.
 
-A device's table is searched under its own name in the user's cache folder and in the package, then under any
-device of the same compute capability.
+The table of a device is read from the file with the device's name, in the package and in the user's cache folder; if
+there is none, from the file of another GPU with the same compute capability.
 """
 
 import json
@@ -26,11 +26,12 @@ CAPABILITIES = {
 
 @dataclass(frozen=True)
 class Table:
-    """Measured kernels of one device, by bucket: kernel, dtype and size, as `kernel_registry.bucket` names them.
+    """Kernel timings of one device, by bucket: the text "kernel:dtype:size" that `kernel_registry.bucket` returns.
 
     Args:
         device: name of the measured device; "" when there is no table.
-        dispatch: bucket --> "triton" (on a CPU "ours") where no alternative was over 2 % faster, else "torch".
+        dispatch: bucket --> "triton" (on a CPU "ours") if the kernel runs, since no alternative was over 2 % faster;
+            else "torch".
         ratios: bucket --> time of the best alternative, divided by that of the kernel.
         capability: compute capability of the device, e.g. "9.0".
     """
@@ -69,13 +70,13 @@ _changes = [0]  # how often a table changed in this process
 
 
 def keep(device: str, table: Table) -> None:
-    """Use `table` for a device from now on in this process, instead of the device's files."""
+    """Use `table` (kernel timings) for a device from now on in this process, instead of the device's files."""
     _kept[device] = table
     _changes[0] += 1
 
 
 def changes() -> int:
-    """Return a counter that increases with every change of a table, to invalidate cached decisions."""
+    """Return how often kernel timings changed in this process; a new number makes cached decisions invalid."""
     return _changes[0]
 
 
@@ -93,7 +94,7 @@ def table_of(device: str) -> Table:
 
 
 def own_table(device: str) -> Table | None:
-    """Return the table measured on exactly this device, or None; the user's entries override the package's."""
+    """Return the kernel timings measured on exactly this device, or None; the user's file overrides the package's."""
     found = [_read(folder / f"{slug(device)}.json") for folder in (MEASURED, user_folder())]
     tables = [table for table in found if table is not None]
     if not tables:
@@ -111,7 +112,7 @@ def _read(file: Path) -> Table | None:
 
 
 def _table_of_same_capability(device: str) -> Table | None:
-    """Return the kernel timings measured on another GPU with the compute capability of `device`; None if there are none."""
+    """Return the kernel timings of another GPU with the compute capability of `device`; None if there are none."""
     wanted = capability(device)
     if not wanted:
         return None
