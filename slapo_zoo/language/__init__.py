@@ -1,4 +1,4 @@
-"""The schedule language: Directive, Schedule, explain, the primitives and the graphs they rewrite.
+"""Package of the schedule language: Directive, Schedule, explain, and the primitives with the graphs that they rewrite.
 
-Imports `hf`, `dispatch` and packages of lower floors (see CONTRIBUTING.md).
+The package imports only `hf`, `dispatch` and the packages that CONTRIBUTING.md lists below it.
 """

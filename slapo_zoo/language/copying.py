@@ -1,4 +1,4 @@
-"""Deep copy of a scheduled module, in which forwards and hooks of directives are bound to the copy.
+"""Deep copy of a scheduled module, with the forwards and hooks that its directives installed bound to the copy.
 
 `copy.deepcopy` shares functions. The forward or hook that a directive installs is a closure over its module, so
 a plain deep copy would keep computing with the weights of the original.
@@ -19,11 +19,12 @@ OURS = "slapo_zoo"
 
 
 def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a scheduled module whose forwards and hooks are bound to the copy.
+    """Return a deep copy of a scheduled module; the copy's forwards and hooks use the copy's own weights.
 
     Args:
         module: the module; its class calls this function in `__deepcopy__`.
-        memo: memo of `copy.deepcopy`; objects in it already (process groups) are shared and not copied.
+        memo: memo of `copy.deepcopy`: id of an object --> its copy. Objects that are in it already (process groups)
+            are not copied; the copy shares them with the original.
     """
     new = module.__class__.__new__(module.__class__)
     memo[id(module)] = new
@@ -37,7 +38,7 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
         for name in HOOKS:
             for key, hook in getattr(part, name).items():
                 getattr(own, name)[key] = rebound(hook, memo)
-    _keep_notes(module, memo)
+    _copy_annotations(module, memo)
     return new
 
 
@@ -68,7 +69,7 @@ def rebound(value: Any, memo: dict[int, Any]) -> Any:
     return new
 
 
-def _keep_notes(module: nn.Module, memo: dict[int, Any]) -> None:
+def _copy_annotations(module: nn.Module, memo: dict[int, Any]) -> None:
     """Copy the attributes that `sch[path].annotate()` has set on parameters of `module` to the copied parameters.
 
     `memo` maps the id of a parameter to its copy.

@@ -1,4 +1,4 @@
-"""Base classes of the schedule language: `Directive` (one line of a schedule, as data) and its state."""
+"""Base classes of the schedule language: `Directive` (one change of a module, as data) and the state it reads."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -23,7 +23,8 @@ from slapo_zoo.parallel.token_cut import WAYS
 
 @dataclass
 class Placed:
-    """Record of how one tensor was sharded: its placement, the directive that sharded it, and its unsharded shape."""
+    """Record of how one parameter or buffer was sharded: its Placement (which indices of which axis each rank holds), the
+    directive that sharded it, and its unsharded shape."""
 
     placement: Placement
     directive: "Directive"
@@ -32,7 +33,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Settings of one forward call of the model, which hooks and replaced forwards of directives read.
+    """Settings of one forward call of the model; the hooks and forwards that directives installed read them.
 
     Args:
         tokens_divided: hidden states [B, S, D] are sharded over tp along the tokens S (sequence parallelism).
@@ -124,7 +125,7 @@ class State:
 
 
 def join(path: str, name: str) -> str:
-    """Return the dotted path of `name` below `path`; `path` may be the root ``''``."""
+    """Return `path` and `name` joined by a dot, or `name` alone if `path` is the root ``''``."""
     return f"{path}.{name}" if path else name
 
 
@@ -178,7 +179,9 @@ UNLIKE: dict[Any, tuple[type, ...]] = {
 
 
 class Directive:
-    """Base class of all primitives: `check` only reads the model; `apply` runs afterwards and changes it."""
+    """Base class of all primitives, i.e. kinds of change to one module (`shard`, `sync`, `checkpoint`, ...).
+
+    `check` only reads the model; `apply` runs afterwards and changes the module."""
 
     name: ClassVar[str]
 
@@ -213,8 +216,8 @@ class Directive:
         raise NotImplementedError(f"{type(self).__name__} must define apply(site)")
 
     def undo(self, site: Site) -> None:
-        """Undo `apply` at the module of `site`; NotImplementedError unless `apply` only records something, as a pipeline cut."""
-        raise NotImplementedError(f"{type(self).__name__} changes the model in place: no undo")
+        """Undo `apply` at the module of `site`; raise NotImplementedError if the directive has changed the module itself."""
+        raise NotImplementedError(f"{self} cannot be undone: begin again with a new model")
 
     def local(self) -> str:
         """Return the reason why the directive cannot be written as JSON (it holds a live callable or module), or ''."""
@@ -227,7 +230,7 @@ class Directive:
         return ""
 
     def arguments(self) -> dict[str, Any]:
-        """Return {name: value} of the fields whose values differ from their defaults, in their order."""
+        """Return {name: value} of those arguments of the directive that differ from their defaults, in order."""
         fields = dataclasses.fields(self)  # pyright: ignore[reportArgumentType]
         return {f.name: getattr(self, f.name) for f in fields if getattr(self, f.name) != f.default}
 
@@ -260,5 +263,5 @@ def primitive(name: str) -> Callable[[type[D]], type[D]]:
 
 
 def subtree(path: str, paths: Iterator[str] | list[str]) -> list[str]:
-    """Return those of `paths` that are `path` or lie below it."""
+    """Return those module paths in `paths` that equal `path` or begin with it, as `h.0.mlp` begins with `h.0`."""
     return [p for p in paths if not path or p == path or p.startswith(path + ".")]

@@ -22,7 +22,8 @@ from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
 
 
 class TrafficRow(NamedTuple):
-    """Number and total bytes of a step's collectives of one kind (e.g. all_reduce), mesh dim and phase."""
+    """Number and total bytes of a step's collectives of one kind (e.g. all_reduce), mesh dim (e.g. tp) and phase (e.g.
+    backward)."""
 
     kind: str
     mesh_dim: str

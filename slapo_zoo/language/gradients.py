@@ -16,7 +16,7 @@ NORM_ROW = 4096  # elements
 
 @contextmanager
 def only_new(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Context in which `.grad` is empty at first; on exit the new gradients are added to the earlier ones.
+    """Context in which `.grad` of each parameter is None at first; on exit the new gradients are added to the earlier ones.
 
     When the body raises, the earlier gradients are restored and the new ones are dropped.
     """

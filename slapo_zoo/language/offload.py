@@ -1,4 +1,4 @@
-"""Saved activations kept elsewhere until their backward: in host memory, or a share of them on each tp rank.
+"""Other places for saved activations until their backward: host memory, or a share of each activation per tp rank.
 
 rewrite:  saved x [...] on the device  -->  x in pinned memory of the host  -->  x on the device for the backward
           saved x [B, S, D] on each of n ranks  -->  saved x_r [B * S * D / n]; the backward all-gathers x
@@ -36,7 +36,7 @@ class Kept:
 
 
 class HostCopy:
-    """Copy of an activation in host memory, kept until its backward; `tensor` is any view of the activation's data."""
+    """Copy of an activation in host memory until the backward needs it; `tensor` is any view of the activation's data."""
 
     def __init__(self, tensor: Tensor):
         storage = tensor.untyped_storage()
@@ -185,7 +185,7 @@ def unpack(kept: Any) -> Tensor:
 
 
 def _storages(module: nn.Module) -> set[int]:
-    """Return the storage ids of a module's parameters and buffers, and of the casts that it reads in their place."""
+    """Return the storage ids of a module's parameters and buffers, and of casts of them that the module reads instead."""
     found: set[int] = set()
     for part in module.modules():
         own = [*part._parameters.values(), *part._buffers.values()]

@@ -61,7 +61,7 @@ else:
 
 
 class Selection(_Methods):
-    """Modules that `sch[pattern]` matches; it has the primitives as methods, and can be indexed by names of children."""
+    """Modules that `sch[pattern]` matches. Primitives are its methods; indexing it by a child's name selects that child."""
 
     def __init__(self, schedule: "Schedule", pattern: str):
         self.schedule, self.path = schedule, pattern
@@ -228,7 +228,7 @@ class Schedule(Selection):
         """Return, for each module, its directives and the collectives that they cause in one training step.
 
         The step is a dry run on fake tensors: nothing is computed, sent or changed, and no process group is
-        needed. Print the result, or read `.transfers` and `.totals()`. With pp > 1 it covers the stages of this
+        needed. Print the result, or read `.transfers` and `.totals()`. With pp > 1 the result covers the stages of this
         rank, without the sends between stages.
 
         Args:
@@ -276,7 +276,7 @@ class Schedule(Selection):
 
 
 def from_json(text: str) -> list[Step]:
-    """Parse what `Schedule.to_json` wrote into steps for `schedule.replay`; malformed text raises ScheduleError."""
+    """Parse the text of `Schedule.to_json` to the list of (pattern, directive); malformed text raises ScheduleError."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -306,7 +306,7 @@ def _step(index: int, step: Any) -> Step:
         raise ScheduleError(where, "step", problem, "pass the unchanged text of Schedule.to_json()")
     pattern, name, arguments = step
     if name not in PRIMITIVES:
-        hint = f"registered: {sorted(PRIMITIVES)}"
+        hint = f"choose one of the registered: {sorted(PRIMITIVES)}"
         raise ScheduleError(where, name, "no such primitive", hint)
     cls: Any = PRIMITIVES[name]
     fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}

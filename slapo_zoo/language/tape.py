@@ -134,7 +134,7 @@ class Row(NamedTuple):
     """One event of a recorded step: an operator, a collective, or the begin or end of a module call.
 
     Args:
-        op: the torch operator, the kind of a collective, or a constant such as LEAVE, LOSS or FREE.
+        op: the torch operator, the kind of a collective, or a constant such as LEAVE (a call ends) or FREE.
         unit: path of the watched unit (e.g. a block) that runs; '' between units.
         path: path of the module that causes the event, where that is known.
         reads: tensors among the arguments.
@@ -233,7 +233,7 @@ class Tape(TorchDispatchMode):
 
     def cut_of(self, mesh: Mesh, way: str) -> TokenCut | None:
         """Return how a mesh of a dry run shards the tokens of each row, so that its collectives are recorded; None when cp
-        is 1. `way` is how attention sees the tokens of all cp ranks.
+        is 1. `way` names how attention reaches the tokens of other ranks: "gather", "ulysses" or "ring".
         """
         cut = TokenCut.of(mesh, way)
         return cut and replace(cut, group=self.listen(cut.group, "cp", "", "cp"))

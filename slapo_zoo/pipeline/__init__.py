@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages, orders of micro-batches, the runtime that executes them, and timelines.
+"""Package for pipeline parallelism: stages, orders of micro-batches, the runtime that executes them, and timelines.
 
-Imports `language` and packages of lower floors (see CONTRIBUTING.md).
+The package imports only `language` and the packages that CONTRIBUTING.md lists below it.
 """

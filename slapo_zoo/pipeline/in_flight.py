@@ -1,7 +1,7 @@
 """Pipeline stage whose buffers exist only while their micro-batch is in flight.
 
 `PipelineStage` of torch makes a receive buffer per micro-batch and direction before a step, and keeps every sent tensor
-until its end. Here a buffer is made when its receive is posted, and freed once it was used. A sent tensor is freed when
+until the step ends. Here a buffer is made when its receive is posted, and freed once it was used. A sent tensor is freed when
 a later message proves that it arrived, also where autograd starts a backward from it, which needs only its shape.
 """
 

@@ -24,7 +24,9 @@ def record_step(
     """
     pipeline = model._slapo.pipeline
     if pipeline is None:
-        raise MeshError("record_step", "pp=1", "a model on one stage has no pipeline", "use pp=2")
+        raise MeshError(
+            "record_step", "pp=1", "this model has no pipeline", "load it with pp=2 or more"
+        )
     group = model.mesh.group("pp")
     dist.barrier(group)
     pipeline.spans = []

@@ -44,7 +44,7 @@ def leaf_units(
         late: paths of units that run after the blocks but are defined before them.
         order: patterns of siblings, in the order in which they run.
     """
-    ranks = [compile_pattern(pattern) for pattern in order]
+    patterns = [compile_pattern(pattern) for pattern in order]
     containers = {""}
     for block in blocks:
         parts = block.split(".")
@@ -53,7 +53,7 @@ def leaf_units(
     def below(path: str, module: nn.Module) -> list[str]:
         found = []
         for name, child in sorted(
-            module.named_children(), key=lambda c: _rank(join(path, c[0]), ranks)
+            module.named_children(), key=lambda c: _first_match(join(path, c[0]), patterns)
         ):
             at = join(path, name)
             if at in containers or type(child).forward is nn.Module.forward:  # ModuleList
@@ -69,9 +69,9 @@ def leaf_units(
     return [*rest[:end], *moved, *rest[end:]]
 
 
-def _rank(path: str, ranks: Sequence[re.Pattern[str]]) -> int:
-    """Return the index of the first pattern in `ranks` that matches a path, or len(ranks) if none does."""
-    return next((i for i, found in enumerate(ranks) if found.fullmatch(path)), len(ranks))
+def _first_match(path: str, patterns: Sequence[re.Pattern[str]]) -> int:
+    """Return the index of the first pattern that matches the whole path; len(patterns) if none matches."""
+    return next((i for i, p in enumerate(patterns) if p.fullmatch(path)), len(patterns))
 
 
 def assign_stages(
@@ -202,9 +202,7 @@ class Cursor:
             held: False if another stage has the module's weights: ScheduleError if the call is this stage's.
         """
         if self.plan is None:
-            problem = (
-                "the module is called outside the model's forward, and each rank has its own layers"
-            )
+            problem = "the module is called outside the model's forward, and this rank has only some of the layers"
             hint = "call the model as a whole (for inputs_embeds use an embedding of your own), or use pp=1"
             raise ScheduleError(unit, "pipeline", problem, hint)
         self.index += 1
@@ -286,7 +284,7 @@ class ForeignParameter(Tensor):
     """A parameter that another stage holds: shape, dtype and device without data; computing with it raises."""
 
     def register_hook(self, hook: Any) -> RemovableHandle:
-        """Ignore a user's gradient hook here; it is registered on the stage that holds the parameter."""
+        """Return a handle and drop the user's gradient hook: only the stage that holds the parameter runs the hook."""
         return RemovableHandle(OrderedDict())
 
     @classmethod

@@ -36,7 +36,7 @@ class Argument:
 
     @property
     def live(self) -> bool:
-        """Return whether the value holds a tensor, i.e. is a graph input; other values are constants of the trace."""
+        """Return whether the value in the example call holds a tensor, i.e. is a graph input; other values are constants."""
         return _has_tensor(self.value)
 
 

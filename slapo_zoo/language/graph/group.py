@@ -21,7 +21,7 @@ class GroupModule(TracedModule):
 
     @classmethod
     def around(cls, owner: fx.GraphModule, graph: fx.Graph, name: str) -> "GroupModule":
-        """Construct a module of class name `name` that runs `graph`, in which paths of modules start with `owner.`."""
+        """Construct a module that runs `graph`; its class is called `name`, and module paths in `graph` start with `owner.`."""
         new = cls(name)
         new.__dict__["owner"] = owner  # not registered as a child: that would be a cycle
         new.graph = graph

@@ -112,7 +112,7 @@ def carry_parameters(
         if parameter is None or shape != tuple(parameter.shape):
             found = [tuple(p.shape) for p in given]
             wanted = None if parameter is None else tuple(parameter.shape)
-            problem = f"{name!r} of {_name(new)} has shape {wanted}, the replaced ones {found}"
+            problem = f"{name!r} of {_name(new)} has shape {wanted}, those of the replaced modules {found}"
             hint = "give it parameters of the names and shapes of the replaced modules, or leave out carry=True"
             raise ScheduleError(path or "(the model)", "replace(carry=True)", problem, hint)
         whole = (
@@ -123,7 +123,7 @@ def carry_parameters(
 
 def operand(graph: fx.Graph, value: Any) -> Any:
     """Return `value`, which a pattern argument matched, as an input for new nodes of `graph`: a new `get_attr` node
-    for a ModuleTensor, else `value` itself.
+    for a ModuleTensor (a parameter of a submodule), else `value` itself.
     """
     if isinstance(value, ModuleTensor):
         return graph.get_attr(f"{value.target}.{value.name}")

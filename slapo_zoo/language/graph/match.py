@@ -21,7 +21,7 @@ class Subgraph:
 
     Args:
         path: path of the traced module that owns the graph.
-        module: that module.
+        module: the traced module.
         nodes: the matched nodes, in graph order.
         inputs: name of each pattern argument --> the node, constant or parameter (ModuleTensor) that it matched.
         outputs: nodes whose values the pattern returns.

@@ -29,7 +29,7 @@ def merge(graph: Graph, training: bool, other: Graph | None, where: str) -> bool
     Returns:
         True when the graph is right in both modes; otherwise it now raises when run in the other mode.
     """
-    if other is None or not _same_shape(graph, other):
+    if other is None or not _differ_in_literals_only(graph, other):
         nodes = _training(graph)
         with graph.inserting_after(nodes):
             said = "self.training"
@@ -60,8 +60,8 @@ def _training(graph: Graph) -> Node:
         return graph.call_function(getattr, (module, "training"))
 
 
-def _same_shape(a: Graph, b: Graph) -> bool:
-    """Return whether two graphs have the same nodes and differ in literals only."""
+def _differ_in_literals_only(a: Graph, b: Graph) -> bool:
+    """Return whether two graphs have the same nodes, with arguments that differ in literals only."""
     if len(a.nodes) != len(b.nodes):
         return False
     same = dict(zip(b.nodes, a.nodes, strict=True))

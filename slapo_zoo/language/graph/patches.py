@@ -105,7 +105,7 @@ def _cuda_devices(module: nn.Module) -> list[int]:
 
 
 def set_mode(module: nn.Module, training: bool) -> None:
-    """Set `training` on a module and on its submodules in the same mode; those that the user put in the other stay so."""
+    """Set `training` on a module and on those submodules that are in the same mode as the module; skip all others."""
     before = module.training
     for m in module.modules():
         if m.training == before:

@@ -28,7 +28,9 @@ class Pattern(nn.Module):
 
     def forward(self, *args: Any) -> Any:
         """Compute the operations to find in a graph; each subclass overrides this method."""
-        raise NotImplementedError(f"{type(self).__name__} has no forward")
+        raise NotImplementedError(
+            f"{type(self).__name__} must define forward(), with the operations to find"
+        )
 
 
 class ModulePattern(nn.Module):
@@ -46,7 +48,7 @@ class ModulePattern(nn.Module):
 
 
 def call_module(regex: str, *args: Any) -> Any:
-    """Match, in a pattern function, the call of a module whose path, or its last segments, match `regex`."""
+    """Return, in a pattern function, the result of calling any module whose path, or its last segments, match `regex`."""
     proxies = [a for a in args if isinstance(a, fx.Proxy)]
     if not proxies:
         problem = (

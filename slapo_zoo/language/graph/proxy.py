@@ -57,7 +57,7 @@ def _selects_by_mask(index: Any) -> bool:
 
 
 class Unknown:
-    """Type of `UNKNOWN`, which a trace takes for a tensor that the example lacks, so that its shape is unknown."""
+    """Type of `UNKNOWN`: the example value of an argument of which a trace knows only that it is a tensor."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(Tensor, name)

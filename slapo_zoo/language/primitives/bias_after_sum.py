@@ -1,4 +1,4 @@
-"""Column- and row-parallel Linear, Conv1D, Conv2d and Embedding: outputs and biases of layers with a sharded weight.
+"""Column- and row-parallel Linear, Conv1D, Conv2d and Embedding: outputs and biases of layers sharded over n tp ranks.
 
 column: w_r [O/n, I], y_r [B, O/n] = x w_r^T + b_r         each rank has other columns of the output
 row:    w_r [O, I/n], y [B, O] = sum over r (x_r w_r^T) + b    partial sums; the bias is added once, after the sum

@@ -21,9 +21,9 @@ class CoreAttentionSeam(Directive):
     errors:   fewer heads than ranks; an unknown back end
 
     Args:
-        num_heads: global number of query heads; 0: each rank has all heads, as many as the queries of a call.
+        num_heads: global number of query heads; 0: each rank has all heads, and their number is read from each call.
         together: number of query heads that share a KV head.
-        backend: sdpa, eager, flash, flex or xformers.
+        backend: implementation of attention: sdpa, eager, flash, flex or xformers.
         mesh_dim: the mesh dim that the heads are sharded over.
     """
 

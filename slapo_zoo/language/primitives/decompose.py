@@ -14,7 +14,7 @@ class DecomposedLinear(nn.Linear):
     """nn.Linear whose product and bias are separate operations, and so separate nodes of a traced graph."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply [..., I] to [..., O], then add the bias."""
+        """Multiply `input` [..., I] by the weight, then add the bias; return the sum [..., O]."""
         y = nn.functional.linear(input, self.weight)
         return y if self.bias is None else y + self.bias
 

@@ -25,7 +25,8 @@ class ExpertParallel(Directive):
     source:   Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 3.2 (experts over devices)
 
     Args:
-        count: attribute with the number of experts; `shard` of the experts' weights comes first.
+        count: name of the module's attribute that holds the number of experts. The experts' weights must be
+            sharded before.
         mesh_dim: the mesh dim that the experts are sharded over.
     """
 

@@ -61,7 +61,7 @@ class ForkRng(Directive):
             hint = "correct the name in after=, and pass axis=-1"
             raise self.fail(site, problem, hint)
         if self.axis and self.size < site.mesh.size("tp") and (self.size or not self.after):
-            problem = f"an axis of size {self.size} cannot be sharded over tp={site.mesh.tp}"
+            problem = f"found size={self.size}, which cannot be sharded over tp={site.mesh.tp}"
             raise self.fail(site, problem, "pass size=, the unsharded size of that axis")
         if not self.rows and (not isinstance(site.module, nn.Dropout) or self.axis or self.tokens):
             problem = "rows=False fits only an nn.Dropout, without axis= and tokens="
@@ -82,7 +82,7 @@ class ForkRng(Directive):
             module.forward = self._forked(site, module.forward)
 
     def _after_path(self, site: Site) -> str:
-        """Return the path of the module that `after` names: a child, or for a Dropout a sibling."""
+        """Return the path of the module whose name is the argument `after`: a child, or for a Dropout a sibling."""
         drops = isinstance(site.module, nn.Dropout | nn.Identity)  # Identity: a rate of 0
         inside = site.path.rpartition(".")[0] if drops else site.path
         return join(inside, self.after)
@@ -92,14 +92,14 @@ class ForkRng(Directive):
         return made and _AfterChild(made, self._run(site), self._size(site))
 
     def _size(self, site: Site) -> int:
-        """Return the unsharded size of the axis along which the dropped tensor is sharded; 0 when it is not."""
+        """Return the unsharded size of the axis along which the dropout's input is sharded; 0 when it is unsharded."""
         if self.size or not self.after:
             return int(self.size)
         placed = site.state.placed.get(join(self._after_path(site), "weight"))
         return placed.shape[placed.placement.axis] if placed else 0
 
     def _run(self, site: Site) -> Run | None:
-        """Return the indices that this tp rank holds of the axis along which tp shards the dropped tensor, or None."""
+        """Return the indices that this tp rank holds of the axis along which the dropout's input is sharded, or None."""
         if not self.axis or not (size := self._size(site)):
             return None
         (run,) = Placement(0).runs(size, site.mesh.tp, site.mesh.coord("tp"))

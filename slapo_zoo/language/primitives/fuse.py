@@ -81,7 +81,8 @@ class Fuse(Directive):
         site.state.index()
 
     def _kernel(self, site: Site, subgraph: Subgraph) -> tuple[FusedKernel, Subgraph]:
-        """Return the registered kernel that computes exactly the nodes of `subgraph`, and these nodes in its order of inputs.
+        """Return the registered kernel that computes exactly the nodes of `subgraph`, and a Subgraph of the same nodes whose
+        inputs are in the order of the kernel's arguments.
 
         Raises:
             ScheduleError: no registered kernel does.
@@ -91,7 +92,7 @@ class Fuse(Directive):
             for match in find(subgraph.module, subgraph.path, kernel.pattern):
                 if isinstance(match, Subgraph) and set(match.nodes) == set(subgraph.nodes):
                     return kernel, match
-        hint = f"registered: {sorted(FUSED_KERNELS)}; or compiler='inductor'"
+        hint = f"match the nodes of one of the registered: {sorted(FUSED_KERNELS)}; or pass compiler='inductor'"
         raise self.fail(site, f"no kernel computes {subgraph}", hint)
 
 

@@ -19,7 +19,7 @@ class Hook(Directive):
 
     rewrite:  fw_pre:   x --> func(module, (x,)) or x;   fw_post: y --> func(module, (x,), y) or y
               bw_post:  dx --> func(module, (dx,), (dy,)) or dx
-    note:     the schedule cannot be written as JSON then
+    note:     a schedule with a hook cannot be written as JSON
     errors:   unknown mode; a `func` that cannot be called
 
     Args:

@@ -64,7 +64,7 @@ class Replace(Directive):
         if self.subgraph is None:
             self._check_module(site)
         elif isinstance(self.new, str) and self.new not in FUSED_KERNELS:
-            hint = f"registered for subgraphs: {sorted(FUSED_KERNELS)}"
+            hint = f"choose one of those registered for subgraphs: {sorted(FUSED_KERNELS)}"
             raise self.fail(site, f"no kernel {self.new!r} for subgraphs", hint)
         else:
             self._check_subgraphs(site, resolve(site, self, self.subgraph))
@@ -79,7 +79,9 @@ class Replace(Directive):
                 raise self.fail(site, "the root of the model cannot be replaced", hint)
             return
         if self.new not in KERNELS and self.new not in load_kernels():
-            raise self.fail(site, f"no kernel {self.new!r}", f"registered: {sorted(KERNELS)}")
+            raise self.fail(
+                site, f"no kernel {self.new!r}", f"choose one of the registered: {sorted(KERNELS)}"
+            )
         if reason := KERNELS[self.new].refuses(site.module):
             raise self.fail(site, reason, "select only modules that the kernel serves")
 

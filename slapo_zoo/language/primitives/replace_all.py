@@ -45,7 +45,7 @@ class ReplaceAll(Directive):
         if callable(self.make_mod_fn):
             return
         if self.make_mod_fn not in KERNELS:
-            hint = f"registered: {sorted(KERNELS)}"
+            hint = f"choose one of the registered: {sorted(KERNELS)}"
             raise self.fail(site, f"no kernel {self.make_mod_fn!r}", hint)
         for path, module in found:
             if reason := KERNELS[self.make_mod_fn].refuses(module):

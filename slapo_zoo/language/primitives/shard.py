@@ -221,7 +221,7 @@ class VocabParallelLookup:
 
     rewrite:  y = w[ids]  -->  y_r = w_r[ids - start] where start <= ids < stop, else 0
               (partial: the sum over ranks is y)
-    errors:   an id beyond the whole embedding, as in nn.Embedding
+    errors:   an id outside of the unsharded vocabulary, as in nn.Embedding
     """
 
     def __init__(self, site: Site, module: nn.Embedding, size: int, start: int, stop: int):

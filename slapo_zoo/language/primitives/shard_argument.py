@@ -16,14 +16,14 @@ class ShardArgument(Directive):
     """Slice a tensor argument, which the module gets by keyword, along one axis; each rank keeps its heads.
 
     rewrite:  attention(x, alibi=a [B * H, 1, T])  -->  attention(x, alibi=a_r [B * H/n, 1, T])
-              every group of `size` entries along the axis is sharded alike; da is all-reduced;
+              of every group of `size` indices along the axis each rank keeps its heads; da is all-reduced;
               if `axis` > 0, None and an axis of length 1 (one mask for all heads) stay unchanged
     why:      BLOOM computes the biases of all heads once, before its blocks; Falcon adds them to its mask
-    errors:   fewer units than ranks; a call in which the argument is no tensor, or its axis has another length
+    errors:   fewer heads than ranks; a call in which the argument is no tensor, or its axis has another length
 
     Args:
         argument: name of the keyword argument.
-        size: global number of units in a row (heads).
+        size: number of heads on all ranks together.
         axis: axis of the tensor that is sliced.
         mesh_dim: name of the mesh dim that the heads are sharded over.
     """

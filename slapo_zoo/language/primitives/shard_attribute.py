@@ -16,7 +16,7 @@ class ShardAttribute(Directive):
     """Shard an integer attribute, as `shard` shards an axis of that size.
 
     rewrite:  attention.num_heads = 12  -->  attention.num_heads = 6    (n = 2)
-    errors:   no such integer attribute; fewer units than ranks
+    errors:   no such integer attribute; fewer units (indices that stay together) than ranks
     why:      GPT-2, GPT-Neo, OPT and T5 reshape by such attributes; OPT is silently wrong without
 
     Args:

@@ -30,7 +30,7 @@ def sync_op(name: str, *modes: str) -> Callable[[SyncOp], SyncOp]:
 
 
 def require_divisible(x: Tensor, axis: int, sync: "Sync", site: Site) -> None:
-    """Raise ScheduleError, before anything is sent, unless the axis of `x` is a multiple of the
+    """Raise ScheduleError, before anything is sent, unless the length of `axis` of `x` is a multiple of the
     mesh dim's size. `sync` is the directive, which has the mesh dim and makes the error.
     """
     n = site.mesh.size(sync.mesh_dim)
@@ -133,7 +133,7 @@ class Sync(Directive):
         if callable(self.sync_op_or_fn):
             return
         if self.sync_op_or_fn not in SYNC_OPS:
-            hint = f"registered: {sorted(SYNC_OPS)}"
+            hint = f"choose one of the registered: {sorted(SYNC_OPS)}"
             raise self.fail(site, f"no sync op {self.sync_op_or_fn!r}", hint)
         self._check_op(site, self.sync_op_or_fn)
 
@@ -163,10 +163,14 @@ class Sync(Directive):
             raise self.fail(site, problem, 'shard("weight", ...) along its inputs first')
         if kind == "partial" and op not in SUMS:
             hint = f"use one of {SUMS}; a second sync() may follow with another collective"
-            raise self.fail(site, "each rank holds a partial sum of the output", hint)
+            problem = (
+                f"each rank holds a partial sum of the output, and {op!r} would not add the sums"
+            )
+            raise self.fail(site, problem, hint)
         if kind == "divided" and (op in SUMS or op.startswith("RR->")):
             hint = 'use all_gather, or a reshard of sharded columns (RS), e.g. "RS->RR"'
-            raise self.fail(site, "each rank holds different columns of the output", hint)
+            problem = f"each rank holds different columns of the output, which do not fit {op!r}"
+            raise self.fail(site, problem, hint)
         whole_bias = site.tensor("bias") is not None and site.placed("bias") is None
         if kind == "partial" and op == "reduce_scatter" and self.axis == -1 and whole_bias:
             hint = 'shard("bias", 0) first, or scatter along another axis'
@@ -232,7 +236,7 @@ class Sync(Directive):
         return enter
 
     def _before_bias(self, site: Site, run: Callable[[Tensor], Tensor]) -> bool:
-        """Insert the collective `run` between product and bias of a row-parallel module; return False if it is none."""
+        """Insert the collective `run` between product and bias of a row-parallel module; return False for other modules."""
         partial = site.tensor("bias") is not None and output_of(site) == "partial"
         if not partial or not self._is_first(site):  # an earlier op has added the bias
             return False

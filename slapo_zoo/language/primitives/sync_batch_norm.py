@@ -108,5 +108,5 @@ class _Normalise(torch.autograd.Function):
 
 
 def _wide(x: Tensor, like: Tensor) -> Tensor:
-    """Reshape [C] to [C, 1, 1] in the dtype of `like`, to broadcast over [B, C, H, W]."""
+    """Return x [C] as [C, 1, 1] in the dtype of `like`, to broadcast over [B, C, H, W]."""
     return x.to(like.dtype)[:, None, None]

@@ -1,4 +1,4 @@
-"""Collectives that `sync` provides by name; each takes a tensor `x` of the module, the directive and its site."""
+"""Collectives that `sync` provides by name; each takes a tensor `x`, the directive, and its module as a Site."""
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
 
 @sync_op("all_reduce_twice", "fwd_post")
 def _all_reduce_twice(x: Tensor, sync: Sync, site: Site) -> Tensor:
-    """All-reduce y; in the backward all-reduce dy too, since each rank uses y for other columns or heads."""
+    """All-reduce the output y; in the backward all-reduce dy too, since each rank uses y for other columns or heads."""
     group = site.group(sync)
     return collectives.reduce_backward(collectives.reduce_forward(x, group), group)
 
