@@ -1,7 +1,7 @@
-"""Operator of the kernels bias_gelu, bias_relu, geglu, swiglu and relu_dropout: y = mask * act(x + bias) * up.
+"""Operator y = mask * act(x + bias) * up, which the kernels bias_gelu, bias_relu, geglu, swiglu and relu_dropout call.
 
-One pass forward; one backward that recomputes the activation and also sums the bias gradient (per strip of
-rows, then over strips: deterministic). M rows, N columns.
+The forward reads its inputs once. The backward, also one pass, recomputes the activation and sums the bias gradient,
+first within each strip of rows and then over strips, in a fixed order. x is [M, N].
 """
 
 from typing import Any
@@ -25,10 +25,10 @@ def activation(
     seeds: Tensor | None = None,
     p: float = 0.0,
 ) -> Tensor:
-    """Compute mask * act(x + bias) * up, leaving out what is None.
+    """Compute mask * act(x + bias) * up, without the factors and the bias that are None; `mask` is a dropout mask.
 
     Args:
-        name: name of the calling kernel, for the dispatch table.
+        name: name of the calling kernel, by which the table of timings says whether Triton runs.
         kind: "gelu" (erf), "gelu_tanh", "relu" or "silu".
         x: [..., N].
         bias: [N].

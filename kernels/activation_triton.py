@@ -63,8 +63,8 @@ def _backward_kernel(
     KIND: tl.constexpr, BIAS: tl.constexpr, UP: tl.constexpr, MASK: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of x and up, and a part of dbias, from `dy` [M, N] for a strip of `rows` rows and BLOCK_N
-    columns. KIND names the activation, MASK where the dropout mask comes from: "keep", "seeds" or "none".
+    """Compute the gradients of x and up, and a partial sum of dbias, from `dy` [M, N] for a strip of `rows` rows and
+    BLOCK_N columns. KIND names the activation, MASK where the dropout mask comes from: "keep", "seeds" or "none".
     """
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     begin = tl.program_id(0) * rows
@@ -111,8 +111,8 @@ def forward(
     p: float,
     kind: str,
 ) -> Tensor:
-    """Launch the forward kernel: mask * act(x + bias) * up for x, up, keep [M, N]. `kind` names
-    act; `seeds` [n]: one for every M / n rows, if `keep` is None; p: dropout probability.
+    """Launch the forward kernel; return mask * act(x + bias) * up for x and up [M, N]. `kind` names act. The dropout mask is
+    `keep` [M, N] or, if that is None, hashed with probability `p` from `seeds` [n], one for every M / n rows.
     """
     x, bias, up, keep = contiguous(x, bias, up, keep)
     y = torch.empty_like(x)

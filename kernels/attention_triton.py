@@ -1,8 +1,8 @@
 """Triton kernels of blocked_attention.py: tiles of scores in registers, online softmax, no atomics.
 
-Forward as in FlashAttention-2 (Dao 2023, arXiv:2307.08691). One backward kernel runs over queries (dq and the
-bias table), one over keys (dk, dv). The gradient of the table is a histogram over the distance classes in a
-tile, one partial sum per head, row and block of queries, added in a fixed order.
+The forward follows FlashAttention-2 (Dao 2023, arXiv:2307.08691). One backward kernel loops over keys for dq and the
+gradient of the bias table (a bias per head and class of distances between query and key), another over queries for dk
+and dv. The table's gradient is a partial sum per head, batch row and block of queries; these are added in a fixed order.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -130,7 +130,7 @@ def _forward_kernel(
 def _delta_kernel(
     delta, out, d_out, S, H, HEAD: tl.constexpr, BLOCK_D: tl.constexpr, BM: tl.constexpr
 ):
-    """Compute delta[row, head, query], the sum of out * d_out over the head dim."""
+    """Compute delta[row, head, query], the sum over the head dim of attention's output `out` times its gradient `d_out`."""
     cell = tl.program_id(0)
     i = tl.program_id(1) * BM + tl.arange(0, BM)
     own = ((cell // H).to(tl.int64) * S * H + cell % H) * HEAD

@@ -43,7 +43,7 @@ def reference(
 
 
 def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
-    """Return random arguments for images [B, C, h, w]; an empty batch (B = 0) is in eval mode. `like` has dtype and device."""
+    """Return random arguments of the kernel for x [B, C, h, w], in eval mode if B is 0; `like` has dtype and device."""
     x, residual = (torch.randn(B, C, h, w, **like) for _ in range(2))
     last = torch.channels_last
     given = {"x": x.to(memory_format=last) * 2 + 1, "residual": residual.to(memory_format=last),
@@ -55,7 +55,7 @@ def inputs(B: int, C: int, h: int, w: int, **like: Any) -> dict[str, Any]:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    """Run WideResNetBottleneck.forward with this kernel."""
+    """Run WideResNetBottleneck.forward on x [B, C, h, w] with the kernel batch_norm_relu_add for norms and activations."""
     x = x.contiguous(memory_format=module.format)
     y = _norm(module.bn1, _conv(module.conv1, x))
     y = _norm(module.bn2, module.conv2(y))
@@ -101,7 +101,7 @@ def _norm(bn: Any, x: Tensor, residual: Tensor | None = None) -> Tensor:
 
 
 def _is_plain(bn: Any) -> bool:
-    """Return whether the kernel may replace `bn.forward`: False if a schedule set that forward."""
+    """Return whether the kernel may replace the forward of BatchNorm `bn`: False if a schedule has replaced it already."""
     was_changed = "forward" in bn.__dict__
     return not was_changed and bn.momentum is not None and bn.weight is not None
 
@@ -188,7 +188,8 @@ def _apply(
     running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     if not in_triton(x):
-        raise NotImplementedError("batch_norm_relu_add needs Triton: call F.batch_norm")
+        problem = "this operator runs only where Triton does: call F.batch_norm here"
+        raise NotImplementedError(problem)
     from slapo_zoo.kernels import batch_norm_triton
 
     return batch_norm_triton.forward(x, weight, bias, residual, mean, var, eps)

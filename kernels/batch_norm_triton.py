@@ -167,8 +167,8 @@ def backward(
     has_residual: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Launch the backward kernels for `dy`, the gradient of `y`; return the gradients of x, weight, bias and residual
-    (or empty). `y`, `mean` and `rstd` (1 / std) come from `forward`; with `training` these are the statistics of
-    the rows.
+    (empty without a residual). `y`, `mean` and `rstd` (1 / std) come from `forward`; `training` says that `mean` and
+    `rstd` are statistics of x, through which gradients flow too.
     """
     dy, x, y, weight = (t.contiguous() for t in (dy, x, y, weight))
     M, C = x.shape

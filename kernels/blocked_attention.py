@@ -40,7 +40,7 @@ class Given(NamedTuple):
     wide: bool = True
 
     def runs_in_tiles(self, q: Tensor) -> bool:
-        """Return whether the Triton kernels run for `q`; they support neither `bias` nor masks that a CPU draws."""
+        """Return whether the Triton kernels run for `q`; they support neither `bias` nor dropout drawn on a CPU."""
         return in_triton(q) and self.bias is None and not self.drawn
 
 
@@ -241,7 +241,7 @@ def _backward(
 
 
 class _Blocks:
-    """Blocks of scores on a CPU: heads of a batch row, a run of queries, and all keys that the queries may see.
+    """Attention scores on a CPU, block by block: some heads of a batch row, a run of queries, all keys that they may see.
 
     Scores, and the product of q and k, are in `dtype`; the other products are in the dtype of q.
     """
@@ -312,7 +312,7 @@ class _Blocks:
         return s.masked_fill_(s[..., :1].isnan(), 0.0)
 
     def _hide_(self, s: Tensor, rows: slice, keys: slice) -> None:
-        """Set scores `s` of queries `rows` to -inf where causality hides one of `keys`: later keys, or before the window."""
+        """Set scores `s` of queries `rows` to -inf for those of `keys` that causality or the window hides."""
         window, later = self.given.window, self.T - self.S
         first = keys.start if window else max(keys.stop - s.shape[1], keys.start)
         i = torch.arange(rows.start, rows.stop)[:, None] + later
@@ -330,7 +330,7 @@ class _Blocks:
         return x if x.dtype == self.rounded.dtype else _first(self.rounded, x.shape).copy_(x)
 
     def mask(self, heads: slice, rows: slice, keys: slice) -> Tensor | None:
-        """Return a block's dropout mask [heads, rows, keys], given or made from seeds (0 and 1); None without dropout."""
+        """Return a block's dropout mask [heads, rows, keys]: given (0 and 1/(1-p)) or from seeds (0 and 1); None without dropout."""
         given, first = self.given, self.row * self.heads
         if given.keep is not None:
             return given.keep[self.row, heads, rows, keys]

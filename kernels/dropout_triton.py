@@ -1,4 +1,4 @@
-"""Triton kernel of dropout.py, and its hash of an element, which other Triton kernels that drop elements call.
+"""Triton kernel of dropout.py, and the hash by which it, like every other Triton kernel here, drops elements.
 
 The hash is bit for bit that of slapo_zoo.parallel.rng.random_stream.is_kept. Each program handles one block of
 elements of one batch row.

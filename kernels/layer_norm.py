@@ -13,7 +13,7 @@ SHAPES = [(1, 64), (7, 100), (130, 257), (0, 32), (3, 3)]
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Compute LayerNorm by torch (Ba et al. 2016, arXiv:1607.06450), with statistics in fp32 or fp64."""
+    """Compute LayerNorm of x [M, N] in torch operations (Ba et al. 2016, arXiv:1607.06450), with statistics in fp32 or fp64."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     centred = wide - wide.mean(-1, keepdim=True)
     y = centred * torch.rsqrt(centred.pow(2).mean(-1, keepdim=True) + eps) * weight
@@ -44,7 +44,7 @@ def _cannot(module: Any) -> str:
     cpu="F.layer_norm",
 )  # fmt: skip
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Compute LayerNorm over the last axis in one launch; the backward is one launch and the sums over rows.
+    """Compute LayerNorm over the last axis in one launch; the backward is one launch, and one that sums over rows.
 
     Args:
         x: [..., N].

@@ -1,6 +1,6 @@
 """Kernel linear: y = x W^T + b, in fp32 on a CPU by the faster of two libraries (slapo_zoo.dispatch.cpu_matmul).
 
-Serves nn.Linear, and Conv1D of GPT-2, whose weight is [K, N].
+It replaces the forward of nn.Linear, and of GPT-2's Conv1D, whose weight is [K, N].
 """
 
 import math
@@ -28,7 +28,7 @@ def inputs(M: int, K: int, N: int, **like: Any) -> dict[str, Any]:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b, [..., N].
+    """Return x W^T + b, a tensor [..., N].
 
     Args:
         x: [..., K].
@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:
-    """Run nn.Linear.forward or Conv1D.forward with this kernel."""
+    """Run the forward of `module`, an nn.Linear or a Conv1D, on x with the kernel `linear`."""
     weight, in_first = module.weight, hasattr(module, "nf")
     if not _serves(x, weight, in_first):
         return type(module).forward(module, x)

@@ -123,7 +123,7 @@ def own_columns(vocab_size: int, group: Any) -> tuple[int, int]:
 
 
 def _local(target: Tensor, start: int, stop: int) -> Tensor:
-    """Return the column `target - start` on this rank, which holds classes start..stop-1; -1 for other classes."""
+    """Return, for each class in `target` [N], its column on this rank, which holds classes start..stop-1, or -1."""
     return torch.where((target >= start) & (target < stop), target - start, -1)
 
 
@@ -153,7 +153,7 @@ def _gradients(ctx: Any, d_loss: Tensor, *_: Any) -> tuple:
 
 
 def _divides_first(x: Tensor) -> bool:
-    """Return whether the forward divides gradients by the number of targets; not in fp16, where they would underflow."""
+    """Return whether the forward may divide the gradients by the number of targets: not in fp16, where they would underflow."""
     return x.dtype != torch.float16
 
 

@@ -53,7 +53,7 @@ def reference(
 def inputs(B: int, H: int, S: int, D: int, window: int, **like: Any) -> dict[str, Any]:
     """Return random arguments of the kernel for q, k, v [B, H, S, D], with dropout.
 
-    window=0: full causal attention; the first rows then end with padding. `like` has dtype and device.
+    If `window` is 0 (full causal attention), batch row 0 ends with padding. `like` has dtype and device.
     """
     q, k, v = (torch.randn(B, H, S, D, **like) for _ in range(3))
     real = torch.full((B, 1), S)

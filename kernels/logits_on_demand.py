@@ -150,7 +150,7 @@ class LogitsOnDemand(torch.Tensor):
         return _Deferred.apply(source, weight, rows, head, dtype, make, parent)  # pyright: ignore[reportReturnType]
 
     def divided(self, vocab_size: int, group: Any) -> Tensor:
-        """Return these logits as sharded: `vocab_size` classes over the ranks of `group`; unchanged for None."""
+        """Return these logits for a head whose `vocab_size` classes are sharded over `group`; unchanged if that is None."""
         if group is None:
             return self
         head = replace(self.head, vocab_size=vocab_size, group=group, summed=True)
@@ -173,7 +173,7 @@ class LogitsOnDemand(torch.Tensor):
         """Return the values of the logits without an autograd graph."""
         if self.changed():
             problem = "the logits were changed in place, and this use would miss the gradient"
-            hint = "use the tensor that the operation returned"
+            hint = "use the tensor that the in-place operation returned"
             raise SlapoError("output", "logits", problem, hint)
         if self.made is not None:
             return self.made.detach()

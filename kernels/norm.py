@@ -2,8 +2,8 @@
 
     z = mask * (x + x_bias) + residual;   y = (z - mean) * rstd * weight + bias
 
-Statistics are in fp32. One pass forward; one backward, which sums over rows per program and adds the
-partial sums in a fixed order. M rows, N columns.
+RMSNorm leaves out the mean. Statistics are in fp32. The backward is one pass, in which each Triton program sums over
+some rows; the partial sums are then added in a fixed order. x is [M, N].
 """
 
 from typing import Any
@@ -139,7 +139,7 @@ def summed(
 
 
 def _wide(dtype: torch.dtype, *tensors: Tensor | None) -> list:
-    """Cast parameters to `dtype` (fp32), so that torch's LayerNorm has fp32 statistics for bf16 inputs too."""
+    """Return the tensors cast to `dtype` (fp32), in which torch's LayerNorm then computes its statistics; None stays None."""
     return [None if t is None else t.to(dtype) for t in tensors]
 
 

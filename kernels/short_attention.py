@@ -43,8 +43,8 @@ def _is_faster_here() -> bool:
 def _forward(
     core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> Any:
-    """Run CoreAttention.forward with this kernel if it supports the arguments, else as the class defines it. `options`
-    are those of the attention functions of `transformers`. Return (output, attention weights or None).
+    """Run the forward of `core`, the child that computes softmax(q k^T) v, with this kernel if it supports the arguments,
+    else as defined. `options` are those of the attention functions of `transformers`. Return (output, attention weights or None).
     """
     if not _serves(core, q, k, v, mask, options):
         return type(core).forward(core, q, k, v, mask, **options)

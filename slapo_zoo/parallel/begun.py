@@ -2,7 +2,7 @@
 
 All ranks of a group begin its collectives in one order. Heartbeats carry the counts: a waiting rank sees from them
 that another rank has begun later collectives, and so will not take part in this one (for example because it alone
-evaluates). The rank notes the line itself: another thread must not read its frames, which Python 3.11 may free meanwhile.
+evaluates). The thread that begins a collective notes its line, as Python 3.11 may free frames that another thread reads.
 """
 
 import sys
@@ -75,7 +75,7 @@ def note_step() -> None:
 
 def collective(run: Callable[..., Any], *args: Any, group: Any, **options: Any) -> Any:
     """Count and run a collective `run(*args, group=group, **options)`, e.g. `dist.all_reduce`. If a
-    peer is lost, raises a RankError that says which rank and why.
+    peer is lost, raise a RankError that says which rank and why.
     """
     if torch.compiler.is_compiling():
         return run(*args, group=group, **options)

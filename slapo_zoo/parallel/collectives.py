@@ -98,7 +98,7 @@ def exchange_along(x: Tensor, split_axis: int, join_axis: int, group: Group) -> 
 
 
 def summed(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of x over the ranks in a new tensor of the same memory format; no gradient."""
+    """Return the sum of x over the ranks of the group in a new tensor of the same memory format; no gradient."""
     if not _channels_last(x):
         return all_reduce_(x.contiguous().clone(), group)
     y = x.clone()
@@ -148,12 +148,12 @@ def _unchanged(grad: Tensor) -> Tensor:
 
 
 def reduce_forward(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of x over the ranks; the gradient passes to x unchanged (Megatron-LM's function g)."""
+    """Return the sum of x over the group's ranks; the gradient passes to x unchanged (Megatron-LM's function g)."""
     return x if group is None else with_gradient(x, partial(summed, group=group), _unchanged)
 
 
 def reduce_backward(x: Tensor, group: Group) -> Tensor:
-    """Return x unchanged; its gradient is summed over the ranks (Megatron-LM's function f)."""
+    """Return x unchanged; its gradient is summed over the group's ranks (Megatron-LM's function f)."""
     return x if group is None else with_gradient(x, viewed, partial(summed, group=group))
 
 

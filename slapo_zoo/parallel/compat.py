@@ -1,4 +1,4 @@
-"""Names in torch that differ between the supported releases (2.10 to 2.13), or that are not public."""
+"""Functions of torch whose names differ between the supported releases (2.10 to 2.13), or that are not public."""
 
 import inspect
 import threading
@@ -95,7 +95,8 @@ class _WorldPerThread:
         try:
             return self._state()[name]
         except KeyError:
-            raise AttributeError(f"no {name!r} in torch's groups; use torch 2.10 to 2.13") from None
+            problem = f"torch reads {name!r} of its process groups: use torch 2.10 to 2.13"
+            raise AttributeError(problem) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
         self._state()[name] = value

@@ -1,4 +1,4 @@
-"""Count of the bytes of live tensors by kind, from every storage that an operation allocates."""
+"""Count of the bytes of live tensors by kind (e.g. "activations"), from every storage that an operation allocates."""
 
 import weakref
 from collections import Counter
@@ -50,7 +50,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def note(self, tensor: Tensor, kind: str) -> None:
-        """Count a tensor as kind `kind` from now on, if it was created under this mode."""
+        """Count a tensor as `kind` (e.g. "activations") from now on, if it was created under this mode."""
         storage = tensor.untyped_storage()
         if (before := self._kind_of.get(storage._cdata)) is not None:
             self.live[before] -= storage.nbytes()

@@ -1,4 +1,4 @@
-"""Handles in place of tensors that autograd would save: the backward makes the tensors again from them."""
+"""Handles that autograd saves in place of tensors; the backward recomputes the tensors from their handles."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -14,11 +14,11 @@ from slapo_zoo.parallel.compat import hooks_around
 
 @dataclass(eq=False)
 class Maker:
-    """Source of one tensor that autograd does not save: a backward makes the tensor for the first handle, and drops it after
-    the last. `handles` counts the handles, `left` those that the running backward has not read.
+    """Source of one tensor that autograd does not save: a backward recomputes it at the first of its handles, and drops it
+    after the last. `handles` counts the handles, `left` those that the running backward has not read yet.
 
     Args:
-        make: function that makes the tensor again, without gradient.
+        make: function that recomputes the tensor, without gradient.
         dtype: dtype of the tensor.
     """
 
@@ -29,7 +29,7 @@ class Maker:
     made: Tensor | None = None
 
     def tensor(self) -> Tensor:
-        """Return the tensor; the call for the first handle makes the tensor again, that for the last one drops it."""
+        """Return the tensor; the call for the first handle recomputes the tensor, that for the last handle drops it."""
         if self.made is None:
             self.made, self.left = self.make(), self.handles
         made, self.left = self.made, self.left - 1
@@ -44,7 +44,7 @@ class Again(NamedTuple):
     layout: tuple[Any, Any, int]
 
     def tensor(self) -> Tensor:
-        """Return the view that this handle stands for, of the tensor that the maker has made again."""
+        """Return the view that this handle stands for, of the tensor that the `maker` recomputes."""
         return self.maker.tensor().as_strided(*self.layout)
 
 
@@ -67,12 +67,12 @@ def saving(
 def made_again(
     makers: Sequence[tuple[Tensor, Callable[[], Tensor]]],
 ) -> AbstractContextManager[Any]:
-    """Context in which autograd saves handles in place of some tensors (and views of them), which the backward makes again.
+    """Context in which autograd saves handles in place of some tensors and their views, which the backward recomputes.
 
     Within torch's checkpoint this has no effect, since checkpoint saves none of these tensors.
 
     Args:
-        makers: (tensor, function that makes it again in the same layout), for each tensor. Where such functions
+        makers: (tensor, function that recomputes it in the same layout), for each tensor. Where such functions
             communicate, the order of a backward, equal on all ranks, is the order of their collectives.
     """
     around = hooks_around()

@@ -166,7 +166,7 @@ class Mesh:
         return [self.at(**{mesh_dim: i}) for i in range(self.size(mesh_dim))]
 
     def group(self, mesh_dim: str) -> "ProcessGroup | Any | None":
-        """Return the process group of one mesh dim, or None when its size is 1."""
+        """Return this rank's process group along a mesh dim (a ShapeOnlyGroup in a dry run), or None when its size is 1."""
         if self.size(mesh_dim) == 1:
             return None
         if self.dry_run:

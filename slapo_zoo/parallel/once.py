@@ -14,7 +14,7 @@ from slapo_zoo.errors import SlapoError
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap an autograd function's backward, (ctx, *grads) --> gradients, so that `create_graph=True` raises."""
+    """Wrap an autograd function's backward, (ctx, *grads) --> gradients, so that `create_graph=True` raises SlapoError."""
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Any) -> Any:

@@ -20,7 +20,7 @@ _OF_THREAD = threading.local()  # `meetings`: those of the ranks beside which th
 
 
 class Meetings:
-    """Meetings of the process groups whose ranks are all among `ranks`, the threads of this process.
+    """Points where ranks that are threads of this process meet to sum tensors, one for each of their process groups.
 
     Args:
         ranks: global ranks that run in this process.
@@ -33,11 +33,11 @@ class Meetings:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Let sums of the current thread, that of a rank, use these meetings."""
+        """Let `all_reduce` in the current thread, which runs a rank, sum at these meetings."""
         _OF_THREAD.meetings = self
 
     def of(self, group: Any) -> "Meeting | None":
-        """Return the meeting of a process group; None if a rank of the group runs elsewhere."""
+        """Return the meeting of a process group; None if a rank of the group runs in another process."""
         members = tuple(dist.get_process_group_ranks(group))
         if not self.ranks.issuperset(members):
             return None
@@ -48,7 +48,7 @@ class Meetings:
             return found
 
     def abort(self) -> None:
-        """Let all ranks that wait, or will wait, raise: one rank has left."""
+        """Let all ranks that wait at a meeting, or will wait, raise, because a rank has left."""
         with self._lock:
             self._lost = True
             for meeting in self._found.values():
@@ -64,7 +64,7 @@ class Meeting:
         self.timeout_s = timeout_s
 
     def sum_(self, x: Tensor, rank: int) -> None:
-        """Replace x [*] of each rank by the sum over the ranks; `rank` is the number of this one in the group."""
+        """Replace each rank's x, of any shape, by the sum over the group; `rank` is this rank's number in the group."""
         size, flat = len(self.tensors), x.detach().view(-1)
         self.tensors[rank] = flat
         self._wait()

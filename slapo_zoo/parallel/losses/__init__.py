@@ -1,4 +1,4 @@
-"""The loss of a sharded batch: means over micro-batches and dp ranks, and what each head is trained on.
+"""The loss of a sharded batch: means over micro-batches and dp ranks, and the labels that each head takes.
 
-Imports `parallel` and `errors`.
+It imports `parallel` and `errors`.
 """

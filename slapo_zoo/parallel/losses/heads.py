@@ -1,4 +1,4 @@
-"""Heads of `transformers` by the ending of the class name, with the labels and the loss of each."""
+"""Heads of `transformers` models by the ending of the class name, with the labels and the loss of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,10 +15,10 @@ PLACE = "a position for each row"
 
 @dataclass(frozen=True)
 class Head:
-    """Labels and loss of one kind of head.
+    """Labels and loss of one kind of model head, which the class name tells.
 
     Attributes:
-        ending: ending of the names of its classes.
+        ending: ending of the names of the model classes with this head, e.g. "ForMaskedLM".
         labels: argument of the forward that takes labels --> text that says what a label is.
         shifts: True if the loss compares the output at a position with the label of the next position.
         takes_choices: True if token ids have the shape [rows, choices, tokens].
@@ -35,7 +35,7 @@ class Head:
 
     @property
     def by_token(self) -> bool:
-        """Return whether the loss is a mean over tokens, and each term reads the output at one token."""
+        """Return whether the head's loss is a mean over tokens, each term of which reads the output at one token."""
         kinds = set(self.labels.values())
         return bool(kinds) and kinds <= {TOKEN, TAG} and not self.takes_choices
 
@@ -62,5 +62,5 @@ UNKNOWN = Head("")
 
 
 def head_of(class_name: str) -> Head:
-    """Return the first head whose ending fits a class name; if none fits, a head without labels."""
+    """Return the first head of HEADS whose `ending` fits a model's class name; if none fits, a head without labels."""
     return next((head for head in HEADS if class_name.endswith(head.ending)), UNKNOWN)

@@ -124,7 +124,7 @@ class GlobalMeans(TorchFunctionMode):
         finally:
             self.in_own = False
         if not getattr(loss, _SHARE, False):
-            raise _refusal("loss_function returns something else than a sum of means", OF_OWN)
+            raise _refusal("loss_function returns something else than a sum of mean losses", OF_OWN)
         return loss
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

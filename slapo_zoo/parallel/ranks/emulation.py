@@ -38,12 +38,12 @@ class HostedRanks:
     Within the context, operations use one CPU thread, because the bits of a sum depend on the number of threads.
 
     Args:
-        store: store of all processes of the world.
+        store: key-value store through which the processes of the world connect.
         ranks: the ranks that run in this process.
         size: number of ranks of the world.
         timeout_s: seconds after which a waiting collective raises.
-        stays: True if the ranks live until the user closes a model. Until then, a second HostedRanks in this process
-            raises MeshError; if `stays` is False, it waits until this one ends.
+        stays: True if the ranks live until the user closes a model. Until then, entering a second HostedRanks in this
+            process raises MeshError; if `stays` is False, the second one waits until the first one ends.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class HostedRanks:
         return [value for _, value, _ in sorted(found, key=lambda each: each[0])]
 
     def _work(self, rank: int) -> None:
-        """Thread of one rank: join the world, run each function passed to `run`, leave at the end."""
+        """Run the thread of one rank: join the world, call each function that `run` passes on, and leave at the end."""
         store = self._store.clone()  # threads that share a store object would block each other
         jobs = self._jobs[rank]
         if self._stays:
@@ -158,7 +158,7 @@ def emulate(
 
     Within, `AutoScheduledModel.from_pretrained(..., tp=tp, pp=pp)` works as under torchrun, e.g.
     `losses = emulate(train, "gpt2", mesh=(4, 2, 1))`. Draws from torch's global generator (dropout
-    without a directive) come in an order that differs from run to run.
+    to which the schedule gives no random stream) come in an order that differs from run to run.
 
     Args:
         function: runs on every rank; `torch.distributed.get_rank()` returns its rank.
@@ -290,9 +290,9 @@ def _loads_in_turn() -> Iterator[None]:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Context in which torch computes with one CPU thread, and its CPU generator is a GeneratorOfThreads.
+    """Context in which torch computes with one CPU thread, and wraps its CPU generator, which the ranks share.
 
-    Ranks share that generator. For each rank it keeps a number that tells the state it would have in a process alone.
+    The wrapper, GeneratorOfThreads, keeps for each rank a number that tells the state of the rank's own generator.
     """
     before, hook = torch.get_num_threads(), sys.excepthook
     names: Any = torch.random

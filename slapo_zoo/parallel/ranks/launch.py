@@ -38,7 +38,7 @@ class Failure:
     Args:
         report: error for the other ranks and the parent.
         traceback_text: traceback of the rank.
-        error: its exception; None if that cannot be pickled.
+        error: exception that the rank raised; None if it cannot be pickled.
         secondary: True if the rank only lost a peer, which is to blame.
     """
 

@@ -36,7 +36,7 @@ _WITHIN: ContextVar[str] = ContextVar("within", default="a collective")  # defau
 
 
 class State:
-    """State of this process: `failed` once a step has failed or a peer was lost."""
+    """State of this process: `failed` is True once a step has failed or a peer was lost."""
 
     failed = False  # after a failure the peers may be gone: leave without a barrier
 

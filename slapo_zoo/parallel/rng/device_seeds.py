@@ -56,7 +56,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return seeds, one per block, that give the blocks of the mask of `seeds` without their first `elements` elements."""
+    """Return seeds whose masks are those of `seeds`, one per block of elements, without the first `elements` of each block."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip

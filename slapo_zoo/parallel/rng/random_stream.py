@@ -191,8 +191,8 @@ class RandomStream(StreamPosition):
         """Return the dropout mask (0 or 1/(1-p)) of an x whose last axis is the range `run` of an
         axis of length `size`.
 
-        The mask of the unsharded axis is drawn and sliced: n times the work, for one dropout of
-        T5's feed-forward. `site` is the path of the module that drops.
+        The mask of the unsharded axis is drawn on every rank and sliced; a dropout in T5's
+        feed-forward needs this. `site` is the path of the module that drops.
         """
         whole = x.new_empty(()).expand(*x.shape[:-1], size)
         cut = self.cut
@@ -283,7 +283,7 @@ def _stream(at: Tensor, seed: int, rows: bool, real: Tensor | None) -> RandomStr
 
 def in_graph(site: Where) -> tuple[Tensor | None, str]:
     """Return a module path in the form that custom operators take: (hash of the path's beginning as a tensor, or
-    None; the rest of the path as text). Only a SiteName has a hash; a str is all text.
+    None; the rest of the path as text). Only a SiteName, a path kept with its hash, has the first; a str is all text.
 
     Blocks of a model, whose hashes are tensors, share one compiled graph.
     """
