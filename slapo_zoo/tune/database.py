@@ -12,10 +12,11 @@ from slapo_zoo.tune.space import Space
 
 
 class Database(Mapping[str, Any]):
-    """Store of the measured results of a tuning search by key, in a file or in memory.
+    """Store of the measured results of a tuning search, in a file or in memory: a mapping key --> result.
 
-    The file holds one JSON object per line; of two lines with the same key the later one counts. A line
-    that a kill or a full disk left incomplete is skipped. Several processes may append to one file.
+    A key, made by `Scope.key`, names a configuration and the conditions of its measurement. The file holds one JSON
+    object per line; of two lines with the same key the later one counts. A line that a kill or a full disk left
+    incomplete is skipped. Several processes may append to one file.
 
     Args:
         db_file_name: path of the file; None keeps the results in memory.
@@ -43,7 +44,7 @@ class Database(Mapping[str, Any]):
         return self
 
     def commit(self, key: str, data: Any) -> None:
-        """Store the result `data` (JSON-serializable) under `key`; the file is synced before this returns."""
+        """Store `data`, a JSON-serializable result, under `key` (see `Scope.key`); append it to the file, synced."""
         line = json.dumps({"key": key, "data": data}).encode() + b"\n"
         self.db[key] = json.loads(line)["data"]  # as a reload would find it
         if self.db_file_name is None:
@@ -73,7 +74,7 @@ class Database(Mapping[str, Any]):
 
 @dataclass(frozen=True)
 class Scope:
-    """Conditions of a measurement: a stored result is reused only where all of them are equal.
+    """Conditions of a tuning measurement; a stored result is reused only if all its conditions are equal to these.
 
     Args:
         device: name and number of the devices.

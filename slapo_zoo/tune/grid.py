@@ -1,4 +1,4 @@
-"""Grid: the configurations of a tuning space as vectors, for search strategies and the surrogate model."""
+"""Grid: the configurations of a tuning space as vectors, for search strategies and their models of speed and memory."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,9 +42,9 @@ class Grid:
         return self.number.get(_key(point))
 
     def coordinates(self, without: Sequence[str] = ()) -> np.ndarray:
-        """Return the configurations as an array [points, columns] in 0..1.
+        """Return the configurations as an array [points, columns] of numbers in 0..1.
 
-        A numeric symbol is one column of scaled values; another one has a 0/1 column for each value but its first.
+        A symbol whose values are numbers has one column, scaled; any other has a 0/1 column per value but the first.
 
         Args:
             without: symbols to leave out.
@@ -61,11 +61,11 @@ class Grid:
         return np.stack(columns, 1) if columns else np.zeros((len(self.points), 1))
 
     def takes_more(self, small: int) -> np.ndarray:
-        """Return a bool mask [points]: configurations that surely need at least the memory of points[small]."""
+        """Return a bool mask [points], True where a configuration surely takes at least the memory of points[small]."""
         return self._against(small, 1)
 
     def takes_less(self, large: int) -> np.ndarray:
-        """Return a bool mask [points]: configurations that surely need at most the memory of points[large]."""
+        """Return a bool mask [points], True where a configuration surely takes at most the memory of points[large]."""
         return self._against(large, -1)
 
     def _against(self, number: int, sign: int) -> np.ndarray:
@@ -80,9 +80,9 @@ class Grid:
         """Return the numbers of the few configurations to measure first, to learn which fit into memory; the smallest
         comes first.
 
-        In the first configuration all symbols that matter for memory have the value that needs least memory. In each
-        following one a single symbol has the value that needs most. In the last one all have their middle value. The
-        other symbols keep the values of `here` [symbols], the index of a value per symbol.
+        In the first configuration all symbols that matter for memory (batch size, recomputation) have the value that
+        needs least. In each following one a single such symbol has the value that needs most. In the last one all
+        have their middle value. Other symbols have the values of `here` [symbols]: for each, the index of a value.
         """
         axes = [j for j, n in enumerate(self.names) if MEMORY.get(n) and len(self.values[n]) > 1]
         low, high = np.array(here), np.array(here)
@@ -100,8 +100,8 @@ class Grid:
     def memory_terms(self) -> np.ndarray:
         """Return features [points, terms] whose weighted sum models the peak memory of every configuration.
 
-        The terms are 1, the rows, and rows times each other symbol, since recomputation or a kernel saves memory
-        per row. In a grid without a symbol that counts rows, every symbol is a term of its own.
+        The terms are 1, the rows of a batch, and these rows times each column (see `coordinates`) of the other symbols,
+        since recomputation or a kernel saves memory per row. Without a symbol that counts rows: 1 and all columns.
         """
         counts = [
             n for n in self.names if MEMORY.get(n, 0) > 0 and all(map(is_number, self.values[n]))
@@ -116,7 +116,9 @@ class Grid:
         return np.concatenate([one, rows[:, None], rows[:, None] * columns], 1)
 
     def memory_parts(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (rows, share of activations kept) of every configuration, each [points] and scaled to 0..1."""
+        """Return (rows of a batch, share of activations that are not recomputed), two arrays [points] of values that
+        are scaled to 0..1 within the grid.
+        """
         rows, kept = np.ones(len(self.points)), np.zeros(len(self.points))
         for name, direction in MEMORY.items():
             values = self.values.get(name, [])
@@ -132,8 +134,8 @@ class Grid:
     def memory_rank(self) -> np.ndarray:
         """Return [points]: a rough estimate of the memory of each configuration, from 0 (least) to 1 (most).
 
-        It is the mean over the symbols that matter for memory: 0 for a symbol's value of least memory, 1 for
-        that of most memory, and in between by its place among the candidates.
+        The estimate is a mean over the symbols that matter for memory (batch size, recomputation): a symbol counts 0
+        at the value that needs least memory, 1 at the one that needs most, in between by the index of its value.
         """
         found = np.zeros(len(self.points))
         names = [n for n in self.names if MEMORY.get(n) and len(self.values[n]) > 1]
@@ -144,7 +146,7 @@ class Grid:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a symbol's value is an int or float, so that values have an order; bool is a category."""
+    """Return whether `value`, a candidate of a symbol, is a number, so that values have an order; False for a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

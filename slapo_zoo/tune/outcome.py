@@ -31,8 +31,8 @@ class Outcome:
     """Throughput and memory of one configuration, or why it failed.
 
     Args:
-        kind: "ok", "out_of_memory", "crash", "timeout", "wrong" (its loss is not that of one rank with
-            reference kernels) or "slow" (stopped after the first steps).
+        kind: "ok", "out_of_memory", "crash", "timeout", "wrong" (the loss differs from that of one rank with
+            reference kernels) or "slow" (the throughput of a first, short measurement is low; no full one followed).
         throughput: rows per second; 0.0 where nothing was measured.
         peak_memory: bytes of the rank that used most; 0 where unknown.
         steps: number of training steps that were timed.
@@ -54,7 +54,7 @@ class Outcome:
 
 
 def failure_of(returncode: int, text: str) -> Outcome:
-    """Return the outcome (kind of failure, message) of a worker process that ended without writing one.
+    """Return the outcome, with kind of failure and message, of a worker process that ended without writing its outcome.
 
     Args:
         returncode: exit code as `subprocess` gives it; negative for a signal.
@@ -77,7 +77,8 @@ def failure_of(returncode: int, text: str) -> Outcome:
 def run_trial(
     command: Sequence[str], timeout_s: float, environment: Mapping[str, str] | None = None
 ) -> Outcome:
-    """Run a command in a new session; return the outcome that it wrote, or how it failed.
+    """Run the command of a tuning measurement in a new session; return the outcome that the command wrote as JSON into
+    the file named by the variable SLAPO_ZOO_RESULT, or else an outcome that says how the command failed.
 
     Args:
         command: program and arguments; no shell.
@@ -99,8 +100,8 @@ def run_trial(
 
 
 def measure_in_worker(job: Mapping[str, Any], timeout_s: float) -> Outcome:
-    """Measure a job, given as the JSON form of `trial.Job` (model, point, steps, ...), in a fresh
-    Python process that is killed after `timeout_s` seconds.
+    """Measure a job, the JSON form of a `trial.Job` (model, configuration, steps, ...), in a fresh Python process that
+    is killed after `timeout_s` seconds; return the outcome.
     """
     command = [sys.executable, "-m", "slapo_zoo.tune.trial", json.dumps(job)]
     return run_trial(command, timeout_s, {"OMP_NUM_THREADS": str(job["point"].get("threads") or 1)})

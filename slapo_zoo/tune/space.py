@@ -52,7 +52,7 @@ class Symbol:
         self.fixed_idx = idx
 
     def add(self, val: Any) -> None:
-        """Append a candidate value, unless the symbol has it already."""
+        """Append `val` to the candidate values of the symbol, unless `val` is one of them already."""
         if val not in self.vals:
             self.vals.append(val)
 
@@ -116,7 +116,9 @@ class Space:
         return self.space[name]
 
     def constrain(self, rule: Callable[..., bool]) -> None:
-        """Keep only the configurations where `rule` holds: `space.constrain(lambda tp, pp: tp * pp <= 8)`."""
+        """Exclude configurations for which `rule`, a function whose parameters are names of symbols, returns False:
+        `space.constrain(lambda tp, pp: tp * pp <= 8)`.
+        """
         _check_names("constrain", rule, list(self.space))
         self._constraints.append(rule)
 
@@ -130,14 +132,14 @@ class Space:
         return None
 
     def reset(self) -> None:
-        """Take the chosen value from every symbol of the space, so that all can be fixed anew."""
+        """Clear the value of every symbol of the space, so that all symbols can be fixed anew."""
         self.fixed_idx = -1
         for symbol in self.space.values():
             symbol.fixed_idx = -1
         self._settle()
 
     def to_dict(self) -> Point:
-        """Return the configuration, symbol --> value; SpaceError while a symbol is not fixed."""
+        """Return the configuration as {symbol: value}; raise SpaceError while a symbol is not fixed."""
         return {n: symbol.value for n, symbol in self.space.items() if n not in self._absent}
 
     def clone(self) -> "Space":
@@ -159,19 +161,21 @@ class Space:
     def points(
         self, training_script_args: Any = None, update_space_fn: Update | None = None
     ) -> Iterator[Point]:
-        """Yield every configuration, in the order of the symbols and their candidates.
+        """Yield every configuration, {symbol: value}, in the order of the symbols and their candidates.
 
         Args:
             training_script_args: first argument of `update_space_fn`.
-            update_space_fn: function (training_script_args, space) of the older form of a space, which creates
-                symbols from those fixed so far.
+            update_space_fn: function (training_script_args, space), called before the first and after each symbol is
+                fixed, which creates further symbols of the space; None for a space that is complete.
         """
         space = self.clone()
         space.reset()
         yield from space._walk(training_script_args, update_space_fn)
 
     def all_points(self, *arguments: Any) -> list[Point]:
-        """Return a list of all configurations; raise SpaceError if there are none or over MOST_POINTS (200,000)."""
+        """Return a list of all configurations; raise SpaceError for none, or for more than MOST_POINTS (200,000). The
+        `arguments` are those of `Space.points`.
+        """
         found: list[Point] = []
         for point in self.points(*arguments):
             found.append(point)
@@ -182,7 +186,10 @@ class Space:
                 )
         if not found:
             raise SpaceError(
-                "Space", self, "found no configuration, expected one", "relax a constraint"
+                "Space",
+                self,
+                "no configuration is left: the constraints exclude all, or a symbol has no value",
+                "relax a constraint, or give each symbol a value",
             )
         return found
 
@@ -211,7 +218,7 @@ class Space:
             yield from branch._walk(arguments, update)
 
     def _settle(self) -> None:
-        """Compute candidates and conditions of symbols, where they depend only on symbols that are fixed already."""
+        """Evaluate the functions that give a symbol's candidates or condition, if all symbols they take are fixed."""
         fixed = {n: symbol.value for n, symbol in self.space.items() if symbol.is_fixed()}
         self._absent = {n for n, rule in self._conditions.items()
                         if _applies(rule, fixed, self._absent) and not _call(rule, fixed)}  # fmt: skip
@@ -233,8 +240,8 @@ class Space:
 
 def _check_names(what: str, rule: Callable[..., Any], known: list[str]) -> None:
     if unknown := [name for name in signature(rule).parameters if name not in known]:
-        problem = f"the rule needs {unknown[0]!r}, found the earlier symbols {known}"
-        raise SpaceError("Space", what, problem, "create that symbol first")
+        problem = f"the function takes {unknown[0]!r}, but the symbols created so far are {known}"
+        raise SpaceError("Space", what, problem, f"create the symbol {unknown[0]!r} first")
 
 
 def _applies(rule: Callable[..., Any], fixed: Mapping[str, Any], absent: set[str]) -> bool:

@@ -28,12 +28,12 @@ LINEAR, QUADRATIC, CONSTANT, SMOOTH = (
 
 
 class Surrogate:
-    """Gaussian-process model of a measured value: its mean and deviation at every configuration of a grid.
+    """Gaussian-process model of a value, such as log throughput: its mean and deviation at every point of a grid.
 
     Args:
-        coordinates: [points, axes] in 0..1.
-        measured: numbers of the configurations that were measured.
-        values: measured value of each.
+        coordinates: [points, axes] in 0..1, a row for each configuration of the grid.
+        measured: rows of the configurations that were measured.
+        values: measured value of each configuration in `measured`.
     """
 
     def __init__(self, coordinates: np.ndarray, measured: Sequence[int], values: Sequence[float]):
@@ -60,7 +60,7 @@ class Surrogate:
         self.deviation = self.scale * np.sqrt(np.maximum(prior - (half**2).sum(0), 1e-12))
 
     def improvement(self, best: float) -> np.ndarray:
-        """Return the expected improvement [points] of every configuration over the value `best`."""
+        """Return by how much each configuration is expected to exceed the value `best`: an array [points]."""
         from math import erf, pi
 
         gain = self.mean - best
@@ -80,7 +80,7 @@ def _kernel(a: np.ndarray, b: np.ndarray, length: float) -> np.ndarray:
 def fits(
     grid: Grid, ran: Sequence[int], peaks: Sequence[float], failed: Sequence[int]
 ) -> np.ndarray:
-    """Return the probability [points] that each configuration fits into memory; 1 until one has failed.
+    """Return the squared probability that a configuration fits into memory, [points]; 1 until one has failed.
 
     From measured peaks a linear model of memory is fitted (`Grid.memory_terms`); the limit lies between the
     highest measured peak and the lowest estimate of a failure. Without peaks, many assumed laws of
@@ -188,8 +188,10 @@ class Model:
             self.priors = [np.log(np.maximum(np.asarray(prior, float), 1e-12))]
 
     def __call__(self, known: Known, left: Sequence[int]) -> int | None:
-        """Return the next configuration of `left`: `start`, later that of the largest expected
-        gain; None if the gain is too small. `known` has the outcomes by configuration number.
+        """Return the number of the configuration to measure next, one of `left` (those not measured yet): `start`, then
+        a few that show memory use, then the one of largest expected gain; None if the gain is too small.
+
+        `known` maps the numbers of measured configurations to their outcomes.
         """
         if not left:
             return None
@@ -230,7 +232,7 @@ class Model:
         return int(free[distance.argmax()])
 
     def _unseen(self, ran: list[int], left: Sequence[int]) -> int | None:
-        """Return an unmeasured configuration, one of `left`, with which to learn how much memory a symbol takes.
+        """Return the number of a configuration in `left` (not measured yet) that shows how much memory a symbol takes.
 
         The symbol is one that matters for memory and has a single value in all of `ran`, the configurations that
         fit; all other symbols have their values of least memory. None if there is no such configuration.
@@ -263,23 +265,23 @@ class Model:
 
 
 def _in_a_row(known: Known) -> int:
-    """Return how many outcomes at the end of `known` are out-of-memory, one after the other."""
+    """Return how many measurements at the end of `known` (in order) ran out of memory, one directly after another."""
     last = [outcome.kind == OUT_OF_MEMORY for outcome in reversed(known.values())]
     return next((i for i, failed in enumerate(last) if not failed), len(last))
 
 
 def best_of(known: Known) -> int | None:
-    """Return the number of the fastest configuration in `known` (number --> outcome), or None."""
+    """Return the number of the fastest configuration in `known` (number --> outcome), or None if none has finished."""
     ran = [i for i, outcome in known.items() if outcome.kind == OK]
     return max(ran, key=lambda i: known[i].throughput, default=None)
 
 
 def easiest(grid: Grid, known: Known, left: Sequence[int]) -> int | None:
-    """Return a configuration of `left` (numbers not measured yet) that needs less memory than all those that failed
-    in `known` (number --> outcome); None if `left` is empty.
+    """Return the number of a configuration in `left` (those not measured yet) that needs no more memory than each that
+    ran out of memory in `known` (number --> outcome), if there is one, else one of `left`; None if `left` is empty.
 
-    The configuration lies half-way between the failed ones and the one that needs least memory. After three failures
-    it is the one that needs least.
+    The configuration lies half-way between those that failed and the one that needs least memory. After three failures
+    the one that needs least is returned.
     """
     if not left:
         return None
@@ -299,7 +301,7 @@ STRATEGIES: dict[str, Callable[..., Strategy]] = {
 
 
 def find_strategy(name: str) -> Callable[..., Strategy]:
-    """Return the maker of the strategy called `name`; an unknown name raises SlapoError, which lists all names."""
+    """Return the function (grid, **options) --> search strategy that STRATEGIES has for `name`; SlapoError if none."""
     if name not in STRATEGIES:
         hint = f"choose one of {', '.join(STRATEGIES)}"
         raise SlapoError("tune", f"search={name!r}", "no such strategy", hint)

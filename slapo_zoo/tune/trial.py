@@ -45,8 +45,8 @@ class Job:
         dtype: dtype of the parameters.
         device: "cpu" or "cuda"; None takes a GPU where there is one.
         memory: bytes that a rank may use; 0 for no limit.
-        probe: expected loss on the probe batch, computed by one rank with reference kernels; None skips the
-            comparison.
+        probe: expected loss on the probe, a small random batch, as one rank with reference kernels computed it; None
+            skips the comparison.
     """
 
     model: str
@@ -65,7 +65,7 @@ class Job:
         return math.prod(int(self.point.get(name) or 1) for name in ("tp", "pp", "dp"))
 
     def config(self) -> tuple[Any, str | None]:
-        """Return (config of the model with `changes`, head class or None)."""
+        """Return (config of the model with `changes`, name of the head class or None if the config names none)."""
         config, head = config_of(self.model)
         for name, value in (self.changes or {}).items():
             setattr(config, name, value)
@@ -73,7 +73,7 @@ class Job:
 
 
 def build(job: Job) -> Any:
-    """Build the model of a job on this rank, in training mode."""
+    """Return this rank's part of the model of a job, with random weights and in training mode."""
     config, head = job.config()
     knobs = {n: v for n, v in job.point.items() if n in KNOBS and n != "dtype"}
     if "kernels" in knobs:
@@ -85,7 +85,7 @@ def build(job: Job) -> Any:
 
 
 def measure(job: Job) -> Outcome:
-    """Measure a job on this rank: limit memory, compare a probe batch's loss with `job.probe`, time the steps."""
+    """Return the outcome of a job on this rank: limit its memory, compare its loss with `job.probe`, time its steps."""
     limit_memory(job)
     torch.set_num_threads(int(job.point.get("threads") or 1))
     with AnonymousPeak(exact=False) as peak:
@@ -103,7 +103,7 @@ def measure(job: Job) -> Outcome:
 
 
 def differs(loss: float, job: Job) -> str:
-    """Describe how the loss on the probe batch differs from the expected one, `job.probe`; return "" if they agree."""
+    """Return how `loss`, on the probe batch, differs from `job.probe`, the expected loss, as text; "" if both agree."""
     if loss != loss or abs(loss) == float("inf"):
         return f"the loss of the probe is {loss}"
     if job.probe is None:
@@ -118,7 +118,7 @@ def differs(loss: float, job: Job) -> str:
 
 
 def timed_steps(model: Any, batch: Any, job: Job) -> list[float]:
-    """Run steps to warm up, then `job.steps` training steps (forward, backward, AdamW); return their seconds."""
+    """Return the seconds of `job.steps` training steps (forward, backward, AdamW), timed after one to warm up."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     found = []
     for _ in range(WARM_UP + job.steps):
@@ -156,7 +156,7 @@ def limit_memory(job: Job) -> None:
 
 
 def run(job: Job) -> Outcome:
-    """Measure a job on `job.world` local ranks; return rank 0's outcome with the highest peak memory."""
+    """Measure a job on `job.world` local ranks; return rank 0's outcome, with the highest peak memory of all ranks."""
     try:
         found = (
             [measure(job)]

@@ -77,7 +77,8 @@ class Tuner:
     Args:
         grid: the space.
         measure: function (configuration, number of steps) that returns the outcome.
-        strategy: chooses the next configuration.
+        strategy: function (outcomes by configuration number, numbers not measured yet) that returns the number of the
+            configuration to measure next, or None to end the search.
         database: store of outcomes; None keeps them in memory.
         scope: conditions under which stored outcomes may be reused.
         limits: when to stop.
@@ -97,7 +98,7 @@ class Tuner:
         self._quick = 0.0
 
     def run(self) -> Result:
-        """Search until a limit is reached or the strategy returns None; return all measurements."""
+        """Measure configurations until a limit is reached or the strategy returns None; return all measurements."""
         result, known = Result(), dict[int, Outcome]()
         left = [i for i in range(len(self.grid.points)) if i not in self.refused]
         if self.refused:

@@ -23,15 +23,15 @@ from slapo_zoo.zoo.tuned import machine_name, model_name
 
 
 def points_for(ranks: int, symbols: Mapping[str, list[Any]]) -> list[Point]:
-    """Return the configurations with a `batch_size` that `micro_batches` divides, and no `checkpoint_policy` without
-    a `checkpoint_ratio`.
+    """Return the valid configurations of a search, in which `micro_batches` divides `batch_size` and a
+    `checkpoint_policy` comes with a `checkpoint_ratio`.
 
     Args:
         ranks: number of processes of a measurement, the product of tp, pp and dp.
         symbols: name --> candidates; knobs of `from_pretrained`, `batch_size`, `threads`, `kernels`.
 
     Raises:
-        SlapoError: a symbol's name is not that of a knob, or no configuration is valid.
+        SlapoError: `symbols` has an unknown name or an illegal value, or no configuration is valid.
     """
     space = Space()
     for name, values in symbols.items():
@@ -140,8 +140,9 @@ class Workers:
     def _probe(self) -> float:
         outcome = self._measure({"batch_size": PROBE_ROWS, "kernels": "reference"}, 1, None)
         if outcome.kind != OK:
-            problem = f"the plain schedule cannot be measured: {outcome.kind}: {outcome.message}"
-            hint = "run `slapo-zoo bench` first, until the model trains without tuning"
+            why = f"{outcome.kind}: {outcome.message}"
+            problem = f"one rank with reference kernels, whose loss all must have, failed: {why}"
+            hint = "remove the cause first; `slapo-zoo bench` trains a model without tuning"
             raise SlapoError("tune", self.job.model, problem, hint)
         return float(outcome.message.rpartition(" ")[2])
 

@@ -21,7 +21,7 @@ from slapo_zoo.zoo.tuned import TUNING
 
 
 def printer(total: int) -> OnTrial:
-    """Return a callback that prints a line for each of at most `total` measurements, with the best so far."""
+    """Return a callback that prints a line after each measurement, of `total` at most, with the best result so far."""
 
     def on_trial(trial: Trial, result: Result) -> None:
         best = result.best
@@ -93,7 +93,9 @@ def draw_trace(result: Result, path: Path) -> None:
 
 
 def draw_surface(result: Result, grid: Grid, path: Path) -> bool:
-    """Plot median throughput over the two numeric symbols with most values, to `path`; return False if fewer exist."""
+    """Plot median throughput over the two numeric symbols (tuned variables) with most values into the image `path`;
+    return False, and plot nothing, if the search has fewer than two.
+    """
     numeric = [
         n for n in grid.names if len(grid.values[n]) > 1 and all(map(is_number, grid.values[n]))
     ]
@@ -130,8 +132,8 @@ def _pyplot() -> Any:
 
 
 def record(card: Path, scope: Scope, point: Mapping[str, Any], outcome: Outcome) -> None:
-    """Write the fastest configuration of a search, `point` (knob --> value), into a card's `tuning.json`, which has one
-    entry per device and setting.
+    """Write the fastest configuration of a search, `point` (knob --> value), into `tuning.json` in the folder of a
+    card, i.e. of a published schedule. That file has one entry per device and setting.
 
     `scope` has the conditions of the measurement, `outcome` its result.
 

@@ -78,12 +78,12 @@ def test_tuning_space_lists_all_points_of_a_space_function(caplog):
 def test_invalid_tuning_space_raises_space_error():
     space = Space()
     space.create_symbol("a", [1])
-    with pytest.raises(SpaceError, match="the rule needs 'b'"):
+    with pytest.raises(SpaceError, match="the function takes 'b'"):
         space.create_symbol("c", lambda b: [b])
-    with pytest.raises(SpaceError, match="found the earlier symbols"):
+    with pytest.raises(SpaceError, match="the symbols created so far are"):
         space.constrain(lambda z: True)
     space.constrain(lambda a: a > 1)
-    with pytest.raises(SpaceError, match="found no configuration"):
+    with pytest.raises(SpaceError, match="no configuration is left"):
         space.all_points()
 
 
