@@ -37,7 +37,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize("bug", marked(BUGS), ids=label)
-def test_injected_bug_changes_training_and_is_named_by_its_checker(bug, root):
+def test_injected_bug_changes_the_training_and_is_reported_by_the_checker_listed_for_it(bug, root):
     """With all checks off the bug changes the training; the checker listed for the bug detects it and names the place."""
     assert damage(bug, root) > REAL
     found = look(bug, bug.checker, root) if bug.always else first_to_find(bug, root)
@@ -48,7 +48,7 @@ def test_injected_bug_changes_training_and_is_named_by_its_checker(bug, root):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", right_of(BUGS), ids=lambda b: f"{b.cls}-{b.layout}-{b.dropout}")
-def test_training_without_injected_bug_is_right_and_checkers_report_nothing(bug, root):
+def test_training_without_injected_bug_equals_the_reference_and_no_checker_reports(bug, root):
     assert damage(bug, root) < ROUNDING
     assert not first_to_find(bug, root).checker
 
@@ -60,7 +60,7 @@ def test_every_bug_in_the_corpus_has_a_unique_name_and_a_known_checker():
     assert all(bug.checker in asked_of(bug) for bug in BUGS if bug.checker)
 
 
-def test_checkers_exist_for_95_percent_of_the_published_bugs():
+def test_at_least_95_percent_of_the_published_bugs_have_a_checker_that_detects_them():
     found = [bug for bug in BUGS if bug.checker]
     assert len(found) >= 0.95 * len(BUGS)
     assert all(bug.named for bug in found)

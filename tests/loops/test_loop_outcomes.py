@@ -92,7 +92,7 @@ def outcome(request, tmp_path_factory, columns):
     for item in request.session.items:
         if (
             getattr(item, "originalname", "")
-            == test_user_training_loop_on_a_layout_has_the_expected_outcome.__name__
+            == test_user_training_loop_on_a_layout_equals_one_process_or_raises_as_listed.__name__
         ):
             name, family, layout = (
                 item.callspec.params[key] for key in ("name", "family", "layout")
@@ -118,7 +118,7 @@ def check(name, layout, found):
 
 
 @pytest.mark.parametrize(("name", "family", "layout"), CELLS)
-def test_user_training_loop_on_a_layout_has_the_expected_outcome(
+def test_user_training_loop_on_a_layout_equals_one_process_or_raises_as_listed(
     name, family, layout, outcome, record_property
 ):
     found = outcome(name, family, layout)
@@ -129,7 +129,9 @@ def test_user_training_loop_on_a_layout_has_the_expected_outcome(
 @pytest.mark.parametrize(
     ("name", "cell"), [(name, cell) for name, some in PLAIN_FAILS.items() for cell in some.split()]
 )
-def test_plain_model_fails_on_every_excluded_training_loop(name, cell, tmp_path):
+def test_training_loops_excluded_from_the_tests_fail_or_give_nan_with_plain_transformers(
+    name, cell, tmp_path
+):
     family, _, layout = cell.partition(":")
     dp = CELL_LAYOUTS[layout].get("dp", 1) if layout else 1
     try:
@@ -143,7 +145,7 @@ def test_plain_model_fails_on_every_excluded_training_loop(name, cell, tmp_path)
 @pytest.mark.soak
 @pytest.mark.parametrize("layout", CELL_LAYOUTS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_user_training_loop_on_every_layout_has_the_expected_outcome(
+def test_every_user_training_loop_on_every_layout_equals_one_process_or_raises_as_listed(
     family, layout, tmp_path, columns
 ):
     """All 8,000 combinations, for a nightly run."""

@@ -46,7 +46,9 @@ def root(tmp_path_factory):
 @pytest.mark.parametrize(
     ("name", "family", "layout"), diagonal(), ids=lambda x: x.replace(" ", "-")
 )
-def test_user_training_loop_on_a_layout_equals_plain(ranks, name, family, layout, root):
+def test_user_training_loop_on_a_layout_has_the_gradients_of_plain_transformers(
+    ranks, name, family, layout, root
+):
     check(ranks, name, family, layout, root)
 
 
@@ -54,7 +56,9 @@ def test_user_training_loop_on_a_layout_equals_plain(ranks, name, family, layout
 @pytest.mark.parametrize("family", TEXT_SIX)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", NAMES, ids=lambda x: x.replace(" ", "-"))
-def test_every_user_training_loop_on_every_layout_equals_plain(ranks, name, family, layout, root):
+def test_every_user_training_loop_on_every_layout_has_the_gradients_of_plain_transformers(
+    ranks, name, family, layout, root
+):
     check(ranks, name, family, layout, root)
 
 
@@ -71,7 +75,9 @@ MORE = {
     ["hand log-probabilities", pytest.param("accumulation no_sync", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("layout", MORE, ids=lambda x: x.replace(" ", "-"))
-def test_user_training_loops_with_dp_shard_equal_plain(ranks, name, layout, root):
+def test_user_training_loops_with_dp_shard_have_the_gradients_of_plain_transformers(
+    ranks, name, layout, root
+):
     """`.grad` is this rank's rows of the gradient averaged over dp, with any other sharding beside."""
     sizes, folder = MORE[layout], folder_of("gpt2", root)
     found = ranks.run(scheduled, sizes.get("tp", 1) * sizes["dp"], name, "gpt2", folder, sizes)

@@ -141,7 +141,9 @@ def plain(case, folder, adapter, dtype, attention):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("name", "layout"), SIDE_BY_SIDE, ids=str)
-def test_sharded_lora_trains_as_plain_peft(threads, root, tmp_path, name, layout):
+def test_sharded_lora_adapters_train_to_the_weights_of_plain_peft(
+    threads, root, tmp_path, name, layout
+):
     case = CASES[name]
     folder, size = checkpoint(case, root), layout[0] * layout[1] * layout[2]
     found = threads.run(on_a_mesh, size, case, folder, layout, tmp_path)
@@ -268,7 +270,9 @@ def other_ways(case, folder, adapter):
     return texts
 
 
-def test_wrong_adapter_call_is_refused_and_names_the_right_one(ranks, root, tmp_path):
+def test_wrong_adapter_calls_and_files_raise_with_the_cause_or_the_call_to_use(
+    ranks, root, tmp_path
+):
     case = CASES["GPT2LMHeadModel"]
     folder = checkpoint(case, root)
     model = load(case, folder, (1, 1, 1))
@@ -336,7 +340,9 @@ def classifier(case, folder, layout, adapter):
     return model(**batch_of(case)).logits.detach()
 
 
-def test_peft_classifier_loads_on_one_process_and_is_refused_on_several(root, tmp_path):
+def test_peft_adapter_with_a_trained_classifier_loads_on_one_process_and_is_refused_on_several(
+    root, tmp_path
+):
     case = Case("BertForSequenceClassification", ("two",))
     folder = checkpoint(case, root)
     plain = transformers.BertForSequenceClassification.from_pretrained(folder)

@@ -54,7 +54,7 @@ def test_same_batch_on_all_dp_ranks_warns():
         assert set(emulate(fed, "same", None, 1, 1, 2, mesh=(1, 1, 2))) == {"ok"}
 
 
-def test_batch_check_can_be_switched_off():
+def test_check_for_different_batches_on_tp_peers_can_be_switched_off():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert set(emulate(fed, "same", 0, 1, 1, 2, mesh=(1, 1, 2))) == {"ok"}
@@ -97,7 +97,9 @@ def broken(where, how, tp, pp):
     [("transformer.h.1.mlp.c_fc", "forward", "transformer.h.1.mlp.c_fc, output"),
      ("transformer.h.1.ln_1", "backward", "transformer.h.0, gradient of its output")],
 )  # fmt: skip
-def test_first_nan_raises_and_names_module_rank_and_rows(where, how, shows, ranks):
+def test_numerics_watch_raises_at_the_first_nan_and_names_module_rank_and_rows(
+    where, how, shows, ranks
+):
     with pytest.raises(NumericsError, match=r"in rows 0\.\.0") as caught:
         ranks.run(broken, 2, where, how, 2, 1)
     assert shows in str(caught.value)
@@ -123,7 +125,7 @@ def shards_drift(zero_stage):
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.numerics.NumericsWarning")
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
-def test_replica_check_under_zero_compares_only_ranks_with_the_same_shard(zero_stage):
+def test_check_for_equal_replicas_under_zero_compares_only_ranks_with_the_same_shard(zero_stage):
     found = emulate(shards_drift, zero_stage, mesh=(1, 1, 4))
     assert all(same == [] for same, _ in found)
     assert all(
@@ -141,7 +143,7 @@ def drift(tp):
         return same, watch.replicas(), watch.reports
 
 
-def test_replica_check_names_parameters_that_differ_between_dp_ranks():
+def test_check_for_equal_replicas_names_parameters_that_differ_between_dp_ranks():
     with pytest.warns(NumericsWarning, match="ln_f.weight on rank 1"):
         everyone = emulate(drift, 2, mesh=(2, 1, 1))
     for same, found, reports in everyone:
@@ -150,7 +152,7 @@ def test_replica_check_names_parameters_that_differ_between_dp_ranks():
         assert reports == found
 
 
-def test_loss_spike_warns_and_watch_removes_its_hooks():
+def test_numerics_watch_warns_of_a_loss_spike_and_removes_its_hooks_on_exit():
     model = AutoScheduledModel.from_config(CONFIG)
     hooks = [len(m._forward_hooks) for m in model.modules()]
     with NumericsWatch(model) as watch:

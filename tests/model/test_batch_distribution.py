@@ -21,7 +21,7 @@ def read(mesh, steps, first=0):
     return found
 
 
-def test_dp_sampler_slices_equal_batches_of_one_process():
+def test_dp_sampler_gives_each_dp_rank_its_slice_of_the_batches_of_one_process():
     whole = read(Mesh(), 12)
     meshes = [Mesh(tp=2, pp=2, dp=2, rank=rank) for rank in range(8)]
     parts = [read(mesh, 12) for mesh in meshes]
@@ -31,7 +31,7 @@ def test_dp_sampler_slices_equal_batches_of_one_process():
     assert len({tuple(map(tuple, part)) for part in parts}) == 2
 
 
-def test_sampler_yields_every_sample_once_per_epoch_in_new_order():
+def test_dp_sampler_yields_every_sample_once_per_epoch_in_a_new_order():
     rows = read(Mesh(), 10)
     first, second = ([i for batch in part for i in batch] for part in (rows[:5], rows[5:]))
     assert len(set(first)) == len(set(second)) == 20
@@ -39,7 +39,7 @@ def test_sampler_yields_every_sample_once_per_epoch_in_new_order():
 
 
 @pytest.mark.parametrize("first", [3, 5, 7])
-def test_sampler_resumes_at_the_right_sample_on_another_mesh(first):
+def test_dp_sampler_resumed_on_another_mesh_continues_with_the_next_sample(first):
     whole = read(Mesh(), 10)
     assert read(Mesh(), 10 - first, first) == whole[first:]
     assert read(Mesh(dp=2, rank=1), 10 - first, first) == [rows[2:] for rows in whole[first:]]
@@ -62,7 +62,7 @@ def broadcast(layout):
     return mesh.coord("dp"), broadcast_batch(batch, mesh)
 
 
-def test_broadcast_batch_sends_one_batch_to_all_tp_and_pp_peers(ranks):
+def test_broadcast_batch_gives_all_tp_and_pp_ranks_of_a_dp_replica_the_same_batch(ranks):
     for dp, batch in ranks.run(broadcast, 4, (2, 1, 2)) + ranks.run(broadcast, 4, (2, 2, 1)):
         assert torch.equal(batch["input_ids"], torch.arange(6).reshape(2, 3).t() + 10 * dp)
         assert batch["name"] == f"dp{dp}"
@@ -92,7 +92,7 @@ WITHOUT_ROWS = {
 
 
 @pytest.mark.parametrize("name", WITHOUT_ROWS)
-def test_input_whose_first_axis_is_not_the_batch_is_refused_with_micro_batches(name):
+def test_train_step_with_micro_batches_refuses_inputs_whose_first_axis_is_not_the_batch(name):
     """Without the error Whisper's loss would silently mix rows."""
     case, change = WITHOUT_ROWS[name]
     config, _ = tiny_config(case)

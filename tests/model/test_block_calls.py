@@ -27,7 +27,7 @@ def kept_by_hooks_around(folder, layout):
     return len(kept), loss.item()
 
 
-def test_saved_tensor_hooks_of_the_user_apply_to_zero3_blocks(folder, ranks):
+def test_saved_tensor_hooks_of_the_user_see_the_activations_of_zero3_blocks(folder, ranks):
     """Hooks such as torch's `save_on_cpu` around a block see all saved tensors but the gathered weights."""
     whole, want = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2})[0]
     found, loss = ranks.run(kept_by_hooks_around, 2, folder, {"dp": 2, "dp_shard": 2})[0]
@@ -55,7 +55,9 @@ def called_alone(folder, stage, path):
 
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("path", "words"), ALONE)
-def test_unsupported_submodule_call_under_zero_is_refused(path, words, stage, folder, ranks):
+def test_call_of_a_single_submodule_that_zero_does_not_support_is_refused(
+    path, words, stage, folder, ranks
+):
     for said in ranks.run(called_alone, 2, folder, stage, path):
         assert words in said
         assert "hint" in said
@@ -85,7 +87,9 @@ def layer_alone(folder, options):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_block_called_outside_the_model_under_zero_trains(stage, folder, ranks):
+def test_block_trained_by_direct_calls_under_zero_has_the_losses_of_one_process(
+    stage, folder, ranks
+):
     """Weights that were gathered ahead for a block alone are not read after the optimizer has stepped."""
     want = layer_alone(folder, None)
     for found in ranks.run(layer_alone, 2, folder, {"dp": 2, "dp_shard": 2, "zero_stage": stage}):

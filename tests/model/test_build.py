@@ -26,7 +26,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
-def test_build_returns_a_runnable_model_from_a_schedule():
+def test_build_returns_a_model_with_the_outputs_of_the_original_module():
     torch.manual_seed(0)
     model, ids = Net(), torch.arange(6).view(2, 3)
     want = model(ids)
@@ -38,14 +38,14 @@ def test_build_returns_a_runnable_model_from_a_schedule():
     assert slapo_zoo.ScheduleMetadata.of(sch).primitives == {"checkpoint": 1}
 
 
-def test_create_schedule_below_the_root_is_refused():
+def test_create_schedule_with_the_path_of_a_submodule_is_refused():
     with pytest.raises(ScheduleError, match="starts at the root"):
         slapo_zoo.create_schedule(Net(), path="blocks.0")
 
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")  # never run
 @pytest.mark.parametrize("include_buffers", [False, True])
-def test_meta_models_initialize_the_same_weights_on_every_layout(include_buffers):
+def test_models_made_on_meta_are_initialized_with_the_same_weights_on_every_layout(include_buffers):
     def built(tp, rank):
         with slapo_zoo.init_empty_weights(include_buffers=include_buffers):
             model = Net()
@@ -92,7 +92,7 @@ def test_analyze_tie_weights_returns_tied_names_and_is_module_list_detects_lists
     assert not slapo_zoo.is_module_list(model)
 
 
-def test_set_random_seed_differs_per_rank():
+def test_set_random_seed_gives_tp_ranks_a_shared_stream_and_streams_of_their_own():
     assert slapo_zoo.set_random_seed(1, dp_rank=0, pp_rank=1, tp_rank=0) == 101
     assert slapo_zoo.is_random_seed_set()
     first = torch.rand(2)

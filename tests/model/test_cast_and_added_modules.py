@@ -55,7 +55,9 @@ def cast(folder, layout, out, resume):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_model_cast_to_bfloat16_trains_and_is_saved(layout, tmp_path, threads):
+def test_model_cast_to_bfloat16_trains_to_a_lower_loss_and_saves_bfloat16_weights(
+    layout, tmp_path, threads
+):
     folder, options = checkpoint(GPT2, tmp_path), LAYOUTS[layout]
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder).to(torch.bfloat16).train()
     want = [plain(**batch_of(GPT2)).loss.item()]
@@ -90,7 +92,7 @@ def with_value_head(folder, layout, out):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_module_added_by_the_user_is_saved(layout, tmp_path, threads):
+def test_module_that_the_user_adds_to_the_model_is_saved(layout, tmp_path, threads):
     from safetensors.torch import load_file
 
     folder, options, out = checkpoint(LLAMA, tmp_path), LAYOUTS[layout], tmp_path / "out"

@@ -134,7 +134,9 @@ def loaded_whole(folder, layout, strict):
 @pytest.mark.parametrize(
     ("layout", "strict"), [("tp2", True), ("tp2", False), ("rows", False), ("pp2", True)]
 )
-def test_load_state_dict_of_unsharded_tensors_is_refused(folder, layout, strict):
+def test_load_state_dict_of_unsharded_tensors_into_a_sharded_model_is_refused(
+    folder, layout, strict
+):
     assert all(emulate(loaded_whole, folder, layout, strict, mesh=LAYOUTS[layout][0]))
 
 
@@ -157,7 +159,7 @@ def train(folder, place, change, layout, by_hand):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("layout", "by_hand"), CELLS)
 @pytest.mark.parametrize("change", [hooked, recomputed, hooked_parameter, tied])
-def test_model_changed_by_the_user_trains_and_saves_as_plain(
+def test_user_modified_model_has_the_gradients_and_saved_files_of_plain_transformers(
     folder, tmp_path, change, layout, by_hand
 ):
     _equal(folder, tmp_path, change, layout, by_hand, emulate)
@@ -186,7 +188,9 @@ def in_silence(*args):
 @pytest.mark.one_in(3, 2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize(("layout", "by_hand"), CELLS)
-def test_compiled_blocks_keep_their_names(folder, tmp_path, layout, by_hand, ranks):
+def test_models_with_compiled_blocks_save_the_parameter_names_of_plain_transformers(
+    folder, tmp_path, layout, by_hand, ranks
+):
     def run(_function, *args, mesh):
         return ranks.run(in_silence, mesh[0] * mesh[1] * mesh[2], *args)
 
@@ -208,7 +212,9 @@ def evaluated(folder, change):
 
 
 @pytest.mark.parametrize("change", [cut, swapped, shared])
-def test_moved_or_shared_blocks_are_refused_in_evaluation_with_sequence_parallelism(folder, change):
+def test_blocks_moved_or_shared_by_the_user_are_refused_in_evaluation_with_sequence_parallelism(
+    folder, change
+):
     """The first block shards the tokens and the last gathers them, so a moved block would change the loss."""
     with pytest.raises(
         SlapoError,
@@ -221,7 +227,7 @@ def test_moved_or_shared_blocks_are_refused_in_evaluation_with_sequence_parallel
 @pytest.mark.parametrize(
     ("change", "layout"), [(change, layout) for change, all_ in REFUSED.items() for layout in all_]
 )
-def test_unsupported_change_of_the_model_is_refused_before_training(
+def test_unsupported_user_change_of_the_model_is_refused_before_training(
     folder, tmp_path, change, layout
 ):
     with pytest.raises(SlapoError) as raised:

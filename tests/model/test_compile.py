@@ -94,20 +94,20 @@ def _assert_equal(pairs):
     [pytest.param(family, tp, marks=() if (family, tp) in CHEAP else pytest.mark.slow)
      for family in HEADS for tp in (1, 2)],
 )  # fmt: skip
-def test_compiled_block_is_one_graph(ranks, family, tp):
+def test_compiled_block_has_the_loss_and_gradients_of_the_uncompiled_block(ranks, family, tp):
     _assert_equal(ranks.run(_both, tp, family, tp))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "deberta-v2", "bart", "swin"])
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.slow
-def test_compiled_block_draws_the_same_dropout_masks(ranks, family, tp):
+def test_compiled_block_draws_the_dropout_masks_of_the_uncompiled_block(ranks, family, tp):
     _assert_equal(ranks.run(_both, tp, family, tp, True))
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("on_device", [False, True])
-def test_recomputed_compiled_blocks_draw_the_same_dropout_masks(ranks, on_device):
+def test_recomputed_compiled_block_draws_the_dropout_masks_of_its_first_forward(ranks, on_device):
     """At the time of recomputation the random stream is already at the next micro-batch."""
     options = {"checkpoint_ratio": 1.0, "micro_batches": 2}
     _assert_equal(ranks.run(_both, 1, "gpt2", 1, on_device, options))
@@ -124,7 +124,7 @@ ON_RANKS = {  # ranks, family, options
 
 @pytest.mark.parametrize("name", ON_RANKS)
 @pytest.mark.slow
-def test_compiled_blocks_on_several_ranks_train_as_on_one(ranks, name):
+def test_compiled_blocks_on_several_ranks_have_the_gradients_of_uncompiled_blocks(ranks, name):
     count, family, options = ON_RANKS[name]
     _assert_equal(ranks.run(_both, count, family, 1, False, options))
 

@@ -39,7 +39,9 @@ def compiled(folder, layout, what):
     [((2, 1, 1), "whole"), ((1, 2, 1), "blocks"),  # test_compile.py has blocks on tp=2
      *(pytest.param(*case, marks=pytest.mark.slow) for case in (((2, 1, 1), "blocks"), ((1, 1, 2), "whole")))],
 )  # fmt: skip
-def test_compiled_model_or_blocks_equal_uncompiled(layout, what, tmp_path, ranks):
+def test_compiled_model_and_compiled_blocks_give_the_gradients_of_the_uncompiled_model(
+    layout, what, tmp_path, ranks
+):
     for plain, again, said in ranks.run(compiled, 2, checkpoint(GPT2, tmp_path), layout, what):
         assert bool(said) == (what == "whole" and layout[2] == 1)
         for name, grad in plain.items():

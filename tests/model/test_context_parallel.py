@@ -22,7 +22,7 @@ def cells():
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("cls", "mask", "cp"), list(cells()))
-def test_cut_tokens_train_as_one_process(cls, mask, cp):
+def test_context_parallel_training_has_the_losses_and_gradients_of_one_process(cls, mask, cp):
     """Losses, every gradient, the norm, and weights after three steps, with dropout."""
     case = case_of(cls)
     alone = trained(case, mask)
@@ -38,7 +38,7 @@ def test_cut_tokens_train_as_one_process(cls, mask, cp):
         for cls, (_, masks, _) in DERIVED.items() for mask in masks for way in WAYS
     ],
 )  # fmt: skip
-def test_model_without_a_table_trains_with_cp_as_one_process(cls, mask, way):
+def test_schedule_auto_training_with_cp_has_the_losses_and_gradients_of_one_process(cls, mask, way):
     """Its attention goes through the interface of transformers, where a derived table puts ours."""
     case = case_of(cls)
     alone = trained(case, mask, schedule="auto")
@@ -56,7 +56,9 @@ def test_model_without_a_table_trains_with_cp_as_one_process(cls, mask, way):
         ((1, 1, 4), {"dp": 2, "dp_shard": 2}), ((1, 1, 4), {"cp": 4}),
     ],
 )  # fmt: skip
-def test_model_without_a_table_trains_with_cp_on_a_mesh(cls, mesh, options):
+def test_schedule_auto_training_with_cp_and_other_mesh_dims_has_the_losses_of_one_process(
+    cls, mesh, options
+):
     case = case_of(cls)
     alone = trained(case, "padded", schedule="auto")
     found = emulate(trained, case, "padded", mesh=mesh, **{"cp": 2, "schedule": "auto", **options})
@@ -76,7 +78,9 @@ TOGETHER = [
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("cls", "mask", "sizes", "options"), TOGETHER)
-def test_cp_with_tp_dp_and_other_options_trains_as_one_rank(cls, mask, sizes, options):
+def test_context_parallel_with_tp_dp_micro_batches_or_recomputation_equals_one_rank(
+    cls, mask, sizes, options
+):
     """Over tp and dp, in micro-batches, recomputed, and by the family's own attention."""
     case, ranks = case_of(cls), sizes.get("dp", 1) * sizes["cp"]
     alone = trained(case, mask, attention=options.get("attention"))
@@ -105,7 +109,9 @@ def one_step(folder, case, mask, saved, cp):
         ),
     ],
 )
-def test_cut_tokens_train_as_plain_transformers(cls, mask, tmp_path, ranks):
+def test_context_parallel_training_has_the_loss_and_gradients_of_plain_transformers(
+    cls, mask, tmp_path, ranks
+):
     """Loss and gradients of a real batch over two processes; plain transformers loads what they saved."""
     case = case_of(cls, dropout=0.0)
     folder, batch = checkpoint(case, tmp_path), rows_of(case, mask)
@@ -135,7 +141,7 @@ def looked_at(case):
     return output.logits, output.loss, tokens
 
 
-def test_evaluation_and_generation_use_all_tokens_on_every_cp_rank():
+def test_every_cp_rank_returns_the_logits_and_generated_tokens_of_the_full_sequence():
     case = case_of("GPT2LMHeadModel")
     found = emulate(looked_at, case, mesh=(1, 1, 2))
     model = AutoScheduledModel.from_config(
@@ -159,7 +165,7 @@ def accumulated(case, **layout):
     return losses, model.consolidated_state_dict(grads=True)
 
 
-def test_each_target_of_accumulated_batches_counts_once_in_the_mean_loss():
+def test_gradient_accumulation_with_cp_counts_every_target_once_in_the_mean_loss():
     case = case_of("GPT2LMHeadModel")
     losses, grads = accumulated(case)
     found = emulate(accumulated, case, mesh=(1, 1, 2), cp=2)[0]
@@ -191,7 +197,9 @@ def uneven(case, mask, **layout):
         for cls, (_, masks, _) in FAMILIES.items() for mask in masks for cp in (2, 4)
     ],
 )  # fmt: skip
-def test_rows_whose_length_does_not_divide_are_padded_inside(cls, mask, cp):
+def test_sequences_that_cp_does_not_divide_have_the_loss_and_gradients_of_one_process(
+    cls, mask, cp
+):
     """Without dropout: its masks are those of the padded rows."""
     case = case_of(cls, dropout=0.0)
     loss, grads = uneven(case, mask)
@@ -234,7 +242,7 @@ def loaded(cls, **layout):
 
 
 @pytest.mark.parametrize(("cls", "options", "text"), REFUSED_AT_LOAD)
-def test_what_does_not_compose_is_refused_at_the_load(cls, options, text):
+def test_options_that_do_not_work_with_cp_are_refused_at_load(cls, options, text):
     ranks = 2 * options.get("pp", 1) * options.get("dp", 1)
     for found in emulate(said, loaded, cls, cp=2, mesh=(1, 1, ranks), **options):
         assert text in found
@@ -251,7 +259,7 @@ def one_pattern(case, tokens, **layout):
 
 
 @pytest.mark.parametrize("tokens", [12, 11])
-def test_positions_that_all_rows_share_separate_documents(tokens):
+def test_position_ids_of_one_row_separate_documents_with_cp_as_in_one_process(tokens):
     """Also where padding is added, which cp=2 needs for eleven tokens."""
     case = case_of("LlamaForCausalLM", dropout=0.0)
     found = emulate(one_pattern, case, tokens, cp=2, mesh=(1, 1, 2))
@@ -268,7 +276,7 @@ GROWING = {
 
 
 @pytest.mark.parametrize("kind", GROWING)
-def test_rotary_frequencies_of_the_length_are_those_of_whole_rows(kind):
+def test_length_dependent_rotary_frequencies_with_cp_use_the_full_sequence_length(kind):
     """The twelve tokens are more than the eight of pretraining, the six of a rank are not."""
     config = {"rope_parameters": GROWING[kind], "max_position_embeddings": 8}
     case = Case("LlamaForCausalLM", ("tokens",), tuple(config.items()))
@@ -331,7 +339,7 @@ USES = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at a block's input
-def test_wrong_uses_are_refused_before_anything_is_sent():
+def test_wrong_calls_of_a_cp_model_are_refused_before_any_communication():
     uses = {name: use for name, (use, _) in USES.items()}
     for found in emulate(used, "GPT2LMHeadModel", uses, mesh=(1, 1, 2)):
         for name, (_, text) in USES.items():
@@ -352,7 +360,7 @@ def of_sharded(case, change=None, **layout):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "RobertaForMaskedLM", "T5ForConditionalGeneration", "OPTForCausalLM"])  # fmt: skip
-def test_batch_with_a_ranks_tokens_alone_trains_as_the_whole_batch(cls):
+def test_batch_sharded_over_cp_by_the_user_has_the_gradients_of_the_full_batch(cls):
     """Positions that count real tokens, labels of the next rank's token, a decoder with fewer tokens; dropout."""
     case = case_of(cls)
     loss, grads = of_sharded(case)
@@ -371,7 +379,7 @@ SHARDED = {
 
 
 @pytest.mark.parametrize("name", SHARDED)
-def test_sharded_batch_that_cannot_be_gathered_is_refused_on_every_rank(name):
+def test_invalid_batch_sharded_over_cp_by_the_user_is_refused_on_every_rank(name):
     change, text = SHARDED[name]
     for found in emulate(of_sharded, case_of("GPT2LMHeadModel"), change, mesh=(1, 1, 2), cp=2):
         assert text in found

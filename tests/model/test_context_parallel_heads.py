@@ -96,7 +96,7 @@ QUICK = ("BertForSequenceClassification", "BartForSequenceClassification")
 @pytest.mark.parametrize(
     "cls", [cls if cls in QUICK else pytest.param(cls, marks=pytest.mark.slow) for cls in HEADS]
 )
-def test_pooling_heads_train_with_sharded_tokens_as_on_one_process(cls, cp):
+def test_models_with_a_pooling_head_and_cp_have_the_losses_of_one_process(cls, cp):
     case = case_of(cls)
     found = emulate(trained, case, mesh=(1, 1, cp), cp=cp)
     require_equal(found[0], trained(case))
@@ -120,7 +120,9 @@ TOGETHER = [
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("cls", "way", "sizes", "options"), TOGETHER)
-def test_pooling_heads_train_with_other_mesh_dims_and_in_own_loops(cls, way, sizes, options):
+def test_pooling_heads_with_cp_and_tp_pp_or_dp_have_the_losses_of_one_process(
+    cls, way, sizes, options
+):
     case = case_of(cls)
     rows = sizes.get("dp", 1) * sizes["cp"]
     found = emulate(
@@ -135,7 +137,7 @@ def test_pooling_heads_train_with_other_mesh_dims_and_in_own_loops(cls, way, siz
         require_equal(found[0], trained(case, way))
 
 
-def test_rows_of_uneven_length_without_dropout_equal_one_process():
+def test_pooling_heads_on_sequences_that_cp_does_not_divide_have_the_losses_of_one_process():
     """cp=5 does not divide the twelve tokens: padding is added before the blocks and taken off before the head."""
     for cls in ("BertForSequenceClassification", "BartForSequenceClassification"):
         case = case_of(cls, dropout=0.0)
@@ -154,7 +156,7 @@ def refused(case, **options):
     return "no error"
 
 
-def test_what_cannot_be_sharded_within_the_blocks_is_refused():
+def test_pooling_head_with_cp_refuses_output_hidden_states_and_a_base_model_without_loss():
     hidden = emulate(refused, case_of("BertForSequenceClassification"), mesh=(1, 1, 2), output_hidden_states=True)  # fmt: skip
     assert "output_hidden_states" in hidden[0]
     assert "eval()" in hidden[0]
@@ -184,7 +186,7 @@ def said(cls, batch, auto_class=None):
     return "no error"
 
 
-def test_head_that_reads_hidden_states_of_layers_is_refused():
+def test_head_that_reads_hidden_states_of_inner_layers_is_refused_with_cp():
     """They are those of a rank's own tokens."""
     batch = batch_of(case_of("BertForSequenceClassification"))
     for found in emulate(said, "BertForSequenceClassification", batch, LayersForSequenceClassification, mesh=(1, 1, 2)):  # fmt: skip
@@ -192,7 +194,7 @@ def test_head_that_reads_hidden_states_of_layers_is_refused():
         assert "cp=1" in found
 
 
-def test_states_of_an_encoder_that_ran_elsewhere_are_refused():
+def test_pooling_head_with_cp_refuses_encoder_outputs_passed_in_the_batch():
     batch = batch_of(case_of("BartForSequenceClassification"))
     states = torch.zeros(*batch["input_ids"].shape, 30)
     for found in emulate(said, "BartForSequenceClassification", {**batch, "encoder_outputs": (states,)}, mesh=(1, 1, 2)):  # fmt: skip
@@ -200,7 +202,7 @@ def test_states_of_an_encoder_that_ran_elsewhere_are_refused():
         assert "cp=1" in found
 
 
-def test_rows_of_uneven_length_with_positions_are_exact_or_refused_under_a_pooling_head():
+def test_packed_position_ids_under_a_pooling_head_with_cp_give_the_loss_of_one_rank_or_raise():
     """A mask that hides the padding makes transformers ignore the positions that separate documents."""
 
     def loss_of(size, **layout):

@@ -91,7 +91,7 @@ def ways():
 
 
 @pytest.mark.parametrize(("cls", "name"), list(ways()))
-def test_own_loops_and_losses_see_all_tokens_and_train_as_one_process(cls, name):
+def test_hand_written_loops_with_cp_see_all_tokens_and_have_the_losses_of_one_process(cls, name):
     """Losses, gradients, norm and weights after three steps, with dropout; outputs are whole on every rank."""
     way, mask, sizes, options = WAYS[name]
     case, mesh = case_of(cls), (sizes.get("tp", 1), sizes.get("pp", 1), 2)
@@ -118,7 +118,7 @@ def counted(case, **layout):
     return [float(loss)], model.consolidated_state_dict(grads=True), 0.0, {}
 
 
-def test_summed_loss_with_entries_for_itself_divides_by_targets_once():
+def test_user_loss_that_sums_over_extra_batch_entries_with_cp_has_the_gradients_of_one_process():
     case = case_of("GPT2LMHeadModel")
     found = emulate(counted, case, mesh=(1, 1, 2), cp=2)
     require_equal(found[0], counted(case))
@@ -159,7 +159,7 @@ TARGETS = {
         *(pytest.param(cls, sizes, marks=pytest.mark.slow) for cls in FAMILIES for sizes in ({"tp": 2}, {"pp": 2})),
     ],
 )  # fmt: skip
-def test_adapters_train_on_cut_tokens_as_in_one_process(cls, sizes):
+def test_lora_adapters_with_cp_have_the_losses_and_gradients_of_one_process(cls, sizes):
     """LoRA with its own dropout: losses, every gradient, and the matrices after three steps."""
     case, mesh = case_of(cls), (sizes.get("tp", 1), sizes.get("pp", 1), 2)
     alone = adapted(case)
@@ -196,7 +196,9 @@ MESHES = [({"cp": 2}, {"tp": 2}), ({"cp": 2, "pp": 2}, {"cp": 2}), ({"cp": 2, "d
         for i, meshes in enumerate(MESHES)
     ],
 )  # fmt: skip
-def test_training_goes_on_from_a_cut_mesh_on_another_and_back(cls, first, second, tmp_path):
+def test_checkpoint_moved_from_cp_2_to_another_mesh_and_back_trains_as_one_process(
+    cls, first, second, tmp_path
+):
     """Saved at cp=2, resumed on another mesh and saved, resumed at cp=2: weights, optimizer and dropout go on."""
     case = case_of(cls)
 

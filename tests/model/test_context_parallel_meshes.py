@@ -40,7 +40,7 @@ def on_mesh(case, mask, sizes, options):
 
 
 @pytest.mark.parametrize(("cls", "name"), list(layouts()))
-def test_cut_tokens_on_a_mesh_train_as_one_process(cls, name):
+def test_context_parallel_with_tp_pp_or_dp_has_the_losses_and_gradients_of_one_process(cls, name):
     """Losses, every gradient, the norm, and weights after three steps, with dropout, on every rank."""
     mask, sizes, options = LAYOUTS[name]
     case = case_of(cls, **({"num_hidden_layers": BLOCKS[name]} if name in BLOCKS else {}))
@@ -70,7 +70,7 @@ def error_of(found, truth):
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("cls", "precision", "sizes", "options"), PRECISE)
-def test_context_parallel_results_in_16_bits_are_as_near_to_fp64_as_one_process(
+def test_context_parallel_16_bit_results_are_as_close_to_fp64_as_those_of_one_process(
     cls, precision, sizes, options
 ):
     """With fp32 parameters: at most twice the error of one process, with the same dropout."""
@@ -104,7 +104,7 @@ def overflown(case):
     )
 
 
-def test_overflow_on_one_cp_rank_drops_the_gradients_of_all():
+def test_fp16_overflow_on_one_cp_rank_drops_the_gradients_on_all_ranks_and_halves_the_loss_scale():
     for before, after, left in emulate(overflown, case_of("GPT2LMHeadModel"), mesh=(1, 1, 2)):
         assert after == before / 2
         assert not left

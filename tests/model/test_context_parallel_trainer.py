@@ -23,7 +23,7 @@ CUT = [  # layout, family, loss of the Trainer's own
 
 
 @pytest.mark.parametrize(("layout", "family", "own_loss"), CUT)
-def test_scheduled_trainer_on_cut_tokens_equals_plain_trainer(
+def test_scheduled_trainer_with_cp_has_the_losses_and_weights_of_the_plain_trainer(
     layout, family, own_loss, tmp_path, ranks
 ):
     """With cp=2: the ranks of a cp group read the same rows, and the rows of a step are counted once."""

@@ -45,7 +45,7 @@ def case(cls, dropout=0.1):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("way", "cls", "mask", "cp"), list(cells()))
-def test_each_cp_attention_gives_the_losses_and_gradients_of_one_process(way, cls, mask, cp):
+def test_every_cp_attention_option_has_the_losses_and_gradients_of_one_process(way, cls, mask, cp):
     """Losses, every gradient, the norm, and weights after three steps, with dropout."""
     one = case(cls)
     found = emulate(trained, one, mask, mesh=(1, 1, cp), cp=cp, cp_attention=way)
@@ -65,7 +65,9 @@ TOGETHER = [
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("cls", "mask", "sizes", "options"), TOGETHER)
-def test_each_way_of_attention_on_a_mesh_trains_as_one_process(way, cls, mask, sizes, options):
+def test_every_cp_attention_option_with_tp_pp_or_dp_has_the_losses_of_one_process(
+    way, cls, mask, sizes, options
+):
     one, ranks = case(cls), sizes.get("dp", 1) * 2
     mesh = sizes.get("tp", 1), sizes.get("pp", 1), ranks
     found = emulate(trained, one, mask, mesh=mesh, cp=2, cp_attention=way, **sizes, **options)
@@ -85,7 +87,7 @@ def test_each_way_of_attention_on_a_mesh_trains_as_one_process(way, cls, mask, s
         ),
     ],
 )
-def test_each_way_of_attention_without_dropout_trains_as_one_process(way, cls, mask):
+def test_every_cp_attention_option_without_dropout_has_the_losses_of_one_process(way, cls, mask):
     """Fused attention of one process; queries that see no key have no output there."""
     one = case(cls, dropout=0.0)
     found = emulate(trained, one, mask, mesh=(1, 1, 2), cp=2, cp_attention=way)
@@ -102,7 +104,9 @@ def of_long_row(one, **layout):
 
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint_ratio": 1.0}], ids=["kept", "recomputed"])
-def test_causal_rows_longer_than_the_model_is_wide_train_as_in_one_process(options, monkeypatch):
+def test_cp_on_causal_sequences_longer_than_the_hidden_size_has_the_losses_of_one_process(
+    options, monkeypatch
+):
     """With keys gathered, a mask is made for each run of queries, here three; keys are gathered again once a backward."""
     one, gathers, gathered = case("LlamaForCausalLM", dropout=0.0), [], cut_gather._gathered
     monkeypatch.setattr(cut_gather, "RUN", 1)
@@ -124,7 +128,7 @@ def loss_of(one, tokens, **layout):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_rows_that_cp_does_not_divide_are_padded_for_each_way(way):
+def test_every_cp_attention_option_pads_sequences_that_cp_does_not_divide_and_keeps_the_loss(way):
     one = case_of("GPT2LMHeadModel", 0.0, n_head=6)
     expected = loss_of(one, 11)
     found = emulate(loss_of, one, 11, cp=3, mesh=(1, 1, 3), cp_attention=way)
@@ -141,7 +145,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("cls", "options", "problem", "hint"), REFUSED)
-def test_models_that_a_way_of_attention_does_not_fit_are_refused_at_the_load(
+def test_model_that_the_cp_attention_option_does_not_support_is_refused_at_load(
     cls, options, problem, hint
 ):
     with pytest.raises(MeshError, match=problem) as caught:
@@ -149,7 +153,7 @@ def test_models_that_a_way_of_attention_does_not_fit_are_refused_at_the_load(
     assert caught.value.hint == hint
 
 
-def test_heads_of_a_derived_table_that_cp_does_not_divide_are_refused():
+def test_ulysses_attention_refuses_heads_that_cp_does_not_divide_in_the_forward():
     """Their number is known in the forward: the probe at the load takes 4 of the 6 heads."""
     case = case_of("BioGptForCausalLM", num_attention_heads=6, hidden_size=24)
     with pytest.raises(MeshError, match='cp_attention="ulysses": cp=4 does not divide the 6 heads'):

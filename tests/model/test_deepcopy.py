@@ -106,7 +106,9 @@ AVERAGES = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "options"), AVERAGES.values(), ids=AVERAGES)
-def test_averaged_model_weights_equal_one_process(layout, options, tmp_path, threads):
+def test_torch_averaged_model_of_a_sharded_model_has_the_weights_of_one_process(
+    layout, options, tmp_path, threads
+):
     case = CASES[0]
     folder = checkpoint(case, tmp_path)
     weights, logits = threads.run(averaged, 1, folder, (1, 1, 1), {})[0]
@@ -176,7 +178,7 @@ FAMILIES = sorted(path.stem for path in (ROOT / "schedules").glob("*.py"))
 @pytest.mark.one_in(4, 4)
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name != "wideresnet"])
-def test_deepcopied_model_owns_its_tensors_in_every_family(family, tp, tmp_path):
+def test_deepcopied_model_of_every_family_shares_no_tensor_with_the_original(family, tp, tmp_path):
     """Regression: a copy of BERT, RoBERTa or ALBERT read the padding mask of the original."""
     case = HEADS.get(family, HEADS.get(family.replace("_", "-")))[0]
     folder = checkpoint(case, tmp_path)
@@ -207,13 +209,13 @@ COPIED = {**AVERAGES, "bf16": ((1, 1, 1), {"precision": "bf16"}), "sp": ((2, 1, 
 
 
 @pytest.mark.parametrize(("layout", "options"), COPIED.values(), ids=COPIED)
-def test_deepcopied_model_owns_its_tensors_on_every_layout(layout, options):
+def test_deepcopied_model_on_every_layout_shares_no_tensor_with_the_original(layout, options):
     """Regression: deepcopy raised after a hand-written loop in bf16 or with dp_shard."""
     config = transformers.BertConfig(**TINY["bert"], architectures=["BertForMaskedLM"])
     assert emulate(copied_after_a_step, config, layout, options, mesh=layout) == [[]] * 2 ** (layout != (1, 1, 1))  # fmt: skip
 
 
-def test_deepcopied_wideresnet_owns_its_tensors():
+def test_deepcopied_wideresnet_shares_no_tensor_with_the_original():
     config = WideResNetConfig(**TINY["wideresnet"])
     assert emulate(copied_after_a_step, config, (2, 1, 1), {}, mesh=(2, 1, 1)) == [[], []]
 

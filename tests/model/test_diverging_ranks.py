@@ -67,14 +67,14 @@ LOSS_DIMS = {"dp": {"dp": 2}, "dp+cp": {"cp": 2}}
 
 
 @pytest.mark.parametrize("dims", LOSS_DIMS)
-def test_autograd_grad_over_dp_or_cp_is_refused(dims):
+def test_autograd_grad_of_parameters_over_dp_or_cp_is_refused(dims):
     with pytest.raises(MeshError, match="not their average over " + re.escape(dims)) as caught:
         emulate(by_autograd, False, mesh=(1, 1, 2), **LOSS_DIMS[dims])
     assert "no_sync" in caught.value.hint
 
 
 @pytest.mark.parametrize("dims", LOSS_DIMS)
-def test_autograd_grad_in_no_sync_averaged_by_hand_equals_plain(dims):
+def test_autograd_grad_in_no_sync_averaged_by_the_user_equals_the_full_batch_gradient(dims):
     for found in emulate(by_autograd, True, mesh=(1, 1, 2), **LOSS_DIMS[dims]):
         for want, grad in found:
             torch.testing.assert_close(grad, want)
@@ -118,7 +118,7 @@ def with_a_backward_in_it():
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_backward_inside_a_loss_keeps_accumulated_gradients():
+def test_backward_called_inside_a_user_loss_keeps_accumulated_gradients():
     one, other = emulate(with_a_backward_in_it, mesh=(1, 1, 2))
     for name, grad in one.items():
         torch.testing.assert_close(grad, other[name], msg=name)
@@ -130,7 +130,7 @@ def autograd_over_stages():
     torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
 
 
-def test_autograd_grad_over_pipeline_stages_is_refused():
+def test_autograd_grad_with_several_pipeline_stages_is_refused():
     """The stage of this rank has no gradient of a weight of another stage; autograd would return None."""
     with pytest.raises(SlapoError, match="model with pp > 1"):
         emulate(autograd_over_stages, mesh=(1, 2, 1))
@@ -158,7 +158,7 @@ def line_search(mesh):
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1)])
-def test_lbfgs_on_shards_is_refused(mesh):
+def test_lbfgs_optimizer_on_sharded_weights_is_refused(mesh):
     with pytest.raises(SlapoError, match="dot products over all parameters"):
         emulate(line_search, mesh, mesh=mesh)
 
@@ -224,7 +224,7 @@ LEFT = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LEFT)
-def test_step_run_by_only_some_ranks_raises_on_all_ranks(name, monkeypatch):
+def test_training_step_run_by_only_some_ranks_raises_on_all_ranks(name, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     loop, mesh = LEFT[name]
     told = {}
@@ -245,7 +245,7 @@ def test_step_run_by_only_some_ranks_raises_on_all_ranks(name, monkeypatch):
         assert "imed out" not in str(error)
 
 
-def test_dp_replica_can_evaluate_alone():
+def test_one_dp_replica_can_run_evaluation_without_the_others():
     emulate(evaluate_alone, lambda m: m(IDS), dp=2, mesh=(1, 1, 2))
 
 
@@ -278,7 +278,7 @@ def test_timeout_error_names_the_source_line_of_every_rank(what, monkeypatch):
         assert f"of rank {rank} at test_diverging_ranks.py:{line}" in told, told
 
 
-def test_timeout_error_gives_the_line_of_the_last_collective_in_the_user_program():
+def test_last_begun_collective_is_recorded_with_the_line_of_the_user_program():
     def run():
         made(tp=2).train_step({"input_ids": IDS, "labels": IDS})
         return begun.of_world().line
@@ -288,7 +288,7 @@ def test_timeout_error_gives_the_line_of_the_last_collective_in_the_user_program
     assert (file, line) == (__file__, first + 1), source
 
 
-def test_accumulated_gradients_are_added_in_place():
+def test_second_train_step_adds_gradients_in_place():
     model = made()
     model.train_step(rows_of(model))
     before = {name: (p.grad, 2 * p.grad) for name, p in model.named_parameters()}

@@ -46,7 +46,7 @@ def ids(value):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "precision", "layout", "order", "stage"), DIAGONAL, ids=ids)
-def test_dp_shard_gives_the_losses_and_gradients_of_plain_transformers(
+def test_dp_shard_training_has_the_losses_and_gradients_of_plain_transformers(
     case, precision, layout, order, stage, root, threads
 ):
     folder, world = checkpoint(case, root), layout[0] * layout[1] * layout[2]
@@ -60,10 +60,10 @@ def test_dp_shard_gives_the_losses_and_gradients_of_plain_transformers(
 
 @pytest.mark.slow  # 176 runs
 @pytest.mark.parametrize(("case", "precision", "layout", "order", "stage"), GRID, ids=ids)
-def test_dp_shard_on_all_layouts_equals_plain_transformers(
+def test_dp_shard_training_on_every_layout_has_the_gradients_of_plain_transformers(
     case, precision, layout, order, stage, root, ranks
 ):
-    test_dp_shard_gives_the_losses_and_gradients_of_plain_transformers(
+    test_dp_shard_training_has_the_losses_and_gradients_of_plain_transformers(
         case, precision, layout, order, stage, root, ranks
     )
 
@@ -72,7 +72,9 @@ def test_dp_shard_on_all_layouts_equals_plain_transformers(
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize(("order", "precision"), [("1f1b", "bf16"), ("interleaved_1f1b", "fp32"), ("zbv", "bf16")])  # fmt: skip
 @pytest.mark.parametrize("case", [GPT2, BERT, T5, LLAMA], ids=ids)
-def test_dp_shard_with_tp_and_pp_equals_plain(case, order, precision, stage, root):
+def test_dp_shard_training_with_tp_and_pp_has_the_gradients_of_plain_transformers(
+    case, order, precision, stage, root
+):
     folder, mesh = checkpoint(case, root), (2, 2, 2)
     found = emulate(train, case, folder, mesh, order, stage, precision, mesh=mesh, timeout_s=120)
     if precision == "fp32":
@@ -224,7 +226,9 @@ MORE_HSDP = [
 @pytest.mark.parametrize(
     ("layout", "options"), HSDP + [pytest.param(*c, marks=pytest.mark.slow) for c in MORE_HSDP]
 )
-def test_two_replicas_of_two_shards_equal_one_process(layout, options, root, ranks):
+def test_dp_4_as_two_replicas_of_two_shards_has_the_losses_of_one_process(
+    layout, options, root, ranks
+):
     """dp=4 with dp_shard=2 is two replicas, each sharded over two ranks."""
     folder, world = checkpoint(GPT2, root), layout[0] * layout[1] * layout[2]
     (whole,) = ranks.run(steps, 1, folder, (1, 1, 1), {}, 0, 2)
@@ -256,7 +260,9 @@ def copied(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_deepcopied_dp_shard_model_with_frozen_weights_has_equal_gradients(stage, root, ranks):
+def test_deepcopy_of_a_dp_shard_model_with_a_frozen_weight_has_the_gradients_of_the_original(
+    stage, root, ranks
+):
     for mine, average in ranks.run(copied, 2, checkpoint(GPT2, root), stage):
         assert mine.pop("transformer.wpe.weight") is average.pop("transformer.wpe.weight") is None
         assert all(torch.equal(grad, average[name]) for name, grad in mine.items())
@@ -330,7 +336,9 @@ def shared_adapter(folder, layout, saved, stage):
 
 
 @pytest.mark.parametrize(("layout", "stage"), [((1, 1, 2), 3), ((1, 2, 2), 2)], ids=str)
-def test_lora_adapter_with_dp_shard_equals_one_process(layout, stage, root, ranks, tmp_path):
+def test_lora_adapter_with_dp_shard_has_the_gradients_of_one_process(
+    layout, stage, root, ranks, tmp_path
+):
     folder = checkpoint(GPT2, root)
     ((want, wanted),) = ranks.run(adapted, 1, folder, (1, 1, 1), tmp_path / "one")
     world = layout[1] * layout[2]
@@ -358,7 +366,9 @@ def adapted_by_hand(folder, **options):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_lora_adapters_with_dp_shard_train_in_a_hand_written_loop(stage, root, ranks):
+def test_lora_gradients_with_dp_shard_in_a_hand_written_loop_equal_those_without_dp_shard(
+    stage, root, ranks
+):
     folder = checkpoint(GPT2, root)
     want = ranks.run(adapted_by_hand, 2, folder)
     for mine, other in zip(ranks.run(by_hand_over_shards, 2, folder, stage), want, strict=True):
@@ -371,7 +381,7 @@ def by_hand_over_shards(folder, stage):
     return adapted_by_hand(folder, dp_shard=2, zero_stage=stage)
 
 
-def test_unsupported_uses_of_dp_shard_are_refused(root, ranks):
+def test_dp_shard_with_an_unsupported_size_engine_or_optimizer_is_refused(root, ranks):
     with pytest.raises(MeshError, match=r"does not divide dp=4[\s\S]*nearest is 2"):
         check_dp_shard(Mesh(dp=4), 3, "torch", None)
     with pytest.raises(MeshError, match=r"zero_stage=2: nothing is sharded[\s\S]*pass dp_shard=N"):

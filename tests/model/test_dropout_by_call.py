@@ -107,7 +107,7 @@ def repeated(options, folder, what):
 
 @pytest.mark.parametrize("what", CALLS)
 @pytest.mark.parametrize("layout", ["1", pytest.param("tp2", marks=pytest.mark.slow), "tp2-sp"])
-def test_recomputed_forward_draws_the_same_dropout(layout, what, root):
+def test_recomputed_forward_draws_the_dropout_masks_of_the_first_forward(layout, what, root):
     for (loss, grads), *others in on(layout, repeated, checkpoint(BERT, root), what):
         for again, found in others:
             torch.testing.assert_close(again, loss)
@@ -134,7 +134,7 @@ def views(options, folder, case=BERT):
 @pytest.mark.parametrize(
     "case", [BERT, pytest.param(GPT2, marks=pytest.mark.slow)], ids=["bert", "gpt2"]
 )
-def test_each_forward_draws_new_dropout_equal_on_all_layouts(case, root):
+def test_each_forward_draws_new_dropout_masks_that_are_equal_on_all_layouts(case, root):
     folder = checkpoint(case, root)
     ((found, losses),) = on("1", views, folder, case)
     for one, other in (found[:2], found[2:4]):
@@ -176,7 +176,7 @@ def test_layers_recomputed_by_torch_checkpoint_wrapper_draw_the_same_dropout(
             torch.testing.assert_close(again[name], grad, atol=1e-7, rtol=1e-4, msg=name)
 
 
-def test_manual_seed_repeats_dropout_as_in_plain_torch(root):
+def test_torch_manual_seed_with_the_same_seed_repeats_the_dropout_masks(root):
     model = trained(checkpoint(BERT, root), {})
     batch = tokens(model)
 

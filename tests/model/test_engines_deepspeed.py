@@ -49,7 +49,9 @@ def all_runs(runs):
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize("layout", [(1, 1, 2), (2, 1, 2)], ids=["dp2", "tp2-dp2"])
 @pytest.mark.parametrize("family", CASES)
-def test_deepspeed_zero_equals_one_process(family, layout, root, ranks):
+def test_deepspeed_zero_training_has_the_losses_and_gradients_of_one_process(
+    family, layout, root, ranks
+):
     case, folder = CASES[family], checkpoint(CASES[family], root)
     runs = [
         (case, folder, layout, "deepspeed", {"config": config(stage, 2 - stage % 2)})
@@ -92,7 +94,9 @@ def test_deepspeed_clipping_counts_shared_kv_heads_once(root, ranks):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("stages", [(0, 1)], ids=["zero0-zero1"])
 @pytest.mark.parametrize("family", CASES)
-def test_deepspeed_pipeline_equals_one_process(family, stages, root, ranks):
+def test_deepspeed_pipeline_training_has_the_losses_and_gradients_of_one_process(
+    family, stages, root, ranks
+):
     """DeepSpeed's PipelineModule; GPT-2, BERT and T5 tie weights of the first and the last stage."""
     case, folder = CASES[family], checkpoint(CASES[family], root)
     runs = [

@@ -32,7 +32,7 @@ def all_families(runs):
     return found
 
 
-def test_megatron_engine_equals_one_process(root, ranks):
+def test_megatron_engine_training_has_the_losses_and_gradients_of_one_process(root, ranks):
     folders = {family: checkpoint(case, root) for family, case in CASES.items()}
     options = {"clip": 1.0}
     runs = [(CASES[f], folder, (2, 1, 1), "megatron", options) for f, folder in folders.items()]
@@ -55,7 +55,9 @@ def on_two_ranks_of_dp(folder, out):
     return [(before + after, weights), (before + again, same)]
 
 
-def test_checkpoint_resumes_under_torch_and_under_megatron(root, ranks, tmp_path):
+def test_checkpoint_saved_under_torch_or_megatron_resumes_under_the_other_as_one_process(
+    root, ranks, tmp_path
+):
     folder = checkpoint(CASES["gpt2"], root)
     for run in ranks.run(on_two_ranks_of_dp, 2, folder, tmp_path / "saved", timeout=300)[0]:
         assert_same_run(run, CASES["gpt2"], folder)
@@ -110,7 +112,7 @@ def with_layers(folder):
     return type(model.bert.encoder.layer[0].output.dense.layer).__name__
 
 
-def test_megatron_layers_replace_linears(root, ranks):
+def test_replace_installs_megatron_parallel_linears_with_equal_gradients(root, ranks):
     assert ranks.run(with_layers, 2, checkpoint(CASE, root))[0] == "RowParallelLinear"
 
 

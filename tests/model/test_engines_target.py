@@ -60,7 +60,7 @@ def each_target(folder, out):
     return found
 
 
-def test_every_target_engine_trains_as_one_process(root, ranks, tmp_path):
+def test_every_target_engine_has_the_losses_and_gradients_of_one_process(root, ranks, tmp_path):
     """Losses and weights equal one process; the engine has the attributes of the model."""
     folder = checkpoint(CASE, root)
     both = ranks.run(each_target, 2, folder, tmp_path, timeout=300)
@@ -86,13 +86,15 @@ def from_config(folder):
     return plain.consolidated_state_dict(), engine.consolidated_state_dict()
 
 
-def test_from_config_for_an_engine_initializes_the_same_weights(root, ranks):
+def test_from_config_initializes_the_same_weights_with_and_without_a_target_engine(root, ranks):
     plain, engine = ranks.run(from_config, 2, checkpoint(CASE, root))[0]
     assert plain.keys() == engine.keys()
     assert all(torch.equal(engine[name], value) for name, value in plain.items())
 
 
-def test_torch_target_without_options_returns_the_model_itself(root):
+def test_from_pretrained_returns_a_transformers_model_without_target_and_an_engine_with_options(
+    root,
+):
     folder = checkpoint(CASE, root)
     assert isinstance(
         AutoScheduledModel.from_pretrained(folder, target=None), transformers.GPT2LMHeadModel
@@ -110,7 +112,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_target_raises_before_any_file_is_read(wrong, tmp_path):
+def test_wrong_target_engine_arguments_raise_before_any_file_is_read(wrong, tmp_path):
     arguments, message = WRONG[wrong]
     with pytest.raises(SlapoError, match=message) as caught:
         AutoScheduledModel.from_pretrained(tmp_path / "none", **arguments)

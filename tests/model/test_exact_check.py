@@ -29,7 +29,7 @@ def train_another_way_on_a_mesh(case, real, *args):
 TRAIN = exact_check._train
 
 
-def test_verify_exact_command_compares_the_digests_of_the_steps(capsys):
+def test_verify_exact_command_reports_equal_digests_of_each_step_on_tp_2_and_one_rank(capsys):
     run("verify", "bert", "--tp", "2", "--exact", "--json")
     found = json.loads(capsys.readouterr().out)
     assert found["verdict"] == "verified"

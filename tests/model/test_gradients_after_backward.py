@@ -69,7 +69,9 @@ def gradients(folder, layout, number):
 
 
 @pytest.mark.parametrize("number", range(len(USES)), ids=[use.__name__ for use in USES])
-def test_gradients_over_dp_equal_one_process(ranks, number, tmp_path):
+def test_gradients_after_backward_on_two_dp_ranks_equal_those_of_one_process(
+    ranks, number, tmp_path
+):
     folder = folder_of("gpt2", tmp_path)
     want, _, _ = gradients(folder, {}, number)
     found, in_place, flats = ranks.run(gradients, 2, folder, {"dp": 2}, number)[0]
@@ -88,7 +90,9 @@ def of_unlike_lengths(folder):
         loss.backward()
 
 
-def test_backward_through_forwards_with_and_without_sharded_tokens_is_refused(ranks, tmp_path):
+def test_one_backward_through_forwards_with_and_without_sequence_parallelism_is_refused(
+    ranks, tmp_path
+):
     ranks.run(of_unlike_lengths, 2, folder_of("qwen3", tmp_path))
 
 
@@ -113,7 +117,9 @@ def twice(model):
     [{"kernels": "linear_cross_entropy"}, {"tp": 2, "kernels": "reference"}],
     ids=["kernel", "tp"],
 )
-def test_second_order_gradient_is_exact_or_refused(ranks, layout, tmp_path):
+def test_second_order_gradient_equals_plain_transformers_or_is_refused_with_loss_kernels(
+    ranks, layout, tmp_path
+):
     """The loss kernel computes its gradients in the forward, so they have no graph of their own."""
     folder = folder_of("gpt2", tmp_path)
     exact = penalised(folder, {"kernels": "reference"})
@@ -142,7 +148,9 @@ def replaced(folder, layout):
 
 
 @pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2, "sequence_parallel": True}], ids=str)
-def test_functional_call_with_replaced_parameters_has_plain_gradients(ranks, layout, tmp_path):
+def test_functional_call_with_replaced_parameters_has_the_gradients_of_one_process(
+    ranks, layout, tmp_path
+):
     folder = folder_of("gpt2", tmp_path)
     (want,) = ranks.run(replaced, 1, folder, {})
     found = ranks.run(replaced, 2, folder, layout)[0]
@@ -169,7 +177,7 @@ def outside(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_call_of_a_sharded_module_outside_the_model_is_refused(ranks, stage, tmp_path):
+def test_direct_call_of_a_zero_sharded_submodule_is_refused(ranks, stage, tmp_path):
     for said in ranks.run(outside, 2, folder_of("gpt2", tmp_path), stage):
         assert ["outside the model" in words for words in said] == [True, True, False]
 
@@ -184,6 +192,6 @@ def of_a_stage(folder):
     return str(error.value)
 
 
-def test_call_of_a_layer_of_another_pipeline_stage_is_refused(ranks, tmp_path):
+def test_direct_call_of_a_layer_of_another_pipeline_stage_is_refused(ranks, tmp_path):
     for words in ranks.run(of_a_stage, 2, folder_of("gpt2", tmp_path)):
         assert "outside the model's forward" in words

@@ -136,7 +136,7 @@ def with_a_local_mask(folder, layout):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "dp2-shard"])
-def test_gradient_hook_with_a_mask_of_local_rows_is_refused(layout, tmp_path):
+def test_gradient_hook_that_returns_a_tensor_of_the_local_shard_shape_is_refused(layout, tmp_path):
     options = LAYOUTS[layout]
     mesh = tuple(options.get(dim, 1) for dim in ("tp", "pp", "dp"))
     with pytest.raises(MeshError, match=r"unsharded tensor \[99, 30\]"):
@@ -150,7 +150,7 @@ def hooked_on_rank_0(folder):
     model.train_step(batch(FAMILIES["gpt2"], 0, model), loss_fn=square_mean)
 
 
-def test_gradient_hooks_on_some_ranks_only_are_refused(tmp_path):
+def test_gradient_hook_on_a_sharded_weight_of_one_rank_only_is_refused(tmp_path):
     with pytest.raises(MeshError, match=r"stage 0 have \[0, 1\] hooks on sharded"):
         emulate(hooked_on_rank_0, checkpoint(FAMILIES["gpt2"], tmp_path), mesh=(2, 1, 1))
 
@@ -178,16 +178,18 @@ TERMS = {"l2": l2, "ewc": ewc}
 @pytest.mark.one_in(11)
 @pytest.mark.parametrize(("family", "layout", "by_hand"), [c for c in CELLS if c[1] != "pp2"])
 @pytest.mark.parametrize("name", TERMS)
-def test_weight_penalty_in_the_loss_counts_once_over_ranks(name, family, layout, by_hand, tmp_path):
+def test_weight_penalty_in_the_loss_is_counted_once_however_many_ranks_share_the_weight(
+    name, family, layout, by_hand, tmp_path
+):
     compare(family, layout, by_hand, tmp_path, term=TERMS[name])
 
 
-def test_weight_penalty_on_a_tied_weight_counts_once_over_stages(tmp_path):
+def test_weight_penalty_on_a_weight_tied_over_pipeline_stages_is_counted_once(tmp_path):
     compare("gpt2", "pp2", False, tmp_path, term=of_tied)
 
 
 @pytest.mark.parametrize("name", TERMS)
-def test_weight_penalty_with_pipeline_is_refused(name, tmp_path):
+def test_weight_penalty_in_the_loss_of_a_pipeline_is_refused(name, tmp_path):
     with pytest.raises(MeshError, match="after train_step add its gradient"):
         compare("llama", "pp2", False, tmp_path, term=TERMS[name])
 

@@ -141,7 +141,9 @@ def test_sampled_elements_of_huge_weights_have_valid_indices(count):
     assert set(_samples({"w": torch.ones(1).expand(count)})["w"]) == {1.0}
 
 
-def test_version_compared_between_ranks_is_found_without_an_installed_package(source, monkeypatch):
+def test_ranks_read_the_slapo_zoo_version_from_pyproject_when_the_package_is_not_installed(
+    source, monkeypatch
+):
     """A bare machine runs it by its path: no package metadata says which version it is."""
     installed = metadata.distribution
 

@@ -90,7 +90,7 @@ def in_one_piece(function, labels=LABELS):
 
 
 @pytest.mark.parametrize(("dp", "pp"), [(1, 1), (2, 1), (1, 2)])
-def test_user_loss_function_over_micro_batches_equals_the_full_batch(dp, pp):
+def test_user_loss_function_over_micro_batches_has_the_gradients_of_the_full_batch(dp, pp):
     options = {} if dp * pp > 1 else {"micro_batches": 4}
     found = emulate(stepped, list(EXACT), dp, pp, **options, mesh=(1, pp, dp))[-1]
     for name, function in EXACT.items():
@@ -104,14 +104,14 @@ ELEMENTS = {
 }
 
 
-def test_user_loss_that_averages_over_elements_equals_the_full_batch():
+def test_user_loss_that_averages_over_elements_has_the_gradients_of_the_full_batch():
     found = stepped(list(ELEMENTS), labels=IDS, micro_batches=2)
     for name, function in ELEMENTS.items():
         assert found[name] == pytest.approx(in_one_piece(function, IDS), rel=1e-5), name
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_user_loss_function_that_is_no_mean_is_refused(name):
+def test_user_loss_function_that_is_not_a_mean_over_targets_is_refused_with_micro_batches(name):
     function, words = REFUSED[name]
     model = AutoScheduledModel.from_config(CONFIG, seed=0).train()
     model.loss_function = kept = own(function)
@@ -123,7 +123,7 @@ def test_user_loss_function_that_is_no_mean_is_refused(name):
         assert float(model.train_step(batch)) == pytest.approx(in_one_piece(function)[0], rel=1e-5)
 
 
-def test_class_weighted_loss_with_explicit_target_counts_is_refused():
+def test_class_weighted_loss_is_refused_when_train_step_gets_target_counts():
     model = AutoScheduledModel.from_config(CONFIG, seed=0).train()
     model.loss_function = own(EXACT["weights"])
     with pytest.raises(MeshError, match="divides by weights"):

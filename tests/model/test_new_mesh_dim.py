@@ -86,7 +86,9 @@ def require_equal(found, expected):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_mesh_with_a_new_dim_trains_as_one_process(case, use, tmp_path):
+def test_training_on_a_mesh_with_a_user_defined_dim_has_the_losses_of_one_process(
+    case, use, tmp_path
+):
     """Dropout, loss, gradients, norm and saved files equal one process, with ZeRO and with tp."""
     use(1)
     alone = trained(case, folder=tmp_path / "alone")
@@ -103,7 +105,7 @@ def test_mesh_with_a_new_dim_trains_as_one_process(case, use, tmp_path):
             torch.testing.assert_close(saved[name], tensor, **CLOSE)
 
 
-def test_hand_written_loop_averages_gradients_over_dp_and_the_new_mesh_dim(use):
+def test_hand_written_loop_averages_gradients_over_dp_and_a_user_defined_mesh_dim(use):
     """The mean of the ranks' gradients, as DDP gives it: the same over dp 4 and over dp 2 x x 2."""
     use(1)
     expected = emulate(trained, CASES[0], True, mesh=(1, 1, 4), dp=4)[0]
@@ -121,7 +123,9 @@ def resumed(case, folder, rows, **layout):
     return float(model.train_step({name: x[mine] for name, x in batch_of(case).items()}))
 
 
-def test_checkpoint_saved_with_a_new_mesh_dim_resumes_with_it_and_without_it(use, tmp_path):
+def test_checkpoint_saved_with_a_user_defined_mesh_dim_resumes_with_and_without_the_dim(
+    use, tmp_path
+):
     """A checkpoint saved by ranks of `x` resumes in one process, and the other way round."""
     use(2)
     emulate(trained, CASES[0], mesh=(1, 1, 4), dp=2, dp_shard=2, folder=tmp_path)
@@ -131,7 +135,7 @@ def test_checkpoint_saved_with_a_new_mesh_dim_resumes_with_it_and_without_it(use
     assert here == [pytest.approx(alone, rel=1e-6)] * 4
 
 
-def test_size_and_coordinates_of_mesh_dims_with_the_same_role_are_combined():
+def test_mesh_dims_that_both_split_the_batch_have_the_product_of_their_sizes_as_batch_size():
     """A role joins several dims under one name; its coordinates count the slowest dim first, and map back to ranks."""
     mesh = WithX(2, 1, 3, 0, x=2)
     assert mesh.named("batch") == mesh.named("loss") == "x+dp"
@@ -148,7 +152,7 @@ def test_size_and_coordinates_of_mesh_dims_with_the_same_role_are_combined():
         mesh.size("ep")
 
 
-def test_ranks_of_a_mesh_dim_that_shards_tokens_read_the_same_rows():
+def test_ranks_along_a_mesh_dim_that_shards_tokens_have_the_same_batch_coordinate():
     """Ranks along a dim that shards tokens sum the loss and read the same rows."""
     mesh = Mesh(1, 1, 2, 3, cp=2)
     assert (mesh.named("batch"), mesh.named("loss")) == ("dp", "dp+cp")

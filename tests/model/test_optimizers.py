@@ -65,7 +65,9 @@ def stepped(folder, tp, name):
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_matrix_optimizers_on_shards_equal_one_process(case, name, tmp_path, threads):
+def test_matrix_optimizers_on_sharded_weights_step_to_the_weights_of_one_process(
+    case, name, tmp_path, threads
+):
     folder = checkpoint(case, tmp_path)
     want, _ = threads.run(stepped, 1, folder, 1, name)[0]
     found, sizes = threads.run(stepped, 2, folder, 2, name)[0]
@@ -98,7 +100,7 @@ def trained(folder, layout):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)], ids=["tp2", "tp2-pp2"])
-def test_muon_on_shards_trains_as_in_one_process(layout, tmp_path, threads):
+def test_muon_on_sharded_weights_trains_to_the_weights_of_one_process(layout, tmp_path, threads):
     folder = checkpoint(CASES[0], tmp_path)
     want = threads.run(trained, 1, folder, (1, 1, 1))[0]
     found = threads.run(trained, layout[0] * layout[1], folder, layout)[0]
@@ -140,7 +142,9 @@ def normed(folder, layout, asked):
     return model.consolidated_state_dict()
 
 
-def test_unknown_optimizer_on_shards_warns_unless_matrices_are_gathered(tmp_path, ranks):
+def test_unknown_optimizer_on_shards_equals_one_process_only_when_matrices_are_gathered(
+    tmp_path, ranks
+):
     folder = checkpoint(CASES[0], tmp_path)
     want = ranks.run(normed, 1, folder, (1,), False)[0]
     found = ranks.run(normed, 2, folder, (2,), True)[0]

@@ -32,7 +32,7 @@ def outputs(folder, case, layout, options, train):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp2", "tp2-sp"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_output_hidden_states_are_unsharded(case, sequence_parallel, tmp_path, threads):
+def test_output_hidden_states_returns_unsharded_tensors(case, sequence_parallel, tmp_path, threads):
     folder = checkpoint(case, tmp_path)
     plain = getattr(transformers, case.cls).from_pretrained(folder, **changes_of(case)).train()
     want = plain(**batch_of(case), output_hidden_states=True)
@@ -64,7 +64,9 @@ def as_tuple(folder, case, layout):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
 @pytest.mark.parametrize("case", CASES[:3], ids=lambda case: case.cls)
-def test_return_dict_false_equals_plain_on_all_layouts(case, layout, tmp_path, threads):
+def test_forward_with_return_dict_false_equals_plain_transformers_on_every_layout(
+    case, layout, tmp_path, threads
+):
     folder = checkpoint(case, tmp_path)
     plain = getattr(transformers, case.cls).from_pretrained(folder)
     want = plain(**batch_of(case), return_dict=False)
@@ -93,7 +95,7 @@ def refusals(folder, case, layout, options):
     ],
     ids=["pp2-states", "pp2-attentions", "tp2-attentions", "sdpa-attentions"],
 )
-def test_hidden_states_and_attentions_that_a_rank_lacks_are_refused(
+def test_hidden_states_and_attentions_of_layers_on_another_rank_are_refused(
     layout, option, words, tmp_path, ranks
 ):
     folder = checkpoint(CASES[0], tmp_path)
@@ -139,5 +141,5 @@ def counted(folder, case):
         model.train_step({k: v[:0] for k, v in mine.items()})
 
 
-def test_num_items_in_batch_counts_targets_of_all_dp_ranks(tmp_path, ranks):
+def test_forward_argument_num_items_in_batch_counts_the_targets_of_all_dp_ranks(tmp_path, ranks):
     ranks.run(counted, 2, checkpoint(CASES[0], tmp_path), CASES[0])

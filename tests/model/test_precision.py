@@ -17,7 +17,9 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("case", "precision"), [(T5, "bf16"), (GPT2, "fp16")], ids=str)
-def test_mixed_precision_in_one_process_equals_plain(case, precision, root):
+def test_mixed_precision_in_one_process_has_the_gradients_of_plain_transformers(
+    case, precision, root
+):
     folder = checkpoint(case, root)
     result, _ = scheduled(case, folder, (1, 1, 1), precision=precision)
     compare(result, case, folder, precision)
@@ -55,7 +57,9 @@ def ids(value):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "precision", "name"), DIAGONAL, ids=ids)
-def test_mixed_precision_on_quick_layouts_equals_plain(case, precision, name, root, threads):
+def test_mixed_precision_on_a_few_layouts_has_the_gradients_of_plain_transformers(
+    case, precision, name, root, threads
+):
     folder, (tp, pp, dp) = checkpoint(case, root), LAYOUTS[name][0]
     results = threads.run(on_mesh, tp * pp * dp, case, folder, name, precision)
     compare(results[0][0], case, folder, precision)
@@ -63,8 +67,12 @@ def test_mixed_precision_on_quick_layouts_equals_plain(case, precision, name, ro
 
 @pytest.mark.slow  # 60 runs
 @pytest.mark.parametrize(("case", "precision", "name"), GRID, ids=ids)
-def test_mixed_precision_on_all_layouts_equals_plain(case, precision, name, root, ranks):
-    test_mixed_precision_on_quick_layouts_equals_plain(case, precision, name, root, ranks)
+def test_mixed_precision_on_every_layout_has_the_gradients_of_plain_transformers(
+    case, precision, name, root, ranks
+):
+    test_mixed_precision_on_a_few_layouts_has_the_gradients_of_plain_transformers(
+        case, precision, name, root, ranks
+    )
 
 
 def by_hand(folder, precision):
@@ -75,7 +83,7 @@ def by_hand(folder, precision):
     return {n: p.grad for n, p in model.named_parameters()}
 
 
-def test_mixed_precision_in_a_hand_written_loop_equals_train_step(root):
+def test_mixed_precision_in_a_hand_written_loop_has_the_gradients_of_train_step(root):
     """The parameter is the fp32 master for everyone; the recomputation reads the same casts."""
     folder = checkpoint(GPT2, root)
     found, model = (
@@ -95,7 +103,7 @@ def of_logits(output, batch):
 
 
 @pytest.mark.parametrize("case", [GPT2, BERT, T5], ids=ids)
-def test_logits_read_after_the_forward_use_the_cast_weights_of_that_forward(case, root):
+def test_lazy_logits_use_the_bf16_weights_of_their_forward_after_the_weights_changed(case, root):
     """Lazy logits use the cast weights of their forward, also after the weights have changed."""
     folder, batch = checkpoint(case, root), batch_of(case)
     grads = {}

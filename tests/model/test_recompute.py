@@ -63,7 +63,7 @@ def forms(folder, case, layout, by_hand):
         ("t5", {"pp": 2}, False), ("opt", {}, False),
     ],
 )  # fmt: skip
-def test_gradient_checkpointing_enable_keeps_losses_and_gradients(
+def test_gradient_checkpointing_enable_leaves_losses_and_gradients_unchanged(
     name, layout, by_hand, threads, tmp_path
 ):
     case = CASES[name]

@@ -86,7 +86,7 @@ def plain(folder, dp, even=False):
      ((1, 2, 1), {"pipeline_order": "zbv"}), ((1, 2, 1), {"pipeline_order": "interleaved_zero_bubble"}),
      ((1, 2, 2), {}), ((2, 2, 1), {}), ((1, 1, 2), {"dp_shard": 2}), ((1, 2, 2), {"dp_shard": 2})],
 )  # fmt: skip
-def test_soft_prompt_trains_as_in_one_process(folder, mesh, options):
+def test_soft_prompt_training_has_the_losses_and_prompt_of_one_process(folder, mesh, options):
     losses, prompt = plain(folder, mesh[2])
     for found, mine in emulate(on_a_mesh, folder, *mesh, options, mesh=mesh):
         assert found == pytest.approx(losses, rel=1e-5)
@@ -115,7 +115,9 @@ def by_hand(folder, tp, dp, options):
     ("tp", "dp", "options"),
     [(1, 2, {}), (2, 1, {"sequence_parallel": True}), (2, 2, {}), (1, 2, {"dp_shard": 2})],
 )
-def test_soft_prompt_trains_in_a_hand_written_loop(folder, tp, dp, options):
+def test_soft_prompt_trained_in_a_hand_written_loop_equals_that_of_one_process(
+    folder, tp, dp, options
+):
     _, want = plain(folder, dp, even=True)
     for _, mine in emulate(by_hand, folder, tp, dp, options, mesh=(tp, 1, dp)):
         torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-6)
@@ -132,7 +134,7 @@ def drawn_unlike(folder, tp, dp, by_hand):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("by_hand", [True, False])
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
-def test_soft_prompts_that_differ_between_ranks_raise(folder, tp, dp, by_hand):
+def test_soft_prompt_values_that_differ_between_ranks_raise(folder, tp, dp, by_hand):
     with pytest.raises(MeshError, match=r"\[1\].* \[4, 32\] with other values|fed another batch"):
         emulate(drawn_unlike, folder, tp, dp, by_hand, mesh=(tp, 1, dp))
 
@@ -147,7 +149,7 @@ def with_a_perturbation(folder, dp):
     return added.grad
 
 
-def test_input_perturbation_over_dp_keeps_the_gradient_of_its_rows(folder):
+def test_perturbation_of_input_embeddings_over_dp_gets_the_gradient_of_its_own_rows(folder):
     (whole,) = emulate(with_a_perturbation, folder, 1, mesh=(1, 1, 1))
     parts = emulate(with_a_perturbation, folder, 2, mesh=(1, 1, 2))
     torch.testing.assert_close(torch.cat(parts) / 2, whole)
@@ -175,7 +177,7 @@ def method(folder, config, tp, pp, dp, options):
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 @pytest.mark.parametrize("config", METHODS, ids=lambda config: config.peft_type.value)
 @pytest.mark.parametrize(("tp", "dp", "sp"), [(1, 2, False), (2, 1, False), (2, 1, True)])
-def test_peft_prompt_tuning_trains_as_on_one_rank(folder, config, tp, dp, sp):
+def test_peft_prompt_tuning_has_the_gradients_of_one_rank(folder, config, tp, dp, sp):
     (whole,) = emulate(method, folder, config, 1, 1, 1, {}, mesh=(1, 1, 1))
     options = {"sequence_parallel": sp}
     if tp > 1 and isinstance(config, peft.PrefixTuningConfig):
@@ -192,7 +194,7 @@ def test_peft_prompt_tuning_trains_as_on_one_rank(folder, config, tp, dp, sp):
     ("pp", "dp", "options"), [(2, 1, {}), (1, 2, {"dp_shard": 2})], ids=["pp", "rows"]
 )
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_peft_prompt_in_a_pipeline_is_refused(folder, pp, dp, options):
+def test_peft_prompt_tuning_with_pipeline_stages_is_refused(folder, pp, dp, options):
     """peft finds the embedding table by its size, and finds none on a later stage."""
     with pytest.raises(SlapoError, match="hint: call the model"):
         emulate(method, folder, METHODS[0], 1, pp, dp, options, mesh=(1, pp, dp))
@@ -222,5 +224,5 @@ def with_peft(folder, pp):
 
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_unused_soft_prompt_is_refused(folder, pp):
+def test_soft_prompt_that_the_loss_does_not_use_is_refused(folder, pp):
     emulate(with_peft, folder, pp, mesh=(1, pp, 1))

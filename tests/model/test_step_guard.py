@@ -58,7 +58,7 @@ LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "precision": "bf16-pure"}]
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("change", [clip_all, clip_some, clip_each])
-def test_gradient_clipping_by_local_shard_norms_raises(change, layout, ranks, tmp_path):
+def test_gradients_clipped_by_norms_of_local_shards_raise(change, layout, ranks, tmp_path):
     """Under pp clipping each parameter by its own norm is right, and clipping some of a stage looks the same."""
     folder = checkpoint(GPT2, tmp_path)
     fine = layout.get("tp", 1) == 1 and change is not clip_all
@@ -69,13 +69,15 @@ def test_gradient_clipping_by_local_shard_norms_raises(change, layout, ranks, tm
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("change", [clip_values, halve_some, clip_globally])
-def test_equal_gradient_changes_on_all_ranks_are_accepted(change, layout, ranks, tmp_path):
+def test_gradients_changed_equally_on_all_ranks_before_the_optimizer_step_raise_nothing(
+    change, layout, ranks, tmp_path
+):
     folder = checkpoint(GPT2, tmp_path)
     assert ranks.run(step, 2, folder, change, layout) == ["", ""]
 
 
 @pytest.mark.parametrize(("elements", "known"), [(1, False), (3, False), (64, True)])
-def test_scaled_gradient_check_ignores_tensors_of_few_elements(elements, known):
+def test_check_for_scaled_gradients_ignores_tensors_of_few_elements(elements, known):
     """A tensor of one element that was clipped by value looks as if it were scaled."""
     p = torch.nn.Parameter(torch.ones(elements))
     p.grad = torch.full((elements,), 2.0)

@@ -128,7 +128,9 @@ def assert_alike(found, wanted, name):
 
 
 @pytest.mark.parametrize("family, layout", GRID)
-def test_submodule_called_alone_equals_plain(family, layout, root):
+def test_submodule_called_directly_has_the_output_and_gradients_of_plain_transformers(
+    family, layout, root
+):
     folder = folder_of(family, root)
     wanted, outputs = plain_life(family, folder)
     ranks = on(layout, scheduled_life, family, folder)
@@ -156,7 +158,7 @@ def refused(options, family, folder):
     return said
 
 
-def test_submodule_called_alone_in_a_pipeline_is_refused(root):
+def test_submodule_called_directly_is_refused_with_several_pipeline_stages(root):
     for said in on("pp2", refused, "bert", folder_of("bert", root)):
         assert said
         assert all("outside the model" in words for words in said)
@@ -191,7 +193,7 @@ def fails(options, folder, what):
 
 @pytest.mark.parametrize("what", ["whole", "part", "step"])
 @pytest.mark.parametrize("layout", ["1", pytest.param("tp2-sp", marks=pytest.mark.slow)])
-def test_failed_call_of_a_submodule_leaves_no_state(what, layout, root):
+def test_forward_after_a_failed_call_of_a_submodule_equals_plain_transformers(what, layout, root):
     folder = folder_of("bert", root)
     plain = transformers.BertForMaskedLM.from_pretrained(folder).eval()
     wanted = plain.bert(**inputs("bert", "", 1))[0].detach()

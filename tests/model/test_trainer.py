@@ -21,7 +21,9 @@ from trainer_runs import CASE, arguments, assert_same, divided, plain, rows, run
         pytest.param((1, 2, 1), 2, id="pp2-accumulated"),
     ],
 )
-def test_scheduled_trainer_equals_plain_trainer(layout, accumulation, tmp_path, ranks):
+def test_scheduled_trainer_has_the_losses_and_weights_of_the_plain_trainer(
+    layout, accumulation, tmp_path, ranks
+):
     folder = checkpoint(CASE, tmp_path)
     dp = layout[2]
     # a mean of means depends on how rows are grouped, so dp ranks evaluate one row at a time
@@ -67,7 +69,7 @@ def evaluated(folder, out, layout):
     return found
 
 
-def test_eval_loss_of_a_user_loss_is_equal_on_every_layout(tmp_path, ranks):
+def test_scheduled_trainer_eval_loss_of_a_user_loss_is_equal_on_every_layout(tmp_path, ranks):
     """Under tp2 and dp2, where one rank's last row is there for the count alone."""
     folder = checkpoint(CASE, tmp_path)
     want = evaluated(folder, tmp_path, None)
@@ -79,7 +81,9 @@ def test_eval_loss_of_a_user_loss_is_equal_on_every_layout(tmp_path, ranks):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["bert", "t5"])
-def test_scheduled_trainer_equals_plain_trainer_for_other_families(family, tmp_path, ranks):
+def test_scheduled_trainer_of_other_model_families_has_the_losses_of_the_plain_trainer(
+    family, tmp_path, ranks
+):
     """tp=2 without accumulation: for these families the plain Trainer averages means of micro-batches."""
     folder = checkpoint(CASES[family], tmp_path)
     changes = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3}
@@ -89,7 +93,9 @@ def test_scheduled_trainer_equals_plain_trainer_for_other_families(family, tmp_p
         assert_same((*each[:2], each[2] or expected[2], each[3]), expected)
 
 
-def test_scheduled_trainer_resumes_on_another_mesh(tmp_path, ranks):
+def test_scheduled_trainer_resumed_on_another_mesh_has_the_losses_of_an_uninterrupted_run(
+    tmp_path, ranks
+):
     """A run stopped after 2 steps with tp=2 resumes with dp=2 and equals an uninterrupted one."""
     folder, out = checkpoint(CASE, tmp_path), tmp_path / "run"
     expected = plain(folder, tmp_path, per_device_train_batch_size=4)
@@ -123,7 +129,7 @@ def pushed(folder, out, layout, changes, url):
     return losses, weights
 
 
-def test_scheduled_trainer_pushes_to_the_hub(tmp_path, ranks):
+def test_scheduled_trainer_pushes_the_unsharded_model_to_the_hub(tmp_path, ranks):
     """Under tp2 and dp2: one repository with the weights of the last step, once, and a card."""
     from hub_server import Hub
 
@@ -186,7 +192,7 @@ def accelerated(folder, layout):
     return losses, torch.cat(seen), gathered
 
 
-def test_training_loop_with_accelerate_equals_plain(tmp_path, ranks):
+def test_accelerate_training_loop_on_a_sharded_model_has_the_losses_of_one_process(tmp_path, ranks):
     folder = checkpoint(CASE, tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -266,7 +272,9 @@ QUICK = {"compute_loss": (1, 1, 2), "compute_loss_func": (2, 1, 1), "bf16": (2, 
         if (option, name) != ("neftune", "dp2")
     ],
 )  # dp ranks draw NEFTune's noise for other rows than one process does, as under DDP
-def test_scheduled_trainer_options_work_as_in_the_plain_trainer(option, layout, tmp_path, ranks):
+def test_scheduled_trainer_with_an_option_has_the_losses_and_weights_of_the_plain_trainer(
+    option, layout, tmp_path, ranks
+):
     folder = checkpoint(CASE, tmp_path)
     want = ranks.run(optioned, 1, folder, tmp_path, None, option, 4)[0]
     args = (folder, tmp_path, layout, option, 4 // layout[2])
@@ -309,7 +317,9 @@ def in_fp16(folder, out, layout, rows_each, given, clip):
     "given", [{}, {"compute_loss_func": squared}], ids=["its loss", "own loss"]
 )
 @pytest.mark.parametrize("layout", [(2, 1), pytest.param((1, 2), marks=pytest.mark.slow)], ids=str)
-def test_scheduled_trainer_trains_an_fp16_model(layout, given, clip, tmp_path, ranks):
+def test_scheduled_trainer_in_fp16_stays_close_to_the_losses_in_fp32(
+    layout, given, clip, tmp_path, ranks
+):
     args = (checkpoint(CASE, tmp_path), tmp_path, layout, 4 // layout[1], given, clip)
     for whole, half in ranks.run(in_fp16, 2, *args, timeout=200):
         torch.testing.assert_close(half[0], whole[0], atol=0.01, rtol=0.005)
@@ -357,5 +367,5 @@ def wrapped(folder, layout, out):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=["tp2", "pp2", "dp2"])
-def test_plain_trainer_refuses_a_sharded_model(layout, tmp_path, ranks):
+def test_transformers_trainer_refuses_a_sharded_model(layout, tmp_path, ranks):
     ranks.run(wrapped, 2, checkpoint(CASE, tmp_path), layout, tmp_path)

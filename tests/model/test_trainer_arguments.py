@@ -8,7 +8,9 @@ from slapo_zoo import AutoScheduledModel, ScheduledTrainer
 from slapo_zoo.model.integrations import trainer as own
 
 
-def test_scheduled_trainer_honours_torch_empty_cache_steps(tmp_path, monkeypatch):
+def test_scheduled_trainer_empties_the_device_cache_every_torch_empty_cache_steps(
+    tmp_path, monkeypatch
+):
     emptied = []
     monkeypatch.setattr(own, "clear_device_cache", lambda: emptied.append(made.state.global_step))
     batch = batch_of(CASES["gpt2"], 0)

@@ -77,7 +77,9 @@ def check_same_model(start, one, two):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_trl_trainers_train_as_in_one_process(kind, layout, start, tmp_path, ranks):
+def test_trl_trainers_on_several_ranks_train_to_the_weights_of_one_process(
+    kind, layout, start, tmp_path, ranks
+):
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     want = ranks.run(plain, 1, kind, start[kind], one, timeout=200)[0]
     assert len(want) == 3
@@ -88,7 +90,9 @@ def test_trl_trainers_train_as_in_one_process(kind, layout, start, tmp_path, ran
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("tp", "dp", "parts"), [(2, 1, 2), (2, 2, 1)])
-def test_grpo_with_tp_compares_all_answers_to_a_prompt(tp, dp, parts, start, tmp_path, ranks):
+def test_grpo_with_tp_and_dp_trains_to_the_weights_of_one_process(
+    tp, dp, parts, start, tmp_path, ranks
+):
     """TRL counts tp peers as ranks with other rows, and would skip rows with micro-batches."""
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     ranks.run(plain, 1, "grpo", start["grpo"], one, 1, 3, parts, timeout=200)
@@ -122,7 +126,7 @@ def test_grpo_generation_batch_size_counts_dp_ranks_only():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_trl_with_pipeline_is_refused(kind):
+def test_trl_trainers_refuse_models_with_several_pipeline_stages(kind):
     """TRL's losses need full logits, which only the last stage has."""
     import trl
 

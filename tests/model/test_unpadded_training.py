@@ -200,7 +200,7 @@ def cells(*columns):
 
 @pytest.mark.one_in(9, 2)
 @pytest.mark.parametrize(("case", "layout", "change"), cells(*CHANGES))
-def test_model_changed_by_the_user_keeps_padding_and_equals_plain(
+def test_user_modified_encoder_runs_with_padding_and_equals_plain_transformers(
     case, layout, change, root, packed
 ):
     compare(case, layout, change, root)
@@ -213,7 +213,9 @@ def nothing(model, seen):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("case", "layout", "change"), cells(nothing, replaced_head))
-def test_train_step_runs_encoder_without_padding(case, layout, change, root, packed):
+def test_train_step_runs_the_encoder_on_unpadded_tokens_and_equals_plain_transformers(
+    case, layout, change, root, packed
+):
     compare(case, layout, change, root)
     assert packed
 
@@ -245,7 +247,7 @@ def logits_of_plain(model, batch):
 
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize(("case", "layout", "run"), cells(by_hand, by_loss_fn, logits_of_a_step))
-def test_logits_at_padding_equal_plain(case, layout, run, root):
+def test_logits_at_padding_positions_equal_plain_transformers(case, layout, run, root):
     """Regression: logits at padding, and a loss over them, were computed from hidden states of 0."""
     plain = logits_of_plain if run is logits_of_a_step else by_hand
     compare(case, layout, nothing, root, run, plain, kernels="auto")

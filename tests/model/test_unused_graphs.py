@@ -43,12 +43,12 @@ def kept(**layout):
 
 
 @pytest.mark.parametrize(("layout", "mesh"), LAYOUTS)
-def test_graph_without_a_full_backward_is_freed(layout, mesh):
+def test_autograd_graph_of_a_forward_without_full_backward_is_freed(layout, mesh):
     for _, second, third in emulate(kept, mesh=mesh, **layout):
         assert third <= second
 
 
-def test_node_that_saves_its_own_output_is_freed():
+def test_autograd_node_that_saves_its_own_output_is_freed():
     live = LiveBytes()
     x = torch.ones(100, requires_grad=True)
     with live, saving(lambda saved: saved, lambda saved: saved):

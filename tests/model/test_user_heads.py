@@ -80,7 +80,7 @@ CASES = [
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("mesh", "options", "as_module"), CASES)
-def test_user_head_inside_a_loss_has_the_full_batch_gradient(
+def test_user_parameters_inside_a_loss_function_get_the_full_batch_gradient(
     folder, want, mesh, options, as_module, micro_batches
 ):
     close = {"rtol": 2e-2, "atol": 1e-3} if "precision" in options else {"rtol": 1e-4, "atol": 1e-6}
@@ -91,7 +91,7 @@ def test_user_head_inside_a_loss_has_the_full_batch_gradient(
                 torch.testing.assert_close(mine, times * whole, **close)
 
 
-def test_loss_with_user_parameters_in_a_pipeline_is_refused(folder):
+def test_loss_function_with_user_parameters_is_refused_with_pipeline_stages(folder):
     args = (folder, (1, 2, 1), {}, 1, False, 1)
     with pytest.raises(SlapoError, match="that the other stages"):
         emulate(step, *args, mesh=(1, 2, 1), timeout_s=5)
@@ -107,7 +107,7 @@ def fails(folder):
     return head.grads()
 
 
-def test_failed_step_keeps_the_gradients_of_a_user_head(folder):
+def test_failed_train_step_keeps_earlier_gradients_of_a_user_head(folder):
     for grads in emulate(fails, folder, mesh=(1, 1, 2)):
         assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
 
@@ -124,7 +124,7 @@ def with_little_gradients(folder):
     optimizer.step()
 
 
-def test_small_gradient_differences_of_a_user_head_between_dp_ranks_raise(folder):
+def test_user_head_with_slightly_different_gradients_on_dp_ranks_raises(folder):
     with pytest.raises(MeshError, match="dp ranks have different values or gradients"):
         emulate(with_little_gradients, folder, mesh=(1, 1, 2))
 
@@ -144,7 +144,7 @@ def by_hand(folder, mesh, seeds, wraps):
 
 
 @pytest.mark.parametrize(("mesh", "wraps"), [((2, 1, 1), False), ((1, 1, 2), True)])
-def test_user_head_in_a_hand_written_loop_has_the_full_batch_gradient(folder, want, mesh, wraps):
+def test_user_head_in_a_hand_written_loop_gets_the_full_batch_gradient(folder, want, mesh, wraps):
     for found in emulate(by_hand, folder, mesh, 0, wraps, mesh=mesh):
         for mine, whole in zip(found, want, strict=True):
             torch.testing.assert_close(mine, whole, rtol=1e-4, atol=1e-6)
@@ -153,7 +153,7 @@ def test_user_head_in_a_hand_written_loop_has_the_full_batch_gradient(folder, wa
 @pytest.mark.parametrize(
     ("mesh", "seeds", "which"), [((2, 1, 1), 1, "tp"), ((1, 1, 2), 0, "dp"), ((1, 1, 2), 1, "dp")]
 )
-def test_user_head_that_differs_between_ranks_is_refused(folder, mesh, seeds, which):
+def test_user_head_whose_weights_differ_between_ranks_is_refused(folder, mesh, seeds, which):
     with pytest.raises(
         MeshError, match=rf"{which} ranks .* parameters outside the model: \[2, 32\]"
     ):
@@ -178,7 +178,7 @@ CACHED = {
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_base_model_called_alone_with_recomputation_has_equal_gradients(name):
+def test_base_model_called_without_head_has_equal_gradients_with_and_without_recomputation(name):
     cls = getattr(transformers, name)
     config, found = cls.config_class(**SMALL, **CACHED[name], bos_token_id=0, eos_token_id=0), []
     for ratio in (0.0, 1.0):

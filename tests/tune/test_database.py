@@ -12,7 +12,7 @@ from slapo_zoo import Database
 from slapo_zoo.tune.database import Scope
 
 
-def test_tuning_database_loads_committed_results(tmp_path):
+def test_tuning_database_reloads_the_last_committed_result_of_each_key(tmp_path):
     path = tmp_path / "runs" / "db.jsonl"
     one = Database(path)
     one.commit("a", {"throughput": 1.5})
@@ -86,7 +86,7 @@ def test_tuning_database_on_a_full_disk_raises(monkeypatch, tmp_path):
         db.commit("a", 1)
 
 
-def test_tuning_database_key_contains_all_conditions():
+def test_tuning_database_key_changes_with_device_configuration_and_number_of_steps():
     scope = Scope("cpu x2", "gpt2 1a2b", versions={"torch": "2.13"}, setting={"seq_len": 128})
     key = scope.key({"b": 1, "a": 2}, 5)
     assert key == scope.key({"a": 2, "b": 1}, 5)

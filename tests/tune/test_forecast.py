@@ -35,7 +35,7 @@ def outline_of(case, mesh=None, **options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_forecast_flops_equal_torch_counter(case, monkeypatch):
+def test_forecast_flops_equal_those_of_the_torch_flop_counter(case, monkeypatch):
     monkeypatch.setattr(costs, "ELEMENT", 0.0)
     costs._unit_costs.cache_clear()
     outline = outline_of(case)
@@ -78,7 +78,7 @@ def planner_of(case):
     return Planner(config, find_hardware("a100"), 12, "fp32", auto_class=cls)
 
 
-def test_forecast_memory_and_bubble_follow_the_pipeline_order():
+def test_forecast_of_gpipe_and_1f1b_has_equal_bubbles_and_in_flight_activations_of_the_order():
     planner = planner_of(GPT2)
     one, whole = forecast(planner, Layout(micro_batches=8))
     runs = {order: forecast(planner, Layout(pp=4, micro_batches=8, pipeline_order=order))
@@ -115,7 +115,7 @@ ANSWERS = [  # a layout of each family at every run, all of them in the slow gri
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "tp", "pp", "order"), ANSWERS)
-def test_plan_of_a_layout_and_plan_search_give_the_same_forecast(
+def test_forecast_of_one_layout_equals_that_layout_in_the_plan_search(
     case, tp, pp, order, tmp_path, capsys
 ):
     """`plan` of one layout and `plan --gpus`, which tries it among others, agree to the byte."""
@@ -140,7 +140,7 @@ def test_expensive_head_or_decoder_moves_the_pipeline_cuts():
     assert t5.state.cuts[0][0].startswith("decoder.block")
 
 
-def test_forecast_estimates_the_cost_of_a_data_dependent_head():
+def test_cost_estimate_includes_a_head_whose_forward_depends_on_data():
     """T5's classifier reads the last end token of each row, which a dry run without data cannot know."""
     case = Case("T5ForSequenceClassification", ("class",), (("num_labels", 3),))
     found = costs.unit_costs(outline_of(case).skeleton, outline_of(case).units, seq_len=8)
@@ -148,7 +148,7 @@ def test_forecast_estimates_the_cost_of_a_data_dependent_head():
     assert all(cost.forward > 0 for cost in found)
 
 
-def test_forecast_counts_expert_flops_by_routed_tokens():
+def test_forecast_counts_flops_of_the_experts_that_each_token_is_routed_to():
     case = Case("MixtralForCausalLM", ("tokens",))
     outline = outline_of(case)
     found = costs.unit_costs(outline.skeleton, outline.units, seq_len=8)

@@ -8,7 +8,7 @@ from slapo_zoo import Space, Symbol, get_logger
 from slapo_zoo.tune.space import SpaceError
 
 
-def test_unfixed_tuning_symbol_compares_false():
+def test_tuning_symbol_without_a_fixed_value_compares_false():
     symbol = Symbol("batch_size", [8, 16])
     assert not any([symbol > 1, symbol >= 1, symbol < 100, symbol <= 100])
     with pytest.raises(ValueError, match="is not fixed yet"):
@@ -40,7 +40,7 @@ def test_create_symbol_keeps_the_value_of_a_fixed_symbol():
         copy.to_dict()
 
 
-def test_tuning_candidates_may_depend_on_earlier_symbols():
+def test_values_of_a_tuning_symbol_may_depend_on_earlier_symbols():
     space = Space()
     space.create_symbol("tp", [1, 2, 4])
     space.create_symbol("pp", lambda tp: [n for n in (1, 2, 4) if tp * n <= 4])
@@ -61,7 +61,7 @@ def polyhedral(arguments, space):
     return space
 
 
-def test_tuning_space_lists_all_points_of_a_space_function(caplog):
+def test_log_space_lists_all_points_of_a_tuning_space_defined_by_a_function(caplog):
     space = Space()
     logger = get_logger("slapo_zoo")
     logger.addHandler(caplog.handler)  # it does not propagate

@@ -7,7 +7,7 @@ from pathlib import Path
 CI = str(Path(__file__).resolve().parents[2] / "ci")
 
 
-def test_tuner_finds_near_optimum_on_a_measured_surface():
+def test_tuner_reaches_97_percent_of_the_best_measured_throughput_in_10_evaluations():
     sys.path.insert(0, CI)
     try:
         (rows,) = importlib.import_module("benchmarks.surface").run(quick=True).values()

@@ -24,7 +24,7 @@ def cli(*words):
     return caught.value.code or 0
 
 
-def test_tune_command_reports_configuration_whose_loss_differs():
+def test_tuned_configuration_whose_loss_differs_from_the_plain_schedule_is_reported():
     job = Job("gpt2", {}, probe=2.0)
     assert differs(2.0001, job) == ""
     assert "the plain schedule's 2" in differs(2.1, job)
@@ -43,7 +43,9 @@ def test_fastest_configuration_of_each_device_is_written_to_tuning_json(tmp_path
     assert found["another"]["-"]["rows_per_s"] == 4.0
 
 
-def test_tuned_values_apply_to_the_tuned_model_only(tmp_path, monkeypatch):
+def test_values_from_tuning_apply_only_to_the_size_dtype_and_device_that_were_tuned(
+    tmp_path, monkeypatch
+):
     """The tuned attention and kernels apply; another size, dtype or device keeps the defaults."""
     card = tmp_path / "gpt2"
     shutil.copytree(Path(__file__).parents[2] / "hub_cards" / "gpt2", card)
@@ -94,7 +96,9 @@ TINY = (
 
 
 @pytest.mark.slow
-def test_tune_command_searches_the_default_space_of_the_family(tmp_path, capsys):
+def test_tune_command_without_a_space_searches_the_default_space_of_the_model_family(
+    tmp_path, capsys
+):
     changes = [word for field in TINY for word in ("--change", field)]
     words = ("tune", "gpt2", *changes, "--seq", 16, "--steps", 1, "--evaluations", 1)
     assert cli(*words, "--db", tmp_path / "db.jsonl") == 0

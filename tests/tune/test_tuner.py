@@ -49,20 +49,20 @@ def assert_found(surface, start, grid=None):
 
 @pytest.mark.parametrize("name", SURFACES)
 @pytest.mark.parametrize("start", [0, 45, 90])
-def test_tuner_finds_the_optimum_in_few_evaluations(name, start):
+def test_tuner_finds_the_fastest_configuration_in_few_evaluations(name, start):
     assert_found(SURFACES[name], start)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SURFACES)
-def test_tuner_finds_the_optimum_in_few_evaluations_for_every_seed(name):
+def test_tuner_finds_the_fastest_configuration_in_few_evaluations_with_every_seed(name):
     for start in starts(1):
         assert_found(SURFACES[name], start)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SURFACES)
-def test_tuner_finds_the_optimum_in_few_evaluations_for_every_batch_range(name):
+def test_tuner_finds_the_fastest_configuration_in_few_evaluations_for_every_batch_range(name):
     """Search ranges of batch sizes with any upper end, each from its largest batch with full recomputation."""
     for end in range(4, len(BATCHES) + 1):
         grid = Grid(space(BATCHES[:end]).all_points())
@@ -81,20 +81,20 @@ def assert_found_in_silence(name, batches, every):
 
 
 @pytest.mark.parametrize("name", CLIFFS)
-def test_tuner_finds_the_optimum_without_measured_memory_peaks(name):
+def test_tuner_finds_the_fastest_configuration_without_measured_memory_peaks(name):
     assert_found_in_silence(name, BATCHES, 18)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLIFFS)
-def test_tuner_finds_the_optimum_without_measured_memory_peaks_for_every_seed(name):
+def test_tuner_finds_the_fastest_configuration_without_memory_peaks_with_every_seed(name):
     for end in range(4, len(BATCHES)):
         assert_found_in_silence(name, BATCHES[:end], 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CLIFFS)
-def test_tuner_finds_the_optimum_of_the_full_range_for_every_seed(name):
+def test_tuner_finds_the_fastest_of_all_batch_sizes_with_every_seed(name):
     assert_found_in_silence(name, BATCHES, 1)
 
 
@@ -118,7 +118,7 @@ def test_tuner_skips_configurations_larger_than_an_out_of_memory_one():
     assert found.best.outcome.throughput == truth(SURFACES["little"], grid)
 
 
-def test_tuner_search_is_shortened_by_planner_refusals_and_patience():
+def test_tuner_skips_configurations_refused_by_the_planner_and_stops_after_patience_runs_out():
     grid = Grid(space().all_points())
     refused = {i: "needs more" for i, p in enumerate(grid.points) if SURFACES["half"](p).kind != OK}
     found = tune(SURFACES["half"], 0, 91, "exhaustive", grid, refused=refused)
@@ -246,7 +246,7 @@ PROGRAMS = {
 
 
 @pytest.mark.parametrize("kind", PROGRAMS)
-def test_tuner_classifies_worker_failures(kind):
+def test_tuner_distinguishes_out_of_memory_crash_timeout_and_wrong_loss_of_a_worker(kind):
     outcome = run_trial(
         [sys.executable, "-S", "-c", PROGRAMS[kind]], 1.0 if kind == TIMEOUT else 30.0
     )
@@ -257,7 +257,7 @@ def test_tuner_classifies_worker_failures(kind):
         assert "SIGSEGV" in outcome.message
 
 
-def test_tuner_writes_its_trials_and_a_plot(tmp_path):
+def test_tuner_writes_its_trials_as_csv_and_draws_two_plots(tmp_path):
     grid = Grid(space().all_points())
     found = tune(SURFACES[next(iter(SURFACES))], grid=grid)
     assert f"{found.best.outcome.throughput:.4g}" in show.line_of(found.best)

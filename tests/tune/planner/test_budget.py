@@ -45,7 +45,7 @@ def test_activation_budget_chooses_the_fastest_mix_of_recompute_policies():
     assert choose(planner, layout, plain.ranks[0].activations + 1)[0] == ("keep",) * 4
 
 
-def test_tp_lowers_the_smallest_possible_activation_budget():
+def test_recompute_policies_shard_saved_inputs_over_tp_only_when_the_budget_needs_it():
     """Sharding the saved inputs over tp is chosen last, and keeps within the budget."""
     planner, layout = Planner(CONFIG, HARDWARE["cpu"], 32, "fp32"), Layout(tp=2, rows=4)
     recomputed = replace(layout, checkpoint_ratio=1.0)
@@ -62,7 +62,7 @@ def load(budget, **more):
     return AutoScheduledModel.from_config(CONFIG, **given)
 
 
-def test_loader_applies_the_chosen_recompute_policies():
+def test_activation_memory_argument_recomputes_more_blocks_when_the_budget_is_smaller():
     batch = {"input_ids": torch.arange(128).reshape(4, 32) % 64}
     batch["labels"] = batch["input_ids"]
     counted = []
@@ -76,7 +76,7 @@ def test_loader_applies_the_chosen_recompute_policies():
     assert activations[0] > activations[1] > activations[2]
 
 
-def test_too_small_activation_memory_is_refused():
+def test_activation_memory_argument_too_small_for_any_policy_is_refused():
     with pytest.raises(MeshError, match=r"nearest that fits is activation_memory=\"\d+KB\""):
         load(1000)
     with pytest.raises(SlapoError, match=r"micro_batch_shape=\(4, 1024\)"):
@@ -89,7 +89,7 @@ def test_too_small_activation_memory_is_refused():
         AutoScheduledModel.from_config(CONFIG, checkpoint_policy=["keep"])
 
 
-def test_activation_memory_below_one_token_is_refused_at_load():
+def test_activation_memory_argument_below_the_bytes_of_one_token_is_refused_at_load():
     config = GPT2Config(architectures=["GPT2LMHeadModel"])
     with pytest.raises(SlapoError, match="activation_memory='1KiB': a block keeps 3072 bytes"):
         AutoScheduledModel.from_config(config, activation_memory="1KiB")

@@ -24,7 +24,7 @@ def check(rows):
 
 
 @pytest.mark.slow
-def test_predicted_memory_of_gpt2_matches_measured_memory(memory):
+def test_memory_predicted_by_the_planner_for_gpt2_matches_measured_memory(memory):
     check(
         memory.cells(
             "gpt2", "small", {"1": memory.LAYOUTS["1"]}, {"blocks": {"checkpoint_ratio": 1.0}}
@@ -34,5 +34,5 @@ def test_predicted_memory_of_gpt2_matches_measured_memory(memory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "opt", "llama"])
-def test_predicted_memory_of_every_family_matches_measured_memory(memory, family):
+def test_memory_predicted_by_the_planner_for_every_family_matches_measured_memory(memory, family):
     check(memory.cells(family, "small", memory.LAYOUTS, memory.RECOMPUTE))

@@ -53,7 +53,7 @@ def really_cut(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_planner_batch_with_cp_has_the_entries_of_a_training_batch(name):
+def test_planner_dry_run_with_cp_uses_the_batch_keys_and_shapes_of_a_real_step(name):
     for real, planned in emulate(really_cut, name, mesh=(1, 1, 2)):
         assert planned == real
 
@@ -80,7 +80,7 @@ SENT = {  # way --> bytes of a block over cp=4: forward, backward, those in all-
 
 
 @pytest.mark.parametrize("way", SENT)
-def test_planner_bytes_over_cp_equal_those_that_attention_sends(way):
+def test_planner_counts_the_bytes_that_attention_sends_over_cp(way):
     planner, cp = Planner(llama(), HARDWARE["h100"], 512, "fp32", padding=False), 4
     block, expected = planner.profile(1, False, cp, way).units[2].few, SENT[way]
     found = block.forward.cut_comm, block.backward.cut_comm, block.forward.exchanged
@@ -90,7 +90,7 @@ def test_planner_bytes_over_cp_equal_those_that_attention_sends(way):
     assert step.tp_bytes == step.pp_bytes == 0 < step.dp_bytes
 
 
-def test_planner_counts_no_mask_over_all_keys_for_long_causal_rows_with_gathered_keys(monkeypatch):
+def test_planner_counts_no_full_attention_mask_for_long_causal_sequences_with_cp(monkeypatch):
     """Masks are made for runs of 64 queries, here 16 of them; the number of runs is that of any number of rows."""
     monkeypatch.setattr(cut_gather, "RUN", 1)
     planner = Planner(llama(), HARDWARE["h100"], TOKENS, "bf16", padding=False)
@@ -99,7 +99,7 @@ def test_planner_counts_no_mask_over_all_keys_for_long_causal_rows_with_gathered
     assert block.at(1).backward_peak < TOKENS * TOKENS // 4 * torch.bfloat16.itemsize
 
 
-def test_planner_all_to_all_sends_most_of_its_bytes_over_the_network():
+def test_planner_all_to_all_time_between_nodes_uses_the_bandwidth_of_the_slower_connection():
     """Count 8 of 16 ranks on other nodes: half of the bytes go over a rank's own card, 7 of 16 parts over links."""
     device = HARDWARE["h100"]
     assert device.per_node == 8
@@ -109,7 +109,7 @@ def test_planner_all_to_all_sends_most_of_its_bytes_over_the_network():
     assert exchange_seconds(device, 1, 1e9) == 0
 
 
-def test_planner_search_tries_each_cp_attention_only_where_it_runs():
+def test_planner_search_tries_ulysses_only_where_cp_divides_the_heads():
     """Two heads of a tp rank cannot be shared by cp=4; a ring is not simulated."""
     config = llama(num_attention_heads=2, num_hidden_layers=1)
     found = Planner(config, HARDWARE["h100"], TOKENS * 2, "bf16", padding=False).search(4, 2)
@@ -123,7 +123,7 @@ def test_planner_search_tries_each_cp_attention_only_where_it_runs():
         Planner(config, HARDWARE["h100"], TOKENS).forecast(Layout(cp=2, cp_attention="ring"))
 
 
-def test_planner_counts_activations_of_the_own_tokens_of_a_cp_rank():
+def test_planner_activation_memory_is_halved_by_cp_2_and_weights_stay_replicated():
     """A block keeps half of them on cp=2; parameters are whole on each rank unless dp_shard divides them."""
     planner = planner_of(False)
     kept = [planner.profile(1, False, cp).units[2].few.kept for cp in (1, 2)]
@@ -135,7 +135,7 @@ def test_planner_counts_activations_of_the_own_tokens_of_a_cp_rank():
     assert shared.optimizer == pytest.approx(half.optimizer / 2, rel=0.01)
 
 
-def test_planner_search_chooses_cp_where_nothing_else_can_shard_a_row():
+def test_planner_search_chooses_cp_when_tp_pp_and_dp_cannot_shard_the_model():
     """One head and one block leave no tp and no pp, one row no dp; two devices fit what one does not."""
     config = llama(num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
     planner = Planner(config, HARDWARE["h100"], TOKENS, "bf16")
@@ -159,7 +159,7 @@ def test_planner_search_chooses_no_cp_where_dp_can_shard_the_rows():
     assert named == {""}  # the others are refused at the load
 
 
-def test_planner_refuses_cp_for_a_class_that_mixes_tokens():
+def test_planner_refuses_cp_for_a_model_class_not_known_to_train_right_with_cp():
     config = transformers.BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=64, architectures=["BloomForCausalLM"])  # fmt: skip
     planner = Planner(config, HARDWARE["h100"], TOKENS)
     assert all(f.layout.cp == 1 for f in planner.search(2, 2).feasible)

@@ -44,7 +44,7 @@ def config_for(case):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", [GPT2, T5, LLAMA], ids=lambda case: case.cls)
-def test_planner_costs_extrapolated_from_three_blocks_equal_those_of_the_full_model(case):
+def test_planner_costs_extrapolated_from_three_blocks_equal_costs_of_the_full_model(case):
     short, whole = Family(config_for(case)), Family(config_for(case))
     assert short.is_small
     whole.small, whole.is_small = whole.config, False
@@ -68,7 +68,7 @@ def test_planner_costs_extrapolated_from_three_blocks_equal_those_of_the_full_mo
     ("SwinForImageClassification", {"drop_path_rate": 0.1}), ("DebertaV2ForMaskedLM", {}),
     ("Gemma2ForCausalLM", {"num_hidden_layers": 6}), ("WhisperForConditionalGeneration", {}),
 ])  # fmt: skip
-def test_planner_parameter_counts_equal_the_model(cls, changes):
+def test_planner_weight_memory_equals_the_parameter_count_of_the_model(cls, changes):
     """Each parameter is counted once, in families with sub-configs, windows, relative positions or skipped layers."""
     config = config_for(Case(cls, ("class",), tuple(changes.items()), dropout=0.1))
     planner = Planner(config, CPU, 12)
@@ -76,7 +76,7 @@ def test_planner_parameter_counts_equal_the_model(cls, changes):
     assert planner.forecast(Layout(rows=2)).ranks[0].weights == pytest.approx(2 * whole, rel=0.01)
 
 
-def test_planner_profiles_all_blocks_of_families_with_different_blocks():
+def test_planner_profiles_every_block_when_blocks_of_a_model_differ():
     neo = config_for(Case("GPTNeoForCausalLM", ("tokens",)))
     assert shorter(neo, {4}) is None
     assert not Family(neo).is_small
@@ -88,7 +88,7 @@ def test_planner_profiles_all_blocks_of_families_with_different_blocks():
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [GPT2, T5], ids=lambda case: case.cls)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 4)])
-def test_planner_weights_and_pipeline_cuts_equal_the_built_model(case, tp, pp):
+def test_planner_weight_bytes_and_pipeline_cuts_equal_those_of_the_built_model(case, tp, pp):
     planner = Planner(config_for(case), CPU, 8, "fp32")
     found = planner.forecast(Layout(tp, pp, 1, 1, pp))
     outline = Outline(config_for(case), None, Mesh(tp, pp), torch.float32)
@@ -124,7 +124,9 @@ def test_planner_activation_bytes_equal_those_saved_by_autograd():
     ("order", "virtual"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2), ("zbv", 2)]
 )
 @pytest.mark.parametrize("micro_batches", [4, 8, 24])
-def test_planner_micro_batches_in_flight_match_the_pipeline_order(order, virtual, micro_batches):
+def test_planner_counts_the_micro_batches_in_flight_of_each_pipeline_order(
+    order, virtual, micro_batches
+):
     places = StageMap.make(order, 4, virtual if virtual > 1 else None)
     assert order in ORDERS
     for rank, actions in enumerate(places.actions(micro_batches)):
@@ -155,7 +157,7 @@ def test_planner_float32_flops_without_tf32_equal_the_data_sheet():
     assert a100.flops("float32") / a100.flops("float16") == pytest.approx(0.5)
 
 
-def test_planner_layouts_use_every_device_and_batch_row():
+def test_planner_layouts_use_every_gpu_and_every_sample_of_the_batch():
     assert divisors(36) == [1, 2, 3, 4, 6, 9, 12, 18, 36]
     found = list(layouts(2, 24, 96, 6))
     assert {(at.tp * at.pp * at.dp, at.dp * at.rows * at.micro_batches) for at in found} == {
@@ -195,7 +197,7 @@ def test_planner_predicts_memory_savings_of_recomputation_and_sequence_paralleli
     assert again.step.flops > plain.step.flops
 
 
-def test_plan_command_prints_layouts(tmp_path, capsys, verify_here):
+def test_plan_command_prints_layouts_and_writes_a_schedule_file(tmp_path, capsys, verify_here):
     folder, written = checkpoint(GPT2, tmp_path / "model"), tmp_path / "schedule.json"
     command = [
         "plan",
@@ -239,7 +241,7 @@ FEW = ("vit", "whisper")
     "family",
     [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in families()],
 )
-def test_plan_command_accepts_every_family_name(family):
+def test_planner_search_finds_a_layout_or_reports_memory_for_every_family_name(family):
     """Half of the families name no head in their default config; image and speech models are included."""
     found = make_planner(family, None, ("h100", None, "bf16", "eager")).search(1, 2)
     assert found.feasible or "GiB of 80.0" in found.refused[0][1]
@@ -254,7 +256,7 @@ def test_planning_a_model_without_loss_raises():
         planner.search(2, 8)
 
 
-def test_all_names_of_float32_select_the_same_precision():
+def test_every_spelling_of_float32_selects_the_same_precision():
     for name in ("float32", "torch.float32", torch.float32, "fp32"):
         assert find_precision(name) is find_precision("fp32")
         model = AutoScheduledModel.from_config(config_for(GPT2), precision=name, dtype="float32")
@@ -279,7 +281,7 @@ def test_calibrated_hardware_file_is_read_back_unchanged(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["v100", "cpu"])
-def test_planner_counts_attention_scores_as_each_device_materializes_them(name):
+def test_planner_counts_full_attention_scores_on_gpu_and_blocks_of_scores_on_cpu(name):
     """A GPU holds the attention scores of all tokens at once, a CPU only of a block of them."""
     fields = {"n_layer": 1, "n_embd": 32, "n_head": 8, "vocab_size": 64, "n_positions": 2048}
     config = GPT2Config(**fields, loss_type="ForCausalLMLoss", bos_token_id=1, eos_token_id=2)

@@ -18,7 +18,7 @@ def tables():
         sys.path.remove(CI)
 
 
-def test_published_comparison_marks_simulated_rows(tables):
+def test_report_beside_published_results_marks_simulated_rows_as_not_measured(tables):
     _, speed, growth, layouts, _ = tables.values()
     names = ["Megatron-LM", "DeepSpeed", "Slapo", "simulated, tp=8 pp=2", "simulated, fastest"]
     assert [row["what"] for row in speed] == [row["what"] for row in growth] == names
@@ -26,13 +26,13 @@ def test_published_comparison_marks_simulated_rows(tables):
     assert {row["GPUs"] for row in layouts} == {16, 32, 64}
 
 
-def test_published_scaling_is_the_ratio_of_published_throughputs(tables):
+def test_scaling_of_published_results_is_the_ratio_of_their_throughputs(tables):
     _, _, growth, *_ = tables.values()
     assert growth[2]["32 / 16"] == pytest.approx(22.01 / 11.29)
     assert growth[2]["efficiency at 64"] == pytest.approx(30.53 / 11.29 / 4)
 
 
-def test_predicted_step_times_match_published_runs(tables):
+def test_planner_step_time_of_a_published_run_is_within_5_percent(tables):
     """Check one model: table 5 of Korthikanti et al., 22B parameters on eight A100."""
     (row,), *_ = tables.values()
     assert row["rows"] == 2
@@ -41,7 +41,7 @@ def test_predicted_step_times_match_published_runs(tables):
     assert row["ran, but refused"] == 0
 
 
-def test_predicted_step_time_matches_published_v100_plan(tables):
+def test_planner_step_time_matches_the_published_v100_run(tables):
     """Check the only plan that Aceso's artifact publishes completely: 350M parameters, 8 rows, all recomputed."""
     (*_, (row,)) = tables.values()
     assert abs(row["error"]) < 0.05

@@ -79,19 +79,23 @@ def compare(threads, sizes, layout, precision, tokens):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "precision"), LAYOUTS, ids=str)
-def test_resident_memory_equals_planner_prediction(layout, precision, threads):
+def test_memory_held_between_steps_equals_the_prediction_of_the_planner(layout, precision, threads):
     compare(threads, TINY, layout, precision, 64)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "precision"), MORE, ids=str)
-def test_resident_memory_equals_planner_prediction_in_more_layouts(layout, precision, threads):
+def test_memory_held_between_steps_on_more_layouts_equals_the_prediction_of_the_planner(
+    layout, precision, threads
+):
     compare(threads, TINY, layout, precision, 64)
 
 
 @pytest.mark.slow  # 124 million parameters
 @pytest.mark.parametrize(("layout", "precision"), [(Layout(), "bf16"), (SHARED, "bf16")], ids=str)
-def test_resident_memory_of_gpt2_equals_planner_prediction(layout, precision, threads):
+def test_memory_held_between_steps_by_gpt2_equals_the_prediction_of_the_planner(
+    layout, precision, threads
+):
     compare(threads, SMALL, replace(layout, rows=1, micro_batches=1), precision, 128)
 
 
@@ -111,13 +115,15 @@ def at_rest(sizes, shards, precision):
 
 
 @pytest.mark.parametrize(("precision", "shards"), [("fp32", 1), ("bf16-pure", 1), ("bf16", 2)])
-def test_bytes_per_parameter_equal_the_documented_table(precision, shards, ranks):
+def test_bytes_held_per_parameter_at_each_precision_equal_the_documented_numbers(
+    precision, shards, ranks
+):
     for found in ranks.run(at_rest, shards, TINY, shards, precision):
         assert found == pytest.approx(TABLE[precision] / shards, rel=0.03)
 
 
 @pytest.mark.slow  # 124 million parameters on four ranks
-def test_resident_bytes_of_gpt2_on_four_ranks_equal_the_documented_table(ranks):
+def test_bytes_held_by_gpt2_on_four_ranks_equal_the_documented_numbers(ranks):
     for found in ranks.run(at_rest, 4, SMALL, 4, "bf16", timeout=500):
         assert found == pytest.approx(TABLE["bf16"] / 4, rel=0.03)
         assert found <= 18 / 4 + 0.5
@@ -135,7 +141,9 @@ LARGE = [
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("config", "tokens", "layout", "most"), LARGE, ids=["1T", "405B"])
-def test_largest_published_runs_are_predicted_to_fit_in_memory(config, tokens, layout, most):
+def test_planner_predicts_that_the_largest_published_runs_fit_in_memory(
+    config, tokens, layout, most
+):
     """Check the GiB of the fullest rank within a step, and of its buffers for sending and receiving."""
     config.architectures = [{"gpt2": "GPT2LMHeadModel"}.get(config.model_type, "LlamaForCausalLM")]
     planner = Planner(config, HARDWARE["a100"], tokens, "bf16")
