@@ -76,9 +76,11 @@ class ScheduledTrainer(Trainer):
         self._is_checkpoint = self._evaluates = False
 
     def _read_signature(self, model: Any) -> None:
-        """Read the names of inputs and labels, and set `use_cache`, for a model of `exact=`; Trainer does it for others."""
+        """Read the names of inputs and labels, and set `use_cache`, for a model loaded with `exact=`: its process hosts
+        several models. For other models Trainer has done so.
+        """
         if not is_exact(model):
-            return  # Trainer.__init__ has done it
+            return
         hosted = model.hosted
         cls = type(hosted[0])
         self.label_names = self.args.label_names or find_labels(cls)
@@ -89,7 +91,7 @@ class ScheduledTrainer(Trainer):
 
     @property
     def _scheduled(self) -> Any:
-        """Return the model, typed as Any so that methods of scheduled models can be called."""
+        """Return this Trainer's model, typed as Any so that methods of scheduled models can be called."""
         return self.model
 
     def get_tp_size(self) -> int:
@@ -175,7 +177,9 @@ class ScheduledTrainer(Trainer):
         return grad_norm
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """Save the model, or all training state for a checkpoint; rank 0 adds tokenizer and arguments."""
+        """Save the model to `output_dir`, within `_save_checkpoint` also all training state; rank 0 adds tokenizer and
+        arguments.
+        """
         folder: Any = output_dir or self.args.output_dir
         if self._is_checkpoint:
             optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
@@ -311,7 +315,9 @@ def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
 
     def gather(data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
-            problem = "found objects: those of ranks that read the same samples would come twice"
+            problem = (
+                "ranks that read the same samples hold the same objects, which would come twice"
+            )
             hint = "gather tensors instead of objects"
             raise SlapoError("gather_for_metrics", "use_gather_object", problem, hint)
         return recursively_apply(pick, accelerator.gather(data))

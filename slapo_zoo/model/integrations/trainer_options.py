@@ -57,9 +57,10 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
 
 
 def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
-    """Raise SlapoError for the first of the TrainingArguments `args` with which an exact run would depend on the mesh.
+    """Raise SlapoError for the first of the TrainingArguments `args` that a model loaded with `exact=` refuses.
 
-    `own_loss` names the option that replaces the model's loss, and is refused too; "" if none does.
+    `own_loss` names the option that replaces the model's loss, and is refused too; "" if none does. Such a model
+    trains with the same bits on every mesh; these options would make the bits depend on the mesh.
     """
     if own_loss:
         hint = (
@@ -72,7 +73,7 @@ def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
 
 
 def _share_generations(mesh: Any, args: Any) -> None:
-    """Set the batch of a sampling trainer (GRPO) to the rows of all dp ranks, instead of all ranks.
+    """Set `generation_batch_size` of a sampling trainer (GRPO) to the rows of all dp ranks, instead of all ranks.
 
     Ranks that differ only in tp or pp read the same rows, so counting all ranks would take too many rows.
     """

@@ -1,4 +1,4 @@
-"""Registry of the engines that run a scheduled model: each is a file, which the dict `HOMES` names."""
+"""Registry of the engines (torch, DeepSpeed, Megatron) that run a scheduled model; each engine has its own module."""
 
 import importlib.util
 import inspect
@@ -17,8 +17,8 @@ DIALECTS: dict[str, dict[str, Any]] = {"runtime_engine": {}, "log_parser": {}}
 
 
 def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
-    """Return a decorator that registers a class or function for the engine `target`. `cls_type` is
-    the job of that class or function: "runtime_engine" or "log_parser".
+    """Return a decorator that registers a class or function for the engine `target`. `cls_type` is its job:
+    "runtime_engine" puts a scheduled model into the engine, "log_parser" reads figures from the engine's logs.
     """
 
     def register(cls: Any) -> Any:
@@ -29,10 +29,10 @@ def register_dialect(cls_type: str, target: str) -> Callable[[Any], Any]:
 
 
 def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any:
-    """Return the class or function that the file of an engine registered for one job.
+    """Return the class or function that is registered for one job of an engine.
 
     Args:
-        cls_type: the job, "runtime_engine" or "log_parser".
+        cls_type: the job: "runtime_engine" puts a model into the engine, "log_parser" reads the engine's logs.
         target: name of the engine, e.g. "deepspeed".
         allow_none: return None for an unknown engine, instead of raising ScheduleError.
     """
@@ -41,12 +41,11 @@ def get_dialect_cls(cls_type: str, target: str, allow_none: bool = False) -> Any
     known = DIALECTS.get(cls_type)
     if known is None:
         problem = f"found {cls_type!r}, expected one of {sorted(DIALECTS)}"
-        raise ScheduleError("dialects", "cls_type", problem, "pass one of these")
+        raise ScheduleError("get_dialect_cls", "cls_type", problem, "pass one of these")
     if target not in known and not allow_none:
-        hint = f"known: {sorted(HOMES.keys() | known.keys())}"
-        raise ScheduleError(
-            "dialects", f"target={target!r}", f"found no {cls_type} for this target", hint
-        )
+        hint = f"pass one of {sorted(HOMES.keys() | known.keys())}"
+        problem = f"found no {cls_type} for this target"
+        raise ScheduleError("get_dialect_cls", f"target={target!r}", problem, hint)
     return known.get(target)
 
 

@@ -87,7 +87,10 @@ class DeepSpeedTarget(TargetEngine):
         return loss
 
     def train_step(self, batch: Mapping[str, Any], micro_batches: int | None = None) -> Tensor:
-        """Run forward and backward and return the loss; the caller then calls `step()`, as with plain DeepSpeed."""
+        """Run forward and backward of `batch` in `micro_batches` parts and return the mean loss over all dp ranks.
+
+        The caller then calls `step()`, as with plain DeepSpeed. None takes gradient_accumulation_steps of the config.
+        """
         return self.model.train_step(batch, micro_batches or self._accumulation())
 
     def _accumulation(self) -> int:
@@ -117,7 +120,7 @@ def import_deepspeed() -> Any:
 
 
 def read_config(config: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
-    """Return a copy of a DeepSpeed config, completed by the defaults that a CPU and this integration need."""
+    """Return as a dict a DeepSpeed config (a dict, or the path of a JSON file), with defaults that a CPU needs."""
     if isinstance(config, Mapping):
         settings = copy.deepcopy(dict(config))
     else:
@@ -221,7 +224,7 @@ class _Zero(Zero):
 
 @register_dialect("log_parser", "deepspeed")
 def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
-    """Parse a log of DeepSpeed: (parameters of a rank, samples/s, peak GB, error code).
+    """Parse a log file of DeepSpeed; return (number of parameters on a rank, samples/s, peak GB, error code).
 
     A figure that is missing is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
     """

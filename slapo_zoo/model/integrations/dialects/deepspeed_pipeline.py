@@ -111,7 +111,7 @@ def _module(deepspeed: Any, model: Any, step: Step) -> Any:
 
 
 def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
-    """Return ({key of a tied weight: stages that hold it}, {key: this rank's parameter})."""
+    """Return ({name of a tied weight, "." as "_": indices of its stages}, {the same name: this rank's parameter})."""
     plan, named = model._slapo.plan, dict(model.named_parameters())
     tied = {row.name: row for row in plan.tensors.values() if row.sums(True, TIED)}
     keys = {name: (row.tied_to or name).replace(".", "_") for name, row in tied.items()}
@@ -120,7 +120,7 @@ def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
 
 
 class TiedWeight(nn.Module):
-    """Module that shows DeepSpeed a parameter shared by several stages, to be tied; the stage's modules use it, too."""
+    """Module that holds a parameter of several stages, so that DeepSpeed ties it; modules of the stage use it too."""
 
     def __init__(self, weight: nn.Parameter):
         super().__init__()
@@ -165,7 +165,7 @@ class StageLayer(nn.Module):
 
 
 def _with_gradient(x: Tensor) -> Tensor:
-    """Return x, made to require a gradient: DeepSpeed sends one back for every floating tensor that it has sent."""
+    """Return x, requiring a gradient: for every floating tensor sent to a stage DeepSpeed sends a gradient back."""
     return x if x.requires_grad or not x.is_floating_point() else x.detach().requires_grad_()
 
 
@@ -179,16 +179,17 @@ class _ZeroPipeline(Zero):
         self.step = step
 
     def run(self, model: Any, batch: dict[str, Any]) -> Any:
-        """Run this rank's stage of the model; DeepSpeed's engine calls this method within one of its steps."""
+        """Run the forward of this rank's stage on `batch`; return its output. DeepSpeed calls this method in a step."""
         return model._slapo.own_forward(model, **batch)
 
     def pipeline_step(
         self, pipeline: Pipeline, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run forward, backward and optimizer step of all micro-batches; return this rank's share of the loss.
+        """Run forward, backward and optimizer step of all micro-batches; return the mean loss divided by pp * dp.
 
-        `run`: (batch, row indices) --> loss; `tensors`: entries split by rows into `count` parts; `others`: the rest.
+        `run`: (batch, row indices) --> loss; `tensors`: entries of the batch to split by rows into `count`
+        micro-batches; `others`: entries that all micro-batches share.
         """
         mesh, step = pipeline.schedule.mesh, self.step
         first = {k: v.tensor_split(count)[0] for k, v in tensors.items() if k != ROWS}

@@ -95,7 +95,7 @@ def is_exact(model: Any) -> bool:
 
 
 def require_scheduled(sch: Any, target: str) -> Any:
-    """Return a model of AutoScheduledModel; raise SlapoError that names `target` for anything else."""
+    """Return `sch` if it is a model of AutoScheduledModel; else raise SlapoError that names the engine `target`."""
     if not is_scheduled(sch):
         problem = f"found {type(sch).__name__}, expected a model of AutoScheduledModel"
         raise SlapoError(f"target={target!r}", "sch", problem, "load it by AutoScheduledModel")

@@ -82,7 +82,7 @@ def take_groups(mesh: Mesh) -> None:
 
 
 def mark_parameters(model: Any) -> None:
-    """Set `tensor_model_parallel`, `partition_dim` and `partition_stride` as Megatron's layers do."""
+    """Set `tensor_model_parallel`, `partition_dim`, `partition_stride` of all parameters, as Megatron's layers do."""
     plan = model._slapo.plan
     for name, p in model.named_parameters():
         row = plan.of(name) if model.mesh.tp > 1 else None
@@ -99,8 +99,8 @@ def use_parallel_layers(sch: Schedule, column: Sequence[str], row: Sequence[str]
 
     Args:
         sch: schedule of any module, whose mesh has process groups.
-        column: patterns of layers whose output is sharded.
-        row: patterns of the layers that take that output, and whose own output is all-reduced over tp.
+        column: path patterns of layers whose output is sharded.
+        row: path patterns of the layers that take that output, and whose own output is all-reduced over tp.
     """
     take_groups(sch.mesh)
     for patterns, make in ((column, ColumnParallel), (row, RowParallel)):
@@ -117,7 +117,8 @@ def _check(path: str, linear: Any, mesh: Mesh, axis: int) -> None:
         problem = f"found {type(linear).__name__}, expected Linear"
         raise SlapoError(path, "use_parallel_layers", problem, "select only linear layers")
     if linear.weight.shape[axis] % mesh.tp:
-        problem = f"size {linear.weight.shape[axis]} is not a multiple of tp={mesh.tp}"
+        size = linear.weight.shape[axis]
+        problem = f"axis {axis} of the weight has size {size}, not a multiple of tp={mesh.tp}"
         raise SlapoError(path, "use_parallel_layers", problem, "choose a tp that divides this size")
 
 
@@ -196,7 +197,7 @@ def import_megatron() -> Any:
 
 @register_dialect("log_parser", "megatron")
 def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
-    """Parse a log of Megatron-LM: (parameters of a rank, samples/s, peak GB, error code).
+    """Parse a log file of Megatron-LM; return (number of parameters on a rank, samples/s, peak GB, error code).
 
     A figure that is missing is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
     """

@@ -133,7 +133,7 @@ def _fsdp2(model: nn.Module, mesh: Mesh, options: dict[str, Any]) -> nn.Module:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the repeated blocks: children of the outermost module lists."""
+    """Yield the repeated blocks of a model: the children of its outermost module lists that have parameters."""
     for child in module.children():
         if isinstance(child, nn.ModuleList):
             yield from (block for block in child if next(block.parameters(), None) is not None)
@@ -152,7 +152,9 @@ class _DdpStages(DataParallel):
         self.sums, self.loss_scale = native.reducer, loss_scale
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run all micro-batches through the pipeline; DDP's reducer averages gradients in the last backward."""
+        """Run all micro-batches of `step` through the pipeline and return the loss; DDP's reducer averages gradients
+        in the last backward.
+        """
         self.sums._rebuild_buckets()  # once, in the order of the first backward
         return pipeline_step(pipeline, *step, self._expect_gradients)
 
@@ -195,7 +197,9 @@ class _Fsdp2Stages(_Fsdp2):
         native.set_reshard_after_backward(False, recurse=False)
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run all micro-batches through the pipeline; each backward reduce-scatters the gradients of its blocks."""
+        """Run all micro-batches of `step` through the pipeline and return the loss; each backward reduce-scatters the
+        gradients of its blocks.
+        """
         try:
             return pipeline_step(pipeline, *step)
         finally:
@@ -203,7 +207,7 @@ class _Fsdp2Stages(_Fsdp2):
 
 
 class _WholeDTensors(Whole):
-    """Gathered copies of FSDP2's parameters and of the optimizer's state."""
+    """Unsharded copies of FSDP2's parameters and of the optimizer's state, gathered over dp, for checkpoints."""
 
     def __init__(self, model: Any, optimizer: Any):
         self.divided = dict(model.named_parameters())
@@ -214,7 +218,7 @@ class _WholeDTensors(Whole):
             self.optimizer = self._whole_optimizer(optimizer, copies)
 
     def _whole_optimizer(self, optimizer: Any, copies: dict[str, nn.Parameter]) -> Any:
-        """Return an optimizer of the same class as `optimizer` over the parameters `copies`, with its state gathered."""
+        """Return an optimizer of the class of `optimizer`, its state unsharded, over `copies` {name: parameter}."""
         named = {id(p): copies[name] for name, p in self.divided.items()}
         groups = [
             {**g, "params": [named[id(p)] for p in g["params"]]} for g in optimizer.param_groups
