@@ -35,7 +35,7 @@ class Batches:
     seed: int
 
     def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """Return the rows of step `step` for data-parallel rank `dp_coord` of `dp`.
+        """Return the batch {name: [rows, ...]} of step `step` for data-parallel rank `dp_coord` of `dp`.
 
         Every epoch reads all rows in a new order; rows that fill no whole batch are skipped.
         """
@@ -55,9 +55,9 @@ class Batches:
         return count if most is None else min(count, most)
 
     def evaluation_part(self, number: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """Return evaluation batch `number` for rank `dp_coord` of `dp`, with rows in the order of the data.
+        """Return evaluation batch {name: [rows, ...]} number `number` for data-parallel rank `dp_coord` of `dp`.
 
-        A short last batch is filled up with rows whose labels are ignored.
+        Rows are in the order of the data. A short last batch is filled up with rows whose labels are ignored.
         """
         begin = number * self.batch_size
         numbers = list(range(begin, min(begin + self.batch_size, len(self.rows))))
@@ -100,7 +100,10 @@ class Stream:
         self.reader: Iterator[Any] | None = None  # its next row begins the next block
 
     def part(self, step: int, dp_coord: int = 0, dp: int = 1) -> dict[str, Tensor]:
-        """Return the rows of a step for data-parallel rank `dp_coord` of `dp`; calls must have ascending steps."""
+        """Return the batch {name: [rows, ...]} of a step for data-parallel rank `dp_coord` of `dp`.
+
+        Calls must have ascending steps.
+        """
         block, turn = divmod(step, self.steps)
         if self.next is None:
             self._read()
@@ -124,7 +127,7 @@ class Stream:
         self.start, self.next, self.reader = position["at"], None, None
 
     def _read(self) -> None:
-        """Read the next block of rows, which begins at the position `start`, on rank 0, and send it to all ranks."""
+        """Read on rank 0 the block of rows that begins at the position `self.start`, and send it to all ranks."""
         self.rows, self.next = once_for_all("reading data", self._block)
 
     def _block(self) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -135,7 +138,7 @@ class Stream:
         return [row for row, _, _ in found], place
 
     def _endless(self) -> Iterator[tuple[dict[str, Any], int, Any]]:
-        """Yield (row, its epoch, the data set that is being read) without end, from the position `start` on."""
+        """Yield (row, its epoch, the data set that holds it) without end, from the position `self.start` on."""
         epoch, place = self.start["epoch"], self.start["source"]
         while True:
             data, is_empty = self.source.opened(), place is None
@@ -151,7 +154,7 @@ class Stream:
 
 
 def _settings(batches: Batches | Stream) -> dict[str, Any]:
-    """Return the settings that determine the rows of a step, apart from the data itself."""
+    """Return the settings that, with the data, determine the rows of a step: seq_len, batch_size, seed and task."""
     task = batches.task
     return {"seq_len": task.seq_len, "batch_size": batches.batch_size, "seed": batches.seed, "task": type(task).__name__}  # fmt: skip
 
@@ -163,13 +166,15 @@ def order_of(seed: int, epoch: int, count: int) -> Tensor:
 
 
 def part_of(batch: dict[str, Tensor], dp_coord: int, dp: int) -> dict[str, Tensor]:
-    """Return the rows of data-parallel rank `dp_coord` of `dp` from a batch of all ranks."""
+    """Return the rows of data-parallel rank `dp_coord` of `dp` from `batch`, which holds those of all ranks."""
     return {name: whole.chunk(dp)[dp_coord].contiguous() for name, whole in batch.items()}
 
 
 def generator_of(seed: int, number: int, purpose: int) -> torch.Generator:
-    """Return the random generator of a step, epoch or block, `number`, for a `purpose`: ORDER of rows, CHANCE of masks or
-    EVALUATION. All ranks get equal generators.
+    """Return a random generator, equal on all ranks, seeded by the arguments.
+
+    `number` is the index of a step, epoch, block or evaluation batch; `purpose` is ORDER (of rows), CHANCE (which
+    tokens are masked) or EVALUATION.
     """
     mixed = hash((seed, number, purpose)) % 2**63  # of integers: the same everywhere
     return torch.Generator().manual_seed(mixed)

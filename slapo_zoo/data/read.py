@@ -24,7 +24,9 @@ def format_of(path: Path) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """Return "text", "table" or "saved" (by save_to_disk) for a path; "hub" for the name of a data set."""
+    """Return the kind of the data `name`: "text", "table" or "saved" (by save_to_disk) for a path, "hub" for a data
+    set of the Hub; DataError for a path that does not exist.
+    """
     path = Path(name)
     if not path.exists():
         if format_of(path) or name.startswith((".", "/", "~")) or name.count("/") > 1:
@@ -111,7 +113,7 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
 
 
 def check_split(name: str, split: str, own: Iterable[str]) -> None:
-    """Raise DataError if the data set does not have the split; `own` names its splits."""
+    """Raise DataError if the data set `name` does not have the split `split`; `own` are the names of its splits."""
     if split not in own:
         hint = (
             "text, single files and saved data sets have one split only: evaluate on separate data"
@@ -121,7 +123,7 @@ def check_split(name: str, split: str, own: Iterable[str]) -> None:
 
 
 def ask_the_hub(name: str) -> None:
-    """Send one request to the Hub and raise its connection error; `datasets` would retry for long."""
+    """Ask the Hub once for the data set `name`, so that a connection error comes at once; `datasets` would retry."""
     from huggingface_hub import HfApi, constants
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -143,7 +145,7 @@ def _library() -> Any:
 
 @contextmanager
 def explained(name: str, split: str) -> Iterator[None]:
-    """Context that turns errors of `datasets` about the data into a DataError."""
+    """Context that turns errors of `datasets` about the split `split` of the data `name` into a DataError."""
     from pyarrow import ArrowException
 
     known = _library().exceptions.DatasetsError, ArrowException, ValueError, OSError, KeyError
@@ -174,7 +176,7 @@ def columns_of(task: type[Task], given: Mapping[str, str], found: Sequence[str])
     """
     chosen = {}
     if unknown := sorted(set(given) - set(task.roles)):
-        hint = f"this task reads {', '.join(task.roles)}"
+        hint = f"name inputs of the task: this task reads {', '.join(task.roles)}"
         raise DataError("columns", unknown[0], "the task has no such input", hint)
     for role, usual in task.roles.items():
         name = given.get(role) or next((one for one in usual if one in found), None)
@@ -237,7 +239,7 @@ class Encoder:
 
 
 def has_all(row: Columns, names: Sequence[str]) -> bool:
-    """Return whether a row has a value in each of the named columns."""
+    """Return whether a row has a value, not None, in each of the columns `names`."""
     return all(row[name] is not None for name in names)
 
 
@@ -251,7 +253,7 @@ def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
     said = f"{count - len(data)} of {count} rows have no {' or '.join(columns.values())}"
     if not len(data):
         problem = f"found {count} rows, none of which has all of {', '.join(columns.values())}"
-        raise DataError("data", "", problem, "name other columns, or look at the file")
+        raise DataError("data", "", problem, "name other columns, or fill in the empty values")
     encoder = Encoder(task, columns)
     key = encoder.fingerprint(data._fingerprint)
     with _one_by_one(whole, key):
@@ -283,7 +285,7 @@ class Source:
         split: name of the split to read.
         config: name of the data set's configuration, or None.
         task: task that tokenizes rows.
-        columns: role of an input, e.g. "text" --> column, where the name is not a usual one.
+        columns: role of an input, e.g. "text" --> name of its column, needed where the column has an unusual name.
     """
 
     name: str
@@ -308,7 +310,9 @@ class Source:
 
 
 def class_names(data: Any, column: str) -> tuple[str, ...]:
-    """Return the class names in a column of labels, or of lists of labels; a class's id is its index."""
+    """Return the names of the classes in the column `column` of labels, or of lists of labels; the index of a name is
+    the id of the class.
+    """
     feature = data.features[column]
     feature = getattr(feature, "feature", feature)
     if hasattr(feature, "names"):
@@ -330,7 +334,10 @@ def class_names(data: Any, column: str) -> tuple[str, ...]:
 
 
 def _names_of_numbers(found: set[int], column: str) -> tuple[str, ...]:
-    """Return the names "0", "1", ... of classes up to the largest of `found`; DataError about `column` for large numbers."""
+    """Return the names "0", "1", ... of all classes up to the largest number in `found`, the labels in `column`.
+
+    Numbers of MOST_CLASSES (100,000) or more raise DataError.
+    """
     most = max(found, default=0)
     if most >= MOST_CLASSES:
         problem = f"found the label {most}, expected class numbers below {MOST_CLASSES}"

@@ -39,11 +39,11 @@ class Task:
     couples: ClassVar[bool] = False  # the loss of a row depends on the others: no micro-batches
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return columns of tokens and labels; `columns` maps the role of an input, e.g. "text", to its values."""
+        """Return encoded rows {"input_ids": ..., "labels": ..., ...} of `columns` {role, such as "text": values}."""
         raise NotImplementedError
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return the batch of a step over all dp ranks: name --> [rows, ...]; random draws use `generator`."""
+        """Return the batch {name: [rows, ...]} of encoded `rows` {name: values}; random draws use `generator`."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class Masked(Language):
         return self.seq_len - sum(map(len, self.frame))
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return input_ids masked by the collator of `transformers`, and labels, with at least one to predict."""
+        """Return {"input_ids": masked by the collator of `transformers`, "labels": with at least one label}."""
         from transformers import DataCollatorForLanguageModeling
 
         first, last = self.frame
@@ -198,7 +198,7 @@ class Spans(Language):
         return self.tokenizer.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(count)])
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return input_ids with a sentinel in place of each span, and labels: each sentinel, then its span."""
+        """Return {"input_ids": rows with a sentinel in place of each span, "labels": each sentinel, then its span}."""
         pairs = [self._corrupted(as_tensor(ids), generator) for ids in rows["input_ids"]]
         inputs, labels = (torch.stack(column) for column in zip(*pairs, strict=True))
         return {"input_ids": inputs, "labels": labels}
@@ -246,12 +246,12 @@ class Classify(Labelled):
     optional = ("text_pair",)
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return the tokens and the class id of each text or pair."""
+        """Return {"input_ids": tokens of each text or pair of texts, "labels": class id of each}."""
         texts = [columns[name] for name in ("text", "text_pair") if name in columns]
         return {**_encoded(self, *texts), "labels": as_numbers(columns["label"], self.names)}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return tokens padded to the longest row, and labels [rows]."""
+        """Return {"input_ids", "attention_mask": [rows, tokens], padded to the longest row, "labels": [rows]}."""
         return {**_inputs(self, rows), "labels": as_tensor(rows["labels"])}
 
 
@@ -264,7 +264,7 @@ class Tag(Labelled):
     kinds: ClassVar = {"tokens": "a list of texts", "tags": "a list of classes"}
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return the tokens of the words, and for each token a class id, or IGNORED (-100)."""
+        """Return {"input_ids": tokens of each row's words, "labels": for each token a class id, or IGNORED (-100)}."""
         words = [list(one) for one in columns["tokens"]]
         found = self.tokenizer(words, truncation=True, max_length=self.seq_len, is_split_into_words=True)  # fmt: skip
         labels = []
@@ -280,7 +280,7 @@ class Tag(Labelled):
         return {**_kept(found), "labels": labels}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return tokens and labels, [rows, tokens], padded to the longest row."""
+        """Return {"input_ids", "attention_mask", "labels"}, each [rows, tokens], padded to the longest row."""
         batch = _inputs(self, rows)
         return {**batch, "labels": _padded(rows["labels"], IGNORED, batch["input_ids"].shape[1])}
 
@@ -297,12 +297,12 @@ class Translate(Task):
     }  # fmt: skip
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return the tokens of the sources, and those of the targets as labels."""
+        """Return {"input_ids": tokens of each source text, "labels": tokens of each target text}."""
         labels = self.tokenizer(text_target=list(columns["target"]), truncation=True, max_length=self.target_len)  # fmt: skip
         return {**_encoded(self, list(columns["source"])), "labels": labels["input_ids"]}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return padded tokens of sources, and labels padded to the longest target."""
+        """Return {"input_ids", "attention_mask": as long as the longest source, "labels": as the longest target}."""
         labels = _padded(rows["labels"], IGNORED, _width(rows["labels"], self.target_len))
         batch = {k: v for k, v in _inputs(self, rows).items() if k not in ASIDE}
         return {**batch, "labels": labels}
@@ -323,12 +323,12 @@ class Pairs(Task):
     couples = True
 
     def encode(self, columns: Columns) -> dict[str, Any]:
-        """Return tokens of anchors and positives, as columns "anchor.input_ids", "positive.input_ids", ..."""
+        """Return the tokens of anchors and positives as columns "anchor.input_ids", "positive.input_ids", ..."""
         found = {role: _encoded(self, columns[role]) for role in self.roles}
         return {f"{role}.{k}": v for role, each in found.items() for k, v in each.items()}
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return tokens of anchor, positive, anchor, ..., [2 * rows, tokens], padded to the longest text."""
+        """Return {"input_ids", "attention_mask"}, each [2 * rows, tokens]: anchor, positive, anchor, positive, ..."""
         names = [name.partition(".")[2] for name in rows if name.startswith("anchor.")]
         columns = {name: zip(*(rows[f"{role}.{name}"] for role in self.roles), strict=True) for name in names}  # fmt: skip
         return _inputs(self, {name: [one for pair in held for one in pair] for name, held in columns.items()})  # fmt: skip
