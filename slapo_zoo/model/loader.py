@@ -1,5 +1,5 @@
-"""Build a scheduled model and fill it: on the meta device first, then this rank's stages, groups and class, and weights
-from files or new ones.
+"""Build a scheduled model on the meta device, keep this rank's pipeline stages, and fill them with weights from files
+or with new ones.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -306,7 +306,12 @@ def adafactor(model):
         ({"tp": 2}, {}, of_another_mesh, "use one virtual mesh for all models of a process"),
         ({"tp": 2}, {"schedule": 7}, nothing, "schedule"),
         ({"dp": 2}, {}, loss_of_logits, "train_step(batch, loss_fn=...)"),
-        ({"tp": 2}, {}, generated, "ExactModel: generate: a model of one rank has this attribute"),
+        (
+            {"tp": 2},
+            {},
+            generated,
+            "ExactModel: generate: only a model loaded without exact= has this attribute",
+        ),
         ({"tp": 2}, {}, called_by_position, "the same logits"),
         ({"tp": 2}, {}, in_any_order, "does not have a deterministic implementation"),
         ({"tp": 2}, {}, adafactor, "element by element"),

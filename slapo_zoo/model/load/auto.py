@@ -23,7 +23,9 @@ from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
 
 
 def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """Return the options with `schedule=` made applicable (a card is read) and recomputation that fits the memory limit."""
+    """Return the loader's options, a card's name replaced by its directives, with a recompute policy per block that
+    fits `activation_memory=`. `dtype` is that of the parameters.
+    """
     trust = Trust(options.trust_remote_code, options.verify)
     options = resolve_schedule(options, config, options.auto_class, mesh, trust)
     return within_budget(options, config, mesh, dtype)
@@ -222,13 +224,14 @@ def within_budget(
         problem = "found checkpoint_ratio= or checkpoint_policy= too, but activation_memory= chooses the recomputation"
         raise SlapoError(where, what, problem, "pass only one of the two")
     if kind_of(options.schedule) not in FROM_TABLE:
-        problem = "your own schedule decides the recomputation"
+        problem = "a card or a schedule of your own decides the recomputation"
         raise SlapoError(where, what, problem, 'leave it out, or use schedule="zoo"')
     width = getattr(config.get_text_config(), "hidden_size", 0)
     least = width * (options.compute_dtype or dtype).itemsize // mesh.tp
     if budget < least:  # too little for any micro-batch shape
         problem = f"a block keeps {least} bytes of one token, even with full recomputation; found {budget}"
-        raise SlapoError(where, what, problem, 'give gigabytes, e.g. activation_memory="8GiB"')
+        hint = 'give a larger budget, e.g. activation_memory="8GiB"'
+        raise SlapoError(where, what, problem, hint)
     shape = require_shape(options.micro_batch_shape)
     policies = policies_within(
         budget, repr(asked), config, options.auto_class, mesh, options, dtype, shape,

@@ -41,7 +41,7 @@ def proven_table(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -> Ta
     can be proven and tp = pp = 1, the returned table shards nothing and does not split batches.
 
     Raises:
-        ArchitectureError: no table is right; the module that prevents it is named.
+        SlapoError: no table can be proven; the module that prevents it is named.
     """
     sizes = (mesh.tp, mesh.pp, min(mesh.dp, 2))
     cut, way = min(mesh.size("cp"), 2), options.cp_attention
@@ -70,7 +70,7 @@ def zoo_table_for_cp(config: Any, cls: Any, mesh: Mesh, options: BuildOptions) -
     that mix the tokens of different ranks (`slapo_zoo.verify.leak_probe`); the answer is cached on disk.
 
     Raises:
-        ArchitectureError: a module, which is named, mixes tokens in a way that does not allow to shard them.
+        SlapoError: a module, which is named, mixes tokens in a way that does not allow to shard them.
     """
     table, tp, way = find_table(config), min(mesh.tp, 2), options.cp_attention
     if table.positions_of(cls) is not None:
@@ -91,8 +91,9 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return on all ranks the JSON data that record a proven table: rank 0 reads them from the cache
-    `file`, or starts a process that derives and proves the table that `request` describes.
+    """Return on all ranks the JSON data that record a proven table, or {"error_of": arguments of a SlapoError}.
+
+    Rank 0 reads them from the cache `file`, or starts a process that derives and proves the table of `request`.
     """
     cached = _read(file) if mesh.rank == 0 else None
     process = python_apart(CHILD, request) if mesh.rank == 0 and cached is None else None

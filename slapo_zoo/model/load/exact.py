@@ -96,7 +96,7 @@ def _check_size(name: str, real: int, virtual: Any) -> None:
 
 
 def _check(options: LoaderOptions) -> None:
-    """Raise SlapoError for options with which the bits would differ between meshes, or from run to run."""
+    """Raise SlapoError for options of a loader with which the bits would differ between meshes, or between runs."""
     device = pick_device(options.device)
     if device.type != "cpu":
         problem = f"found device {device}: virtual ranks talk by gloo, which is built for the CPU"
@@ -110,7 +110,10 @@ def _check(options: LoaderOptions) -> None:
 
 
 def _host(real: Mesh, virtual: Mesh) -> HostedRanks:
-    """Return this process's virtual ranks, threads that live until `close` or the end of the process; start them once."""
+    """Return the threads that run this process's ranks of the mesh `virtual`; the first call starts them.
+
+    `real` is the mesh of the processes. The threads live until `close` or the end of the process.
+    """
     key = real, virtual
     if key in _HOSTS:
         return _HOSTS[key]
@@ -195,7 +198,7 @@ class ExactModel(nn.Module):
         """Raise NotBuiltError for a method or attribute that only models without `exact=` have, such as `generate`."""
         models = self.__dict__.get("_modules", {}).get("hosted", ())
         if name not in ("on_each_rank", "hosted") and any(hasattr(type(m), name) for m in models):
-            problem = "a model of one rank has this attribute, exact models do not support it"
+            problem = "only a model loaded without exact= has this attribute"
             raise NotBuiltError("ExactModel", name, problem, BUILT)
         return super().__getattr__(name)
 
@@ -272,7 +275,7 @@ class ExactModel(nn.Module):
         return (without(optimizer, self.hosted), *args[1:]), kwargs
 
     def _versions(self) -> dict[Tensor, tuple[int, int]]:
-        """Return parameter --> (address, version) of its gradient; in-place changes count versions up."""
+        """Return {parameter: (address, version) of its gradient}; in-place changes of a gradient raise its version."""
         found = ((p, p.grad) for p in self.parameters())
         return {p: (grad.data_ptr(), grad._version) for p, grad in found if grad is not None}
 
@@ -280,7 +283,7 @@ class ExactModel(nn.Module):
         return self.hosted[self._host.ranks.index(rank)]
 
     def train_step(self, batch: Mapping[str, Any], *args: Any, **kwargs: Any) -> Tensor:
-        """Run forward and backward as `Scheduled.train_step` does, which describes the arguments.
+        """Run forward and backward as `Scheduled.train_step` does, which describes arguments and result (the loss).
 
         Args:
             batch: rows of this process, which its virtual dp ranks share in order.
@@ -297,7 +300,7 @@ class ExactModel(nn.Module):
         return loss
 
     def _rows_of(self, rank: int, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the rows of a batch of this process that a virtual rank reads."""
+        """Return the rows of `batch` that virtual rank `rank` reads; the virtual dp ranks share the rows equally."""
         parts, rows = self.virtual.dp // self.mesh.dp, count_rows(batch)
         if rows % parts:
             problem = f"found {rows} rows for {parts} virtual dp ranks of this process"

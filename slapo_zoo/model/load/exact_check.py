@@ -26,8 +26,8 @@ class Exactness:
 
     Args:
         sizes: sizes of tp, pp and dp.
-        digests: digest of each step on the mesh.
-        of_one: digest of each step in one process.
+        digests: SHA-256 of loss, gradient norm and weights after each step on the mesh.
+        of_one: the same after each step in one process.
         difference: first operation in which the two runs differ; "" for runs that are equal.
     """
 
@@ -37,7 +37,7 @@ class Exactness:
     difference: str = ""
 
     def document(self) -> dict[str, Any]:
-        """Return the fields of this comparison, and whether all bits are equal, as JSON data."""
+        """Return this comparison as JSON data: its fields, and "verdict", which is "verified" or "different"."""
         verdict = "verified" if self.digests == self.of_one else "different"
         return {"verdict": verdict, "digests": self.digests, "of_one": self.of_one, "difference": self.difference}  # fmt: skip
 
@@ -58,7 +58,7 @@ def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]
     """Train a small model of a family on a mesh of local processes and in one process, and compare all bits.
 
     Args:
-        config: config of the model.
+        config: config of a model of the family; the small model has fewer and narrower layers.
         cls: class of the model.
         sizes: sizes of tp, pp and dp.
         knobs: further arguments of `from_pretrained`.
@@ -77,15 +77,15 @@ def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]
 
 
 def _runs(case: Case, real: Sizes, virtual: Sizes, knobs: Mapping[str, Any], traced: bool) -> Any:
-    """Start the processes of mesh `real`, train the test case in each on the virtual mesh, and return the result of
-    process 0: digests of steps, or if `traced` the trace. `knobs` are further arguments of `from_pretrained`.
+    """Start the processes of mesh `real`, train the small model of `case` in each with `exact=virtual`, and return the
+    result of process 0: a digest per step, or if `traced` an ExactTrace. `knobs` are arguments of `from_pretrained`.
     """
     return run_local(_train, prod(real), (case, real, virtual, dict(knobs), traced), threads=1, device="cpu")[0]  # fmt: skip
 
 
 def _train(case: Case, real: Sizes, virtual: Sizes, knobs: dict[str, Any], traced: bool) -> Any:
-    """Train some steps of the test case as one process of mesh `real`, with the results of mesh
-    `virtual`; return the digests of the steps, or with `traced` the trace. `knobs` are arguments of `from_pretrained`.
+    """Train the small model of `case` for some steps, as one process of mesh `real`, with `exact=virtual`; return a
+    digest per step, or if `traced` an ExactTrace. `knobs` are further arguments of `from_pretrained`.
     """
     names = ("tp", "pp", "dp")
     model = AutoScheduledModel.from_pretrained(

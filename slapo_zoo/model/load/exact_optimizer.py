@@ -15,7 +15,10 @@ from slapo_zoo.model.gradients.optimizers import is_elementwise
 
 
 def narrowed(value: Any, model: nn.Module) -> Any:
-    """Return a copy of an optimizer with the parameters of `model` alone and their state; return other values unchanged."""
+    """Return a copy of an optimizer `value` that has only the parameters of `model` and their state.
+
+    A `value` that is no optimizer is returned unchanged.
+    """
     if not isinstance(value, torch.optim.Optimizer):
         return value
     own = set(model.parameters())
@@ -25,7 +28,7 @@ def narrowed(value: Any, model: nn.Module) -> Any:
 
 
 def _with_parameters(optimizer: Any, kept: set[Tensor]) -> Any:
-    """Return a copy of an optimizer that steps only the parameters in `kept`; both use one state dict."""
+    """Return a copy of an optimizer that steps only the parameters in `kept`, with the state dict of the original."""
     found = copy.copy(optimizer)
     found.param_groups = [
         {**group, "params": [p for p in group["params"] if p in kept]}
@@ -35,7 +38,7 @@ def _with_parameters(optimizer: Any, kept: set[Tensor]) -> Any:
 
 
 def give_back(optimizer: Any, copied: Any) -> None:
-    """Copy what a call changed in `copied` (state, learning rate) to its original, `optimizer`."""
+    """Copy state and options, such as the learning rate, from `copied` back to `optimizer`, of which it is a copy."""
     if optimizer is copied or not isinstance(optimizer, torch.optim.Optimizer):
         return
     optimizer.state.update(copied.state)

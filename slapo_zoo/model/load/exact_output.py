@@ -1,4 +1,4 @@
-"""Outputs of the virtual ranks of a process as one output, whose gradients go back into the threads.
+"""Join the outputs of a process's virtual ranks (threads, see `exact=`) to one output with a backward in the threads.
 
 rewrite:  {rank: output}  -->  output of the process's rows;  d_output  -->  backward of each rank in its thread
 """
@@ -24,7 +24,7 @@ def joined(
     """Return the output for all rows of this process: those of its virtual dp ranks, rows joined and scalars averaged.
 
     Args:
-        outputs: virtual rank of this process --> output of its model.
+        outputs: index of a virtual rank of this process --> output of its model.
         host: the threads of these ranks.
         virtual: the virtual mesh.
         after: called when a backward through the output has ended.

@@ -1,4 +1,4 @@
-"""Record of the operations of a step on every virtual rank, to find the first one in which two exact runs differ.
+"""Record of a step's operations on every virtual rank, to find the first one in which two runs with `exact=` differ.
 
 with model.tracing() as mine:
     model.train_step(batch); model.clip_grad_norm_(1.0)
@@ -36,7 +36,7 @@ class Recorder(TorchDispatchMode):
         self.paths = {module: path for path, module in model.named_modules()}
         self.rows, self.within, self.handles = rows, [], []
         self.sent: dict[int, tuple[str, str, Tensor]] = {}  # storage --> collective that fills it
-        self._note_weights("weights", model)
+        self._note_weights(model)
 
     def __enter__(self) -> "Recorder":
         hooks: Any = nn.modules.module
@@ -73,9 +73,9 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _note_results(self, taken: Sequence[Tensor]) -> None:
-        """Add a row for each collective whose result the next operation reads, if none has read the result before.
+        """Add a row for each collective whose result is among `taken`, the tensors that the next operation reads.
 
-        `taken` are the tensors that the operation reads.
+        A result is recorded only once, at the first operation that reads it.
         """
         for x in taken:
             if known := self.sent.pop(x.untyped_storage().data_ptr(), None):
@@ -88,10 +88,10 @@ class Recorder(TorchDispatchMode):
         node: Any = torch._C._current_autograd_node()
         return "" if node is None else str(node.name())
 
-    def _note_weights(self, kind: str, model: nn.Module) -> None:
-        """Add a row (`kind`, name, digest) for each parameter, since an optimizer steps in another, unrecorded thread."""
+    def _note_weights(self, model: nn.Module) -> None:
+        """Add a row ("weights", name, digest) for each parameter, since the optimizer's thread is not recorded."""
         for name, p in model.named_parameters():
-            self.rows.append((kind, name, _digest([p.detach()])))
+            self.rows.append(("weights", name, _digest([p.detach()])))
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -134,7 +134,9 @@ def defaults(asked: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str) -> tuple[dict[str, Any], bool]:
-    """Read a schedule card. Return (its measured tuning, True if its directives are those that this package ships)."""
+    """Read the schedule card `name` (folder or Hub id); return (its plans and measurements per device, True if this
+    package ships a card with the same directives).
+    """
     card = load_card(name)
     own = CARDS / card.program.model_type  # published with this package
     is_own = own.is_dir() and load_card(str(own)).program == card.program

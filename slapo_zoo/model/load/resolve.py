@@ -34,7 +34,7 @@ class Trust(NamedTuple):
 def resolve_schedule(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> BuildOptions:
-    """Return the options with a `schedule` that can be applied: a card becomes its directives or its function.
+    """Return the loader's options with a `schedule` that can be applied: a card becomes its directives or its function.
 
     "auto" becomes a table of sharding rules that was proven on a tiny model. Other kinds of schedules stay unchanged.
     `auto_class` is the head class (None: the one in the checkpoint), `trust` says how far a card is trusted.

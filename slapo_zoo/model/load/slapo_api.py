@@ -23,7 +23,7 @@ class ScheduleMetadata:
 
     Args:
         tie_weights: tied parameter --> the name under which it is saved.
-        param_tags: keys that `annotate` has set.
+        param_tags: names of the attributes that the primitive `annotate` has set on parameters.
         primitives: primitive name --> number of its uses.
     """
 
