@@ -37,7 +37,7 @@ def cut_batch(
         model: a scheduled model.
         cut: which tokens each cp rank gets.
         tensors: entries that are split by rows, with all tokens: [B, S], or a mask [B, 1 or H, S, S].
-        whole: the other entries.
+        whole: the other entries, of which all rows share each.
 
     Raises:
         SlapoError: an entry cannot be sharded, or an attention module was replaced since the load.
@@ -122,9 +122,9 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
 
 
 def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
-    """Raise SlapoError if hidden states or attentions of layers are wanted: a cp rank has those of its own tokens only.
+    """Raise SlapoError if hidden states or attentions of layers are asked for by `options`, arguments of the forward.
 
-    The caller of the model wants them, or its head does (`options`: arguments of the base model). `n` is cp.
+    A cp rank computes these outputs for its own tokens only. `n` is the number of cp ranks.
     """
     for name in LAYERS if model._slapo.schedule.state.body else ():
         if asked(model, options, name):
@@ -155,7 +155,7 @@ def _padded(model: Any, batch: dict[str, Tensor], n: int, packed: bool) -> dict[
     Args:
         model: a scheduled model.
         batch: entries [B, S], or a mask [B, 1 or H, S, S].
-        n: ranks of cp.
+        n: number of cp ranks.
         packed: True if `position_ids` separate the documents of a row. A mask would make transformers ignore
             them, so none is added, and the padding is one more document.
     """
@@ -199,7 +199,7 @@ def require_core_attention(model: Any) -> None:
         ours = str(getattr(config, "_attn_implementation", "")).startswith(NAME)
         if modules.get(path) is not core or not ours:
             problem = (
-                "it was replaced, or set to another attention: it would see the keys of one cp rank"
+                "this attention was replaced or set to another: it would see one cp rank's keys"
             )
             hint = "choose attention= when loading (sdpa or eager), or load with cp=1"
             raise SlapoError(WHERE, path, problem, hint)
@@ -211,17 +211,17 @@ def _counted(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def _counted_by_mask(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return OPT's positions [B, S]: real tokens are counted from 0, and padding is -1."""
+    """Return position ids [B, S] as OPT counts them: real tokens from 0 on, and -1 for padding."""
     mask = batch.get(MASK)
     mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
     if mask.ndim == 4:
-        problem = "position_ids are counted from a mask [rows, tokens], found one of 4 axes"
-        raise SlapoError(WHERE, MASK, problem, "pass position_ids too")
+        problem = "found 4 axes, but this model counts position_ids by a mask [rows, tokens]"
+        raise SlapoError(WHERE, MASK, problem, "pass position_ids too, or a mask [rows, tokens]")
     return (mask.cumsum(1) * mask - 1).long()
 
 
 def _counted_real(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """Return RoBERTa's positions [B, S]: `pad_token_id` at padding, pad_token_id + 1, + 2, ... at other tokens."""
+    """Return position ids [B, S] as RoBERTa counts them: pad_token_id + 1, + 2, ..., and pad_token_id at padding."""
     padding = model.config.pad_token_id
     real = batch["input_ids"].ne(padding).long()
     return real.cumsum(1) * real + padding

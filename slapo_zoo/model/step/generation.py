@@ -43,7 +43,7 @@ def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refuse_cache(batch: Mapping[str, Any]) -> None:
-    """Raise SlapoError for a KV cache in a forward of a pipeline."""
+    """Raise SlapoError if `batch`, the arguments of a forward with pp > 1, asks for or holds a KV cache."""
     found = [name for name in CACHES if batch.get(name) is not None]
     if found or batch.get("use_cache"):
         problem = "pipeline stages keep no KV cache: each forward runs the whole sequence"
@@ -61,7 +61,8 @@ def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if keys is not None and keys.shape[1] == heads > 1:
         problem = f"the cache has all {heads} heads, but each rank of tp={model.mesh.tp} computes some of them"
-        raise SlapoError("forward", "past_key_values", problem, "use tp=1, or a soft prompt")
+        hint = "use tp=1, or prompt tuning in place of prefix tuning"
+        raise SlapoError("forward", "past_key_values", problem, hint)
 
 
 class Generates:

@@ -51,9 +51,9 @@ def _explain(model: Any, config: Any, name: str, ids: Tensor, error: Exception) 
 
 
 def _positions(model: nn.Module, longest: int) -> int | None:
-    """Return the longest row, in tokens, that the model's learned positions allow; None if they allow `longest`.
+    """Return the most tokens per row for which the model has learned positions; None if it learns no positions.
 
-    RoBERTa's positions begin after the padding index.
+    `longest` is the config's max_position_embeddings. RoBERTa's positions begin after the padding index.
     """
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
     found = [m for m in tables if longest <= m.weight.shape[0] <= longest + SPARE]

@@ -41,8 +41,9 @@ class OwnLoss:
             found = type(loss).__name__
             if isinstance(loss, Tensor):
                 one = loss.numel() == 1
-                found = "one without a gradient" if one else f"shape {tuple(loss.shape)}"
-            problem = f"found {found}, expected a tensor of one element with a gradient"
+                shape = f"a tensor of shape {tuple(loss.shape)}"
+                found = "a tensor that requires no gradient" if one else shape
+            problem = f"returned {found}, expected a tensor of one element with a gradient"
             raise SlapoError(
                 "train_step", "loss_fn", problem, "return the mean over the rows that it gets"
             )
@@ -60,7 +61,10 @@ def whole_output(output: Any) -> Any:
 
 
 def for_loss_alone(forward: Callable[..., Any], batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with FOR_LOSS put before names that `forward` does not take: such entries are for loss_fn alone."""
+    """Return the batch with the prefix FOR_LOSS at the names of entries that `forward` does not take.
+
+    The user's loss_fn alone gets these entries.
+    """
     known = inspect.signature(forward).parameters.keys() | OPTIONS
     return {name if name in known else FOR_LOSS + name: value for name, value in batch.items()}
 

@@ -64,7 +64,8 @@ def _require_no_options(function: Callable[..., Any] | None) -> None:
     if options:
         problem = f"found {sorted(options)}, expected use_reentrant or preserve_rng_state at most"
         hint = 'leave them out; from_pretrained has checkpoint_policy="save_matmuls" and "offload" instead'
-        raise SlapoError("gradient_checkpointing_enable", "kwargs", problem, hint)
+        what = "gradient_checkpointing_kwargs"
+        raise SlapoError("gradient_checkpointing_enable", what, problem, hint)
 
 
 def _layers(model: Any) -> list[str]:

@@ -82,12 +82,15 @@ class Runtime:
         return self.plan.saved
 
     def group(self, one: Sum) -> Any:
-        """Return the process group of `one`, a sum of gradients in the RankPlan; None if this rank is not in the group."""
+        """Return the process group of a gradient sum `one` of the RankPlan; None if this rank is not in that group."""
         mesh = self.schedule.mesh
         return self.groups.get(one.ranks(mesh)) if one.parts else mesh.group(one.mesh_dim)
 
     def head_name(self, model: Any) -> str:
-        """Return the class name by which losses decide whether to shift labels; the family's table may override it."""
+        """Return the name of the model's class, by which losses decide whether to shift labels.
+
+        Where the family's table says whether labels are shifted, return SHIFTED or "" instead.
+        """
         if self.table.shifts_labels is None:
             return model.unscheduled_class.__name__
         return SHIFTED if self.table.shifts_labels else ""

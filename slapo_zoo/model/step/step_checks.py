@@ -49,7 +49,7 @@ def require_labels(tensors: Mapping[str, Tensor], whole: Mapping[str, Any]) -> N
 
 
 def no_loss(problem: str) -> SlapoError:
-    """Return the error for a batch without a loss of the model; `problem` is the reason."""
+    """Return the error for a batch from which the model computes no loss; `problem` is the reason."""
     return SlapoError("train_step", "batch", f"no loss: {problem}", "put labels into the batch")
 
 
@@ -103,7 +103,7 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
 
 
 def require_trained(trains: bool) -> None:
-    """Raise SlapoError if no rank trains a parameter; `trains` is True if this rank does."""
+    """Raise SlapoError if `trains` is False: the step trains no parameter and no input on the ranks that were asked."""
     if not trains:
         problem = "no parameter and no input requires a gradient"
         hint = "unfreeze a parameter; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"

@@ -77,12 +77,12 @@ class Step:
         count: number of micro-batches.
         parameters: name --> trained parameter.
         number: number of the step, from which its dropout is seeded.
-        asked: numbers of targets and of padding in the batch, over all dp ranks.
+        asked: numbers of targets (labels that count) of all dp ranks' batches, and of padding in this rank's.
         means: scales the model's loss of a micro-batch to its share of the step's loss; None: no scaling is needed.
         own: the user's own loss, or None for the model's.
         beside: tensors outside the model that get gradients (a soft prompt).
         scaler: a GradScaler, or None.
-        kept: the logits, if they are to be returned.
+        kept: collects the logits of all micro-batches if the step returns them, else None.
     """
 
     model: Any
@@ -271,8 +271,8 @@ def reduce(step: Step) -> None:
 
 
 def share(step: Step, loss: Tensor) -> Any:
-    """Return on every rank the loss of the whole batch or, with `return_logits`, the output object
-    with loss and logits. `loss` is this rank's share of the loss.
+    """Sum this rank's share of the loss, `loss`, over pp, dp and cp; return the sum on every rank or, with
+    `return_logits`, the output object with the sum as loss and with all logits.
     """
     runtime, mesh, named = step.runtime, step.model.mesh, step.parameters
     both = torch.stack([loss.detach(), torch.full_like(loss.detach(), float(bool(named)))])
@@ -288,8 +288,9 @@ def share(step: Step, loss: Tensor) -> Any:
 
 
 def _trained(model: Any, count: int, device: torch.device) -> dict[str, nn.Parameter]:
-    """Return {name: parameter} that this step trains, after hooking and checking them. `count` is
-    the number of micro-batches, `device` that of the batch.
+    """Return {name: parameter} that this step trains on this rank, after checks and the registration of gradient hooks.
+
+    `count` is the number of micro-batches, `device` that of the batch.
     """
     runtime: Runtime = model._slapo
     if type(runtime.data_parallel) in (DataParallel, Sharded):
