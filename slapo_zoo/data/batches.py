@@ -154,14 +154,14 @@ class Stream:
 
 
 def _settings(batches: Batches | Stream) -> dict[str, Any]:
-    """Return the settings that, with the data, determine the rows of a step: seq_len, batch_size, seed and task."""
+    """Return the settings of `batches` that, with the data, determine the rows of a step: seq_len, seed, ..."""
     task = batches.task
     return {"seq_len": task.seq_len, "batch_size": batches.batch_size, "seed": batches.seed, "task": type(task).__name__}  # fmt: skip
 
 
 @lru_cache(maxsize=1)
 def order_of(seed: int, epoch: int, count: int) -> Tensor:
-    """Return the shuffled row numbers of an epoch, [count]; cached, because shuffling many rows takes a second."""
+    """Return the row numbers [count] of an epoch, shuffled by `seed`; cached, as shuffling many rows takes a second."""
     return torch.randperm(count, generator=generator_of(seed, epoch, ORDER))
 
 
@@ -181,9 +181,9 @@ def generator_of(seed: int, number: int, purpose: int) -> torch.Generator:
 
 
 def divided(rows: Any, share: float, seed: int) -> tuple[Any, Any]:
-    """Split rows into (training rows, held-out rows) by a seeded draw; each part keeps the order of the data.
+    """Draw rows to hold out, by `seed`; return (training rows, held-out rows), each in the order of the data.
 
-    `share`, from 0 to 1, is the part that is held out.
+    `share`, from 0 to 1, is the part of `rows`, a `datasets.Dataset`, that is held out.
     """
     order, count = np.random.default_rng(seed).permutation(len(rows)), round(share * len(rows))
     rest, held = (np.sort(part) for part in (order[count:], order[:count]))

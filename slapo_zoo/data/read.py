@@ -19,7 +19,7 @@ MOST_CLASSES = 100_000  # a column with larger numbers holds ids, not classes
 
 
 def format_of(path: Path) -> str | None:
-    """Return the name that `datasets` has for a table file's format, e.g. "json"; None for a text file."""
+    """Return the name that `datasets` has for the format of a table file `path`, e.g. "json"; None for a text file."""
     return KINDS.get(path.suffix.lower())
 
 
@@ -42,7 +42,9 @@ def kind_of(name: str) -> str:
 
 
 def _kind_of_folder(path: Path) -> str:
-    """Return "table" or "text" for a folder; DataError for files of several kinds, as `datasets` would read only one."""
+    """Return "table" or "text", the kind of the files in the folder `path`; DataError for files of several kinds, as
+    `datasets` would read only one kind.
+    """
     files = [f for f in _visible_files(path) if f.suffix and not f.name.startswith("dataset_")]
     kinds = Counter((format_of(f), f.suffix.lower() == ".tsv") for f in files if format_of(f))
     others = Counter(f.suffix.lower() for f in files if not format_of(f))
@@ -62,7 +64,7 @@ def _visible_files(path: Path) -> list[Path]:
 
 
 def text_files(path: Path) -> list[str]:
-    """Return the paths of files that hold UTF-8 text; print how many others are skipped."""
+    """Return the paths of the files at `path`, a file or folder, that hold UTF-8 text; print how many are skipped."""
     files = _visible_files(path)
     texts = [str(file) for file in files if _is_text(file)]
     if not texts:
@@ -115,9 +117,7 @@ def open_table(name: str, split: str, config: str | None = None, stream: bool = 
 def check_split(name: str, split: str, own: Iterable[str]) -> None:
     """Raise DataError if the data set `name` does not have the split `split`; `own` are the names of its splits."""
     if split not in own:
-        hint = (
-            "text, single files and saved data sets have one split only: evaluate on separate data"
-        )
+        hint = "name one of these, or other data: text files and single files have one split only"
         problem = f"found no such split, expected {' or '.join(own)}"
         raise DataError(name, f"split {split!r}", problem, hint)
 
@@ -219,9 +219,8 @@ class Encoder:
             if wrong := [one for one in held if not FITS[wanted](one)][:1]:
                 problem = f"found {wrong[0]!r:.60}, expected {wanted}"
                 column = f"column {self.columns[role]!r}"
-                raise DataError(
-                    "data", column, problem, f"correct this column, or name another one as {role}"
-                )
+                hint = f"correct this column, or name another one as {role}"
+                raise DataError("data", column, problem, hint)
         encoded = self.task.encode(found)
         tokens = [column for name, column in encoded.items() if name.endswith("input_ids")]
         kept = [i for i, row in enumerate(zip(*tokens, strict=True)) if all(map(len, row))]
@@ -244,8 +243,8 @@ def has_all(row: Columns, names: Sequence[str]) -> bool:
 
 
 def rows_of_table(data: Any, task: Task, columns: Mapping[str, str]) -> Any:
-    """Return the tokenized rows of a data set, cached on disk and mapped into memory by `datasets`.
-    `columns` maps the role of an input, e.g. "text", to its column.
+    """Return the rows of a data set tokenized by `task`, cached on disk and mapped into memory by `datasets`.
+    `columns` maps the role of an input, e.g. "text", to the name of its column.
     """
     whole, names, count = data, sorted(set(columns.values())), len(data)
     if any(data.data.column(name).null_count for name in names):
@@ -310,8 +309,8 @@ class Source:
 
 
 def class_names(data: Any, column: str) -> tuple[str, ...]:
-    """Return the names of the classes in the column `column` of labels, or of lists of labels; the index of a name is
-    the id of the class.
+    """Return the names of the classes in the column `column` of the data set `data`; a name's index is the class id.
+    The column holds labels, or lists of labels.
     """
     feature = data.features[column]
     feature = getattr(feature, "feature", feature)

@@ -100,7 +100,9 @@ class Causal(Language):
     head = "AutoModelForCausalLM"
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return input_ids and labels, and with document masks position_ids that restart in each document."""
+        """Return the batch of encoded `rows`: input_ids, labels, and with `document_masks` position_ids that restart
+        in each document.
+        """
         ids = as_tensor(rows["input_ids"])
         if not self.document_masks:
             return {"input_ids": ids, "labels": ids}
@@ -142,7 +144,9 @@ class Masked(Language):
         return self.seq_len - sum(map(len, self.frame))
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"input_ids": masked by the collator of `transformers`, "labels": with at least one label}."""
+        """Return the batch of encoded `rows`: {"input_ids": with tokens masked by `transformers`, drawn by `generator`,
+        "labels": the masked tokens, at least one, and -100 elsewhere}.
+        """
         from transformers import DataCollatorForLanguageModeling
 
         first, last = self.frame
@@ -198,7 +202,9 @@ class Spans(Language):
         return self.tokenizer.convert_tokens_to_ids([f"<extra_id_{i}>" for i in range(count)])
 
     def collate(self, rows: Columns, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return {"input_ids": rows with a sentinel in place of each span, "labels": each sentinel, then its span}."""
+        """Return {"input_ids": rows with a sentinel in place of each span, "labels": each sentinel, then its span}.
+        `generator` draws the spans.
+        """
         pairs = [self._corrupted(as_tensor(ids), generator) for ids in rows["input_ids"]]
         inputs, labels = (torch.stack(column) for column in zip(*pairs, strict=True))
         return {"input_ids": inputs, "labels": labels}
@@ -216,7 +222,7 @@ class Spans(Language):
 
 
 def _parts(total: int, count: int, generator: torch.Generator) -> list[int]:
-    """Return `count` random positive integers whose sum is `total`; all such lists are equally likely."""
+    """Return `count` positive integers with sum `total`, drawn by `generator`; all such lists are equally likely."""
     cuts = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
     return torch.tensor([0, *cuts, total]).diff().tolist()
 

@@ -167,7 +167,7 @@ def _groups(plan: RankPlan) -> dict[tuple[int, ...], Any]:
 
 
 def _take_generation_config(model: Any, folder: Path | None) -> None:
-    """Load the generation_config.json of the checkpoint into the model, if there is one."""
+    """Load the generation_config.json in `folder`, that of the checkpoint, into the model; do nothing without one."""
     from transformers import GenerationConfig
 
     if model.can_generate() and folder is not None and (folder / "generation_config.json").exists():
@@ -179,12 +179,8 @@ def _refuse_dropped_layers(config: Any, mesh: Mesh) -> None:
     for name, value in vars(config).items():
         if mesh.pp > 1 and name.endswith("layerdrop") and value:
             problem = f"found {value}, expected 0: stages would wait for the blocks that LayerDrop leaves out"
-            raise MeshError(
-                "from_pretrained",
-                f"{name} with pp={mesh.pp}",
-                problem,
-                f"pass {name}=0.0, or use pp=1",
-            )
+            what, hint = f"{name} with pp={mesh.pp}", f"pass {name}=0.0, or use pp=1"
+            raise MeshError("from_pretrained", what, problem, hint)
 
 
 @dataclass(frozen=True)

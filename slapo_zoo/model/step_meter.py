@@ -58,5 +58,7 @@ def peak_of(device: torch.device) -> float:
 
 
 def peak_memory(device: torch.device) -> int | None:
-    """Return the step's peak bytes on a GPU; on a CPU those of the process without mapped files, None if unknown."""
+    """Return the peak bytes on a GPU `device` since `StepMeter.start`; on a CPU the process's bytes now, without mapped
+    files, or None if unknown.
+    """
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else anonymous_bytes() or None  # fmt: skip

@@ -57,5 +57,5 @@ def test_ddp_and_fsdp2_refuse_several_pipeline_stages_per_rank(root, ranks):
     ddp, fsdp2, unknown = ranks.run(refused, 2, checkpoint(case, root / "four"))[0]
     for text in (ddp, fsdp2):
         assert "found 4 stages on pp=2 ranks, in the order Interleaved1F1B" in text
-        assert "choose 1f1b or gpipe; or leave data_parallel out" in text
+        assert "(1f1b or gpipe), or leave data_parallel= out" in text
     assert "expected one of (None, 'ddp', 'fsdp2')" in unknown

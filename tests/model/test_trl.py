@@ -121,7 +121,7 @@ def test_grpo_generation_batch_size_counts_dp_ranks_only():
     alone = asked()
     refuse_options(model_on(1, 1, 3), alone, "")
     assert alone.generation_batch_size == 64, "as TRL has counted"
-    with pytest.raises(SlapoError, match=r"num_generations=4, .* 6 rows .*\n.*batch_size=8"):
+    with pytest.raises(SlapoError, match=r"4 generations .* 6 rows .*\n.*batch_size=8"):
         refuse_options(model_on(2, 1, 1), asked(per_device_train_batch_size=6), "")
 
 

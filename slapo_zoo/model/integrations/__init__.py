@@ -1,4 +1,4 @@
-"""Other libraries with a scheduled model: Trainer, TRL, and engines that run it in place of torch.
+"""Use of a scheduled model by other libraries: Trainer, TRL, and engines such as DeepSpeed and Megatron.
 
 Imports `model.step`, `model.checkpoints` and lower.
 """

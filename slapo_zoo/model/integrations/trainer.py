@@ -315,9 +315,7 @@ def gather_over_dp(accelerator: Any, mesh: Mesh) -> Callable[..., Any]:
 
     def gather(data: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object:
-            problem = (
-                "ranks that read the same samples hold the same objects, which would come twice"
-            )
+            problem = "objects of ranks that read the same samples would come twice"
             hint = "gather tensors instead of objects"
             raise SlapoError("gather_for_metrics", "use_gather_object", problem, hint)
         return recursively_apply(pick, accelerator.gather(data))

@@ -63,10 +63,9 @@ def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
     trains with the same bits on every mesh; these options would make the bits depend on the mesh.
     """
     if own_loss:
-        hint = (
-            "use the model's own loss, or a loop of your own: model.train_step(batch, loss_fn=...)"
-        )
-        raise _refusal(own_loss, "it would be one loss of several virtual ranks (exact=)", hint)
+        hint = "use the model's own loss, or your own loop: model.train_step(batch, loss_fn=...)"
+        problem = "with exact= this loss would be computed once for several virtual ranks"
+        raise _refusal(own_loss, problem, hint)
     for name, (problem, hint) in REFUSED_EXACT.items():
         if getattr(args, name, None) != getattr(type(args), name, None):
             raise _refusal(name, problem, hint)
@@ -86,9 +85,7 @@ def _share_generations(mesh: Any, args: Any) -> None:
         return
     rows = args.per_device_train_batch_size
     if rows % groups:
-        problem = (
-            f"found num_generations={groups}, which does not divide the {rows} rows of a dp rank"
-        )
+        problem = f"{groups} generations per prompt do not divide the {rows} rows of a dp rank"
         hint = f"choose per_device_train_batch_size={(rows // groups + 1) * groups}: the answers to a prompt stay on one rank"
         raise _refusal("num_generations", problem, hint)
     args.generation_batch_size = rows * mesh.size("batch") * args.steps_per_generation

@@ -36,7 +36,10 @@ def _from_files(
     max_load_memory: int | str | None, check_finite: bool, map_weights: bool,
     config_changes: dict[str, Any],
 ) -> Any:  # fmt: skip
-    """Load a checkpoint as a scheduled model; `AutoScheduledModel.from_pretrained` describes the arguments."""
+    """Load a checkpoint; `AutoScheduledModel.from_pretrained` describes the arguments and the returned model or engine.
+
+    `options` are the arguments that do not concern files.
+    """
     if options.exact:
         files = name_or_path, revision, allow_pickle, max_load_memory, check_finite, map_weights
         return exact_model(options, lambda own: _from_files(own, *files, dict(config_changes)))
@@ -53,7 +56,7 @@ def _from_files(
 
 
 def _from_config(options: LoaderOptions, config: Any) -> Any:
-    """Make a scheduled model of a config with new weights, as `AutoScheduledModel.from_config` describes."""
+    """Return a scheduled model of a config with new weights, as `AutoScheduledModel.from_config` describes."""
     if options.exact:
         return exact_model(options, lambda own: _from_config(own, config))
     check_target("from_config", options.target, options.target_options)

@@ -138,7 +138,10 @@ def _call_init(sch: Schedule, path: str, module: Any, init: Any) -> None:
 
 
 def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter:
-    """Return this rank's shard, as `plan` says, of the parameter `name` of `module`, which is unsharded so far."""
+    """Return this rank's shard of the parameter `name` of `module`, which is unsharded so far.
+
+    `full_name` is the name of the parameter in the model, by which `plan` knows how it is sharded.
+    """
     full = module._parameters[name]
     part = part_of(full.detach(), plan.of(full_name), plan.mesh)
     return full if part.shape == full.shape else nn.Parameter(part, full.requires_grad)

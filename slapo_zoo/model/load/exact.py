@@ -71,9 +71,8 @@ def virtual_mesh(real: Mesh, asked: Any) -> Mesh:
     """
     if asked is not True and not isinstance(asked, Mapping):
         problem = f'found {asked!r}, expected True, or sizes as in {{"tp": 4, "dp": 2}}'
-        raise SlapoError(
-            WHERE, "exact", problem, "name the largest mesh that the run will ever have"
-        )
+        hint = "name the largest mesh that the run will ever have"
+        raise SlapoError(WHERE, "exact", problem, hint)
     given = {} if asked is True else dict(asked)
     if unknown := sorted(given.keys() - real.sizes.keys()):
         problem = f"no such mesh dim: {unknown[0]}"
@@ -322,9 +321,9 @@ class ExactModel(nn.Module):
 
     @contextmanager
     def tracing(self) -> Iterator[ExactTrace]:
-        """Context that records every operation of steps and clipping; yields the record, complete at its end.
+        """Context that records every operation of steps and clipping; yields an ExactTrace, complete at its end.
 
-        It takes many times as long as the step itself. The record holds the rows of all virtual ranks on process 0.
+        Steps take many times as long. On process 0 the record contains the operations of all virtual ranks.
         """
         found, self._tracing = ExactTrace(), {rank: [] for rank in self._host.ranks}
         try:

@@ -55,7 +55,7 @@ class Exactness:
 
 
 def compare_meshes(config: Any, cls: Any, sizes: Sizes, knobs: Mapping[str, Any]) -> Exactness:
-    """Train a small model of a family on a mesh of local processes and in one process, and compare all bits.
+    """Train a small model of a family on a mesh of local processes and in one process; return a comparison of all bits.
 
     Args:
         config: config of a model of the family; the small model has fewer and narrower layers.

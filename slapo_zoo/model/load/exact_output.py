@@ -54,7 +54,9 @@ def computed(value: Any) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-    """Join `parts`, an output for several slices of a batch: tensors by rows, scalars by their mean, else the first."""
+    """Return the output of a batch from `parts`, those of its slices: tensors joined by rows, the mean of scalars, and
+    of other values the first.
+    """
     if not isinstance(parts[0], Tensor):
         return parts[0]
     if parts[0].ndim == 0:

@@ -76,8 +76,8 @@ def with_options(
 def _bound(
     where: str, signature: inspect.Signature, args: Sequence[Any], given: Mapping[str, Any]
 ) -> inspect.BoundArguments:
-    """Bind a call's `args` and `given` keywords to a signature; SlapoError in the name of `where`
-    for an unknown argument, with the nearest known name.
+    """Return a call's `args` and `given` keywords bound to a signature; SlapoError for an unknown argument, with the
+    nearest known name. `where` names the called function in the error.
     """
     try:
         return signature.bind(*args, **given)

@@ -33,7 +33,7 @@ class ScheduleMetadata:
 
     @staticmethod
     def of(sch: Schedule) -> "ScheduleMetadata":
-        """Collect the metadata of a schedule from the directives that were applied."""
+        """Return the metadata of the schedule `sch`, collected from its applied directives."""
         rows = plan_of(sch.state).tensors.values()
         ties = {row.name: row.tied_to for row in rows if row.tied_to}
         names = [directive.name for _, directive in sch.history]

@@ -135,9 +135,9 @@ def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:
 def _require_hidden_padding(model: Any, positions: Tensor, shifts: bool, n: int) -> None:
     """Raise SlapoError if rows with `positions` [B or 1, S] cannot be padded so that no token sees the padding.
 
-    In a model that predicts the next token (`shifts`) the padding comes last, as one more document; with the config's
-    is_decoder=False tokens could see it. In another model a mask hides the padding, by which transformers ignores the
-    positions: they may not separate documents. `n` is the number of cp ranks.
+    In a model that predicts the next token (`shifts`) the padding is one more document at the end of a row, which
+    tokens could see only if the config has is_decoder=False. In another model a mask hides the padding; as transformers
+    ignores positions where it gets a mask, these must not separate documents. `n` is the number of cp ranks.
     """
     why = "with is_decoder=False tokens may see padding after them"
     if not shifts:

@@ -154,12 +154,8 @@ def require_together(model: Any) -> None:
         return
     with rank_guard("forward"):
         if gone := meet("forward", ranks):
-            problem = (
-                f"{names_of(gone)} did not call the model, and each rank computes a part of it"
-            )
-            hint = (
-                "call the model on all ranks: each gets the full output; print or write it on one"
-            )
+            problem = f"{names_of(gone)} did not call the model, and each rank computes a part of the output"
+            hint = "call the model on all ranks, each of which gets the full output"
             raise MeshError("forward", "a model called on some ranks only", problem, hint)
 
 

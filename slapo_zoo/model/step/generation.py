@@ -31,10 +31,9 @@ class LateEncoder(nn.Module):
 
 
 def with_source(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch for the forward of an encoder-decoder during `generate` with pp > 1.
+    """Return a batch in which the encoder's inputs replace `encoder_outputs`, so that the pipeline runs the encoder.
 
-    `generate` calls no real encoder there, so `encoder_outputs` holds the encoder's inputs. They
-    become entries of the batch, without `encoder_outputs`, and the pipeline runs the encoder.
+    In `generate` with pp > 1 LateEncoder leaves these inputs there, as SourceTokens. Other batches are only copied.
     """
     source = batch.get("encoder_outputs")
     if not isinstance(source, SourceTokens):
@@ -47,9 +46,8 @@ def refuse_cache(batch: Mapping[str, Any]) -> None:
     found = [name for name in CACHES if batch.get(name) is not None]
     if found or batch.get("use_cache"):
         problem = "pipeline stages keep no KV cache: each forward runs the whole sequence"
-        raise SlapoError(
-            "forward", (found or ["use_cache=True"])[0], problem, "leave it out, or use pp=1"
-        )
+        what = (found or ["use_cache=True"])[0]
+        raise SlapoError("forward", what, problem, "leave it out, or use pp=1")
 
 
 def refuse_whole_heads(model: Any, batch: Mapping[str, Any]) -> None:

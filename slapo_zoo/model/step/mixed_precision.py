@@ -109,7 +109,7 @@ class MixedPrecision:
             self.scale, self.good_steps = float(state["scale"]), int(state["good_steps"])
 
     def unscale(self, parameters: Iterable[nn.Parameter], mesh: Mesh) -> None:
-        """Divide this step's gradients by the loss scale; after an overflow on any rank, drop them on all ranks."""
+        """Divide the gradients of `parameters` by the loss scale; after an overflow on any rank all ranks drop them."""
         if not self.scales:
             return
         held = [p for p in parameters if p.grad is not None]

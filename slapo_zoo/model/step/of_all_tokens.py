@@ -40,16 +40,15 @@ def cut_of(model: Any) -> TokenCut | None:
 
 
 def cut_call(model: Any, cut: TokenCut, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments `batch` of a call in the user's own loop, with this cp rank's tokens only; unchanged if the
-    model shards them itself, within its blocks.
+    """Return the arguments `batch` of a call in the user's own loop, with this cp rank's tokens (by `cut`) only;
+    unchanged if the model itself shards the tokens where its blocks begin.
     """
     if model._slapo.schedule.state.body is not None:
         return dict(batch)
     if asked(model, batch, LAYERS[1]):
         problem = f"a rank of cp={cut.n} computes the attention of its own tokens only"
-        raise SlapoError(
-            "forward", f"{LAYERS[1]}=True", problem, "leave it out, or call it in eval()"
-        )
+        hint = "leave it out, or call the model in eval()"
+        raise SlapoError("forward", f"{LAYERS[1]}=True", problem, hint)
     part, others = cut_batch(model, cut, *split_batch(batch))
     cached = {"use_cache": False} if takes_cache(model._slapo) else {}  # it would lack others' keys
     return {**part, **others, **cached}

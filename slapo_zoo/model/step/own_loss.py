@@ -44,9 +44,8 @@ class OwnLoss:
                 shape = f"a tensor of shape {tuple(loss.shape)}"
                 found = "a tensor that requires no gradient" if one else shape
             problem = f"returned {found}, expected a tensor of one element with a gradient"
-            raise SlapoError(
-                "train_step", "loss_fn", problem, "return the mean over the rows that it gets"
-            )
+            hint = "return the mean over the rows that loss_fn gets"
+            raise SlapoError("train_step", "loss_fn", problem, hint)
         loss = loss.reshape(()).float() / self.divisor
         count_once(self.runtime, loss, began)
         return loss

@@ -38,7 +38,8 @@ class Runtime:
         table: table of the model's family in `schedules/`: how its modules are sharded.
         pipeline: the stages; None without a pipeline.
         keys: maps names of parameters to their names in the family's files.
-        adapters: adapter name --> its matrices on this stage.
+        ledger: record of the load: bytes, files, seconds.
+        adapters: adapter name --> shapes and placements of its matrices on this stage.
         peft_config: configs of the adapters, as peft keeps them.
         groups: ranks --> process group of these ranks, where a gradient is summed over a part of a mesh dim.
         source: folder of the checkpoint, or None.
@@ -48,7 +49,7 @@ class Runtime:
         within_engine: True while a call comes from the engine around the model.
         generates: True while `generate` is running.
         evaluated: number of calls in eval mode so far.
-        recomputed: layers that `gradient_checkpointing_enable` recomputes.
+        recomputed: paths of the layers that `gradient_checkpointing_enable` recomputes.
         precision: compute dtype and loss scale.
     """
 
@@ -148,7 +149,7 @@ def calling(
 
 
 def takes_cache(runtime: Runtime) -> bool:
-    """Return whether the model's own forward has a use_cache argument."""
+    """Return whether the forward of the model's own class, `runtime.own_forward`, has a use_cache argument."""
     return "use_cache" in inspect.signature(runtime.own_forward).parameters
 
 
@@ -177,6 +178,5 @@ def refuse_divided(model: Any, options: Mapping[str, Any], **parts: int) -> None
         given = options.get(name)
         if getattr(model.config, name, False) if given is None else given:
             problem = f"found {', '.join(divided)}: the loss then needs the whole batch at once"
-            raise MeshError(
-                "the model", f"{name}=True", problem, f"pass {name}=False, or use tp only"
-            )
+            hint = f"pass {name}=False, or use tp only"
+            raise MeshError("the model", f"{name}=True", problem, hint)

@@ -95,9 +95,8 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
              if len(x) % rows or (x.ndim == 1 and len(x) != rows)]  # fmt: skip
     other += [n for n in ("encoder_outputs", "past_key_values") if whole.get(n) is not None]
     if count > 1 and other:
-        problem = (
-            f"{rows} rows are split into {count} micro-batches, but {', '.join(other)} cannot be"
-        )
+        names = ", ".join(other)
+        problem = f"{rows} rows are split into {count} micro-batches, but {names} cannot be"
         hint = "give these entries one row per row of the batch, or pass micro_batches=1"
         raise SlapoError("train_step", "batch", problem, hint)
 
@@ -125,7 +124,7 @@ def require_whole_step(mesh: Mesh, parameters: Mapping[str, nn.Parameter], count
 def agree_on_frozen_ties(runtime: Runtime, device: torch.device) -> None:
     """Freeze a tied weight on all its stages if one of them has frozen it; raise MeshError if its values differ.
 
-    This takes one all-reduce of three numbers per weight and process group. No weight is unfrozen, since the
+    The ranks of these stages all-reduce three numbers per weight, on `device`. No weight is unfrozen, since the
     optimizer exists already.
     """
     named = dict(runtime.schedule.model.named_parameters())

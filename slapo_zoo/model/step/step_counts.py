@@ -71,7 +71,7 @@ def count_step(
     model: Any, tensors: Mapping[str, Tensor], counts: Sequence[float | Tensor], rows: int,
     whole: Mapping[str, Any],
 ) -> StepCounts:  # fmt: skip
-    """Count targets and padding of a step over all dp ranks, by one collective for which the host waits once.
+    """Return the counts of targets and padding of a step over all dp ranks; one collective, for which the host waits.
 
     `tensors` are the entries of the batch that are split by rows, `whole` those that all rows share. `counts`
     are this rank's targets of each loss term; dp ranks may hold different numbers of `rows`. The counts are sent from

@@ -247,7 +247,7 @@ def _targets(
 
 
 def run(step: Step) -> Tensor:
-    """Run forward and backward of all micro-batches; return this rank's share of the loss."""
+    """Run forward and backward of all micro-batches; return this rank's share of the loss: shares sum to the mean."""
     runtime = step.runtime
     engine, pipeline = runtime.data_parallel, runtime.pipeline
     step_checks.require_trained(step.trains or step.model.mesh.pp > 1)  # another stage may

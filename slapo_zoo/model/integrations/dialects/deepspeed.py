@@ -103,7 +103,7 @@ class DeepSpeedTarget(TargetEngine):
 
 
 def import_deepspeed() -> Any:
-    """Import and initialise DeepSpeed, on a CPU without its C++ extensions; SlapoError if it is not installed."""
+    """Return the module deepspeed, initialised, on a CPU without C++ extensions; SlapoError if it is not installed."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -196,7 +196,7 @@ UNIT_NAMES = {
 
 
 def _group(mesh: Mesh, mesh_dim: str) -> Any:
-    """Return the process group of a mesh dim, also for size 1, which has a group of this rank alone. A collective call."""
+    """Return the process group of the mesh dim `mesh_dim`; for size 1 a group of this rank alone. A collective call."""
     if (group := mesh.group(mesh_dim)) is not None:
         return group
     alone = [new_group([rank]) for rank in range(mesh.world_size)]
@@ -224,7 +224,7 @@ class _Zero(Zero):
 
 @register_dialect("log_parser", "deepspeed")
 def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
-    """Parse a log file of DeepSpeed; return (number of parameters on a rank, samples/s, peak GB, error code).
+    """Parse the DeepSpeed log at `path`; return (number of parameters on a rank, samples/s, peak GB, error code).
 
     A figure that is missing is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
     """

@@ -203,24 +203,19 @@ class _ZeroPipeline(Zero):
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
         hint = 'set "gradient_clipping" in the config'
-        raise SlapoError(
-            "target='deepspeed'",
-            "clip_grad_norm_",
-            "DeepSpeed's pipeline has run the optimizer step already",
-            hint,
-        )
+        problem = "DeepSpeed's pipeline has run the optimizer step already"
+        raise SlapoError("target='deepspeed'", "clip_grad_norm_", problem, hint)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
         if grads:
             hint = "compare weights or losses, or use target='torch'"
-            raise SlapoError(
-                "target='deepspeed'", "grads", "DeepSpeed's pipeline clears the gradients", hint
-            )
+            problem = "DeepSpeed's pipeline clears the gradients"
+            raise SlapoError("target='deepspeed'", "grads", problem, hint)
         return super().tensors(model)
 
 
 def _numbers(count: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Return an iterator of (input, label) pairs, one per micro-batch, as DeepSpeed's pipeline expects its data.
+    """Return an iterator of (input, label) pairs, one per each of `count` micro-batches, as DeepSpeed's pipeline reads.
 
     Input and label are both the index of the micro-batch, by which stages find its tensors.
     """

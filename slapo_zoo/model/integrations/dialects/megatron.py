@@ -40,18 +40,14 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
     """
     model = require_scheduled(sch, "megatron")
     if model.mesh.pp > 1:
-        problem = (
-            "target='megatron' runs no pipeline: Megatron's own cannot run the stages of this model"
-        )
+        problem = "Megatron's pipeline cannot run the stages of this model"
         hint = "use pp=1, or target='torch'"
         raise MeshError("target='megatron'", f"pp={model.mesh.pp}", problem, hint)
     if hasattr(optimizer, "use_distributed_optimizer"):
         problem = (
-            "found an OptimizerConfig, expected an optimizer of torch or a function that makes one"
+            "found an OptimizerConfig, expected a torch optimizer or a function that makes one"
         )
-        hint = (
-            "pass optimizer=torch.optim.AdamW; gradients are summed over dp without Megatron's DDP"
-        )
+        hint = "pass e.g. optimizer=torch.optim.AdamW; the model itself averages gradients over dp"
         raise SlapoError("target='megatron'", "optimizer", problem, hint)
     take_groups(model.mesh)
     mark_parameters(model)
@@ -60,11 +56,12 @@ def megatron_engine(sch: Any, optimizer: Any = None, clip: float = 0.0) -> tuple
 
 
 def take_groups(mesh: Mesh) -> None:
-    """Use Megatron's process groups as the mesh's, creating them if needed; MeshError if they do not match."""
+    """Use Megatron's tp, dp and pp groups, created if needed, as those of `mesh`; MeshError if their ranks differ."""
     state = import_megatron().parallel_state
     if not dist.is_initialized():
         hint = "start the processes with torchrun"
-        raise MeshError("target='megatron'", "dist", "found no process group of torch", hint)
+        problem = "found no process group of torch"
+        raise MeshError("target='megatron'", "torch.distributed", problem, hint)
     if not state.model_parallel_is_initialized():
         state.initialize_model_parallel(mesh.tp, mesh.pp, order="tp-cp-ep-dp-pp")
     groups = {
@@ -93,7 +90,7 @@ def mark_parameters(model: Any) -> None:
 
 
 def use_parallel_layers(sch: Schedule, column: Sequence[str], row: Sequence[str]) -> Schedule:
-    """Replace linear layers of a bare schedule by Megatron's, their weights sharded over tp.
+    """Replace linear layers of a schedule by Megatron's, their weights sharded over tp; return the schedule.
 
     rewrite:  Linear(x)  -->  ColumnParallelLinear(x) [.., out/tp]  -->  RowParallelLinear [.., out]
 
@@ -197,7 +194,7 @@ def import_megatron() -> Any:
 
 @register_dialect("log_parser", "megatron")
 def parse_log(path: str | os.PathLike[str]) -> tuple[float, float, float, int]:
-    """Parse a log file of Megatron-LM; return (number of parameters on a rank, samples/s, peak GB, error code).
+    """Parse the Megatron-LM log at `path`; return (number of parameters on a rank, samples/s, peak GB, error code).
 
     A figure that is missing is 0. Error codes: 0 none, 1 out of memory, 2 no throughput.
     """

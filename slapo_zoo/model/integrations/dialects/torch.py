@@ -78,7 +78,7 @@ def _check(sch: Any, mesh: Mesh, optimizer: Any, kind: str | None) -> None:
         raise SlapoError("target='torch'", what, problem, "choose one of them")
     if kind is not None and is_exact(sch):
         problem = (
-            "this wrapper takes one rank per process, but a model loaded with exact= runs several"
+            "a model loaded with exact= runs several ranks per process, a wrapper of torch one"
         )
         raise SlapoError("target='torch'", what, problem, "leave data_parallel= out")
     if kind == "fsdp2" and is_scheduled(sch) and sch._slapo.precision.dtype is not None:
@@ -100,9 +100,7 @@ def _check_stages(model: Any, what: str) -> None:
     places, pp = model._slapo.pipeline.places, model.mesh.pp
     if places.num_stages != pp:
         problem = f"found {places.num_stages} stages on pp={pp} ranks, in the order {places.order.name}, expected {pp}"
-        hint = (
-            "choose 1f1b or gpipe; or leave data_parallel out: gradients are then summed at the end"
-        )
+        hint = "load with pipeline_order= of one stage per rank (1f1b or gpipe), or leave data_parallel= out"
         raise MeshError("target='torch'", what, problem, hint)
 
 

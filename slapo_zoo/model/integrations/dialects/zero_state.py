@@ -21,9 +21,9 @@ def whole_parameters(model: Any, of: Callable[[Any], Tensor] | None = None) -> d
 
 
 def whole_gradient(p: Any) -> Tensor:
-    """Return the gradient of a parameter gathered over dp, or zeros if the parameter has no gradient.
+    """Return the unsharded gradient of the parameter `p`, gathered over dp; zeros if `p` has no gradient.
 
-    The gradient exists between the backward and the optimizer step.
+    A gradient exists between the backward and the optimizer step.
     """
     from deepspeed.utils import safe_get_full_grad
 
@@ -32,7 +32,7 @@ def whole_gradient(p: Any) -> Tensor:
 
 
 def _whole_parameter(p: Any) -> Tensor:
-    """Return a parameter gathered over dp; a trained parameter has the value of the optimizer's fp32 copy."""
+    """Return the unsharded values of the parameter `p`, gathered over dp; of a trained `p` those of its fp32 master."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     if hasattr(p, "ds_id") and p.requires_grad:
@@ -47,7 +47,7 @@ def _whole_parameter(p: Any) -> Tensor:
 
 
 class WholeZero(Whole):
-    """Gathered copies of ZeRO's parameters, and a torch optimizer over them with gathered state.
+    """Unsharded copies of ZeRO's parameters, and a torch optimizer over these copies with unsharded state.
 
     Args:
         model: a scheduled model in a DeepSpeed engine of ZeRO stage 1 to 3.
@@ -89,7 +89,7 @@ class WholeZero(Whole):
         return value.clone()
 
     def put_back(self) -> None:
-        """Copy the gathered tensors, into which a checkpoint was read, to ZeRO's partitions and the parameters."""
+        """Copy the unsharded copies, into which a checkpoint was read, back to ZeRO's partitions and the parameters."""
         with torch.no_grad():
             for name, p in self.parameters.items():
                 _set_parameter(p, self.tensors[name].detach())
@@ -149,9 +149,9 @@ def _set_parameter(p: Any, value: Tensor) -> None:
 
 
 def _set(p: Any, value: Tensor, key: str | None) -> None:
-    """Set one entry of a parameter's optimizer state from the unsharded `value`; ZeRO-3's setter refuses uneven sizes.
+    """Set the entry `key`, e.g. "exp_avg", of the optimizer state of `p` from the unsharded `value`.
 
-    `key` names the entry, e.g. "exp_avg"; None is the fp32 copy of the parameter.
+    The key None is the fp32 copy of the parameter. DeepSpeed's own setter for ZeRO-3 refuses uneven sizes.
     """
     from deepspeed.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
