@@ -35,7 +35,7 @@ from slapo_zoo.zoo.argument_values import make_mesh, pick_device
 from slapo_zoo.zoo.options import LoaderOptions
 
 WHERE = "from_pretrained"
-BUILT = "call the model, train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
+BUILT = "use model(**batch), train_step, clip_grad_norm_, save_checkpoint, load_checkpoint or save_pretrained"
 _HOSTS: dict[tuple[Mesh, Mesh], HostedRanks] = {}  # (real mesh, virtual mesh) --> threads
 _WITHIN = ExitStack()  # contexts that are active while the process hosts ranks
 

@@ -1,4 +1,4 @@
-"""Split an optimizer over the parameters of several virtual ranks into one optimizer for each of these ranks.
+"""Split an optimizer of all virtual ranks that one process runs (`exact=`) into one optimizer for each of these ranks.
 
 rewrite:  optimizer over hosted ranks 0..n  -->  n optimizers, each with the parameters and the state of one rank
 """
@@ -47,7 +47,7 @@ def give_back(optimizer: Any, copied: Any) -> None:
 
 
 def split_over_ranks(optimizer: Any, args: Any, models: Iterable[nn.Module]) -> list[Any] | None:
-    """Return one optimizer for each model, or None if the optimizer has to step all parameters in one call.
+    """Return one optimizer for each of `models`, or None if `optimizer` has to step all parameters in one call.
 
     The result is None for optimizers that are not torch's own (a copy may lack some of their state) or not
     element-wise, for a closure (it computes new gradients), and if a fused step reads a gradient scaler's factor.

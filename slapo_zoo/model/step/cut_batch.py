@@ -37,7 +37,7 @@ def cut_batch(
         model: a scheduled model.
         cut: which tokens each cp rank gets.
         tensors: entries that are split by rows, with all tokens: [B, S], or a mask [B, 1 or H, S, S].
-        whole: the other entries, of which all rows share each.
+        whole: entries that are not split by rows, the same for all rows.
 
     Raises:
         SlapoError: an entry cannot be sharded, or an attention module was replaced since the load.
@@ -102,10 +102,11 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
     """
     unknown = sorted(batch.keys() - TOKENS)
     unknown += sorted(name for name, x in others.items() if name not in OPTIONS and x is not None)
-    unknown += [] if "input_ids" in batch else ["a batch without input_ids"]
     if unknown:
         problem = f"no rule says how to shard this entry over cp; expected entries among {', '.join(sorted(TOKENS))}"
         raise SlapoError(WHERE, unknown[0], problem, "leave it out, or load with cp=1")
+    if "input_ids" not in batch:
+        raise SlapoError(WHERE, "input_ids", f"found none among {list(batch)}", "pass input_ids")
     ndim = {name: x.ndim for name, x in batch.items()}
     wrong = [n for n, d in ndim.items() if d != 2 and not (n == MASK and d == 4)]
     if wrong:

@@ -102,7 +102,7 @@ def require_rows(tensors: dict[str, Tensor], whole: dict, rows: int, count: int)
 
 
 def require_trained(trains: bool) -> None:
-    """Raise SlapoError if `trains` is False: the step trains no parameter and no input on the ranks that were asked."""
+    """Raise SlapoError if `trains` is False, i.e. if no parameter and no input of the step takes a gradient."""
     if not trains:
         problem = "no parameter and no input requires a gradient"
         hint = "unfreeze a parameter; a soft prompt of your own goes into inputs_embeds (docs/your_own_loop.md)"

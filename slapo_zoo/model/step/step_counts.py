@@ -56,8 +56,8 @@ class StepCounts:
         return torch.arange(self.first, self.first + count)
 
     def of_rows(self, start: int, rows: int, own_loss: bool = False, shown: bool = False) -> Known:
-        """Return the known facts (targets, padding, packing) about `rows` rows of this rank from index `start` on,
-        for one micro-batch.
+        """Return what is known (targets, padding, packing) about `rows` rows of this rank from index `start` on, the
+        rows of one micro-batch.
 
         `own_loss` is True if the user's own loss is computed, `shown` if the user gets the output, padding included.
         """

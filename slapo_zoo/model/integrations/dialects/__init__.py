@@ -66,7 +66,7 @@ def init_target_engine(sch: Any, target: str | None, **kwargs: Any) -> tuple[Any
 
 
 def check_target(where: str, target: str | None, options: Any) -> None:
-    """Raise ScheduleError for an engine that is unknown or not installed, or for an unknown or missing option of it.
+    """Raise ScheduleError for an engine that is unknown or not installed, or for an unknown or missing engine option.
 
     Loaders call this function before they read anything.
 
@@ -109,7 +109,7 @@ def _check_options(where: str, name: str, options: dict[str, Any], takes: list[A
 
 
 def in_target(model: Any, target: str | None, options: Mapping[str, Any] | None) -> Any:
-    """Return the engine `target` around a model, or the model itself under torch without options.
+    """Return a model wrapped in the engine named `target`; under torch without `options` the model itself.
     `options` are the value of `target_options=`.
     """
     if target in (None, "torch") and not options:

@@ -111,7 +111,10 @@ def _module(deepspeed: Any, model: Any, step: Step) -> Any:
 
 
 def _ties(model: Any) -> tuple[dict[str, list[int]], dict[str, nn.Parameter]]:
-    """Return ({name of a tied weight, "." as "_": indices of its stages}, {the same name: this rank's parameter})."""
+    """Return ({tied weight: indices of the stages that hold it}, {tied weight: this rank's parameter}).
+
+    A tied weight is given by its name with "_" in place of ".".
+    """
     plan, named = model._slapo.plan, dict(model.named_parameters())
     tied = {row.name: row for row in plan.tensors.values() if row.sums(True, TIED)}
     keys = {name: (row.tied_to or name).replace(".", "_") for name, row in tied.items()}

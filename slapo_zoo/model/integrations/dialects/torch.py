@@ -42,10 +42,10 @@ def torch_engine(
     clip: float = 0.0,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Run a scheduled model under torch; return (engine, optimizer). For a bare schedule return (module, optimizer).
+    """Run a scheduled model under torch; return (engine, optimizer). For a schedule `sch` return (module, optimizer).
 
     Args:
-        sch: a scheduled model, or a schedule.
+        sch: a model of AutoScheduledModel, or a schedule of any module (`create_schedule`).
         optimizer: torch optimizer; or a function parameters --> optimizer, which FSDP2 needs, since it
             makes new parameters.
         data_parallel: None averages gradients by our own hooks, "ddp" by torch's DDP; "fsdp2" shards parameters,

@@ -89,7 +89,7 @@ class WholeZero(Whole):
         return value.clone()
 
     def put_back(self) -> None:
-        """Copy the unsharded copies, into which a checkpoint was read, back to ZeRO's partitions and the parameters."""
+        """Write the unsharded copies, into which a checkpoint was read, to ZeRO's partitions and the parameters."""
         with torch.no_grad():
             for name, p in self.parameters.items():
                 _set_parameter(p, self.tensors[name].detach())
