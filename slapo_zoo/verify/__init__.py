@@ -1,7 +1,7 @@
 """Comparison of a scheduled model with the plain one: outputs, gradients, a step, replicas, dropout, files.
 
 The package is callable: after `from slapo_zoo import verify`, `verify(...)` calls
-`slapo_zoo.verify.core.verify`. Imports `model` and lower.
+`slapo_zoo.verify.core.verify`. Imports `model` and packages of lower floors (see CONTRIBUTING.md).
 """
 
 import importlib

@@ -31,7 +31,7 @@ Sums = dict[str, int]
 
 @dataclass(frozen=True)
 class Checksums:
-    """Content of `checksums.json`.
+    """Content of the `checksums.json` of a checkpoint folder.
 
     Args:
         save: id of the save.
@@ -84,7 +84,7 @@ def with_save_id(header: bytes, save: str) -> bytes:
 
 
 def read_checksums(folder: Path) -> Checksums | None:
-    """Return the checksums of a folder, or None if it has no `checksums.json`; WeightsError if that is damaged."""
+    """Return the checksums of a folder, or None if it has no `checksums.json`; a damaged file raises WeightsError."""
     path = folder / FILE
     try:
         if path.stat().st_size > MAX_BYTES:
@@ -106,7 +106,9 @@ def read_checksums(folder: Path) -> Checksums | None:
         }
         return Checksums(body["save"], tensors, {n: int(c, 16) for n, c in body["files"].items()})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(path, f"found other entries than a save writes: {error}") from error
+        raise _damaged(
+            path, f"its fields are not those of a save: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _damaged(path: Path, problem: str) -> WeightsError:
@@ -189,11 +191,11 @@ def _end_of_header(path: Path) -> int:
 
 
 def require_same_save(folders: Sequence[CheckpointFolder], kept: Checksums | None) -> None:
-    """Raise WeightsError unless all opened files have the save id of the checksums `kept`, or none if `kept` is None."""
+    """Raise WeightsError unless all files of `folders` have the save id of the checksums `kept` (None: have no id)."""
     for folder in folders:
         for name, found in folder.saves().items():
             expected = kept.save if kept is not None else None
             if found != expected:
-                problem = f"found a file written by the save with id {found}, expected {expected}"
+                problem = f"this file has the save id {found}, expected {expected} as in {FILE}"
                 hint = "the folder mixes files of two saves: copy all files of one save"
                 raise WeightsError(str(folder.path / name), "", problem, hint)

@@ -1,6 +1,6 @@
 """Encode Python values as JSON and back without loss, for states of optimizers and schedulers (no pickle).
 
-Numbers, strings, lists and dicts stay readable; any other type becomes a dict with one marked key, such as
+Numbers, strings, lists and dicts stay readable; any other type becomes a dict whose key begins with `$`, such as
 {"$tuple": [0.9, 0.999]}.
 """
 
@@ -17,7 +17,7 @@ MOST_ELEMENTS = 4096  # larger tensors go to a safetensors file
 
 
 def encode(value: Any, where: str) -> Any:
-    """Return the JSON form of a value; WeightsError, which names `where`, for an unsupported type.
+    """Return the JSON form of a value; an unsupported type raises WeightsError, in which `where` names the value.
 
     >>> encode({"betas": (0.9, 0.99), 3: None}, "lr")
     {'$items': [['betas', {'$tuple': [0.9, 0.99]}], [3, None]]}
@@ -42,7 +42,7 @@ def encode(value: Any, where: str) -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Return the value that `encode` wrote as JSON; anything else raises WeightsError."""
+    """Return the value whose JSON form is `value`; raise WeightsError for JSON that `encode` never returns."""
     if isinstance(value, list):
         return [decode(item) for item in value]
     if not isinstance(value, dict):

@@ -19,7 +19,7 @@ ORDER = {dtype: i for i, dtype in enumerate(DTYPES.values())}
 
 
 class Slot(NamedTuple):
-    """Place of a tensor: name of the file, and offset of its first byte from the start of the file."""
+    """Position of a tensor in a checkpoint: name of a file, and offset of the tensor's first byte in that file."""
 
     file: str
     start: int
@@ -27,12 +27,12 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Files of a checkpoint, and the place of every tensor in them.
+    """Files of a checkpoint, and the position of every tensor in them.
 
     Args:
         headers: file name --> its first bytes: length field and JSON header.
         sizes: file name --> its size in bytes.
-        slots: tensor name --> Slot.
+        slots: tensor name --> its file and offset.
         indexes: name of an index (`model.safetensors.index.json`) --> its text; empty when the tensors fit into
             a single file.
     """
@@ -56,7 +56,7 @@ class Layout:
 
 
 def torch_dtype(spec: TensorSpec) -> torch.dtype:
-    """Return the torch dtype that a spec names; raise WeightsError when safetensors cannot hold it."""
+    """Return the dtype of the tensor that `spec` describes; raise WeightsError when safetensors cannot hold it."""
     dtype = getattr(torch, spec.dtype, None)
     if dtype not in CODES:
         problem = f"found dtype {spec.dtype!r}, expected one that safetensors can hold"
@@ -66,7 +66,7 @@ def torch_dtype(spec: TensorSpec) -> torch.dtype:
 
 
 def tensor_bytes(spec: TensorSpec) -> int:
-    """Return the bytes that the unsharded tensor of a spec takes in a file."""
+    """Return the number of bytes that the tensor that `spec` describes takes in a file, unsharded."""
     return math.prod(spec.shape) * torch_dtype(spec).itemsize
 
 
@@ -79,7 +79,7 @@ def plan_layout(
     """Return which file each tensor goes to, as `save_pretrained` of transformers decides, and at which offset.
 
     Args:
-        specs: all tensors of the model, in state-dict order.
+        specs: name, unsharded shape and dtype of each tensor of the model, in state-dict order.
         max_shard_size: largest file, "5GB" or bytes; a larger tensor gets a file of its own.
         metadata: `__metadata__` of every file.
         stem: beginning of the file names, e.g. "model".
@@ -116,12 +116,12 @@ def plan_layout(
 
 
 def _aligned(specs: list[TensorSpec]) -> list[TensorSpec]:
-    """Sort specs by falling dtype width, as the safetensors library does, so that every tensor is aligned."""
+    """Sort the tensors of a file by falling dtype width, as the safetensors library does, so that each is aligned."""
     return sorted(specs, key=lambda spec: (-ORDER[torch_dtype(spec)], spec.name))
 
 
 def _header(specs: list[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return the first bytes of a file (length field and JSON), padded so that data start at a multiple of 8."""
+    """Return the header of a safetensors file (length field and JSON), padded to a multiple of 8 bytes."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for spec in specs:

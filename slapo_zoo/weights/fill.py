@@ -40,12 +40,12 @@ def fill_from_folder(
     Weights that the checkpoint lacks are initialised with random values.
 
     Args:
-        model: scheduled model on meta, only with this rank's stages.
+        model: model on meta, sharded by its schedule and reduced to this rank's pipeline stages.
         skeleton: returns the same model unscheduled and unsharded, on meta.
-        plan: plan of this rank.
+        plan: how every tensor of the model is sharded, and the coordinates of this rank.
         folder: opened checkpoint.
         device: device of the allocated tensors.
-        units: paths of the blocks, and of the embeddings and heads.
+        units: paths of the modules that are initialised one at a time: blocks, embeddings and heads.
         seed: seed of newly initialised weights.
         keys: renames between the model's tensors and keys of the files.
         options: memory limit and checks.
@@ -104,7 +104,7 @@ def fill_from_config(
 ) -> Ledger:  # fmt: skip
     """Allocate this rank's tensors and initialise every weight with random values; return a record of the load.
 
-    The unsharded weights are equal on every mesh. `model` is scheduled and on meta, `skeleton` returns the same model
+    The unsharded weights are equal on every mesh. `model` is on meta and sharded as `plan` says, `skeleton` returns it
     unsharded, `units` are the paths of blocks, embeddings and heads, `over_dp` gives this rank's rows under ZeRO.
     """
     begin = time.perf_counter()
@@ -140,7 +140,7 @@ def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfR
 
 
 def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | None) -> nn.Parameter:
-    """Return an uninitialised parameter on `device` for one on meta; under ZeRO of this rank's rows alone (`over_dp`)."""
+    """Return an uninitialised parameter on `device` for a meta `tensor`; under ZeRO with this rank's rows (`over_dp`)."""
     if over_dp is None or not tensor.ndim:
         return nn.Parameter(fresh_like(tensor, device), tensor.requires_grad)
     part = fresh_like(tensor.new_empty(over_dp.shape_of(tensor)), device)
@@ -179,7 +179,7 @@ def _draw(
     seed: int,
 ) -> None:
     """Draw the values of missing weights, one of `units` (a block, an embedding, a head) at a time; copy this rank's
-    shards into `missing`. `skeleton` returns the unsharded model on meta.
+    shards of them into the tensors of `missing`. `skeleton` returns the unsharded model on meta.
     """
     wanted: dict[str, list[str]] = {}
     for name in missing:
@@ -204,7 +204,7 @@ def _refuse_foreign(
     A checkpoint may lack a head, or parts of it (`cls.seq_relationship`), or have another head. A missing or
     surplus block, or part of a unit, is an error.
 
-    `prefix` is the base model's attribute ("transformer"), `units` the paths of blocks and heads.
+    `prefix` is the attribute that holds the base model ("transformer"), `units` the paths of blocks and heads.
     """
     strip = f"{prefix}."
     body = [unit for unit in units if unit.startswith(strip)] or list(units)
@@ -238,8 +238,8 @@ def _refuse_foreign(
 def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
-    """Return `names` changed so that tensors whose shape in the file is not that of `expected`
-    count as missing. `key_of` maps keys, renamed to the model's names, to the keys in the files.
+    """Return `names`, the match of the model's tensors with checkpoint keys, in which tensors with another shape in
+    the file than in `expected` count as missing. `key_of` maps keys, renamed to the model's names, to the keys in the files.
     """
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}
@@ -252,7 +252,7 @@ def _refuse_untied(
 ) -> None:
     """Raise WeightsError when a file holds two different values for a tensor that the config ties.
 
-    `doubles` are groups of keys for one tied tensor. Rank 0 compares; all get its result.
+    `doubles` are groups of keys for one tied tensor. Rank 0 compares the values; all ranks raise alike.
     """
 
     def check() -> None:

@@ -26,7 +26,7 @@ class PickleFile:
         path: the file; anything but a plain state dict of tensors raises WeightsError.
 
     Attributes:
-        entries: tensor name --> Entry with dtype and shape; `start` and `stop` are no file offsets.
+        entries: tensor name --> Entry with its dtype and shape; `start` and `stop` have no meaning here.
         metadata: always empty.
     """
 
@@ -46,7 +46,7 @@ class PickleFile:
         return self._tensors[name]
 
     def read_ahead(self, name: str, first: int, count: int) -> None:
-        """Do nothing: the offset of a tensor in a pickle is unknown."""
+        """Do nothing: a pickle does not tell the offsets of tensors, so nothing can be prefetched."""
 
     def close(self) -> None:
         """Drop the tensors; views made before stay valid."""
@@ -219,7 +219,7 @@ def open_checkpoint(
     """Open `model.safetensors`, or the files listed in `model.safetensors.index.json`, in a folder.
 
     Args:
-        folder: local folder; for the Hub cache, the snapshot.
+        folder: local folder; in the Hub cache, the folder of a snapshot.
         allow_pickle: accept `pytorch_model.bin` when there is no safetensors file. It is read with
             `weights_only=True`, and into memory if an old torch wrote it.
         stem: beginning of the file names; "optimizer" opens the optimizer files of `save_checkpoint`.

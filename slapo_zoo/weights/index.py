@@ -86,7 +86,7 @@ def _weight_map(path: Path) -> dict[str, str]:
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     is_text = isinstance(weight_map, dict) and all(isinstance(v, str) for v in weight_map.values())
     if not is_text or not weight_map:
-        problem = f"found {weight_map!r:.80}, expected file names by key"
+        problem = f"found {weight_map!r:.80}, expected a file name for every key"
         raise WeightsError(str(path), "weight_map", problem, "fetch the index again")
     return weight_map
 

@@ -42,7 +42,7 @@ class Piece:
     """One of the file tensors that make up a model tensor: part `part` of axis 1 at index `number` of axis 0.
 
     Args:
-        spec: name, shape and placement of the piece; its name is in the style of the model.
+        spec: name, shape and placement of the piece; the name is in the spelling of the model, not of the files.
         number: global index on axis 0 (the expert); None when the parts lie along axis 0 itself.
         part: index among the equal parts.
     """
@@ -109,21 +109,21 @@ class KeyMap:
         return name
 
     def renamed(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs with names as in the files, without splitting tensors into pieces (for optimizer tensors)."""
+        """Return the specs of tensors named by file key; no tensor is split into pieces (for optimizer tensors)."""
         return [replace(spec, name=self.to_file(spec.name)) for spec in specs]
 
     def file_specs(self, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-        """Return the specs of the tensors in files, under file keys: one per tensor or, for split ones, per piece."""
+        """Return specs of the tensors in files, named by file key: one per tensor, or per piece if files store pieces."""
         return self.renamed(self.read_specs(specs))
 
     def read_specs(
         self, specs: Sequence[TensorSpec], found: Collection[str] = ()
     ) -> list[TensorSpec]:
-        """Return the specs of the tensors to read, under names of the model: one per piece of a tensor stored in pieces.
+        """Return specs of tensors to read, named as in the model: one per tensor, or per piece if files store pieces.
 
         Args:
-            specs: specs of the model.
-            found: names in a checkpoint, renamed to the model's; a tensor among them is not split.
+            specs: name, shape and placement of each tensor of the model.
+            found: keys of a checkpoint, renamed as in the model; the files hold these tensors unsplit.
         """
         return [part for spec in specs for part in self._parts(spec, found)]
 
@@ -157,9 +157,9 @@ class KeyMap:
 
         Args:
             local: name --> local tensor of this rank.
-            specs: specs of the model.
+            specs: name, shape and placement of each tensor of the model.
             mesh: mesh with the coordinates of this rank.
-            found: names in a checkpoint, renamed to the model's; a tensor among them is not split.
+            found: keys of a checkpoint, renamed as in the model; the files hold these tensors unsplit.
         """
         whole = {spec.name: spec for spec in specs if not _holds(found, spec.name)}
         views = {}

@@ -105,9 +105,9 @@ def load_tensors(
                 target.tensor.data = piece
                 mapped.append(name)
             elif staged is not None:
-                staged.fill(*_place_of(target, parts), parts)
+                staged.fill(*_clear_padding(target, parts), parts)
             else:
-                _copy(*_place_of(target, parts), parts)
+                _copy(*_clear_padding(target, parts), parts)
             bytes_read += sum(part.nbytes for part in parts)
             if check_finite and not _is_finite(target.tensor):
                 strange.append(name)
@@ -132,10 +132,10 @@ def _stays(target: Target, parts: Sequence[Tensor]) -> bool:
     return target.may_map and len(parts) == 1 and can_stay_mapped(parts[0], target.tensor)
 
 
-def _place_of(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Set the padding of a target to 0; return (the target without padding, axis along which `parts` are concatenated).
+def _clear_padding(target: Target, parts: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Set the padding of a target's tensor to 0; return (view of it without padding, axis along which `parts` lie).
 
-    `parts` are the slices of the tensor in the file that fill the target.
+    `parts` are the slices, of the unsharded tensor in the file, that fill the target when they are concatenated.
     """
     tensor, axis = target.tensor, target.placement.axis if target.placement else 0
     if not tensor.ndim:
@@ -165,8 +165,8 @@ def _copy_words(tensor: Tensor, part: Tensor) -> None:
 def check_targets(
     targets: Mapping[str, Target], folder: CheckpointFolder, source: Mapping[str, str], mesh: Mesh
 ) -> None:
-    """Raise one WeightsError that lists every target which the checkpoint cannot fill; change
-    nothing. `source` maps the targets' names to checkpoint keys.
+    """Raise one WeightsError that lists every target (tensor of this rank) which the checkpoint cannot fill;
+    change nothing. `source` maps the targets' names to checkpoint keys.
     """
     problems = []
     for name, target in targets.items():
@@ -227,8 +227,8 @@ def read_ahead(
     order: Sequence[str], targets: Mapping[str, Target], folder: CheckpointFolder,
     source: Mapping[str, str], mesh: Mesh,
 ) -> Iterator[tuple[str, list[Tensor]]]:  # fmt: skip
-    """Yield (name, slices in the mapped file) of the names in `order`, the order in the file, while
-    the operating system prefetches the next slices. `source` maps names to keys.
+    """Yield (name, this rank's slices of the mapped file) for every tensor name in `order`, while the operating
+    system prefetches the next slices. `source` maps names to checkpoint keys; `order` is that of the file.
     """
     waiting: deque[tuple[str, list[Tensor]]] = deque()
     asked = 0

@@ -41,7 +41,7 @@ def fresh_like(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     try:
         pages = mmap.mmap(-1, whole, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        problem = f"found no room for a tensor of {list(tensor.shape)}, {tensor.nbytes} bytes"
+        problem = f"the system has no memory for a tensor of shape {list(tensor.shape)} ({tensor.nbytes} bytes)"
         hint = "use more tp or pp, or a smaller model; check the sizes in config.json"
         raise WeightsError("memory", "", problem, hint) from error
     is_full = whole - tensor.nbytes <= MOST_UNUSED * tensor.nbytes

@@ -31,7 +31,7 @@ def collect(optimizer: Any, names: Mapping[int, str]) -> tuple[Record, dict[str,
 
     Args:
         optimizer: a torch optimizer.
-        names: id of a parameter --> its name in the checkpoint.
+        names: `id(parameter)` --> its name in the checkpoint.
     """
     groups, state, tensors = [], {}, {}
     for number, group in enumerate(optimizer.param_groups):
@@ -73,7 +73,7 @@ def _state_json(
 
 
 def merge(records: Sequence[Record]) -> Record:
-    """Merge the records of all pipeline stages into one; a parameter tied over stages is listed once."""
+    """Merge the JSON records of the optimizers of all pipeline stages; a parameter tied over stages is listed once."""
     first = records[0]
     for record in records[1:]:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]
@@ -93,7 +93,10 @@ def merge(records: Sequence[Record]) -> Record:
 
 
 def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorSpec]:
-    """Return specs of the optimizer's state tensors in a merged record, each sharded like its parameter."""
+    """Return specs (name, shape, placement) of an optimizer's state tensors; each is sharded like its parameter.
+
+    `record` is the merged JSON record of the optimizer, `specs` are those of the parameters.
+    """
     return [
         TensorSpec(f"{spec.name}.{key}", spec.shape, kept["$like"], spec.placement, spec.stage)
         for spec in specs
@@ -103,7 +106,7 @@ def optimizer_specs(record: Record, specs: Sequence[TensorSpec]) -> list[TensorS
 
 
 def tensor_names(record: Record) -> set[str]:
-    """Return the keys, in the files, of all state tensors of a merged optimizer record."""
+    """Return the keys in the files of all state tensors of an optimizer, whose JSON record `merge` made."""
     return {
         f"{name}.{key}"
         for name, state in record["state"].items()
@@ -178,7 +181,9 @@ class Restored:
             for p in group["params"]:
                 name = _name_of(p, names, LOAD)
                 if name not in allowed:
-                    problem = "the saved optimizer has it in another group, or not at all"
+                    problem = (
+                        "the saved optimizer has this parameter in another group, or not at all"
+                    )
                     hint = "make the optimizer with the parameter groups that it had when saving"
                     raise WeightsError(LOAD, name, problem, hint)
                 if name in record["state"]:
@@ -237,7 +242,7 @@ def _check_state(names: Sequence[str], state: Mapping[str, Any]) -> None:
     most = max(found.values(), key=len, default=())
     for name, keys in found.items():
         if keys != most:
-            problem = f"found the state {sorted(keys)}, expected {sorted(most)} as for the others"
+            problem = f"found the state {sorted(keys)}, expected {sorted(most)} as in the rest of its group"
             hint = "copy the checkpoint again: training_state.json may be damaged"
             raise WeightsError(LOAD, name, problem, hint)
 
@@ -246,7 +251,9 @@ def _check_kind(optimizer: Any, record: Record) -> None:
     found = type(optimizer).__name__, len(optimizer.param_groups)
     expected = record["class"], len(record["groups"])
     if found != expected:
-        problem = "found {} with {} parameter groups, expected {} with {}".format(*found, *expected)
+        problem = "found {} with {} parameter groups, the saved one is {} with {}".format(
+            *found, *expected
+        )
         raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
 
 

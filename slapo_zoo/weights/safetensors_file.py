@@ -135,8 +135,8 @@ class SafetensorsFile:
     def view(self, name: str) -> Tensor:
         """Return a tensor over the file's pages, in the file's shape and dtype; bytes are read on first use.
 
-        The mapping is private: writing to the view copies the page and leaves the file unchanged. It lives
-        until its last tensor is freed, also after `close`, and may be larger than memory.
+        The mapping is private: writing to the view copies the page and leaves the file unchanged. The mapping
+        lives until its last tensor is freed, also after `close`, and may be larger than memory.
         """
         return self.piece(name, 0, self.entries[name].shape)
 

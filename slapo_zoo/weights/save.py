@@ -122,7 +122,7 @@ class _Save:
         return digest(self.layout, self.specs)
 
     def _require_finite(self) -> None:
-        """Raise WeightsError when a weight has NaN or infinity: one pass per tensor, one synchronisation."""
+        """Raise WeightsError if this rank's shard of a weight has NaN or infinity; the device is awaited only once."""
         held = {n: self.local[n].detach() for n in self.finite if n in self.local}
         held = {n: x for n, x in held.items() if x.is_floating_point() and x.numel()}
         if not held:
@@ -137,7 +137,7 @@ class _Save:
             raise WeightsError(str(self.target), bad[0], problem, hint)
 
     def create(self) -> str:
-        """Create the folder and its files in full size on rank 0, so that a full disk fails here; return its path."""
+        """Create the temporary folder and its files in full size on rank 0 (a full disk fails now); return its path."""
         if self.mesh.rank == 0:
             with self._io_errors():
                 self.staging.create()
@@ -146,7 +146,7 @@ class _Save:
         return str(self.staging.path)
 
     def write(self, path: Path) -> Written:
-        """Write this rank's slices of all tensors; return the number of bytes and their checksums."""
+        """Write this rank's slices of all tensors; return the number of bytes, and its part of each checksum."""
         with self._io_errors():
             return write_tensors(
                 path, self.layout.slots, self.specs, self.local, self.mesh, self.rows
@@ -226,7 +226,7 @@ def _check_spec(
     if spec.stage != mesh.coord("pp"):
         return
     if spec.name not in local:
-        problem = f"missing on rank {mesh.rank}, whose stage {spec.stage} owns it"
+        problem = f"missing on rank {mesh.rank}, whose stage {spec.stage} has to save it"
         raise WeightsError(STEP, spec.name, problem, "pass all tensors of the stage")
     shape, placement = spec.shape, spec.placement
     if placement is not None:
@@ -273,5 +273,5 @@ def _check_files(path: Path, layout: Layout) -> None:
             found.update({key: Slot(name, entry.start) for key, entry in file.entries.items()})
     if found != layout.slots:
         wrong = sorted(key for key, _ in found.items() ^ layout.slots.items())
-        problem = f"found {len(found)} tensors, expected {len(layout.slots)}: {wrong[:5]}"
+        problem = f"found {len(found)} tensors, expected {len(layout.slots)}: write_extras changed {wrong[:5]}"
         raise WeightsError(str(path), "", problem, "let write_extras write no weight files")

@@ -81,7 +81,7 @@ def open_training(
         path: folder that `save_checkpoint` wrote.
         with_optimizer: open the optimizer tensors too.
         allow_pickle: accept a `.bin` checkpoint.
-        needs_state: raise when there is no training_state.json; otherwise `state` is then empty.
+        needs_state: raise when there is no training_state.json; False returns an empty `state` for it.
 
     Raises:
         WeightsError: a file is damaged, or of another save.
@@ -92,7 +92,7 @@ def open_training(
     state = read_state(path) if needs_state or (path / FILE).exists() else {}
     expected = kept.save if kept is not None else None
     if state and state.get("save") != expected:
-        problem = f"found {state.get('save')!r:.40}, expected {expected!r:.40} of {checksums.FILE}"
+        problem = f"found the save id {state.get('save')!r:.40}, expected {expected!r:.40} as in {checksums.FILE}"
         raise WeightsError(str(path / FILE), "save", problem, "copy all files of one save")
     with ExitStack() as stack:
         model = stack.enter_context(open_checkpoint(path, allow_pickle).open_all())

@@ -145,8 +145,8 @@ CHECKS: dict[str, Callable[[Any], str]] = {
 
 
 def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
-    """Return a field's value on all ranks as JSON: the value itself if all ranks have the same, else {"$by_dp": [one
-    value per dp rank]}.
+    """Return a field of the training state as JSON: its value if all ranks have the same, else {"$by_dp": [one value
+    per dp rank]}.
 
     Args:
         name: name of the field.

@@ -105,7 +105,7 @@ def shares(spec: TensorSpec, mesh: Mesh, rows: Rows | None = None) -> list[Share
 
 
 def _within(shares: Sequence[Share], rows: Rows) -> Iterator[Share]:
-    """Yield the parts of `shares` (slices of axis 0) within this rank's `rows`, with offsets from the first of them."""
+    """Yield the parts of `shares` (slices of axis 0) in this rank's `rows`; offsets count from the first of them."""
     for share in shares:
         low = max(share.offset, rows.first)
         high = min(share.offset + share.stop - share.start, rows.first + rows.count)
@@ -118,8 +118,9 @@ def _write(
     file: BinaryIO, start: int, tensor: Tensor, spec: TensorSpec, held: Sequence[Share],
     own: Rows | None,
 ) -> tuple[int, int]:  # fmt: skip
-    """Write the slices `held` of one CPU tensor whose unsharded first byte lies at `start` of the
-    file; `own` are the rows that this rank has under ZeRO, else None.
+    """Write the slices `held` of this rank's CPU tensor; in the file the unsharded tensor begins at byte `start`.
+
+    `own` are the rows that this rank has under ZeRO, else None.
 
     Returns:
         The number of bytes, and their contribution to the tensor's CRC-32.

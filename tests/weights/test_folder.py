@@ -134,9 +134,9 @@ def test_index_that_disagrees_with_its_files_is_refused(two_files):
     ("text", "problem"),
     [
         ("{", "not valid JSON"),
-        ("[]", "expected file names by key"),
-        ('{"weight_map": {}}', "expected file names by key"),
-        ('{"weight_map": {"a": 1}}', "expected file names by key"),
+        ("[]", "expected a file name for every key"),
+        ('{"weight_map": {}}', "expected a file name for every key"),
+        ('{"weight_map": {"a": 1}}', "expected a file name for every key"),
         ('{"weight_map": {"a": "x", "a": "y"}}', "expected one file"),
     ],
 )

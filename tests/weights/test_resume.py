@@ -247,7 +247,7 @@ def a_stranger(model):
 @pytest.mark.parametrize(
     ("make", "problem"),
     [
-        (other_class, "found SGD with 1 parameter groups, expected AdamW with 2"),
+        (other_class, "found SGD with 1 parameter groups, the saved one is AdamW with 2"),
         (other_groups, "in another group, or not at all"),
         (a_stranger, "that is not in the model"),
     ],
