@@ -1,4 +1,4 @@
-"""Comparison of a scheduled model with the plain one: outputs, gradients, a step, replicas, dropout, files.
+"""Comparison of a sharded model with plain `transformers`: outputs, gradients, an AdamW step, dropout, saved files.
 
 The package is callable: after `from slapo_zoo import verify`, `verify(...)` calls
 `slapo_zoo.verify.core.verify`. Imports `model` and packages of lower floors (see CONTRIBUTING.md).

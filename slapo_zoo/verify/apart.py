@@ -1,4 +1,4 @@
-"""Verification in a child process, so that it leaves this process's group untouched and a crash ends only the child."""
+"""Verification in a child process, so that this process's group stays as it is and a crash ends only the child."""
 
 import signal
 from typing import Any
@@ -14,7 +14,7 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
     """Verify in a fresh process on the CPU, and return the JSON document that this process wrote.
 
     Args:
-        request: JSON data: "config", "cls", "mesh", "program" (schedule of a card), "knobs",
+        request: JSON data: "config", "cls" (name of the class), "mesh", "program" (a schedule.json), "knobs",
             "quick", ...; see `child.answer`.
 
     Raises:
@@ -22,7 +22,7 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
     """
     done = python_apart(CHILD, request).wait(TIMEOUT_S)
     if done.code is None:
-        problem = f"no report after {TIMEOUT_S:.0f} s"
+        problem = f"the process that verifies gave no report within {TIMEOUT_S:.0f} s"
         raise SlapoError("verify", "", problem, "verify a smaller model")
     found = done.document()
     if found is None:

@@ -1,7 +1,7 @@
-"""Search for the first module that computes a wrong tensor, and for the directives that touched it.
+"""Search for the first module that computes a wrong tensor, and for the modules whose directives can be the cause.
 
-One training step is recorded on all ranks, and one of the plain model in fp64 and in fp32 (with the
-attention core as a child module, so that q, k and v are recorded). The tensors are compared in the order
+One training step of the scheduled model is recorded on all ranks, and one of the plain model in fp64 and in
+fp32 (with the attention core as a child module, so that q, k and v are recorded). The tensors are compared in the order
 of the forward. If all agree, their gradients are compared in the opposite order, that of the backward.
 """
 
@@ -20,10 +20,10 @@ MOST = 1e30  # masks hold the lowest number of their dtype
 
 
 class Blame:
-    """Search for the first module whose tensors differ from the plain model's on some rank.
+    """Search for the first module of a scheduled model whose tensors on some rank differ from the plain model's.
 
     Args:
-        found: results of all ranks of the scheduled model, with their recorded tensors.
+        found: result of each rank of the scheduled model, with the tensors recorded at its modules.
         truth: recorded tensors of the plain model in fp64, run on the whole batch.
         plain: recorded tensors of the plain model in fp32; their distance from `truth` is the rounding error.
         partial: paths of modules whose gradients are partial sums, as the schedule says.
@@ -86,7 +86,7 @@ class Blame:
         return None
 
     def _wrong(self, event: Event, gradient: bool) -> int | None:
-        """Return the first rank on which an event's tensor (or its gradient) differs from the plain model's, or None."""
+        """Return the first rank whose recorded tensor `event` (or its gradient) is not the plain model's, or None."""
         seen = self.truth[event]
         want = seen.grad if gradient else seen.value
         own = self.plain[event].grad if gradient else self.plain[event].value
@@ -114,10 +114,10 @@ class Blame:
     def _parts(
         self, event: Event, gradient: bool
     ) -> Iterator[tuple[list[int], list[Tensor | None], tuple[int, int]]]:
-        """Yield (ranks, tensors, (first row, number of rows)) of an event for each micro-batch of each stage.
+        """Yield (ranks, tensors, (first row, number of rows)) for each micro-batch of each pipeline stage and dp rank.
 
-        `tensors` has one tensor per tp rank (with `gradient` its gradient), or None if that rank
-        did not record the event.
+        `ranks` are the tp ranks of that stage. `tensors` has for each of them the tensor recorded as `event` (an input
+        or output of a module), with `gradient` its gradient; None for a rank that recorded none.
         """
         places: dict[tuple[int, int, int], dict[int, Seen]] = {}
         for result in self.found:
@@ -139,7 +139,7 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have caused a wrong value in event number `index`."""
+        """Return the paths of modules that can have caused a wrong value in recorded tensor number `index`."""
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))
@@ -150,13 +150,13 @@ class Blame:
         return tuple(dict.fromkeys(found))
 
     def _children(self, index: int) -> list[str]:
-        """Return the paths of the child modules that ran within the call of event number `index`, the last one first."""
+        """Return the paths of the children of the module of recorded tensor number `index`, the last to run first."""
         path = self.order[index].path
         inside = [e.path for e in reversed(self.order[:index]) if parent_of(e.path) == path]
         return list(dict.fromkeys(inside))
 
     def _consumers(self, index: int) -> list[str]:
-        """Return the paths of modules that took the tensor of event number `index` as an argument.
+        """Return the paths of modules that took recorded tensor number `index` as an argument.
 
         If there are none, return the module that ran next under the same parent, and the parent.
         """
@@ -198,7 +198,7 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 
 def _rank_to_blame(parts: Sequence[Tensor | None], want: Tensor) -> int:
-    """Return the coordinate of the tp rank to blame: the first whose tensor in `parts` is missing,
+    """Return the tp coordinate of the rank to blame: the first whose tensor in `parts` is missing,
     else the first whose tensor is far from `want`, else 0.
     """
     for i, part in enumerate(parts):

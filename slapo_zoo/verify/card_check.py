@@ -1,4 +1,4 @@
-"""Verification of a card, before its schedule is applied to a model and before its author publishes it."""
+"""Verification of a card (folder with a schedule), before it is applied to a model and before it is published."""
 
 import json
 from collections.abc import Mapping
@@ -21,17 +21,17 @@ LEVELS = ("quick", "off")
 def require_correct(
     program: Program, config: Any, mesh: Mesh, level: str, knobs: Mapping[str, Any]
 ) -> None:
-    """Raise a CardError where the schedule of a card does not compute what the plain model computes.
+    """Raise a CardError if a model with the schedule of a card computes something else than plain `transformers`.
 
     Rank 0 verifies the schedule on a small model of the family, in a process of its own; all ranks learn
-    the outcome. Where no small model fits the schedule and the given one is large, it only warns.
+    the outcome. If no small model fits the schedule and the given model is large, rank 0 only logs a warning.
 
     Args:
         program: the schedule of the card.
         config: config of the model that is being loaded.
-        mesh: sizes of the mesh dims, and this rank's coordinates; of cp two ranks are verified.
+        mesh: sizes of the mesh dims, and this rank's coordinates; at most two cp ranks are verified.
         level: "quick" verifies on a small model, "off" does nothing.
-        knobs: values of pipeline_order and stages_per_rank.
+        knobs: values of the loader arguments pipeline_order and stages_per_rank.
     """
     if level not in LEVELS:
         raise CardError(
@@ -95,6 +95,6 @@ def verify_card(folder: Path, config: Any, quick: bool = True) -> dict[str, Any]
 
 
 def with_verdict(card: Card, document: Mapping[str, Any]) -> Card:
-    """Return a copy of the card with the hash of its schedule and `document`, the outcome of its verification as JSON."""
+    """Return a copy of the card that holds the outcome of its verification, `document`, and its schedule's hash."""
     kept = {name: value for name, value in document.items() if name != "text"}
     return replace(card, verify={**kept, "program": card.program.hash})

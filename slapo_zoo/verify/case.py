@@ -1,4 +1,4 @@
-"""Test cases of a verification: a plain model with random weights that let mistakes show, a batch, and trials."""
+"""Inputs of a verification: a plain model whose random weights let mistakes show, a batch, a schedule to try."""
 
 import copy
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ FIRST_BATCH = 100  # added to the seed of a case: its weights are drawn from the
 
 @dataclass(frozen=True)
 class Case:
-    """Test case: a plain model in a folder, and the batch, dtypes and dropout of all runs of it.
+    """Test case of a verification: a plain model in a folder, and the batch, dtypes and dropout of all its runs.
 
     Args:
         config: config of the model, without dropout.
@@ -81,7 +81,7 @@ class Case:
         return padded_batch(model, self.rows, self.tokens, seed, self.tp)
 
     def changes(self, dropped: bool = False) -> dict[str, Any]:
-        """Return {config field: value} that every run sets when it loads the model; with `dropped` also its dropout rates."""
+        """Return {config field: value} that every run sets when it loads the model; `dropped` adds dropout rates."""
         drops = dict.fromkeys(self.drops, DROPOUT) if dropped else {}
         return {**changes_for_comparison(self.config), **drops}
 
@@ -94,7 +94,7 @@ class Trial:
         case: the plain model and its batch.
         sizes: sizes of tp, pp and dp.
         schedule: "zoo", a Table, a list of (pattern, directive), or a function that gets the Schedule.
-        knobs: values of sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels, cp.
+        knobs: loader arguments: sequence_parallel, pipeline_order, stages_per_rank, checkpoint_ratio, kernels, cp.
         whole: True runs all rows of a dp rank as one micro-batch.
     """
 
@@ -110,7 +110,7 @@ class Trial:
         return Mesh(*self.sizes, cp=self.knobs.get("cp", 1))
 
     def outline(self) -> Outline:
-        """Build the model on the meta device and apply every directive of the schedule to it, as on rank 0."""
+        """Build the model on the meta device and apply every directive of the schedule to this model, as on rank 0."""
         config = copy.deepcopy(self.case.config)
         knobs = {name: value for name, value in self.knobs.items() if name not in MESH}
         return Outline(
@@ -173,7 +173,7 @@ def dropouts(config: Any) -> list[str]:
 
 
 def expressive(config: Any) -> dict[str, Any]:
-    """Return config fields with which mistakes of a schedule show: no dropout, and initial weights that are not tiny."""
+    """Return {config field: value} with which mistakes of a schedule show: no dropout, no tiny initial weights."""
     known = config.to_dict()
     scale = {"initializer_range": 0.2, "initializer_factor": 1.0, "init_std": 0.2}
     changes: dict[str, Any] = {n: v for n, v in scale.items() if n in known}
@@ -185,7 +185,7 @@ def expressive(config: Any) -> dict[str, Any]:
 
 
 def changes_for_comparison(config: Any) -> dict[str, Any]:
-    """Return the config fields, with values, that every run without dropout sets when it loads the model."""
+    """Return {config field: value} that every run without dropout sets when it loads the model."""
     known = config.to_dict()
     found = {name: value for name, value in expressive(config).items() if name in known}
     if any("experts" in name for name in known):
@@ -227,7 +227,7 @@ def noisy_model(config: Any, cls: Any, seed: int = 0) -> Any:
 
 
 def uncut(schedule: Any) -> Any:
-    """Return `schedule` (steps, a function or "zoo") without cuts into pipeline stages, for a mesh of one rank."""
+    """Return `schedule` (steps, a function or "zoo") without its cuts into pipeline stages, to run it on one rank."""
     if isinstance(schedule, list | tuple):
         return [step for step in schedule if step[1].name != "cut_pipeline_stage"]
     if not callable(schedule):

@@ -80,9 +80,9 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
-    """Return sharding rules that say how cp shards the tokens of the class, found on a tiny model if need be.
+    """Return sharding rules that say how cp shards the tokens of the class, found by running a tiny model.
 
-    None without cp, or if the family's own rules say it. `arguments` are those of `verify`.
+    Return None without cp, or if the rules of the family say it already. `arguments` are those of `verify`.
     """
     if arguments.get("cp", 1) == 1:
         return None
@@ -94,8 +94,8 @@ def _table(config: Any, arguments: Mapping[str, Any]) -> Table | None:
 
 
 def _sizes(program: Program, arguments: Mapping[str, Any]) -> dict[str, int]:
-    """Return the sizes of the mesh dims by name, and the number of stages that a card's program makes. `arguments` are
-    those of `verify`.
+    """Return the sizes of the mesh dims by name, and as "stages" the number of pipeline stages that `program`, the
+    schedule of a card, makes. `arguments` are those of `verify`.
     """
     stages = 1 + sum(name == "cut_pipeline_stage" for _, name, _ in program.steps)
     sizes = dict(zip(("tp", "pp", "dp"), arguments["mesh"], strict=True))
@@ -105,9 +105,9 @@ def _sizes(program: Program, arguments: Mapping[str, Any]) -> dict[str, int]:
 def _of_program(
     program: Program, config: Any, quick: bool, arguments: dict[str, Any], table: Table | None
 ) -> Report | None:
-    """Verify the schedule of a card: with `quick` on a small model if one fits it, else on the given config.
+    """Verify `program`, the schedule of a card: with `quick` on a small model if one fits it, else on the given config.
 
-    Return None if `quick` is set, no small model fits and the given one has over MANY_PARAMETERS (2e8) parameters.
+    Return None if `quick` is set, no small model fits and the given model has over MANY_PARAMETERS (2e8) parameters.
 
     `arguments` are those of `verify` besides the schedule; `table` is what `_table` returned.
     """
@@ -135,7 +135,7 @@ def _of_program(
 
 
 def main() -> None:
-    """Read a request from stdin, and write the outcome as JSON in the last line of stdout."""
+    """Read a request to verify or derive from stdin, and write its answer as JSON in the last line of stdout."""
     try:
         found = answer(json.load(sys.stdin))
     except SlapoError as error:

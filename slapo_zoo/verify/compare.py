@@ -1,4 +1,4 @@
-"""Results of runs, and their comparison; the tolerance is the plain model's own rounding error (docs/decisions/0003)."""
+"""Results of a scheduled and a plain model, and their comparison, by the plain one's own error (docs/decisions/0003)."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Result:
     """Result of one run of a model; tensors are unsharded and have HuggingFace names.
 
     `uncached` are outputs without KV cache, `norm` is the 2-norm of all gradients, `events` are tensors recorded at
-    modules, `tied` maps a tied parameter to the name under which the result has it.
+    modules, `tied` maps each name of a tied parameter to the one used here.
     """
 
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -115,7 +115,7 @@ class Finding:
 
 @dataclass
 class Comparison:
-    """Findings of all checks, with the largest error of each check divided by the allowed error.
+    """Differences that the checks of a verification found, and the largest error of each check.
 
     Args:
         findings: the differences that were found.
@@ -130,7 +130,7 @@ class Comparison:
     factor: float | None = None
 
     def words(self) -> str:
-        """Describe the first finding and count the others of its check; return "" if there are no findings."""
+        """Return a text on the first difference and the number of others of the same check; "" without differences."""
         if not self.findings:
             return ""
         first = self.findings[0]
@@ -140,7 +140,7 @@ class Comparison:
         return f"{first.check}: {first.what}{where}: {first.problem}{also}"
 
     def note(self, check: str, what: str, problem: str, rank: int | None = None) -> None:
-        """Add a `Finding` of the check `check` about the tensor or file `what`; `rank` None stands for all ranks."""
+        """Record a difference that the check named `check` found in the tensor or file `what`; `rank` None: all ranks."""
         self.findings.append(Finding(check, what, problem, rank))
 
     def did(self, check: str, ratio: float = 0.0) -> None:
@@ -150,7 +150,7 @@ class Comparison:
 
 
 class Tolerance:
-    """Allowed error: twice the largest distance of plain runs from the fp64 run, plus a floor for rounding.
+    """Allowed error of a scheduled model: twice the largest distance of plain runs from an fp64 run, plus a floor.
 
     Args:
         truth: the run of the plain model in fp64.
@@ -167,12 +167,12 @@ class Tolerance:
         return bool(more)
 
     def own_error(self, what: Callable[[Result], Any]) -> float:
-        """Return the largest distance of the plain runs from the fp64 run; `what` takes the compared value from a run."""
+        """Return the largest distance of the plain runs from the fp64 run, in the value that `what` takes of a run."""
         want = torch.as_tensor(what(self.truth)).double()
         return max(_distance(what(plain), want) for plain in self.plains)
 
     def allowed(self, what: Callable[[Result], Any], largest: float, scale: float) -> float:
-        """Return the absolute error that a value may have.
+        """Return the absolute error that one value of the scheduled model may have.
 
         Args:
             what: function that takes the value from a run.
@@ -185,7 +185,7 @@ class Tolerance:
         self, into: Comparison, check: str, name: str, found: Any, what: Callable[[Result], Any],
         scale: float = 0.0, rank: int | None = None,
     ) -> None:  # fmt: skip
-        """Compare one value of the scheduled model with the plain runs.
+        """Compare one value of the scheduled model with the plain runs, and record an error that is too large.
 
         Args:
             into: record to which the outcome is added.
@@ -244,9 +244,9 @@ def _distance(found: Any, want: Tensor) -> float:
 
 
 def compare(into: Comparison, found: Sequence[RankResult], near: Tolerance) -> None:
-    """Compare each rank's outputs and loss, the gradients, and, if a step was made, the gradient norm and weights.
+    """Compare outputs, loss, gradients and, after an optimizer step, gradient norm and weights with the plain model's.
 
-    `found` has one result per rank; `near` is the tolerance; the outcome is recorded in `into`.
+    `found` has the result of each rank, `near` the plain runs; the outcome is recorded in `into`.
     """
     truth, cached = near.truth, all(result.coords[1] == 0 for result in found)
     for rank, result in enumerate(found):
@@ -291,7 +291,7 @@ def _gradients(into: Comparison, near: Tolerance, result: RankResult) -> None:
 
 
 def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float | None:
-    """Return the factor f, if every gradient in `found` is f times that in `want`; None without such a factor, or for 1."""
+    """Return f if every gradient in `found` is f times the plain model's in `want`; None without such f, or for 1."""
     pairs = [
         (found[n].double().flatten(), g.double().flatten()) for n, g in want.items() if n in found
     ]
@@ -310,7 +310,7 @@ def _common_factor(found: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> f
 
 
 def _weights(into: Comparison, near: Tolerance, result: RankResult) -> None:
-    """Compare weights of `result` after AdamW with those in `near`, loosely where gradients are 0; record it in `into`."""
+    """Compare the weights of `result` after AdamW with the plain model's in `near`, loosely where gradients are 0."""
     truth = near.truth
     largest = largest_of(truth.grads)
     noise = {n for n, g in truth.grads.items() if float(g.abs().max()) < 1e-12 * largest}

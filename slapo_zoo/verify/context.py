@@ -142,7 +142,7 @@ class Verify:
         return divergence
 
     def _error(self, error: Exception) -> Exception:
-        """Return the error to raise for a model that raised `error` after the block.
+        """Return the error to raise if the model, run after the block of scheduling steps, raised `error`.
 
         It is a VerifyError that names the module that was running, or `error` itself if no module is known.
         """
@@ -173,9 +173,10 @@ def _compare_all(
     into: Comparison, near: Tolerance, check: str, found: Mapping[str, Tensor],
     want: Mapping[str, Tensor], rank: int | None = None,
 ) -> None:  # fmt: skip
-    """Compare tensors `found` on a rank with those of `want` by name; record the outcome in `into`. `check` is "outputs"
-    or "gradients", `near` the tolerance. A missing or additional output is recorded as wrong, such a gradient is
-    skipped.
+    """Compare by name tensors `found` on a rank with those before the block, `want`; record the outcome in `into`.
+
+    `check` is "outputs" or "gradients", `near` the tolerance. A missing or additional output is recorded as wrong,
+    a missing or additional gradient is skipped.
     """
     largest = largest_of(want)
     take = {"outputs": lambda r, n: r.outputs[n], "gradients": lambda r, n: r.grads[n]}[check]
@@ -186,7 +187,7 @@ def _compare_all(
 
 
 def _observe(sch: Schedule, args: Any, kwargs: Any) -> RankResult:
-    """Run forward and backward of the model; return its outputs, gradients, and the tensors recorded at all modules.
+    """Run forward and backward of the model of `sch`; return outputs, gradients, and the tensors recorded at all modules.
 
     The gradients are those of a sum of all outputs with fixed random factors.
     """
@@ -228,7 +229,7 @@ def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
-    """Return the unsharded gradients of all parameters on rank 0; all ranks call it together."""
+    """Return the unsharded gradients of all parameters on rank 0, elsewhere {}; all ranks call it together."""
     plan, mesh, named = plan_of(sch.state), sch.mesh, dict(sch.model.named_parameters())
     tokens_sharded = sch.state.forward.tokens_divided
     rows = [row for row in plan.saved if row.name in named]
@@ -294,7 +295,7 @@ def _arguments(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return copies of the example inputs as positional and keyword arguments.
 
-    `device` or `dtype` None leaves that of each input; only floating-point inputs get the dtype.
+    `device` or `dtype` None leaves that of each input; only floating-point inputs get `dtype`.
     """
 
     chosen = any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(inputs))
@@ -342,7 +343,7 @@ def _values(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:
-    """Return a tensor with `values`, of the class of `tensor`: a parameter for a parameter, annotations included."""
+    """Return a tensor with `values` and the class and annotations of `tensor` (a parameter for a parameter)."""
     found = like(tensor, values)
     if isinstance(tensor, nn.Parameter):
         found.__dict__.update(tensor.__dict__)

@@ -31,7 +31,7 @@ def verify(
     schedule: Any = "zoo", quick: bool = True, seed: int = 0, folder: Path | None = None,
     **knobs: Any,
 ) -> Report:  # fmt: skip
-    """Run a schedule on a mesh, every rank a thread of this process, and compare with the plain model.
+    """Run a schedule on a mesh, every rank a thread of this process, and report how it differs from the plain model.
 
     Args:
         config: a config of `transformers`.
@@ -64,7 +64,7 @@ def verify(
 
 
 def known_schedule(config: Any, schedule: Any) -> Any:
-    """Return "zoo" for "auto" if the zoo has a table of the family, and any other schedule unchanged.
+    """Return "zoo" for the schedule "auto" of a family whose table of sharding rules is in the zoo, else `schedule`.
 
     Raises:
         ArchitectureError: the schedule is "auto" and the zoo has no table of the family.
@@ -73,7 +73,7 @@ def known_schedule(config: Any, schedule: Any) -> Any:
         return schedule
     if config.model_type in families():
         return "zoo"
-    problem = f"the zoo has no table of {config.model_type}, and derived rules are proven when they are derived"
+    problem = f"the zoo has no table of {config.model_type}; rules that are derived are verified at that time"
     hint = "slapo-zoo derive MODEL --tp N --pp N derives and proves a table; --write adds it to the zoo"
     raise ArchitectureError("verify", 'schedule="auto"', problem, hint)
 
@@ -86,7 +86,7 @@ class _Verification:
         self.comparison = Comparison()
 
     def run(self) -> Report:
-        """Run every check; if one fails, search for the first module that differs."""
+        """Run every check and return the report; if a check fails, search for the first module that differs."""
         try:
             self.trial.outline()
         except (ArchitectureError, MeshError) as error:
@@ -134,7 +134,7 @@ class _Verification:
     def _located(self) -> Divergence | None:
         """Return the first difference from the plain model, None if none is found; if only the check with dropout
         failed, the search runs with dropout. With cp > 1 no tensor within the model is compared, as a rank has only its
-        tokens of it: the divergence is that of a finding.
+        tokens of it: the module is then taken from a failed check.
         """
         if self.trial.mesh.cp > 1:
             return self._beyond_modules(None) or self._at_named_parameter()
@@ -156,11 +156,10 @@ class _Verification:
         return Blame(found, truth, plain, partial, experts).first(wrong)
 
     def _beyond_modules(self, divergence: Divergence | None) -> Divergence | None:
-        """Return a divergence that no module explains: in the loss, in a common factor of all gradients, or in their
-        norm.
+        """Return a difference that no module explains: in the loss, in a factor of all gradients, or in their norm.
 
-        Return `divergence` (which names a module) if there is no such divergence, or if `divergence` lies in the
-        forward.
+        Return `divergence`, the first module that differs, if there is no such difference or this module's forward
+        differs.
         """
         found = [f for f in self.comparison.findings if f.check != "dropout"]
         gradients = {f.what for f in found if f.check == "gradients"}
@@ -189,23 +188,23 @@ class _Verification:
                 return Divergence(path, finding.check, finding.what, finding.rank or 0, (path,))
         return None
 
-    def _paths_with(self, kind: str) -> frozenset[str]:
-        """Return the paths of the modules to which a directive of one of two kinds was applied.
+    def _paths_with(self, field: str) -> frozenset[str]:
+        """Return the paths of the modules to which a directive with one of two values of its `field` was applied.
 
-        `kind` is the argument that tells the kind: "sync_op_or_fn" finds collectives that leave partial gradients,
-        "count" the sharding of experts.
+        "sync_op_or_fn" finds syncs with all_reduce_twice, which leave partial gradients; "count" finds the
+        directives that shard a number of experts.
         """
         schedule, meant = self.trial.outline().schedule, ("all_reduce_twice", "num_experts")
         steps = zip(schedule.landed, schedule.history, strict=True)
         return frozenset(
-            path for paths, (_, d) in steps if getattr(d, kind, None) in meant for path in paths
+            path for paths, (_, d) in steps if getattr(d, field, None) in meant for path in paths
         )
 
 
 def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:
     """Return {Event: Seen}, the recorded tensors of one step of the plain model on one rank.
 
-    Its attentions get the child `core_attn`, as in the scheduled model, so that the tensors of both can be compared.
+    Its attentions get the child module `core_attn` of the scheduled model, so that tensors within can be compared.
     """
 
     def seam(sch: Any) -> None:

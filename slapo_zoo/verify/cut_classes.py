@@ -1,4 +1,4 @@
-"""Checks of whether cp may shard the tokens of a model class, without running it, and the errors where cp may not."""
+"""Checks of whether context parallelism (cp) may shard the tokens of a model class, which run no model."""
 
 import re
 import sys
@@ -17,14 +17,14 @@ NEARS = re.compile("window|chunk|local_attention|capacity|floor_scale")
 
 def refusal(problem: str) -> ArchitectureError:
     """Return the error for a class whose tokens cp cannot shard; `problem` says why."""
-    return ArchitectureError("zoo", "cp > 1", f"its tokens cannot be cut over cp: {problem}", "use cp=1, or tp with sequence_parallel=True")  # fmt: skip
+    return ArchitectureError("zoo", "cp > 1", f"the tokens of this model cannot be sharded over cp: {problem}", "use cp=1, or tp with sequence_parallel=True")  # fmt: skip
 
 
 def class_by_token(cls: Any) -> Any:
     """Return `cls` if its loss is a mean over the tokens of text, else a class with the same blocks and such a loss.
 
     Raises:
-        ArchitectureError: there is none, or the class takes no text or no labels.
+        ArchitectureError: there is no such class, or the class takes no text or no labels.
     """
     head, beside = head_of(cls.__name__), vars(sys.modules[cls.__module__]).values()
     found = [
@@ -51,14 +51,14 @@ def require_token_loss(cls: Any) -> None:
 
 
 def with_positions(table: Table, cls: Any, positions: str) -> Table:
-    """Return a copy of the table that says how cp finds the positions of sharded tokens of `cls`: `positions` becomes
-    the value of the class in the field `cut_tokens`.
+    """Return a copy of a table of sharding rules that says how a cp rank finds the positions of its tokens in the
+    class `cls`: `positions` is set for this class in the field `cut_tokens`.
     """
     return replace(table, cut_tokens={**table.cut_tokens, cls.__name__: positions})
 
 
 def nearer(config: Any) -> Any:
-    """Return a copy of a config with windows, chunks and the like of at most NEAR (6) tokens, fewer than a cp rank holds."""
+    """Return a copy of a config with windows and chunks of at most NEAR (6) tokens, fewer than a cp rank holds."""
     values = config.to_dict()
     for name, value in values.items():
         if NEARS.search(name) and type(value) is int and value > NEAR:

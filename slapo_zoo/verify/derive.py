@@ -1,4 +1,4 @@
-"""Derivation of a table and its proof: candidates made from the modules, each compared with plain `transformers`."""
+"""Derivation of a table of sharding rules: candidates are made, and compared with plain `transformers`."""
 
 import copy
 import tempfile
@@ -35,14 +35,14 @@ Make = Callable[[Any, Any], Table]  # config, model on meta --> a candidate
 
 @dataclass
 class Proof:
-    """A derived table and the result of its proof.
+    """A derived table of sharding rules, and the result of its proof (a comparison with plain `transformers`).
 
     Args:
         table: table for the given config.
         left_whole: name of a group of modules that stays unsharded --> the reason, "" if unknown.
         sizes: sizes of tp, pp and dp.
-        open_table: the same table with config field names for its numbers, for any config of the family.
-        per_rank: pattern --> shape of the weight on tp rank 0.
+        open_table: the same table for any config of the family: config fields stand for its numbers.
+        per_rank: pattern of module paths --> shape of the weight on tp rank 0.
         share: share of the model's parameters that are sharded over tp, 0 to 1.
         seconds: wall time of derivation and proof.
     """
@@ -56,7 +56,7 @@ class Proof:
     seconds: float = 0.0
 
     def words(self) -> list[str]:
-        """Return the lines of a report: what was proven, and which modules stay unsharded and why."""
+        """Return the lines of a text that says what was proven, and which modules stay unsharded and why."""
         tp, pp, dp = self.sizes
         divided = f", tp shards {self.share:.0%} of the parameters" if tp > 1 else ""
         found = [f"proven on tp={tp}, pp={pp}, dp={dp}: outputs, loss and every gradient{divided}"]
@@ -111,7 +111,7 @@ class Search:
         self.groups = [group.name for group in groups]
 
     def run(self) -> Proof:
-        """Return the proof of the first table whose sharded model equals the plain one; ArchitectureError if none does."""
+        """Return the proof of the first table whose sharded model equals the plain one; raise if there is none."""
         if unknown := self.case.seen.spelling.unknown:
             problem = f"its files hold {unknown[0]}, which is neither a renamed nor a split tensor of the model"
             raise refusal(self.config, problem, "load it with plain transformers")
@@ -125,8 +125,7 @@ class Search:
         raise refusal(self.config, problem, hint)
 
     def _attempts(self) -> Iterator[Make]:
-        """Yield functions that make a table of sharding rules, first the one that shards most, last the one that shards
-        least.
+        """Yield functions that make a table of sharding rules; tables that shard more come first.
 
         When the first tables are wrong, this generator sets `left_whole`: the groups of modules that the next ones
         leave unsharded.
@@ -142,7 +141,7 @@ class Search:
             yield from self.candidates()
 
     def _single_stacks(self) -> list[str]:
-        """Return the stacks of blocks (encoder, decoder) of which a pipeline may cut one; [] if pp is 1 or there is one."""
+        """Return the stacks of blocks (encoder, decoder) of which a pipeline may cut one; [] for pp=1 or a single stack."""
         stacks = find_stacks(self.small, self.case.seen) if self.sizes[1] > 1 else []
         return stacks if len(stacks) > 1 else []
 
@@ -198,7 +197,7 @@ class Search:
         return problem_of(Trial(self.case, sizes, table, self.knobs))
 
     def _wrong_unsharded(self) -> bool:
-        """Return whether outputs or gradients are wrong even if no module is sharded."""
+        """Return whether outputs or gradients on the mesh are wrong even if no module is sharded."""
         self.left_whole = dict.fromkeys(self.groups, "")
         return bool(self._probe(self._gathered, self.sizes))
 
@@ -245,7 +244,7 @@ def _seamed(make: Make) -> Make:
 
 
 def problem_of(trial: Trial) -> str:
-    """Compare a trial's schedule with the plain model; return the first difference or exception as text, or ""."""
+    """Run a trial (schedule and mesh) and the plain model; return the first difference or exception as text, or ""."""
     try:
         return judge(trial).words()
     except Exception as error:
@@ -256,7 +255,7 @@ def problem_of(trial: Trial) -> str:
 def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[str, str]:
     """Return {pattern, as written in `table`: shape of its weight on tp rank 0}.
 
-    `frozen` is the same table with full patterns for `model`, which is on the meta device.
+    `frozen` is the same table with all patterns written out for `model`, which is on the meta device.
     """
     modules, found = dict(model.named_modules()), {}
     for (short, _), (pattern, rule) in zip([*table.body, *table.heads], frozen.heads, strict=True):

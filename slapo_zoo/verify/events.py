@@ -11,13 +11,13 @@ from slapo_zoo.pipeline.stages import Foreign
 
 
 class Event(NamedTuple):
-    """Key of one tensor that entered or left a module.
+    """Key of one recorded tensor, which entered or left a module.
 
     Args:
         path: path of the module.
         when: "in" for an argument, "out" for an output.
         call: number of the call of this module within one forward, from 0.
-        leaf: name or index of the argument or output.
+        leaf: name or index of the tensor among the arguments or outputs.
         first_row: first row of the micro-batch, counted in the whole batch.
     """
 
@@ -29,9 +29,9 @@ class Event(NamedTuple):
 
 
 class Seen:
-    """Copy of a recorded tensor; after the backward it holds the gradient too.
+    """Copy of a tensor that entered or left a module; after the backward also of the gradient of an output.
 
-    `rows` is the number of rows of the micro-batch (0: unknown); `source` is the id of the recorded tensor.
+    `rows` is the number of rows of the micro-batch (0: unknown); `source` is the `id()` of the original tensor.
     """
 
     def __init__(self, value: Tensor, rows: int, source: int):

@@ -1,4 +1,4 @@
-"""Detection of how the tensors of the tp ranks are shards of one tensor of the plain model.
+"""Detection of how the tensors that the tp ranks have at one place are shards of the plain model's tensor.
 
 Under a correct schedule the tp ranks hold equal tensors, or slices of one axis in the order of the ranks, or slices
 of the tokens. Slices may be padded, equal on neighbours, or taken of q, k and v separately. Partial sums are
@@ -14,13 +14,13 @@ Close = Callable[[Tensor], bool]
 
 
 def form_of(parts: Sequence[Tensor], want: Tensor, close: Close, partial: bool = False) -> str:
-    """Describe how the tensors of the ranks are shards of `want`; return "" if they are not.
+    """Return a text that tells how the tensors of the tp ranks are shards of `want`; "" if they are not.
 
     Args:
         parts: one tensor per tp rank, in order.
         want: the plain model's tensor.
         close: returns whether a tensor of the shape of `want` is near enough to it.
-        partial: accept partial sums too.
+        partial: accept partial sums too: tensors of the shape of `want` that add up to it.
     """
     if all(part.shape == want.shape and close(part) for part in parts):
         return "the same on all"
@@ -54,7 +54,7 @@ def _candidates(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Te
 
 
 def _joined(parts: Sequence[Tensor], axis: int, want: Tensor) -> Tensor | None:
-    """Concatenate `parts` along an axis and cut off padding at the end; return None if the shape is not `want`'s."""
+    """Return `parts` concatenated along an axis, without padding at the end; None if the shape is not `want`'s."""
     if not all(part.ndim == want.ndim for part in parts) or not _equal_except_on(parts, axis):
         return None
     whole = torch.cat(list(parts), axis)
@@ -79,11 +79,10 @@ def _without_repeats(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _tokens_of_flat_rows(parts: Sequence[Tensor], want: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (description, tensor like `want`) for each way in which `parts` may be tokens of flat rows [rows * tokens,
-    ...].
+    """Yield (description, tensor like `want`) for each way in which the ranks' `parts` may be tokens of flattened rows.
 
-    OPT flattens its activations in this way; each rank then holds some tokens of every row. Every possible number of
-    rows is tried.
+    OPT flattens its activations to [rows * tokens, ...]; each rank then holds some tokens of every row. Every possible
+    number of rows is tried.
     """
     n, flat = len(parts), parts[0].shape[0] if parts[0].ndim else 0
     if want.ndim < 2 or any(p.shape != parts[0].shape for p in parts) or flat * n != want.shape[0]:

@@ -1,4 +1,4 @@
-"""Comparison of a schedule on all ranks with the plain model: the runs that it needs, and their order."""
+"""Comparison of a schedule on all ranks with the plain model: the runs of both, and their order."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -102,7 +102,7 @@ def compare_dropout(into: Comparison, trial: Trial) -> None:
 
 
 def tolerance_of(case: Case) -> Tolerance:
-    """Run the plain model; return its result and the error that the result of a correct schedule may have.
+    """Run the plain model; return its result and the allowed error of a scheduled model, as a Tolerance.
 
     If the scheduled model runs in another dtype than the plain fp64 run, this error is measured on plain runs in
     its dtype that add in different orders.
@@ -120,7 +120,7 @@ def plain(
     case: Case, dtype: torch.dtype, attention: str | None = None, reverse: bool = False,
     shake: int | None = None,
 ) -> Result:  # fmt: skip
-    """Run plain `transformers` in one process, the whole batch at once.
+    """Run plain `transformers` in one process: a forward of a few rows and, with labels, a training step on all rows.
 
     Args:
         case: the model and its batch.
@@ -180,7 +180,9 @@ def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
 def scheduled(
     trial: Trial, dtype: torch.dtype, save: Path | None = None, shake: int | None = None
 ) -> RankResult:
-    """Run this rank of the scheduled model on the mesh, without dropout; all ranks call it together.
+    """Run the scheduled model on this rank without dropout: a forward and, with labels, a training step.
+
+    All ranks of the mesh call this function together; each gets its own result.
 
     Args:
         trial: the test case, the schedule and the mesh.
@@ -205,7 +207,7 @@ def scheduled(
 
 
 def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankResult:
-    """Run a training step of a trial on this rank, with dropout; all ranks call it together.
+    """Run a training step with dropout on this rank; return loss and gradients. All ranks call it together.
 
     `shake` is the seed of noise of about one unit in the last place, added to all parameters; None adds none.
     """
@@ -220,8 +222,8 @@ def dropped(trial: Trial, dtype: torch.dtype, shake: int | None = None) -> RankR
 
 
 def recorded(trial: Trial, dtype: torch.dtype, with_dropout: bool = False) -> RankResult:
-    """Record the tensors at every module in a training step of this rank, or in a forward if the
-    model has no loss; without dropout unless `with_dropout`.
+    """Return a result with the tensors that enter and leave every module of this rank in a training step (without
+    labels: in a forward); without dropout unless `with_dropout`.
     """
     model = load(trial, trial.case.changes(with_dropout), dtype)
     if not with_dropout:
@@ -328,14 +330,14 @@ def tensors_of(output: Any) -> dict[str, Tensor]:
 
 
 def optimizer_of(model: Any) -> torch.optim.Optimizer:
-    """Make the AdamW optimizer of every run; its large eps keeps it from amplifying noise in tiny gradients."""
+    """Make the AdamW optimizer of all runs of a verification; its large eps keeps noise in tiny gradients small."""
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=DECAY, eps=EPS)
 
 
 def shaken(model: torch.nn.Module, seed: int | None) -> torch.nn.Module:
     """Add noise of about one unit in the last place to every parameter, in place; return the model.
 
-    The change of the results shows how far rounding alone leads. With `seed` None nothing is changed.
+    The results then differ from those without noise by as much as rounding alone can. `seed` None adds no noise.
     """
     if seed is None:
         return model

@@ -35,7 +35,7 @@ def verify_layers(
     config: Any, auto_class: Any = None, mesh: tuple[int, int, int] = (2, 1, 1),
     schedule: Any = "zoo", seed: int = 0, **knobs: Any,
 ) -> Report:  # fmt: skip
-    """Verify a schedule on LAYERS_AT_ONCE (2) layers at a time, and stop at the first that are wrong.
+    """Compare a schedule with the plain model on LAYERS_AT_ONCE (2) layers at a time, up to the first that are wrong.
 
     The paths in the report carry the layer numbers of the given model.
 
@@ -53,7 +53,10 @@ def verify_layers(
     if mesh[1] > 1:
         hint = "verify the cuts with `slapo-zoo verify --pp N`, on a small model"
         raise SlapoError(
-            "verify", f"pp={mesh[1]}", "a few layers at a time have no pipeline stages", hint
+            "verify",
+            f"pp={mesh[1]}",
+            "layers that are verified a few at a time have no pipeline stages",
+            hint,
         )
     cls = hf.resolve_class(config, auto_class)
     require_memory(few_layers(config, 0), cls)
@@ -75,7 +78,7 @@ def require_memory(config: Any, cls: Any) -> None:
     needed = BYTES_PER_PARAMETER * hf.count_parameters(config, cls.__name__)
     free = _available()
     if free is not None and needed > free:
-        problem = f"needs about {needed / 1e9:.0f} GB, {free / 1e9:.0f} GB are free"
+        problem = f"needs about {needed / 1e9:.0f} GB of memory, {free / 1e9:.0f} GB are free"
         hint = "leave --full and --layers out: a small model of the same family is verified then"
         raise SlapoError("verify", cls.__name__, problem, hint)
 

@@ -39,8 +39,8 @@ class Seen:
     """Results of the plain model, or of one cp rank of the model whose tokens cp shards.
 
     Args:
-        logits: output [rows, S, ..] of the perturbed rows.
-        modules: path --> first output [rows, S, ..], in the order in which modules end.
+        logits: output [rows, S tokens, ..] of the perturbed rows (copies of a row with one token changed).
+        modules: path of a module --> its first output [rows, S, ..], in the order in which modules end.
         losses: kind of rows --> loss of a training step.
         grads: kind of rows --> parameter --> gradient, unsharded and summed; empty where the logits were wrong.
     """
@@ -53,7 +53,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Rows:
-    """Batches to probe a class: perturbed rows for a forward, kinds of rows for training steps.
+    """Batches to probe a model class: perturbed rows for a forward, and several kinds of rows for training steps.
 
     Args:
         perturbed: a row, then copies of the row with one token changed in each.
@@ -66,11 +66,12 @@ class Rows:
 
 
 def find_positions(case: Case, table: Table, tp: int = 1, way: str = WAYS[0]) -> str:
-    """Return the value of `Table.cut_tokens` with which the tiny model, its tokens sharded over cp,
-    computes the same as the plain model. `way` is how attention sees all tokens, a value of `cp_attention=`.
+    """Return the value of `Table.cut_tokens` (how a cp rank gets the positions of its tokens) with which the tiny
+    model, its tokens sharded over cp, equals the plain model. `way` is a value of `cp_attention=`: how attention
+    sees the tokens of all ranks.
 
     Raises:
-        ArchitectureError: no value does; the error tells why the one that passed most checks failed.
+        ArchitectureError: no value is right; the error tells why the value that passed most checks failed.
     """
     rows = Rows(_perturbed(case), _kinds_of_rows(case))
     plain, problems = _plain(case, rows), []
@@ -228,8 +229,8 @@ def _with_module_outputs(model: nn.Module, forward: Any, batch: Mapping[str, Any
 
 
 def leaks(plain: Seen, ranks: Sequence[Seen]) -> str:
-    """Compare logits of cp `ranks` with `plain`: which positions each changed token reaches, and
-    the values; return the first difference or "".
+    """Compare the logits of all cp `ranks` with the plain model's: which positions each changed token reaches, and
+    the values; return the first difference as text, or "".
     """
     found = torch.cat([seen.logits for seen in ranks], 1)
     if found.shape != plain.logits.shape:
@@ -252,8 +253,7 @@ def _equal(found: Tensor, want: Tensor) -> bool:
 
 
 def reached(logits: Tensor) -> Tensor:
-    """Return [changes, S]: 1 where a changed token alters the logits of a position, -1 where not, 0 if rounding hides
-    it.
+    """Return [changes, S]: 1 where a changed token alters the logits of a position, -1 if not, 0 if rounding hides it.
 
     `logits` [1 + changes, S, ..] are those of a row, then of its copies with one changed token each.
     """
@@ -262,7 +262,7 @@ def reached(logits: Tensor) -> Tensor:
 
 
 def first_unlike(plain: Mapping[str, Tensor], ranks: list[dict[str, Tensor]]) -> str:
-    """Return the first path in `plain` whose output differs from the concatenated ones of cp `ranks`; "the head" if none does."""
+    """Return the path of the first module whose output in `plain` is not that of the cp `ranks`, or "the head"."""
     for path, want in plain.items():
         parts = [seen[path] for seen in ranks if path in seen]
         if len(parts) != len(ranks) or any(x.ndim != want.ndim for x in parts):

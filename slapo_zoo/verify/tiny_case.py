@@ -1,4 +1,4 @@
-"""Test case from which a table is derived: the smallest model of a config that plain `transformers` trains."""
+"""Test case to derive sharding rules from: the smallest model of a config that plain `transformers` trains."""
 
 import copy
 import math
@@ -27,7 +27,7 @@ MICRO_ROWS = 2  # two micro-batches at least show whether a loss is the sum of i
 def tiny_case(
     config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, rows: int = 4
 ) -> Case:
-    """Make the test case of the first tiny model of a config that plain `transformers` trains, with a plain run of it.
+    """Try tiny models of a config until plain `transformers` trains one; return its test case, with this run.
 
     Args:
         config: a config of `transformers`; it is not changed.
@@ -37,7 +37,7 @@ def tiny_case(
         rows: rows of the batch.
 
     Returns:
-        the test case; its `drops` are the dropouts of the given config.
+        the test case of the tiny model; its `drops` are the dropout rates of the given config.
 
     Raises:
         Exception: if no size trains: what the first one raised, or ArithmeticError for a value that is not finite.
@@ -61,7 +61,7 @@ def tiny_case(
 
 
 def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
-    """Return a class's tiny test case for `tp` tp ranks, saved in `folder`; windows are shorter than a cp rank's tokens."""
+    """Return a tiny test case of `cls`, saved in `folder`, with heads for `tp` ranks, windows within a cp rank's tokens."""
     small, problem = Sizes(heads=max(4, 2 * tp), window=NEAR), None
     near, whole = nearer(config), Sizes(heads=ALL, window=NEAR)
     for like, sizes in ((near, small), (config, small), (config, whole)):
@@ -107,7 +107,7 @@ def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
 
 
 def _observed(config: Any, case: Case) -> Observation:
-    """Run one training-mode forward of a new model with the dropouts of `config`, and return what was observed."""
+    """Run a training-mode forward of a new model with the dropouts of `config`; return the calls and draws observed."""
     with drawn_from(0):
         config = copy.deepcopy(config)
         if "experts_implementation" in changes_for_comparison(config):

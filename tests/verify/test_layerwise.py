@@ -98,7 +98,7 @@ def test_layerwise_config_keeps_all_widths():
 
 def test_layerwise_verify_of_layers_larger_than_memory_is_refused():
     """The error comes before any allocation."""
-    with pytest.raises(SlapoError, match=r"needs about \d+ GB, \d+ GB are free"):
+    with pytest.raises(SlapoError, match=r"needs about \d+ GB of memory, \d+ GB are free"):
         verify_layers(transformers.LlamaConfig(hidden_size=16384, intermediate_size=65536))
 
 

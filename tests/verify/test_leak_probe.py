@@ -70,7 +70,7 @@ def test_leak_probe_refuses_convolutions_state_spaces_and_fourier_transforms(nam
     cls = getattr(transformers, name)
     config = cls.config_class()
     probe = probed if config.model_type in families() else derived
-    with pytest.raises(ArchitectureError, match="cannot be cut over cp") as raised:
+    with pytest.raises(ArchitectureError, match="cannot be sharded over cp") as raised:
         probe(name)
     assert module in str(raised.value)
 
