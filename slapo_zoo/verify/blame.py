@@ -1,8 +1,8 @@
 """Search for the first module that computes a wrong tensor, and for the modules whose directives can be the cause.
 
 One training step of the scheduled model is recorded on all ranks, and one of the plain model in fp64 and in
-fp32 (with the attention core as a child module, so that q, k and v are recorded). The tensors are compared in the order
-of the forward. If all agree, their gradients are compared in the opposite order, that of the backward.
+fp32 (with the attention core as a child module, so that q, k and v are recorded). The tensors are compared in
+the order of the forward. If all agree, their gradients are compared in the opposite order, that of the backward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -47,7 +47,7 @@ class Case:
             the whole batch at once, not in micro-batches.
         seen: observation of the plain model's forward (`zoo.derivation.observe`); None unless a table is derived.
         truth: result of an earlier run of the plain model, or None.
-        batch: inputs of the first step, for all dp ranks together; an empty dict makes them.
+        batch: inputs of the first step, for all dp ranks together; if empty, they are drawn.
     """
 
     config: Any

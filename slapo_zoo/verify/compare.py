@@ -44,7 +44,7 @@ class Result:
     tied: dict[str, str] = field(default_factory=dict)  # another name of a parameter --> its first
 
     def rename(self, tied: Mapping[str, str]) -> None:
-        """Rename tied parameters in `grads` and `weights`; `tied`: another name of a parameter --> the plain model's name."""
+        """Rename tied parameters in `grads` and `weights`; `tied`: another name --> name in the plain model."""
         self.grads = {tied.get(name, name): x for name, x in self.grads.items()}
         self.weights = {tied.get(name, name): x for name, x in self.weights.items()}
 
@@ -77,7 +77,7 @@ class RankResult(Result):
 
 @dataclass(frozen=True)
 class Divergence:
-    """First difference between a scheduled model and the plain one.
+    """First difference between a model with a schedule and the plain one of `transformers`.
 
     Args:
         path: path of the module.
@@ -98,7 +98,7 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference that a check found.
+    """One difference from the plain model that a check of a verification found.
 
     Args:
         check: name of the check, a key of CHECKS such as "gradients".
@@ -144,7 +144,7 @@ class Comparison:
         self.findings.append(Finding(check, what, problem, rank))
 
     def did(self, check: str, ratio: float = 0.0) -> None:
-        """Count one comparison of a check; `ratio` is the error divided by the allowed error."""
+        """Count one comparison that `check` made; `ratio` is its error divided by the allowed error."""
         self.counts[check] = self.counts.get(check, 0) + 1
         self.worst[check] = max(self.worst.get(check, 0.0), ratio)
 

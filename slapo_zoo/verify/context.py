@@ -229,7 +229,7 @@ def _loss(outputs: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def _full_gradients(sch: Schedule) -> dict[str, Tensor]:
-    """Return the unsharded gradients of all parameters on rank 0, elsewhere {}; all ranks call it together."""
+    """Return the unsharded gradients of the model of `sch` on rank 0, elsewhere {}; all ranks call it together."""
     plan, mesh, named = plan_of(sch.state), sch.mesh, dict(sch.model.named_parameters())
     tokens_sharded = sch.state.forward.tokens_divided
     rows = [row for row in plan.saved if row.name in named]
@@ -315,7 +315,7 @@ def _arguments(
 
 
 def give_values(model: nn.Module) -> bool:
-    """Replace parameters and buffers on meta by random CPU tensors, equal on all ranks; return whether there were any."""
+    """Replace meta parameters and buffers by random CPU tensors, equal on all ranks; return whether there were any."""
     generator, made = torch.Generator().manual_seed(SEED_ON_META), []
 
     def new(tensor: Tensor) -> Tensor:

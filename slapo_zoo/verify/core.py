@@ -37,8 +37,8 @@ def verify(
         config: a config of `transformers`.
         auto_class: class of the model with its head; None takes the config's own class.
         mesh: sizes of tp, pp and dp.
-        schedule: "zoo", a Schedule or its steps, or a function of the schedule. "auto" means "zoo" for a
-            family with a table; for other families it is refused, as a derived table was proven already.
+        schedule: "zoo" (the built-in one of the family), a Schedule or its steps, or a function that gets a
+            Schedule. "auto" means "zoo" if there is one, and is refused otherwise, as derived ones are proven already.
         quick: verify a small config of the same family; False verifies the given one.
         seed: seed of weights, batch and dropout.
         folder: checkpoint to take weights from; None draws random ones. It is not read with `quick`.
@@ -64,7 +64,7 @@ def verify(
 
 
 def known_schedule(config: Any, schedule: Any) -> Any:
-    """Return "zoo" for the schedule "auto" of a family whose table of sharding rules is in the zoo, else `schedule`.
+    """Return "zoo" if `schedule` is "auto" and the zoo has a table of sharding rules of the family, else `schedule`.
 
     Raises:
         ArchitectureError: the schedule is "auto" and the zoo has no table of the family.
@@ -176,12 +176,12 @@ class _Verification:
         return None if gradients == {"norm"} else divergence
 
     def _replica_findings(self) -> list[Finding]:
-        """Return those findings that are about a parameter whose replicas have different gradients."""
+        """Return the differences found so far in parameters whose replicas have different gradients."""
         end = "as its gradient does"
         return [f for f in self.comparison.findings if f.problem.endswith(end)]
 
     def _at_named_parameter(self) -> Divergence | None:
-        """Return a divergence at the module that holds the first parameter named in the findings; None if they name none."""
+        """Return a divergence at the module of the first parameter that a failed check names; None if none is named."""
         for finding in (*self._replica_findings(), *self.comparison.findings):
             if "." in finding.what:
                 path = parent_of(finding.what)

@@ -202,7 +202,7 @@ class Search:
         return bool(self._probe(self._gathered, self.sizes))
 
     def _drop_wrong_groups(self) -> None:
-        """Find by bisection the groups of modules that are wrong under tp alone, and leave them unsharded."""
+        """Find by bisection the groups of modules that are wrong if only tp shards them, and leave them unsharded."""
         tp_only = (self.sizes[0], 1, 1)
 
         def fine(some: list[str]) -> list[str]:
@@ -253,7 +253,7 @@ def problem_of(trial: Trial) -> str:
 
 
 def shapes_per_rank(table: Table, frozen: Table, model: Any, tp: int) -> dict[str, str]:
-    """Return {pattern, as written in `table`: shape of its weight on tp rank 0}.
+    """Return {pattern of module paths in `table`: shape of the weight of these modules on tp rank 0}.
 
     `frozen` is the same table with all patterns written out for `model`, which is on the meta device.
     """
@@ -288,12 +288,12 @@ def _on_meta(config: Any, cls: Any) -> Any:
 
 
 def cut_table(config: Any, cls: Any, table: Table, tp: int = 1, way: str = WAYS[0]) -> Table:
-    """Return a family's table that says how cp shards the tokens of `cls`, proven on a tiny model.
+    """Return a copy of `table` that says how cp shards the tokens of `cls`, proven on a tiny model.
 
     Args:
         config: a config of `transformers`; it is made tiny.
         cls: class of the model; if its loss is no mean over tokens, one with the same blocks is tried.
-        table: sharding rules, for any config of the family.
+        table: sharding rules of the family, for any config.
         tp: tp size of the mesh on which the tiny model is tried; its cp size is 2.
         way: how attention sees all tokens, a value of `cp_attention=`.
 

@@ -43,7 +43,7 @@ def verify_layers(
         config: a config of `transformers`.
         auto_class: class of the model with its head; None takes the config's own class.
         mesh: sizes of tp, pp and dp; pp must be 1, as pipeline cuts are verified on a small model.
-        schedule: "zoo", a Schedule or its steps, or a function of the schedule.
+        schedule: "zoo" (the built-in one of the family), a Schedule or its steps, or a function that gets a Schedule.
         seed: seed of weights, batch and dropout.
         knobs: values of sequence_parallel and checkpoint_ratio.
 

@@ -1,4 +1,4 @@
-"""Leak probe: does a model compute the same when its tokens are sharded over cp?
+"""Leak probe: check of a model whose tokens are sharded over cp, which must compute what plain `transformers` does.
 
 A tiny model runs on one rank, and on two emulated cp ranks. One token after the other is changed: the set of positions
 whose output changes, the outputs, the loss and every gradient have to be those of plain `transformers`. A module that
@@ -262,7 +262,7 @@ def reached(logits: Tensor) -> Tensor:
 
 
 def first_unlike(plain: Mapping[str, Tensor], ranks: list[dict[str, Tensor]]) -> str:
-    """Return the path of the first module whose output in `plain` is not that of the cp `ranks`, or "the head"."""
+    """Return the path of the first module whose output in `plain` is not that of cp `ranks`; "the head" if all agree."""
     for path, want in plain.items():
         parts = [seen[path] for seen in ranks if path in seen]
         if len(parts) != len(ranks) or any(x.ndim != want.ndim for x in parts):

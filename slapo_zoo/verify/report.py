@@ -66,7 +66,7 @@ class Report:
         return not self.findings and self.error is None
 
     def document(self) -> dict[str, Any]:
-        """Return the contents of verify.json, with at most 100 findings."""
+        """Return this report as the content of verify.json, with at most 100 findings."""
         found = asdict(self)
         found["findings"] = found["findings"][:100]
         return {"verdict": VERIFIED if self.ok else FAILED, **found}
@@ -138,7 +138,7 @@ def figures(comparison: Comparison) -> dict[str, Any]:
 
 
 def directives_at(schedule: Any, paths: Sequence[str]) -> list[tuple[str, str]]:
-    """Return (path, directive as source text) for every directive that changed a module of `paths`, in their order."""
+    """Return (path, directive as source text) for every directive that changed a module, in the order of `paths`."""
     found = []
     for path in paths:
         for landed, (pattern, directive) in zip(schedule.landed, schedule.history, strict=True):

@@ -80,14 +80,14 @@ def counted(mesh: Any, counts: dict[str, int]) -> Iterator[None]:
 
 
 def silence(model: nn.Module) -> None:
-    """Set the rate of all dropout modules to 0, also where the rate does not come from the config."""
+    """Set the rate of all dropout modules of a model to 0, also where the rate does not come from the config."""
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
 
 
 class NoDropout(TorchFunctionMode):
-    """Mode in which `F.dropout` is the identity and fused attention is called without dropout."""
+    """Mode of torch in which `F.dropout` is the identity and fused attention is called without dropout."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

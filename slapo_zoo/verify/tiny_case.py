@@ -27,7 +27,7 @@ MICRO_ROWS = 2  # two micro-batches at least show whether a loss is the sum of i
 def tiny_case(
     config: Any, cls: Any, folder: Path, sizes: Sizes | None = None, rows: int = 4
 ) -> Case:
-    """Try tiny models of a config until plain `transformers` trains one; return its test case, with this run.
+    """Try tiny models of a config until plain `transformers` trains one; return its test case, with this plain run.
 
     Args:
         config: a config of `transformers`; it is not changed.
@@ -74,11 +74,10 @@ def near_case(config: Any, cls: Any, folder: Path, tp: int = 1) -> Case:
 
 
 def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Case:
-    """Make the test case of the small config `given`: write its weights to `folder`, and run the model without and with
-    dropout.
+    """Make the test case of the small config `given`: write random weights to `folder`, and run the plain model twice.
 
-    With `padded` text rows have different lengths. The forward with the dropout of `given` is
-    observed. The run without dropout is what sharded runs are compared with.
+    A forward with the dropout of `given` is observed. A run without dropout is what sharded runs are compared with.
+    With `padded` the rows of text have different lengths.
     """
     small = copy.deepcopy(given)
     zeroed = (name for name in without_dropout(small) if hasattr(small, name))
@@ -121,7 +120,7 @@ def _files(folder: Path) -> dict[str, Tensor]:
 
 
 def _not_finite(truth: Result) -> str:
-    """Name the first value of the run `truth` that is not finite (some classes give NaN for padding); "" if all are."""
+    """Return a text on the first value of `truth` that is not finite (some classes give NaN for padding), or ""."""
     if not math.isfinite(truth.loss):
         return f"its loss is {truth.loss}"
     wrong = [name for name, grad in truth.grads.items() if not grad.isfinite().all()]

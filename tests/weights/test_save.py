@@ -123,7 +123,9 @@ def test_extra_writer_that_changes_weight_files_is_refused(tmp_path):
     def overwrite(path):
         save_file({"other": torch.ones(1)}, path / "model.safetensors")
 
-    with pytest.raises(WeightsError, match="found 1 tensors, expected 1: \\['other', 'w'\\]"):
+    with pytest.raises(
+        WeightsError, match="found 1 tensors, expected 1: write_extras changed \\['other', 'w'\\]"
+    ):
         save_one(tmp_path / "out", write_extras=overwrite)
     assert names(tmp_path) == []
 
