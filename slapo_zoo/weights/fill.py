@@ -120,7 +120,7 @@ def fill_from_config(
 
 
 def _check_memory(model: Any, options: LoadOptions, mesh: Mesh, over_dp: RowsOfRank | None) -> None:
-    """Raise WeightsError on all ranks when a rank's shard exceeds `options.max_memory`, before any allocation."""
+    """Raise WeightsError on all ranks, before any allocation, if a rank needs more than `options.max_memory` bytes."""
     limit = options.max_memory
     if limit is None:
         return
@@ -150,10 +150,10 @@ def _fresh(tensor: nn.Parameter, device: torch.device, over_dp: RowsOfRank | Non
 def _allocate(
     model: Any, device: torch.device, over_dp: RowsOfRank | None = None
 ) -> dict[str, Tensor]:
-    """Allocate all parameters and persistent buffers of a model on meta; tied ones stay one parameter.
+    """Allocate all parameters and persistent buffers of a model on meta; tied parameters stay one parameter.
 
     Returns:
-        name --> local tensor (under ZeRO the rows that `over_dp` gives); tied ones only under their first name here.
+        name --> local tensor (under ZeRO the rows that `over_dp` gives); tied parameters only under the first name.
     """
     local, made = {}, {}
     for path, module in model.named_modules(remove_duplicate=False):
@@ -239,7 +239,7 @@ def _without_mismatched(
     names: NameMap, expected: Sequence[TensorSpec], folder: CheckpointFolder, key_of: Mapping[str, str]
 ) -> NameMap:  # fmt: skip
     """Return `names`, the match of the model's tensors with checkpoint keys, in which tensors with another shape in
-    the file than in `expected` count as missing. `key_of` maps keys, renamed to the model's names, to the keys in the files.
+    the file than in `expected` count as missing. `key_of` maps keys, renamed as in the model, to those in the files.
     """
     shapes = {spec.name: spec.shape for spec in expected}
     differ = {n for n, key in names.source.items() if folder.shape(key_of[key]) != shapes[n]}

@@ -31,21 +31,21 @@ def latest(folder: Path) -> Path | None:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """Return the step folders in a folder, oldest first."""
+    """Return the step folders (`step-00000100`) in a folder, oldest first."""
     found = [path for path in folder.glob("step-*") if STEP.fullmatch(path.name)]
     return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
 
 
 def is_history(folder: Path) -> bool:
-    """Return whether a folder contains step folders and the link `last`, and nothing else."""
+    """Return whether a folder contains only step folders (`step-00000100`) and the link `last` to one of them."""
     names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
     return bool(names) and all(name == LAST or STEP.fullmatch(name) for name in names)
 
 
 def place_of(folder: Path, step: int, keep: int | None) -> Path:
-    """Return the folder to save a step in: `folder` itself or, if `folder` is a history of saves, a step folder in it.
+    """Return the folder for the checkpoint of a step: `folder` or, if it is a history of saves, a step folder in it.
 
-    It is a history if it has the link `last`, or if `keep`, the number of saves to keep, is given.
+    `folder` is a history if it has the link `last`, or if `keep`, the number of saves to keep, is given.
     """
     has_history = keep is not None or (folder / LAST).is_symlink()
     return folder / f"step-{step:08d}" if has_history else folder

@@ -52,7 +52,7 @@ class Piece:
     part: int
 
     def view(self, tensor: Tensor, mesh: Mesh) -> Tensor:
-        """Return the view of this piece in the rank's local tensor; an empty tensor when another rank holds it."""
+        """Return the view of this piece in this rank's local `tensor`; an empty tensor if another rank holds it."""
         held, length, place = self.spec.placement, self.spec.shape[0], self.number
         rows = rows_of(tensor)  # under ZeRO, this dp rank's rows
         own = rows.first if rows else 0
@@ -97,13 +97,13 @@ class KeyMap:
         return replace(self, renames=(*self.renames, *older))
 
     def to_model(self, key: str) -> str:
-        """Return the model's name of a file key; a name of the model is returned unchanged."""
+        """Return the model's name of the tensor at a file key; a key that is such a name is returned unchanged."""
         for file, model in self.renames:
             key = _respell(key, file, model)
         return key
 
     def to_file(self, name: str) -> str:
-        """Return the file key that `transformers` writes for a name of the model."""
+        """Return the file key under which `transformers` writes the tensor that the model calls `name`."""
         for file, model in reversed(self.renames):
             name = _respell(name, model, file)
         return name

@@ -1,4 +1,4 @@
-"""Record of a load (tensors, bytes, files, seconds, peak memory), its progress bar, and the formatting of sizes and tables."""
+"""Record of a load (tensors, bytes, files, seconds, memory), its progress bar, and formatting of sizes and tables."""
 
 import mmap
 import os

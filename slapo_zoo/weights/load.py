@@ -83,9 +83,9 @@ def load_tensors(
     contiguous slice of the target's dtype stays in the mapped file if the target allows it.
 
     Args:
-        targets: model name --> tensor to fill.
+        targets: tensor name in the model --> tensor of this rank to fill.
         folder: opened checkpoint.
-        source: model name --> checkpoint key.
+        source: tensor name in the model --> checkpoint key.
         mesh: mesh with the coordinates of this rank.
         check_finite: warn about tensors that contain NaN or infinity.
     """

@@ -23,8 +23,8 @@ class NameMap:
     """Result of matching checkpoint keys to a model's tensor names.
 
     Args:
-        source: model name --> checkpoint key.
-        missing: model names that no key fills, in model order.
+        source: tensor name in the model --> checkpoint key.
+        missing: tensor names of the model that no key fills, in model order.
         unexpected: keys that fill no tensor, in checkpoint order.
         doubles: groups of keys of the checkpoint that hold the same tied tensor.
     """
@@ -42,14 +42,14 @@ def match_names(
     ignore: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
 ) -> NameMap:
-    """Match the names of a model against the keys of a checkpoint.
+    """Match the tensor names of a model against the keys of a checkpoint.
 
     A key is compared unchanged, else with the base-model prefix removed or added (`h.0.ln_1.weight` <->
     `transformer.h.0.ln_1.weight`), else in its modern spelling (`weight` for `LayerNorm.gamma`). Where several
     keys fit a name, the first of these spellings wins, whatever their order in the file.
 
     Args:
-        expected: names of the whole model, before it was scheduled.
+        expected: tensor names of the whole model, before it was scheduled.
         found: keys of the checkpoint.
         base_model_prefix: the model's `base_model_prefix`, or "".
         ignore: regular expressions (`re.search`) of keys that may stay unused.
@@ -94,7 +94,7 @@ def _spellings(key: str, prefix: str) -> Iterator[str]:
 
 
 def _tied_groups(tied: Mapping[str, str]) -> dict[str, list[str]]:
-    """Return {tied name: all names that share its memory}, the name that the others are tied to first."""
+    """Return {tied name: all names that share its memory}; the name to which the others are tied is the first."""
     members: dict[str, list[str]] = {}
     for name in dict.fromkeys((*tied.values(), *tied)):
         root, seen = name, {name}

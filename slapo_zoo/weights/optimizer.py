@@ -159,7 +159,7 @@ class Restored:
         optimizer: optimizer of the same class and groups as the saved one.
         record: JSON record of all stages, made by `merge`.
         names: `id(parameter)` --> its name in the checkpoint.
-        specs: name in the checkpoint --> spec of that tensor of the model.
+        specs: name in the checkpoint --> shape and placement of this parameter of the model.
         mesh: mesh with the coordinates of this rank.
 
     Attributes:

@@ -73,8 +73,8 @@ class Header(NamedTuple):
 def read_header(file: BinaryIO) -> Header:
     """Return the header of an open safetensors file, once the safetensors library has checked all of it.
 
-    It checks length, JSON, names, dtypes, shapes, and that the tensors cover the data without gap or overlap.
-    Anything malformed raises WeightsError.
+    The library checks length, JSON, names, dtypes, shapes, and that the tensors cover the data without gap or
+    overlap. Anything malformed raises WeightsError.
     """
     path, head = str(file.name), file.read(8)
     try:
@@ -143,8 +143,8 @@ class SafetensorsFile:
     def piece(self, name: str, first: int, shape: Sequence[int]) -> Tensor:
         """Return some elements of tensor `name` as a tensor of `shape` over the file's pages.
 
-        They begin at element `first` in row-major order. The result has a storage of its own that ends with it,
-        because `torch.save` writes whole storages.
+        The elements begin at number `first` in row-major order. The result has a storage of its own with these
+        elements alone, because `torch.save` writes whole storages.
         """
         dtype, _, start, stop = self.entries[name]
         count = math.prod(shape)

@@ -54,8 +54,9 @@ def save_folder(
 
     Args:
         folder: target folder, on a file system that all ranks share; rank 0 decides where it is.
-        specs: all tensors of the whole model in state-dict order, the same on every rank.
-        local: this rank's tensors, at least for the specs of its stage, in the dtype of the spec.
+        specs: name, unsharded shape, dtype, placement and pipeline stage of each tensor of the whole model, in
+            state-dict order; the same on every rank.
+        local: this rank's tensors by name, at least those of its stage, in the dtype that `specs` says.
         mesh: mesh with the coordinates of this rank.
         write_extras: called on rank 0 with the temporary folder; writes config and tokenizer.
         max_shard_size: largest file, "5GB" or bytes.

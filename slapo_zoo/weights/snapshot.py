@@ -21,7 +21,7 @@ def read_whole(folder: Path, read: Callable[[], T], close: Callable[[T], None]) 
     """Return the result of `read` on a folder that was not replaced meanwhile; retry otherwise.
 
     A save swaps folders. If the path still leads to the same folder (held open) after `read` has opened all its
-    files, they belong together and stay readable.
+    files, these files belong together and stay readable.
 
     Args:
         folder: folder that a save may replace.
