@@ -25,7 +25,7 @@ BLANK = "0" * 32
 ANY = re.compile(".*")
 PIECE = 1 << 24  # bytes read at once
 MAX_BYTES = 100_000_000
-AGAIN = "fetch the folder again, or go on from an older checkpoint"
+FETCH_AGAIN = "fetch the folder again, or go on from an older checkpoint"
 Sums = dict[str, int]
 
 
@@ -112,7 +112,7 @@ def read_checksums(folder: Path) -> Checksums | None:
 
 
 def _damaged(path: Path, problem: str) -> WeightsError:
-    return WeightsError(str(path), "", problem, AGAIN)
+    return WeightsError(str(path), "", problem, FETCH_AGAIN)
 
 
 def crc_of_file(path: Path, stop: int | None = None) -> int:
@@ -148,7 +148,7 @@ def damaged_files(
             found = crc_of_file(folder / file, _end_of_header(folder / file) if header else None)
         except OSError as error:
             yield WeightsError(
-                str(folder / file), header, f"cannot be read: {error.strerror}", AGAIN
+                str(folder / file), header, f"cannot be read: {error.strerror}", FETCH_AGAIN
             )
             continue
         if found != crc:
@@ -172,7 +172,7 @@ def damaged_tensors(
         crc = kept.tensors.get(name, {}).get(key)
         if crc is None:
             problem = "found a tensor that this save did not write"
-            yield WeightsError(str(folder.path / name), f"tensor {key!r}", problem, AGAIN)
+            yield WeightsError(str(folder.path / name), f"tensor {key!r}", problem, FETCH_AGAIN)
             continue
         view = folder.view(key).reshape(-1).view(torch.uint8)
         found = zlib.crc32(view.numpy()) if view.numel() else 0
@@ -182,7 +182,7 @@ def damaged_tensors(
 
 def _differs(path: Path, what: str, found: int, expected: int) -> WeightsError:
     problem = f"found CRC-32 {_hex(found)}, expected {_hex(expected)}: it was damaged or changed"
-    return WeightsError(str(path), what, problem, AGAIN)
+    return WeightsError(str(path), what, problem, FETCH_AGAIN)
 
 
 def _end_of_header(path: Path) -> int:

@@ -118,7 +118,7 @@ class _Save:
             self._require_finite()
         strange = self.local.keys() - self.layout.slots.keys()
         if strange:
-            problem = f"found {len(strange)} tensors without a spec, expected none"
+            problem = f"found {len(strange)} tensors without a spec (TensorSpec), expected none"
             raise WeightsError(STEP, min(strange), problem, "pass a spec for each of these tensors")
         return digest(self.layout, self.specs)
 
@@ -222,18 +222,18 @@ def _check_spec(
     `rows` are the rows of the tensor that this rank holds under ZeRO, else None.
     """
     if not 0 <= spec.stage < mesh.pp:
-        problem = f"found stage {spec.stage}, expected 0..{mesh.pp - 1}"
-        raise WeightsError(STEP, spec.name, problem, "name a stage of this mesh in its spec")
+        problem = f"its pipeline stage is {spec.stage}, expected 0..{mesh.pp - 1}"
+        raise WeightsError(STEP, spec.name, problem, "set its TensorSpec.stage to one of these")
     if spec.stage != mesh.coord("pp"):
         return
     if spec.name not in local:
         problem = f"missing on rank {mesh.rank}, whose stage {spec.stage} has to save it"
-        raise WeightsError(STEP, spec.name, problem, "pass all tensors of the stage")
+        raise WeightsError(STEP, spec.name, problem, "pass all tensors of the stage in `local`")
     shape, placement = spec.shape, spec.placement
     if placement is not None:
         n, r = mesh.size(placement.mesh_dim), mesh.coord(placement.mesh_dim)
         if problem := placement.problem(shape[placement.axis], n):
-            raise WeightsError(STEP, spec.name, problem, "correct the placement in its spec")
+            raise WeightsError(STEP, spec.name, problem, "correct the placement in its TensorSpec")
         shape = spec.local_shape(n, r)
     shape = shape if rows is None else (rows.count, *shape[1:])
     tensor = local[spec.name]
@@ -241,7 +241,7 @@ def _check_spec(
         found = f"{tensor.dtype} of shape {list(tensor.shape)}"
         problem = f"found {found}, expected {torch_dtype(spec)} of shape {list(shape)}"
         raise WeightsError(
-            STEP, spec.name, problem, "pass a tensor with the dtype and shape of its spec"
+            STEP, spec.name, problem, "pass a tensor with the dtype and shape of its TensorSpec"
         )
 
 

@@ -13,7 +13,7 @@ from slapo_zoo.weights.random_state import check_states
 
 FILE, FORMAT = "training_state.json", "slapo-zoo-training-state/1"
 MAX_BYTES = 100_000_000
-AGAIN = "pass the folder that save_checkpoint wrote"
+PASS_SAVED = "pass the folder that save_checkpoint wrote"
 OF_COPY = ("data_position", "extra")  # one value per data-parallel rank
 BY_DP = "$by_dp"
 
@@ -30,12 +30,12 @@ def read_state(folder: Path) -> dict[str, Any]:
     state = _json(folder / FILE)
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if found != FORMAT:
-        raise WeightsError(place, "format", f"found {found!r:.80}, expected {FORMAT!r}", AGAIN)
+        raise WeightsError(place, "format", f"found {found!r:.80}, expected {FORMAT!r}", PASS_SAVED)
     for name, check in CHECKS.items():
         if name not in state:
-            raise WeightsError(place, name, "found no such field", AGAIN)
+            raise WeightsError(place, name, "found no such field", PASS_SAVED)
         if problem := _problem(check, state[name]):
-            raise WeightsError(place, name, problem, AGAIN)
+            raise WeightsError(place, name, problem, PASS_SAVED)
     _check_together(place, state)
     return state
 
@@ -44,17 +44,19 @@ def _json(path: Path) -> Any:
     try:
         if (size := path.stat().st_size) > MAX_BYTES:
             problem = f"found {size} bytes, expected at most {MAX_BYTES}"
-            raise WeightsError(str(path), "", problem, AGAIN)
+            raise WeightsError(str(path), "", problem, PASS_SAVED)
         return json.loads(path.read_bytes().decode("utf-8"))
     except FileNotFoundError:
-        hint = f"{AGAIN}; weights alone are loaded by from_pretrained"
+        hint = f"{PASS_SAVED}; weights alone are loaded by from_pretrained"
         raise WeightsError(str(path), "", "this file of the checkpoint is missing", hint) from None
     except WeightsError:
         raise
     except OSError as error:
-        raise WeightsError(str(path), "", f"cannot be read: {error.strerror}", AGAIN) from error
+        raise WeightsError(
+            str(path), "", f"cannot be read: {error.strerror}", PASS_SAVED
+        ) from error
     except (ValueError, RecursionError) as error:
-        raise WeightsError(str(path), "", f"this is not valid JSON: {error}", AGAIN) from error
+        raise WeightsError(str(path), "", f"this is not valid JSON: {error}", PASS_SAVED) from error
 
 
 def _problem(check: Callable[[Any], str], value: Any) -> str:
@@ -73,14 +75,14 @@ def _check_together(place: str, state: Mapping[str, Any]) -> None:
     """
     mesh = Mesh(**state["mesh"])
     if problem := check_states(state["torch_random"], mesh.world_size):
-        raise WeightsError(place, "torch_random", problem, AGAIN)
+        raise WeightsError(place, "torch_random", problem, PASS_SAVED)
     if problem := _loss_scale(state.get("loss_scale")):
-        raise WeightsError(place, "loss_scale", problem, AGAIN)
+        raise WeightsError(place, "loss_scale", problem, PASS_SAVED)
     for name in OF_COPY:
         kept = state[name]
         if isinstance(kept, dict) and BY_DP in kept and len(kept[BY_DP]) != mesh.dp:
             problem = f"found {len(kept[BY_DP])} values, expected one for each of dp={mesh.dp}"
-            raise WeightsError(place, name, problem, AGAIN)
+            raise WeightsError(place, name, problem, PASS_SAVED)
 
 
 def _count(value: Any) -> str:
@@ -161,7 +163,7 @@ def by_dp_rank(name: str, values: Sequence[Any], mesh: Mesh, where: str) -> Any:
     differ = [rank for rank, first in firsts.items() if values[rank] != values[first]]
     if differ:
         rank, first = differ[0], firsts[differ[0]]
-        problem = f"rank {rank} has {values[rank]!r:.60}, its peer {first} {values[first]!r:.60}"
+        problem = f"rank {rank} passed {values[rank]!r:.60}, rank {first} {values[first]!r:.60}"
         hint = (
             "ranks that share a dp coordinate are fed the same rows: pass the same on all of them"
         )
