@@ -139,7 +139,7 @@ class Blame:
             yield ranks, values, (key[2], first.rows)
 
     def _causes(self, index: int) -> tuple[str, ...]:
-        """Return the paths of modules that can have caused a wrong value in recorded tensor number `index`."""
+        """Return the paths of modules that can have caused a wrong value in recorded tensor `index` (in forward order)."""
         event = self.order[index]
         if event.when == "out":
             return (event.path, *self._children(index), parent_of(event.path))
@@ -150,13 +150,13 @@ class Blame:
         return tuple(dict.fromkeys(found))
 
     def _children(self, index: int) -> list[str]:
-        """Return the paths of the children of the module of recorded tensor number `index`, the last to run first."""
+        """Return the paths of the children of the module of recorded tensor `index` (in forward order), last to run first."""
         path = self.order[index].path
         inside = [e.path for e in reversed(self.order[:index]) if parent_of(e.path) == path]
         return list(dict.fromkeys(inside))
 
     def _consumers(self, index: int) -> list[str]:
-        """Return the paths of modules that took recorded tensor number `index` as an argument.
+        """Return the paths of modules that took recorded tensor `index` (its number in forward order) as an argument.
 
         If there are none, return the module that ran next under the same parent, and the parent.
         """
@@ -199,7 +199,7 @@ def _rows(want: Tensor, all_rows: int, rows: tuple[int, int]) -> Tensor:
 
 def _rank_to_blame(parts: Sequence[Tensor | None], want: Tensor) -> int:
     """Return the tp coordinate of the rank to blame: the first whose tensor in `parts` is missing,
-    else the first whose tensor is far from `want`, else 0.
+    else the first whose tensor is far from `want`, the plain model's, else 0.
     """
     for i, part in enumerate(parts):
         if part is None:

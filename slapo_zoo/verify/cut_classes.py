@@ -58,7 +58,7 @@ def with_positions(table: Table, cls: Any, positions: str) -> Table:
 
 
 def nearer(config: Any) -> Any:
-    """Return a copy of a config with windows and chunks of at most NEAR (6) tokens, fewer than a cp rank holds."""
+    """Return a copy of a config with attention windows and chunks of at most NEAR (6) tokens, less than a cp rank's."""
     values = config.to_dict()
     for name, value in values.items():
         if NEARS.search(name) and type(value) is int and value > NEAR:

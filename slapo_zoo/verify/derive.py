@@ -179,7 +179,7 @@ class Search:
         return self._table(config, model, True)
 
     def _gathered(self, config: Any, model: Any) -> Table:
-        """Make a table in which every sharded layer gathers its output at once, so that layers stay independent."""
+        """Make a table of sharding rules by which each sharded layer gathers its output, independent of other layers."""
         return self._table(config, model, False)
 
     def _table(self, config: Any, model: Any, chains: bool) -> Table:

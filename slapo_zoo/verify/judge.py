@@ -166,7 +166,7 @@ def _turned(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load(trial: Trial, changes: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Load this rank's part of a trial's scheduled model, with the config fields `changes`; a collective call."""
+    """Load this rank's part of the model of a trial (schedule and mesh), with config fields `changes`; collective."""
     tp, pp, dp = trial.sizes
     options = LoaderOptions(
         tp=tp, pp=pp, dp=dp, seed=trial.case.seed, auto_class=trial.case.cls, schedule=trial.schedule,

@@ -103,7 +103,7 @@ def _problem(trial: Trial, rows: Rows, plain: Seen) -> tuple[int, str]:
 
 
 def _candidates(case: Case) -> list[str]:
-    """Return the values of `Table.cut_tokens` (ways to find positions) that the modules and arguments of a class allow."""
+    """Return the values of `Table.cut_tokens` (how a cp rank finds its tokens' positions) that a class of models allows."""
     with torch.device("meta"):
         modules = dict(case.cls(copy.deepcopy(case.config)).named_modules())
     if any(hasattr(module, "compute_bias") for module in modules.values()):

@@ -115,7 +115,7 @@ def _observed(config: Any, case: Case) -> Observation:
 
 
 def _files(folder: Path) -> dict[str, Tensor]:
-    """Return key --> tensor of all safetensors files in a folder."""
+    """Return {key: tensor} of all safetensors files in a folder."""
     return {key: x for file in folder.glob("*.safetensors") for key, x in load_file(file).items()}
 
 

@@ -206,7 +206,8 @@ def _parts_of_axis_0(spec: TensorSpec, stem: str, rule: Pieces) -> Iterator[Piec
 
 
 def _holds(found: Collection[str], name: str) -> bool:
-    """Return whether the file names `found` contain a model tensor `name`, with or without its first dotted part (the
-    base model). If they do, the files do not store this tensor in pieces.
+    """Return whether the keys `found` contain the model's tensor `name`, with or without its first part (the base model).
+
+    If they do, the files store this tensor as one, not in pieces.
     """
     return name in found or name.partition(".")[2] in found

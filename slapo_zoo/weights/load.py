@@ -246,6 +246,6 @@ def read_ahead(
 
 
 def _extent(part: Tensor) -> int:
-    """Return the bytes from the first element of a strided part to its last."""
+    """Return the number of bytes that a strided slice spans, from its first element to its last."""
     steps = zip(part.shape, part.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * part.itemsize
