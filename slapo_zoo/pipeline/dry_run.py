@@ -1,8 +1,9 @@
 """Dry run of a forward on fake tensors, also for a forward that branches on the data of its inputs.
 
 In that case, values that follow from the inputs alone (lengths, masks) are computed on real data beside the
-fake tensors, and the result holds for these data only. Inside a unit, a module that branches on other data
-(experts) is assumed to return a tensor like its input; stages check that assumption against real outputs.
+fake tensors, and the result holds for every batch in which the values that the forward read are the same. Inside a
+unit, a module that branches on other data (experts) is assumed to return a tensor like its input; stages check that
+assumption against real outputs.
 
 Ranks that are threads, and later models with the same class, config, mesh sizes and directives, share a dry run.
 """
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from slapo_zoo.errors import ScheduleError
 from slapo_zoo.hf.configs import config_key
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.language.tape import Tape
+from slapo_zoo.pipeline.data_reads import DataReads, Operation, copied, count_marked, facts_of
 from slapo_zoo.pipeline.dataflow import GUESS, Call, calls_of
 from slapo_zoo.pipeline.unit_costs import restore_forward, skip_repeated
 
@@ -38,16 +40,15 @@ DEPENDS = (DataDependentOutputException, DynamicOutputShapeException)
 RANDOM = torch.Tag.nondeterministic_seeded
 KEPT = 64  # number of dry runs that are cached, the newest ones
 OF_SHAPES = ("tokens", "parameters")  # mesh dims whose ranks may hold shards of different shapes
-_calls: dict[Any, list[Call]] = {}
+Found: TypeAlias = tuple[list[Call], DataReads]
+_calls: dict[Any, Found] = {}
 _turn = threading.Lock()
 
 
-def dry_run(
-    model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]
-) -> tuple[list[Call], bool]:
-    """Return (calls of the modules `units` in a forward of a fake model, True if that forward read data of `batch`).
+def dry_run(model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]) -> Found:
+    """Return (calls of the modules `units` in a forward of a fake model, what that forward read of the data of `batch`).
 
-    If it read them, the calls hold for batches with these data only; otherwise for all batches of these shapes.
+    The calls hold for all batches of these shapes in which the forward reads the same.
 
     Args:
         model: model with fake parameters, scheduled on a mesh without processes.
@@ -58,12 +59,12 @@ def dry_run(
     tape = Tape(model, units)
     skip_repeated(tape, model, units, repeat_rows=False)
     try:
-        return calls_of(tape.run(model, fake, batch).rows), False
+        return calls_of(tape.run(model, fake, batch).rows), DataReads()
     except DEPENDS:
         pass  # try again below, with the data
     tape = DataTape(model, units)
     with refused(model):
-        return calls_of(tape.run(model, fake, batch).rows), tape.used_data
+        return calls_of(tape.run(model, fake, batch).rows), tape.reads.needed()
 
 
 @contextmanager
@@ -89,7 +90,7 @@ class DataTape(Tape):
 
     def __init__(self, model: nn.Module, units: Sequence[str]):
         super().__init__(model, units)
-        self.used_data, self.guesses = False, 0
+        self.reads, self.guesses = DataReads(), 0
         self._known: Any = WeakIdKeyDictionary()
         for module in {m: None for unit in units for m in model.get_submodule(unit).modules()}:
             own = vars(module).get("forward")
@@ -100,23 +101,25 @@ class DataTape(Tape):
         inputs = super()._inputs(model, batch)
         for name, value in batch.items():
             if isinstance(value, Tensor):
-                self._known[inputs[name]] = value.cpu()
+                self._known[inputs[name]] = copied(value)
+                self.reads.inputs[name] = inputs[name]
         return inputs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one operator on fake tensors, and also on real data when those of all its arguments are known."""
-        kwargs = kwargs or {}
+        kwargs, facts = kwargs or {}, None
         found = self._on_real_data(func, args, kwargs)
         try:
             out = super().__torch_dispatch__(func, types, args, kwargs)
         except DEPENDS:
-            self.used_data = True
             if func is torch.ops.aten.index.Tensor and isinstance(args[0], Tensor):
                 numbers = self._without_masks(args[1])
                 return super().__torch_dispatch__(func, types, (args[0], numbers), kwargs)
             if found is None:
                 raise
-            out = tree_map(_as_fake, found)
+            out, facts = tree_map(_as_fake, found), facts_of(found)
+        if found is not None:
+            self.reads.operations.append(Operation(func, args, kwargs, out, facts))
         for fake, real in zip(tree_leaves(out), tree_leaves(found), strict=False):
             if isinstance(fake, Tensor) and isinstance(real, Tensor):
                 self._known[fake] = real
@@ -141,7 +144,8 @@ class DataTape(Tape):
                 if index not in self._known:
                     raise DynamicOutputShapeException(torch.ops.aten.index.Tensor)
                 with unset_fake_temporarily():
-                    count = int(self._known[index].count_nonzero())
+                    count = count_marked(self._known[index])
+                self.reads.operations.append(Operation(count_marked, (index,), {}, None, [count]))
                 found += [torch.empty(count, dtype=torch.long) for _ in range(index.ndim)]
             else:
                 found.append(index)
@@ -182,25 +186,26 @@ def _as_fake(found: Any) -> Any:
 
 
 def shared_calls(
-    program: Any, shapes: Any, run: Callable[[], tuple[list[Call], bool]]
-) -> tuple[list[Call], bool]:
-    """Return the calls that a dry run finds: the cached ones of an equal dry run, else those of `run`.
+    program: Any, shapes: Any, batch: Mapping[str, Any], run: Callable[[], Found]
+) -> Found:
+    """Return what a dry run finds: the cached result of an equal dry run if it holds for `batch`, else that of `run`.
 
     Args:
         program: key of the model, from `program_of`; None always calls `run`.
         shapes: key of the batch: its shapes and dtypes.
-        run: makes a dry run; returns (calls of units, whether they hold for the data of its batch only). A result that
-            holds for its data only is not cached.
+        batch: arguments of the forward.
+        run: makes a dry run; returns (calls of units, what the forward read of the data of its batch).
     """
     with _turn:  # ranks that are threads wait for the first
-        if program is not None and (program, shapes) in _calls:
-            return _calls[program, shapes], False
-        calls, used_data = run()
-        if program is not None and not used_data:
-            _calls[program, shapes] = calls
+        known = _calls.get((program, shapes))
+        if program is not None and known is not None and known[1].hold(batch):
+            return known
+        found = run()
+        if program is not None:
+            _calls[program, shapes] = found
             while len(_calls) > KEPT:
                 del _calls[next(iter(_calls))]
-        return calls, used_data
+        return found
 
 
 def program_of(

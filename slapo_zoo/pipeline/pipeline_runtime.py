@@ -20,8 +20,8 @@ from slapo_zoo.language.directive import ForwardContext
 from slapo_zoo.language.schedule import Schedule
 from slapo_zoo.parallel.token_cut import TokenCut, cut_now
 from slapo_zoo.pipeline.busy import Busy
-from slapo_zoo.pipeline.dataflow import Call
-from slapo_zoo.pipeline.dry_run import dry_run, program_of, shared_calls
+from slapo_zoo.pipeline.data_reads import DataReads
+from slapo_zoo.pipeline.dry_run import Found, dry_run, program_of, shared_calls
 from slapo_zoo.pipeline.orders import StageMap
 from slapo_zoo.pipeline.stages import Cursor, Foreign, StageDone, StagePlan
 from slapo_zoo.pipeline.timeline import Span
@@ -50,8 +50,10 @@ class Pipeline:
         self.schedule, self.cls, self.units, self.cursor = schedule, cls, units, cursor
         self.places = places
         self.mine = places.stages_of(schedule.mesh.coord("pp"))
-        self._plans: dict[Any, dict[int, StagePlan]] = {}
-        self.depends_on_data = False  # the forward branches on data: a plan holds for one batch
+        self._plans: dict[Any, tuple[dict[int, StagePlan], DataReads]] = {}
+        self.depends_on_data = (
+            False  # the forward branches on data: a plan may not hold for the next batch
+        )
         self._arrivals: dict[int, Any] = {}
         self._fake: Any = None
         self.spans: list[Span] | None = None
@@ -67,19 +69,19 @@ class Pipeline:
         divided, cut = self.schedule.state.forward.tokens_divided, cut_now()
         shapes = sorted((k, _signature(v)) for k, v in batch.items())
         key = divided, cut is None, self._dtype(), *shapes
-        if self.depends_on_data or key not in self._plans:
+        known = self._plans.get(key)
+        if known is None or not known[1].hold(batch):
             program = program_of(self.schedule, self.cls, self.units, CHANGE_NO_SHAPE)
             run = partial(self._dry_run, batch, divided, cut)
-            calls, used_data = shared_calls(program, (cut and cut.way, *key), run)
-            self.depends_on_data = self.depends_on_data or used_data
+            calls, reads = shared_calls(program, (cut and cut.way, *key), batch, run)
+            self.depends_on_data = self.depends_on_data or bool(reads)
             cuts = self.schedule.state.cuts
-            self._plans[key] = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
-        return self._plans[key]
+            plans = {stage: StagePlan.make(calls, cuts, stage) for stage in self.mine}
+            known = self._plans[key] = plans, reads
+        return known[0]
 
-    def _dry_run(
-        self, batch: Mapping[str, Any], divided: bool, cut: TokenCut | None
-    ) -> tuple[list[Call], bool]:
-        """Do a dry run; return (calls of blocks, embeddings, heads, True if they hold for the data of `batch` only).
+    def _dry_run(self, batch: Mapping[str, Any], divided: bool, cut: TokenCut | None) -> Found:
+        """Do a dry run; return (calls of blocks, embeddings, heads; what the forward read of the data of `batch`).
 
         `divided` is True if tokens are sharded over tp; `cut` says how they are sharded over cp, or is None.
         """

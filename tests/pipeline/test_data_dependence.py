@@ -41,15 +41,26 @@ class Looker(nn.Module):
         return self.h[1](x)
 
 
-def calls_of(mask):
+def found_for(mask):
     mode = FakeTensorMode()
     with mode:
         model = Looker()
     own = model.h[0].forward
-    calls, looked = dry_run(model, ["h.0", "h.1"], mode, {"x": torch.ones(3, 4), "mask": mask})
+    found = dry_run(model, ["h.0", "h.1"], mode, {"x": torch.ones(3, 4), "mask": mask})
     assert model.h[0].forward == own
-    assert looked
-    return calls
+    return found
+
+
+def calls_of(mask):
+    return found_for(mask)[0]
+
+
+def test_dry_run_holds_for_another_batch_only_if_the_forward_reads_the_same_values():
+    _, reads = found_for(torch.tensor([True, True, False]))
+    assert reads
+    assert len(reads.operations) == 3, "sum, item and the number of marked rows; not all operators"
+    for mask, same in [((0, 1, 1), True), ((1, 1, 1), False), ((0, 0, 1), False)]:
+        assert reads.hold({"x": torch.zeros(3, 4), "mask": torch.tensor(mask).bool()}) == same
 
 
 def test_dry_run_of_data_dependent_forward_assumes_block_output_shapes():

@@ -40,6 +40,28 @@ def test_ranks_as_threads_and_later_models_share_one_dry_run(runs):
     assert len(runs) == 3, "one for each coordinate on tp"
 
 
+T5 = transformers.T5Config(
+    d_model=16, d_kv=8, d_ff=32, num_heads=2, num_layers=2, vocab_size=17, eos_token_id=1, pad_token_id=0, decoder_start_token_id=0, num_labels=3,
+    architectures=["T5ForSequenceClassification"],
+)  # fmt: skip
+
+
+def losses_of_t5():
+    model = AutoScheduledModel.from_config(T5, pp=2, seed=0).train()
+    losses = []
+    for step in range(3):
+        ids = torch.arange(32).view(4, 8) * (step + 3) % 15 + 2
+        ids[:, 3 + step] = 1  # the head reads where each row ends
+        batch = {"input_ids": ids, "labels": torch.arange(4) % 3}
+        losses.append(float(model.train_step(batch, micro_batches=2)))
+    return losses
+
+
+def test_model_whose_head_reads_its_inputs_makes_one_dry_run_for_all_batches_alike(runs):
+    assert len(set(emulate(losses_of_t5, mesh=(1, 2, 1))[0])) == 3
+    assert len(runs) == 1
+
+
 def relu(sch):
     sch["transformer.h.*.mlp.act"].replace(torch.nn.ReLU())
 

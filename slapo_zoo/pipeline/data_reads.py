@@ -1,0 +1,94 @@
+"""Values that the forward of a dry run reads from the data of its batch: a dry run holds for every batch that gives the same.
+
+For each read the operators that compute it from the inputs are kept, so that another batch is checked by those
+few operators and not by a dry run of its own.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+class Operation(NamedTuple):
+    """One operator of a dry run whose arguments follow from the inputs of the forward alone.
+
+    Args:
+        func: the torch operator, or another function of tensors.
+        args: its positional arguments, with fake tensors.
+        kwargs: its keyword arguments, with fake tensors.
+        out: its result, with fake tensors.
+        facts: for an operator whose result decides shapes or branches of the forward: shapes and numbers in its result
+            on real data; None for other operators.
+    """
+
+    func: Any
+    args: Any
+    kwargs: Any
+    out: Any
+    facts: list[Any] | None
+
+
+class DataReads:
+    """Values that a forward read from the data of its batch in a dry run, and the operators that compute them.
+
+    Attributes:
+        inputs: name of an input --> its fake tensor in the dry run.
+        operations: operators in the order in which the forward ran them.
+    """
+
+    def __init__(self) -> None:
+        self.inputs: dict[str, Tensor] = {}
+        self.operations: list[Operation] = []
+
+    def __bool__(self) -> bool:
+        """Return whether the forward read any data."""
+        return any(each.facts is not None for each in self.operations)
+
+    def needed(self) -> "DataReads":
+        """Return these reads without the operators whose results no read needs."""
+        found, used = DataReads(), set()
+        for each in reversed(self.operations):
+            in_place = isinstance(each.func, OpOverload) and each.func._schema.is_mutable
+            if each.facts is not None or in_place or used & _ids(each.out):
+                found.operations.insert(0, each)
+                used |= _ids((each.args, each.kwargs))
+        found.inputs = {name: x for name, x in self.inputs.items() if id(x) in used}
+        return found if found else DataReads()
+
+    def hold(self, batch: Mapping[str, Any]) -> bool:
+        """Return whether a forward of `batch` (name --> input, shapes as in the dry run) reads the same values."""
+        real = {id(x): copied(batch[name]) for name, x in self.inputs.items()}
+        for func, args, kwargs, out, facts in self.operations:
+            args, kwargs = tree_map(
+                lambda x: real[id(x)] if isinstance(x, Tensor) else x, (args, kwargs)
+            )
+            found = func(*args, **kwargs)
+            if facts is not None and facts_of(found) != facts:
+                return False
+            for fake, value in zip(tree_leaves(out), tree_leaves(found), strict=False):
+                real[id(fake)] = value
+        return True
+
+
+def _ids(tree: Any) -> set[int]:
+    return {id(x) for x in tree_leaves(tree) if isinstance(x, Tensor)}
+
+
+def copied(value: Tensor) -> Tensor:
+    """Return a copy of an input tensor on the CPU, also within a FakeTensorMode: a forward may write into its inputs."""
+    with unset_fake_temporarily():
+        return value.detach().to("cpu", copy=True)
+
+
+def facts_of(found: Any) -> list[Any]:
+    """Return what Python code can read from an operator's result `found`: shapes of its tensors, and its numbers."""
+    return [tuple(x.shape) if isinstance(x, Tensor) else x for x in tree_leaves(found)]
+
+
+def count_marked(mask: Tensor) -> int:
+    """Return how many elements of a boolean mask are True."""
+    return int(mask.count_nonzero())
