@@ -1,4 +1,4 @@
-"""Attention function registered with `transformers`; it calls the child module `core_attn` that a schedule adds."""
+"""Attention function registered with `transformers`; it calls `core_attn`, a child that schedules give to attentions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -55,11 +55,11 @@ def _attention(
 
 
 def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwargs: Any):
-    """Run transformers' sdpa attention on q [B, H, S, d], or ours if scores are capped (softcap); return [B, S, H, d]."""
+    """Return (output [B, S, H, d], None or weights) of transformers' sdpa, or of our attention if `softcap` is given."""
     if kwargs.get("softcap") is not None:  # capped scores without a core_attn
         if attention.training and kwargs.get("dropout"):
-            problem = f"dropout={kwargs['dropout']} with capped scores (softcap) needs a core_attention directive on this module"
-            hint = "set the config's attention dropout to 0, or add that directive"
+            problem = f"dropout={kwargs['dropout']} with capped scores (softcap) needs a child core_attn of this module"
+            hint = "set the config's attention dropout to 0, or add it by schedule[path of the module].core_attention()"
             raise SlapoError("attention", type(attention).__name__, problem, hint)
         core = CoreAttention(RandomStream(), ATTRIBUTE, ()).eval()
         return core(q, k, v, mask, attention=attention, **kwargs)
@@ -68,13 +68,14 @@ def sdpa(attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Any, **kwa
 
 @dataclass(frozen=True)
 class DeviceDropout:
-    """Attention and dropout functions that make masks from seeds: see kernels/device_dropout.py.
+    """Attention and dropout functions that make dropout masks from seeds, without scores in memory (`kernels/`).
 
     Args:
-        serves: function: (q, mask, number of keys, whether masks are drawn) --> whether `attention` should run.
+        serves: function: (q, attention mask, number of keys, True if a CPU generator draws dropout masks, False if they
+            are hashes of seeds) --> True if `attention` supports these arguments and is the faster choice for them.
         attention: function: (q, k, v, mask, causal, scaling, seeds, p, drawn, places) --> output [B, S, H, d];
-            `drawn` is the number of tokens per row for which masks are drawn (0: masks are hashed),
-            `places` [S] the index of each token in such a row, or None.
+            `drawn` is 0 if dropout masks are hashed, else the number of tokens per row, padding included, for which
+            a generator draws them; `places` [S] is the index of each token in such a row, or None.
         plain: function: (x, seeds=, p=) --> x after dropout.
     """
 
@@ -84,15 +85,15 @@ class DeviceDropout:
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T * scaling + mask) v, with dropout masks that depend on the global head number.
+    """Module that computes softmax(q k^T * scaling + mask) v; dropout depends on a head's index in the unsharded model.
 
     Args:
-        stream: random stream of the model, from which the masks or their seeds come.
-        site: path of this module, or another name from which its masks are drawn.
-        heads: global indices of the query heads that this rank holds; empty: of all heads of the first call.
-        backend: name of the attention back end (see `attention_backends`) for calls that drop nothing.
-        device: attention and dropout functions that make masks from seeds within a kernel; None: masks are
-            always made as tensors.
+        stream: random stream of the model, which makes the dropout masks or their seeds.
+        site: name, usually the path of this module, that together with the stream's seed determines the masks.
+        heads: indices in the unsharded model of this rank's query heads; empty: all heads of the first call.
+        backend: name of the attention back end (see `attention_backends`) for calls without dropout.
+        device: attention and dropout functions that make dropout masks from seeds within a kernel; None: masks
+            are always made as tensors.
     """
 
     def __init__(
@@ -119,13 +120,13 @@ class CoreAttention(nn.Module):
 
         Args:
             q: queries [B, H, S, d].
-            k: keys [B, K, T, d]; K KV heads divide H.
+            k: keys [B, K, T, d]; K, the number of KV heads, divides H.
             v: values [B, K, T, d].
             mask: broadcasts to [B, 1, S, T]; bool (True is visible) or additive; or None.
             attention: the attention module of `transformers`.
             dropout: probability that an attention weight becomes 0.
             scaling: factor of the scores; None is d ** -0.5.
-            **kwargs: `position_bias`, `softcap`, `is_causal` and others of the back end.
+            **kwargs: further arguments of the back end, e.g. `position_bias`, `softcap`, `is_causal`.
         """
         if not self.heads:
             self.heads = range(q.shape[1])
@@ -140,8 +141,8 @@ class CoreAttention(nn.Module):
         self, attention: nn.Module, dropout: float, scaling: float | None,
         q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, options: dict[str, Any],
     ) -> tuple[Tensor, Any]:  # fmt: skip
-        """Return (output [B, S, H, d], None or attention weights) of q [B, H, S, d] and k, v [B, K, T, d], perhaps of all cp
-        ranks. `options` are further arguments of the attention function.
+        """Return (output [B, S, H, d], None or attention weights) of q [B, H, S, d] and k, v [B, K, T, d]; with context
+        parallelism k and v may be those of all cp ranks. `options` are further arguments of the back end.
         """
         bias, cap = options.get("position_bias"), options.get("softcap")
         if not dropout and (cap is None or self.name != "sdpa"):  # sdpa cannot cap (Gemma 2)
@@ -161,8 +162,8 @@ class CoreAttention(nn.Module):
     def _within_rows(
         self, q: Tensor, k: Tensor, v: Tensor, attention: nn.Module, p: float, scaling: float | None
     ) -> Tensor:
-        """Compute attention of real tokens that are packed into one row [1, H, S, d]; a token sees only tokens of its
-        own batch row. `p` is the dropout probability, `scaling` the factor of the scores.
+        """Return attention [1, S, H, d] of q, k, v [1, H, S, d] in which the tokens of all batch rows are packed, without
+        padding; a token sees only its own batch row. `p` is the dropout probability, `scaling` the factor of the scores.
         """
         real: Any = self.stream.real_tokens
         p = p if self.training else 0.0
@@ -189,8 +190,8 @@ class CoreAttention(nn.Module):
     def _among_padding(
         self, device: DeviceDropout, q: Tensor, k: Tensor, v: Tensor, p: float, scaling: float
     ) -> Tensor:
-        """Compute attention of packed tokens [1, H, S, d] by unpacking them to rows with padding, so that the host
-        need not know row lengths. `p` is the dropout probability, `scaling` the factor of the scores.
+        """Return attention [1, S, H, d] of q, k, v [1, H, S, d] in which all batch rows are packed: they are unpacked to
+        rows with padding, so that the host need not know row lengths. `p` is the dropout probability.
         """
         real: Any = self.stream.real_tokens
         at: Any = self.stream.real_at
@@ -208,9 +209,9 @@ class CoreAttention(nn.Module):
         return out.flatten(0, 1).index_select(0, at)[None]
 
     def _dropped(self, q, k, v, mask, bias, p, scaling, causal, cap) -> Tensor:
-        """Compute attention with our dropout masks, which torch's fused attention cannot take.
-        `p` is the dropout probability, `bias` is added to the scores. `cap` bounds scores to cap * tanh(scores / cap);
-        None sets no bound. The other arguments are those of `forward`; `causal`: no query sees a later key.
+        """Return attention [B, S, H, d] with dropout masks of the model's random stream, which torch's fused attention
+        cannot take. `p` is the dropout probability, `bias` is added to the scores, `cap` (or None) bounds scores to
+        cap * tanh(scores / cap), `causal` hides later keys. The other arguments are those of `forward`.
         """
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
@@ -246,10 +247,10 @@ class CoreAttention(nn.Module):
 
 @dataclass(frozen=True)
 class OverKeys:
-    """One call of a `CoreAttention`, as a function of queries, keys, values, mask and options.
+    """Function (q, k, v, mask, options) --> (output, weights): a `CoreAttention` with the other arguments of one call.
 
     Args:
-        core: the module.
+        core: the `CoreAttention`.
         attention: the attention module of `transformers`.
         dropout: probability that an attention weight becomes 0 in this call.
         scaling: factor of the scores; None is d ** -0.5.
@@ -261,7 +262,7 @@ class OverKeys:
     scaling: float | None
 
     def __call__(self, *given: Any) -> tuple[Tensor, Any]:
-        """Return (output [B, S, H, d], None or attention weights) of queries, keys, values, mask and options."""
+        """Return (output [B, S, H, d], None or attention weights) for `given`: queries, keys, values, mask, options."""
         return self.core.over_keys(self.attention, self.dropout, self.scaling, *given)
 
     def mask_again(self, x: Tensor) -> Callable[[], Tensor] | None:
@@ -275,7 +276,7 @@ class OverKeys:
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask as a tensor to add to the scores; False in a bool mask becomes the lowest number of `dtype`."""
+    """Return an attention mask as a tensor to add to scores; False in a bool mask becomes the lowest number of `dtype`."""
     if mask.dtype != torch.bool:
         return mask
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(

@@ -1,4 +1,4 @@
-"""Attention back ends that `attention=` can name, and checks that one can run here."""
+"""Attention back ends, which the loader's argument `attention=` names, and checks that one can run on a device."""
 
 import importlib.util
 import sys
@@ -23,7 +23,7 @@ class Backend:
         run: (attention module, q, k, v, mask, **kwargs) --> ([B, S, H, d], None or attention weights).
         mask: name of the `transformers` mask function whose masks `run` takes.
         flag: attribute of a model class that is True if the class supports this back end; "" if there is none.
-        drops: True if our dropout masks can be applied to its attention weights; False refuses dropout.
+        drops: True if calls with dropout run our own attention instead; False: a call with dropout is refused.
         problem: function: (device type, dtype) --> reason why the back end cannot run there, or "".
     """
 
@@ -50,7 +50,7 @@ def _eager(attention: nn.Module, *tensors: Any, **kwargs: Any) -> Any:
 
 
 def _class_index(attention: nn.Module) -> int:
-    """Return the index in the attention's MRO of its class in `transformers`; schedules put derived classes before it."""
+    """Return the index of the class from `transformers` in an attention's MRO; schedules derive classes from that class."""
     classes = type(attention).__mro__
     has = (hasattr(sys.modules.get(c.__module__), "eager_attention_forward") for c in classes)
     return next((i for i, found in enumerate(has) if found), 0)
@@ -135,7 +135,7 @@ def find_backend(name: str) -> Backend:
 
 
 def implementation(name: str) -> str:
-    """Return the value of `config._attn_implementation` that selects a back end."""
+    """Return the value of `config._attn_implementation` that selects our attention with the back end `name`."""
     return NAME if name == "sdpa" else f"{NAME}_{name}"
 
 
@@ -145,9 +145,9 @@ def require_backend(
     """Raise ArchitectureError when a model class cannot use a back end on this device and dtype.
 
     Args:
-        name: name of the back end.
+        name: name of the back end, as the loader's `attention=` takes it.
         cls: model class of `transformers`.
-        tunable: back ends that the family's table lists.
+        tunable: names of the back ends that the model family supports.
         device: device of the model.
         dtype: dtype of the model.
     """

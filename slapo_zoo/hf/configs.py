@@ -9,7 +9,7 @@ MAX_COUNT = 10_000  # layers or experts
 
 
 def read_config(name: str | Path, **options: Any) -> Any:
-    """Read a config with AutoConfig; code of the checkpoint is never run.
+    """Return the config that AutoConfig reads, (config, unused) with `return_unused_kwargs`; no checkpoint code is run.
 
     Args:
         name: a folder, or a model on the Hub.
@@ -35,7 +35,8 @@ def read_config(name: str | Path, **options: Any) -> Any:
     for field, value in vars(config).items():
         counts = field.endswith(("layers", "layer", "experts"))
         if counts and type(value) is int and value > MAX_COUNT:
-            raise ValueError(f"{name}: {field}={value}, expected at most {MAX_COUNT}")
+            problem = f"its config has {field}={value}, expected at most {MAX_COUNT}"
+            raise ValueError(f"{name}: {problem}; correct config.json")
     return found
 
 

@@ -1,8 +1,8 @@
 """Attention over all tokens of a row when each cp rank holds a part of them (context parallelism).
 
-How a rank sees the keys of the others is a way with a name; each has a file. Any mask, bias and dropout is exact.
-Masks are made where they are used, from padding and positions of the whole row: these are gathered,
-never a mask [S, T]. B batch size, s tokens of this rank, S = n * s tokens of a row, T keys.
+Queries reach the keys of other ranks in one of three ways: cut_gather.py, cut_ulysses.py, cut_ring.py. Mask, bias and
+dropout are those of one process. Each rank makes its masks from the padding and positions of the whole row, which
+are gathered; masks [S, T] are not. B batch size, s tokens of this rank, S = n * s tokens of a row, T keys.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -68,8 +68,8 @@ def with_mask_again(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a mask function of `transformers` for cp > 1, to make the rows of the full mask [S, n * t] for the queries of
-    this rank r; all rows if attention is computed by heads (Ulysses). The result is None where no mask is needed.
+    """Wrap a mask function of `transformers` so that under cp > 1 it makes, of the mask [S, n * t] for whole rows, the
+    mask rows of this cp rank r's queries (all mask rows for Ulysses); None where no mask is needed.
     A rank has s of the S = n * s queries and t of the n * t keys; n is cp.
 
     rewrite:  make(q_length=s, kv_length=t, attention_mask=[B, t])  -->  queries r * s to (r + 1) * s of
@@ -100,8 +100,8 @@ def over_all_tokens(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[..., Any]:
-    """Wrap a function that finds the sequences packed in a row, for cp > 1: its argument number `argument`, the position
-    ids [B, s] of this rank's tokens, is all-gathered to [B, S].
+    """Wrap a function that finds the sequences packed in a row, so that under cp > 1 its argument at index `argument`,
+    the position ids [B, s] of this rank's tokens, is all-gathered to [B, S] before the call.
     """
 
     @wraps(function)
@@ -116,8 +116,8 @@ def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[
 
 def bias_by_place(attention: Any, stream: Any) -> None:
     """Replace the forward of a T5 attention by one that computes its relative bias [1, H, s, S] for this cp rank's s of
-    all S tokens; with attention by heads, [1, H, S, S]. `stream`, the model's random stream, has the running step's
-    sharding of tokens (`stream.cut`).
+    all S tokens; with attention by heads, [1, H, S, S]. `stream`, the model's random stream, says in `stream.cut` how
+    the running step shards tokens.
     """
     own = attention.forward
 
@@ -138,7 +138,7 @@ def bias_by_place(attention: Any, stream: Any) -> None:
 
 def positions_by_place(embedding: Any, stream: Any) -> None:
     """Replace the forward of a position embedding of BART or Pegasus by one that counts from this cp rank's first token,
-    not from 0. `stream`, the model's random stream, has the running step's sharding of tokens (`stream.cut`).
+    not from 0. `stream`, the model's random stream, says in `stream.cut` how the running step shards tokens.
     """
     own = embedding.forward
 
@@ -156,8 +156,8 @@ def positions_by_place(embedding: Any, stream: Any) -> None:
 
 def frequencies_by_length(rotary: Any, stream: Any) -> None:
     """Replace the forward of a rotary embedding whose frequencies depend on the longest position by one that sees the
-    positions of all tokens; the cosines and sines [B, s, d] are those of this cp rank's s tokens. `stream`, the
-    model's random stream, has the sharding of tokens (`stream.cut`).
+    positions of all tokens but returns cosines and sines [B, s, d] for this cp rank's s tokens only. `stream`, the
+    model's random stream, says in `stream.cut` how the running step shards tokens.
     """
     own = rotary.forward
 
@@ -172,12 +172,11 @@ def frequencies_by_length(rotary: Any, stream: Any) -> None:
 
 
 def scores_by_place(attention: Any, stream: Any) -> None:
-    """Replace `_attn` of an attention that computes its own scores (GPT-Neo, GPT-J) by one that sees all tokens of a
-    row.
+    """Replace `_attn`, the method with which GPT-Neo and GPT-J compute scores, by one that sees all tokens of a row.
 
-    It gets the keys and values [B, H, S, d] of all cp ranks, and of the attention's causal mask, a buffer [1, 1, P, P],
-    the rows of this rank's queries; attention by heads gets some heads of all tokens. `stream`, the model's random
-    stream, has the sharding of tokens (`stream.cut`).
+    The new method gathers the keys and values [B, H, S, d] of all cp ranks, and takes this rank's rows of the causal
+    mask, a buffer [1, 1, P, P]; with attention by heads (Ulysses) it computes some heads for all tokens. `stream`,
+    the model's random stream, says in `stream.cut` how the running step shards tokens.
     """
     own = attention._attn
 
@@ -197,10 +196,8 @@ def scores_by_place(attention: Any, stream: Any) -> None:
 
 @contextmanager
 def _rows_of(attention: Any, cut: TokenCut, rows: int, total: int) -> Iterator[None]:
-    """Context in which the causal mask `bias` of an attention (a buffer) ends with the mask rows of this cp rank's
-    tokens.
-
-    GPT-Neo and GPT-J read the last `rows` of the first `total` rows of that buffer.
+    """Context in which the buffer `bias` of an attention, its causal mask, has `total` rows, the last `rows` of which are
+    those of this cp rank's queries: GPT-Neo and GPT-J read them. `total` is the number of keys of all cp ranks.
     """
     whole = getattr(attention, "bias", None)
     if whole is not None:
@@ -220,8 +217,8 @@ def follow_places(modules: Mapping[str, Any], stream: Any, positions: str) -> No
     Args:
         modules: path --> module of a model.
         stream: random stream of the model, which says how the running step's tokens are sharded.
-        positions: value in `Table.cut_tokens`: "relative" changes T5's biases, "placed" BART's embeddings;
-            with any value modules that compute scores, and rotary frequencies of the length, are changed.
+        positions: how the model positions its tokens: "relative" (T5) changes position biases, "placed" (BART) changes
+            position embeddings; any value changes modules that compute scores, and rotary frequencies of the length.
     """
     for path, module in modules.items():
         if positions == "relative" and hasattr(module, "compute_bias"):

@@ -1,9 +1,9 @@
-"""Shard tokens over cp within the blocks of a model alone, for heads that read a whole row (classification, answers).
+"""Shard tokens over cp (context parallelism) in a model's blocks only, for heads that read a whole row (classification).
 
 rewrite:  head(blocks(x))  -->  head(all_gather(blocks(x[tokens of this rank])))
 
-Every cp rank computes the head and its loss for all tokens. The backward of the gather sums the gradients of the cp
-ranks, each of which holds 1 / cp of the loss.
+Every cp rank computes the head and its loss for all tokens, and 1 / cp of that loss counts on each rank: the backward
+of the all-gather sums the gradients of the cp ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -24,15 +24,15 @@ Shard = Callable[[TokenCut, dict[str, Tensor], dict[str, Any]], tuple[dict[str, 
 
 
 class Body:
-    """Hooks that shard the tokens over cp from a model's first layer to its last block, in the forwards within `sharded`.
+    """Hooks that shard the tokens over cp from a model's first layer to its last block, in forwards within `sharded()`.
 
     Args:
         model: a model of `transformers` with a head, on which the family's sharding rules were applied.
-        base: path of the base model below it, "" if it has none.
-        blocks: paths of its repeated blocks, in running order.
+        base: path of the base model in `model`, "" if it has none.
+        blocks: paths of the model's repeated blocks, in running order.
         stream: random stream of the model, which says how the running step's tokens are sharded.
-        shard: (which tokens each cp rank computes, tensors, other arguments of the first layers) --> both with
-            this rank's tokens alone.
+        shard: function: (which tokens each cp rank computes, tensor arguments of the first layers, their other
+            arguments) --> the same two dicts with this rank's tokens only.
 
     Raises:
         ArchitectureError: no module below the model holds the blocks.
@@ -56,11 +56,11 @@ class Body:
             first.register_forward_hook(self._gather_source)
 
     def like(self, model: Any, stream: Any, shard: Shard) -> "Body":
-        """Return a Body for another model with the same modules, with its random stream and its function `shard`."""
+        """Return a `Body` for another model with the same modules; `stream` and `shard` are that model's."""
         return Body(model, *self.paths, stream, shard)
 
     def _stack(self, block: str) -> nn.Module:
-        """Return the module with a forward of its own that runs the block at the path `block`."""
+        """Return the innermost module above the block at path `block` that has a forward, and so runs the block."""
         while True:
             block = block.rpartition(".")[0]
             module = self.model.get_submodule(block)
@@ -69,7 +69,7 @@ class Body:
 
     @contextmanager
     def sharded(self, cut: TokenCut) -> Iterator[None]:
-        """Context of a forward whose tokens are sharded over cp within the blocks; `cut` says how."""
+        """Context of a forward in which the blocks compute only this cp rank's tokens; `cut` says which these are."""
         with cutting(self.stream, None), ExitStack() as on:
             self.run = _Run(cut, self.stream, on)
             try:
@@ -78,7 +78,7 @@ class Body:
                 self.run = None
 
     def _shard(self, module: nn.Module, args: tuple, given: dict[str, Any]) -> Any:
-        """Replace the arguments of a module by those with this rank's tokens."""
+        """Return, as a forward pre-hook, ((), arguments with this cp rank's tokens only); None outside of `sharded`."""
         if self.run is None:
             return None
         bound = signature(type(module).forward).bind_partial(module, *args).arguments
@@ -88,7 +88,7 @@ class Body:
         return (), self.run.begin(self.shard, batch)
 
     def _gather(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Gather the hidden states [B, s, D] after the last block to [B, S, D]."""
+        """Return, as a forward hook, the last block's output with hidden states [B, s, D] all-gathered to [B, S, D]."""
         if self.run is None:
             return output
         first = output if isinstance(output, Tensor) else output[0]
@@ -99,7 +99,7 @@ class Body:
         return output
 
     def _gather_source(self, _module: nn.Module, _args: Any, output: Any) -> Any:
-        """Gather the encoder's hidden states [B, s, D], a field of an encoder-decoder's output, to [B, S, D]."""
+        """Return, as a forward hook, a model's output with the encoder's states [B, s, D] all-gathered to [B, S, D]."""
         if self.run is not None and self.run.source:
             x = output.encoder_last_hidden_state
             output.encoder_last_hidden_state = self.run.cut.whole(x, 1).narrow(
@@ -109,18 +109,18 @@ class Body:
 
 
 def sharding(state: Any, cut: TokenCut | None) -> AbstractContextManager[None]:
-    """Context of a forward whose tokens are sharded over cp as `cut` says; within the blocks alone if `state.body` is set.
+    """Context of a forward whose tokens are sharded over cp as `cut` says, or not sharded if `cut` is None.
 
-    `state` is that of the model's schedule.
+    If `state.body` (of the schedule's `state`) is set, tokens are sharded in the blocks only, else in the whole model.
     """
     whole = state.body is None or cut is None
     return cutting(state.random, cut) if whole else state.body.sharded(cut)
 
 
 def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a batch whose token ids and masks are as long as those that this rank's blocks get.
+    """Return a batch with token ids and masks shortened to the number of tokens that the blocks of a cp rank get.
 
-    The batch is unchanged unless the model of `state`, which is that of its schedule, shards tokens within its blocks.
+    The batch is unchanged if `state.body` (of the schedule's `state`) is None: then the whole model shards tokens.
     """
     n = 1 if state.body is None or cut is None else cut.n
     ids = {
@@ -132,12 +132,12 @@ def own_lengths(state: Any, cut: TokenCut | None, batch: Mapping[str, Any]) -> d
 
 
 class _Run:
-    """State of one forward with sharded tokens.
+    """State of one forward whose blocks compute only this cp rank's tokens.
 
     Args:
         cut: which tokens each cp rank computes.
         stream: random stream of the model.
-        on: holds the contexts in which this rank's tokens alone are computed; closed after the last block.
+        on: stack of the contexts in which only this rank's tokens are computed; closed after the last block.
     """
 
     def __init__(self, cut: TokenCut, stream: Any, on: ExitStack):

@@ -47,11 +47,11 @@ def attend(
 def _in_runs(
     first: int, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], run: Callable[..., Any]
 ) -> Any:
-    """Compute causal attention by calls of `run` for max(RUN, heads * head size) queries each, so that a mask is about as
-    large as the keys of a row; return (output [B, s, H, d], weights of the last call).
+    """Compute causal attention in calls of `run` for max(RUN, heads * head size) queries each, so that the mask of a call
+    is about as large as the keys of a row; return (output [B, s, H, d], weights of the last call).
 
     Each mask is made again in the backward. `first` is the position of this rank's first query in the row; k and v are
-    those of all ranks, `options` further arguments of the attention.
+    those of all cp ranks, `options` are further arguments of the attention.
     """
     found = []
     for rows in q.split(max(k.shape[1] * k.shape[3], RUN), 2):
@@ -65,7 +65,7 @@ def _in_runs(
 
 @contextmanager
 def gathered(cut: TokenCut, k: Tensor, v: Tensor, groups: int = 1) -> Iterator[list[Tensor]]:
-    """Context with keys and values [B, K * groups, n * t, d] of all ranks, which autograd does not save.
+    """Context that yields the keys and values [B, K * groups, n * t, d] of all n cp ranks, which autograd does not save.
 
     `k` and `v` [B, K, t, d] are those of this rank's tokens; each of their heads is repeated `groups` times.
     """
@@ -76,19 +76,19 @@ def gathered(cut: TokenCut, k: Tensor, v: Tensor, groups: int = 1) -> Iterator[l
 
 
 def repeated(x: Tensor, groups: int) -> Tensor:
-    """Return x [B, K, T, d] with each head repeated `groups` times in a row, [B, K * groups, T, d]."""
+    """Return x [B, K, T, d] as [B, K * groups, T, d]: each head is followed by its `groups` - 1 copies."""
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
 def _gathered(cut: TokenCut, x: Tensor, groups: int) -> Tensor:
-    """Return x [B, K, t, d] all-gathered over cp, each head repeated `groups` times in a row; without gradient."""
+    """Return x [B, K, t, d] all-gathered over the n cp ranks as [B, K * groups, n * t, d], without gradient."""
     with torch.no_grad():
         return repeated(cut.whole_of_numbers(x, 2), groups)
 
 
 @contextmanager
 def grouped(attention: Any, times: int) -> Iterator[None]:
-    """Context in which a `transformers` attention repeats its KV heads `times` times less, since the caller has done so."""
+    """Context in which an attention repeats its KV heads `times` times less, as the caller repeated them `times` times."""
     name = "num_key_value_groups"
     groups = getattr(attention, name, None)
     if groups is not None:
@@ -101,14 +101,14 @@ def grouped(attention: Any, times: int) -> Iterator[None]:
 
 
 def _seen(first: int, queries: int, total: int, device: torch.device) -> Tensor:
-    """Return the causal mask [queries, total], a bool, of a row of `total` keys; `first` is the place of the first query."""
+    """Return the causal bool mask [queries, total] for queries whose positions among the `total` keys begin at `first`."""
     rows = torch.arange(first, first + queries, device=device)
     return rows[:, None] >= torch.arange(total, device=device)
 
 
 def _hiding(dtype: torch.dtype, *given: Any) -> Tensor:
-    """Return the causal mask [queries, keys] that sdpa adds to scores: 0, or -inf for later keys. `given` is (place of the
-    first query, number of queries, number of keys, device).
+    """Return the causal mask [queries, keys] that sdpa adds to scores: 0, or -inf for later keys. `given` is (position
+    of the first query in the row of keys, number of queries, number of keys, device).
     """
     return additive(_seen(*given), dtype)
 
@@ -119,9 +119,9 @@ def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def bias_of_all(attention: Any, bias: Tensor | None, own: int, total: int) -> Tensor | None:
-    """Return the position bias [*, keys] of a T5 layer `attention` for the `total` keys of all cp ranks, or None.
+    """Return the position bias [*, total] of a T5 layer `attention`: `bias`, if it is for the keys of all cp ranks.
 
-    A layer without a bias of its own passes zeros for the `own` keys of this rank: the result is None.
+    A layer without a bias of its own passes zeros for the `own` keys of this rank: None is returned for those.
 
     Raises:
         SlapoError: the bias is for another number of keys.

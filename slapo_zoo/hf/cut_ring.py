@@ -24,16 +24,16 @@ from slapo_zoo.parallel.token_cut import TokenCut
 
 @dataclass(frozen=True)
 class Scores:
-    """Rule that makes scores from queries and keys.
+    """Attention scores of one call, computed from this rank's queries and the keys of one cp rank at a time.
 
     Args:
-        cut: how the tokens are cut over cp.
+        cut: how the tokens are sharded over cp.
         scaling: factor of the scores.
         cap: bounds scores to cap * tanh(scores / cap); None sets no bound.
         mask: bool or additive, broadcasts to [B, H, s, T]; or None.
         causal: without a mask, no query sees a later key.
-        p: probability that a weight becomes 0.
-        keep: function that draws the dropout mask [B, H, s, T], a bool, the same each time; None for p = 0.
+        p: probability that dropout sets an attention weight to 0.
+        keep: function that draws the bool dropout mask [B, H, s, T], the same in each call; None for p = 0.
     """
 
     cut: TokenCut
@@ -47,8 +47,8 @@ class Scores:
     def of(
         self, q: Tensor, k: Tensor, bias: Tensor | None, owner: int, rows: slice
     ) -> tuple[Tensor, Any]:
-        """Return (scores [B, H, c, t] of the c queries `rows` of q with the keys k of rank `owner`; derivative of the cap
-        at each score, 1 without a cap).
+        """Return (scores [B, H, c, t] of the c queries `rows` of q and the keys k of cp rank `owner`; derivative of the cap
+        at each score, 1 without a cap). `bias` is the position bias for the keys of all ranks, or None.
         """
         hidden = -torch.inf if self.keep is None else torch.finfo(q.dtype).min  # as in one process
         scores, slope = (q[:, :, rows] * self.scaling), 1.0
@@ -67,21 +67,21 @@ class Scores:
         return scores, slope
 
     def chunks(self, q: Tensor) -> Iterator[slice]:
-        """Yield ranges of the queries, so short that their scores are about as large as q [B, H, s, d]."""
+        """Yield slices of q's queries, so short that the scores of one slice are about as large as q [B, H, s, d]."""
         for start in range(0, q.shape[2], q.shape[3]):
             yield slice(start, min(start + q.shape[3], q.shape[2]))
 
     def place(self, owner: int, k: Tensor, rows: slice) -> tuple[Any, slice, slice]:
-        """Return the index of the scores of the queries `rows` and the keys k of rank `owner` in the scores [.., s, T]."""
+        """Return the index of the queries `rows` and the keys k of cp rank `owner` in scores [.., s, T] of all keys."""
         return ..., rows, slice(owner * k.shape[2], (owner + 1) * k.shape[2])
 
     @property
     def share(self) -> float:
-        """Return the share of the weights that dropout keeps, by which kept weights are divided; 1 if none is kept."""
+        """Return the divisor of the weights that dropout keeps: 1 - p, or 1 if p = 1, where no weight is kept."""
         return 1 - self.p if self.p < 1 else 1.0
 
     def parts(self, x: Tensor) -> Iterator[tuple[int, Tensor, bool]]:
-        """Yield (rank, its x, True if this rank's queries may see keys of that rank), from this rank on around the ring."""
+        """Pass x around the ring of cp ranks; yield (rank, its x, True if this rank's queries may see its keys)."""
         for step in range(self.cut.n):
             arrives = begin_shift(x, self.cut.group) if step + 1 < self.cut.n else None
             owner = (self.cut.r - step) % self.cut.n
@@ -114,14 +114,14 @@ def wide(x: Tensor) -> Tensor:
 
 
 def rows_by_keys(x: Tensor, y: Tensor) -> Tensor:
-    """Return x @ y for x [B, H, s, a] and y [B, K, a, b]; H / K heads of x in a row use the same head of y."""
+    """Return x @ y for x [B, H, s, a] and y [B, K, a, b]; H / K adjacent heads of x use the same head of y."""
     (B, H, s, a), K = x.shape, y.shape[1]
     return (x.reshape(B, K, H // K * s, a) @ y).view(B, H, s, y.shape[-1])
 
 
 def keys_by_rows(x: Tensor, y: Tensor, heads: int) -> Tensor:
-    """Return [B, K, t, d]: the products x^T @ y of x [B, H, s, t] and y [B, H, s, d], summed over the query heads of
-    each of K = `heads` KV heads.
+    """Return x^T @ y [B, K, t, d] for x [B, H, s, t] and y [B, H, s, d], summed over the H / K query heads that share a KV
+    head; K is `heads`.
     """
     x, y = (z.reshape(z.shape[0], heads, -1, z.shape[-1]) for z in (x, y))
     return x.transpose(-1, -2) @ y

@@ -20,11 +20,11 @@ def attend(
     cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     options: dict[str, Any], run: Callable[..., Any],
 ) -> Any:  # fmt: skip
-    """Return what `run(q, k, v, mask, options)` returns for all heads and this rank's tokens.
+    """Return (output [B, s, H, d], None or weights) of this cp rank's tokens for all H heads.
 
-    It runs on the tokens of all cp ranks and H / n of this rank's H heads. K KV heads that n does not divide are
-    repeated as often as needed. q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to
-    [B, 1 or H, n * s, n * t]. `attention` is transformers' module, `options` are its further arguments.
+    `run(q, k, v, mask, options)` computes attention for the tokens of all n cp ranks and H / n heads. K KV heads that n
+    does not divide are repeated as often as needed. q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the
+    mask broadcasts to [B, 1 or H, n * s, n * t]. `attention` is transformers' module, `options` its further arguments.
     """
     require_heads(type(attention).__name__, q.shape[1], cut.n)
     own, tokens = k.shape[2], cut.n * q.shape[2]
@@ -43,7 +43,7 @@ def attend(
 
 
 def require_heads(where: str, heads: int, n: int) -> None:
-    """Raise MeshError if n cp ranks do not divide the `heads` query heads that a rank has; `where` is the attention."""
+    """Raise MeshError if cp = n does not divide the `heads` query heads of a rank; `where` names the attention."""
     if heads % n:
         fits = ", ".join(str(i) for i in range(1, heads + 1) if heads % i == 0)
         problem = f"cp={n} does not divide the {heads} heads of a rank"

@@ -1,4 +1,4 @@
-"""Example batches for every head of the zoo, with and without labels."""
+"""Example batches, with and without labels, for every model head that slapo_zoo supports."""
 
 import inspect
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def training_batch(model: Any, batch_size: int, seq_len: int) -> dict[str, Tenso
 
 
 def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch with labels of the kind that the model's head takes; unchanged for a head without a loss."""
+    """Return the batch with labels (zeros, or its token ids) that the model's head takes; unchanged without a loss."""
     first = next(iter(batch.values()))
     rows = torch.zeros(len(first), dtype=torch.int64)
     labels = dict.fromkeys(head_of(type(model).__name__).labels, rows)
@@ -95,10 +95,10 @@ def with_labels(model: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def cut_example(
     model: Any, batch: dict[str, Tensor], ranks: int, positions: str
 ) -> dict[str, Tensor]:
-    """Return an example batch as one of `ranks` cp ranks gets it, with the right shapes and the first rank's values.
+    """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks.
 
-    The entries are those that training makes before it cuts a batch (`slapo_zoo.model.step.cut_batch`): position ids,
-    and labels of the next token. `positions` is the value in `Table.cut_tokens` for the model's class.
+    Like training (`slapo_zoo.model.step.cut_batch`), this adds next-token labels, and position ids if `positions`, which
+    says how the model finds its tokens' positions (see `Table.cut_tokens`), begins with "counted".
     """
     if positions.startswith("counted"):
         batch = {**batch, "position_ids": batch["input_ids"]}
@@ -108,9 +108,9 @@ def cut_example(
 
 
 def example_shard(model: Any, positions: str) -> Callable[..., Any]:
-    """Return a function (cut, tensors, others) --> (tensors with the tokens of one of `cut.n` cp ranks, others unchanged).
+    """Return a function (cut, tensors, others) --> (tensors with the first of `cut.n` cp ranks' tokens, others unchanged).
 
-    `positions` says how the model finds the positions of its tokens: a value of `Table.cut_tokens`.
+    `positions` says how the model finds the positions of its tokens: see `Table.cut_tokens`.
     """
     return lambda cut, tensors, others: (cut_example(model, tensors, cut.n, positions), others)
 
@@ -118,7 +118,7 @@ def example_shard(model: Any, positions: str) -> Callable[..., Any]:
 def padded_batch(
     model: Any, rows: int, tokens: int, seed: int = 0, tp: int = 1
 ) -> dict[str, Tensor]:
-    """Make a batch with which mistakes of a schedule show: rows of different lengths, and some labels that are ignored.
+    """Return a batch that exposes errors of sharding: rows of different lengths, and some labels that the loss ignores.
 
     Args:
         model: a model of `transformers`, of which only class and config are read.
@@ -154,8 +154,9 @@ def padded_batch(
 
 
 def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return token ids of `shape` [..., T], each row closed by the end token, and a mask [..., T] that is 0 at
-    padding. The ids at the borders of `tp` vocabulary shards occur among them; `g` is the generator.
+    """Return (random token ids of `shape` [..., T], each row closed by the end token; mask [..., T] that is 0 at padding).
+
+    The ids at the borders of `tp` vocabulary shards occur. `config` has the vocabulary size and the special ids.
     """
     size, end = getattr(config, "vocab_size", CHARACTERS), getattr(config, "eos_token_id", None)
     end = end if isinstance(end, int) else END
@@ -173,7 +174,7 @@ def _text(shape: Any, config: Any, tp: int, g: torch.Generator) -> tuple[Tensor,
 
 
 def _label(kind: str, ids: Tensor, mask: Tensor, config: Any, g: torch.Generator) -> Tensor:
-    """Return labels of a `kind` (see `losses.heads`) for token ids and mask; some token labels are -100 (ignored)."""
+    """Return random labels of a `kind` (a constant of `losses.heads`: one per row, or per token, where -100 is ignored)."""
     if kind == TOKEN:
         some = torch.rand(ids.shape, generator=g) < LABELLED
         return ids.masked_fill(~(some & mask.bool()), -100)

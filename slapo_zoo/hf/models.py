@@ -34,6 +34,9 @@ def resolve_class(config: Any, auto_class: Any = None) -> type:
     Args:
         config: a config of `transformers`.
         auto_class: None, a model class, an Auto class, or the name of either.
+
+    Raises:
+        ArchitectureError: `transformers` has no such class, or the class is no model class.
     """
     import transformers
 
@@ -98,13 +101,13 @@ def no_progress_bars() -> Iterator[None]:
 
 
 def build_on_meta(cls: Any, config: Any, dtype: torch.dtype, own_attention: bool = True) -> Any:
-    """Return an unmodified model on meta, with its weights tied, in eval mode.
+    """Return the model of a config as `transformers` defines it, on the meta device, with weights tied, in eval mode.
 
     Args:
         cls: model class of `transformers`.
         config: config of the model; its `_attn_implementation` and `dtype` are set.
         dtype: dtype of the floating parameters.
-        own_attention: False keeps the attention implementation that the config names.
+        own_attention: True sets our attention as the config's; False keeps the one that the config names.
     """
     from transformers.initialization import no_init_weights
 
@@ -144,7 +147,7 @@ class _Numbers(TorchFunctionMode):
 
 
 def _keep_numbers(model: Any) -> None:
-    """Move parameters and buffers with a constant value to meta; `given_numbers` returns the values from then on."""
+    """Move parameters and buffers that a constructor made of a number to meta; `given_numbers` then returns the numbers."""
     found = {
         f"{path}.{name}".lstrip("."): tensor.detach()
         for path, module in model.named_modules()
@@ -156,12 +159,12 @@ def _keep_numbers(model: Any) -> None:
 
 
 def given_numbers(model: Any) -> dict[str, torch.Tensor]:
-    """Return the constants that a model's constructor gave to parameters and buffers, by name (CLIP's scale)."""
+    """Return name --> value of the parameters and buffers that a model's constructor made of a number (CLIP's scale)."""
     return model.__dict__.get("given_numbers", {})
 
 
 def _forget_loose_ties(model: Any) -> None:
-    """Remove from `all_tied_weights_keys` pairs that `tie_weights` did not tie (XLM-RoBERTa's causal head)."""
+    """Remove from `model.all_tied_weights_keys` the pairs that `tie_weights` did not tie (XLM-RoBERTa's causal head)."""
     held = dict(model.named_parameters(remove_duplicate=False))
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     loose = [a for a, b in ties.items() if a in held and b in held and held[a] is not held[b]]
@@ -176,13 +179,13 @@ def dtype_of(model: nn.Module) -> torch.dtype:
 
 
 def count_parameters(config: Any, auto_class: Any) -> int:
-    """Return the number of parameters of a config's unsharded model, without allocating it; see `resolve_class`."""
+    """Return the number of parameters of a config's unsharded model, built on meta; `auto_class` as in `resolve_class`."""
     model = build_on_meta(resolve_class(config, auto_class), copy.deepcopy(config), torch.float32, False)  # fmt: skip
     return sum(p.numel() for p in model.parameters())
 
 
 def build_fake(cls: Any, config: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """Return a FakeTensorMode, and the unmodified model made of its fake tensors, in eval mode."""
+    """Return (a FakeTensorMode, the model of a config as `transformers` defines it, made of fake tensors, in eval mode)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers.initialization import no_init_weights
 
@@ -212,7 +215,7 @@ def to_fakes(model: nn.Module) -> Callable[[], None]:
 
 
 def like(tensor: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return `values` as a parameter if `tensor` is one, else unchanged."""
+    """Return `values` as an nn.Parameter (with its requires_grad) if `tensor` is one, else return `values` unchanged."""
     is_parameter = isinstance(tensor, nn.Parameter)
     return nn.Parameter(values, tensor.requires_grad) if is_parameter else values
 
@@ -270,7 +273,7 @@ def stays_wide(model: Any, path: str, module: nn.Module, dtype: torch.dtype) -> 
 
 
 def tied_names(model: Any) -> dict[str, str]:
-    """Return tied parameter --> parameter that it shares memory with, by name, for the unsharded model."""
+    """Return name of each tied parameter --> name of the parameter with which it shares memory in the unsharded model."""
     return dict(getattr(model, "all_tied_weights_keys", None) or {})
 
 
@@ -290,7 +293,7 @@ def init_own(model: Any, path: str) -> None:
 
 
 def initialized_as(module: Any) -> Any:
-    """Return the module to initialise: `module` or, for a placeholder (`Foreign`), the module that was replaced."""
+    """Return the module to initialise: `module` or, if it stands for a module of another stage, the original module."""
     return module.__dict__.get("_original", module)
 
 
@@ -300,7 +303,7 @@ def mark_initialized(tensor: torch.Tensor, value: bool = True) -> None:
 
 
 def ignored_keys(model: Any) -> list[str]:
-    """Return regular expressions of checkpoint keys that the model class ignores."""
+    """Return regular expressions of checkpoint keys that a load of this model ignores if the model lacks them."""
     return list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or [])
 
 

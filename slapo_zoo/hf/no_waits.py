@@ -33,7 +33,7 @@ def _is_of_its_file(module: nn.Module, name: str) -> bool:
 def _gpt_neo_attention(
     module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Replace GPTNeoSelfAttention._attn: torch.where sets scores of hidden keys, without a constant from the host."""
+    """Return (output, weights), as GPTNeoSelfAttention._attn does, but mask scores without a constant from the host."""
     scores = q.float() @ k.float().transpose(-1, -2)
     S, T = scores.shape[-2:]
     scores = torch.where(module.bias[:, :, T - S : T, :T], scores, torch.finfo(scores.dtype).min)
@@ -45,8 +45,8 @@ def _gpt_neo_attention(
 def _deberta_positions(
     module: Any, hidden: Tensor, queries: Tensor | None = None, given: Tensor | None = None
 ) -> Tensor | None:
-    """Replace DebertaV2Encoder.get_rel_pos (same arguments): return `given`, or the distances [1, S, T] of S queries
-    and T keys, with long ones in logarithmic buckets. Return None without relative attention.
+    """Return what DebertaV2Encoder.get_rel_pos does: the relative positions `given`, or the distances [1, S, T] of S
+    queries and T keys, with long distances in logarithmic buckets; None without relative attention.
     """
     if given is not None or not module.relative_attention:
         return given
@@ -68,8 +68,8 @@ def _in_buckets(distance: Tensor, mid: int, most: int) -> Tensor:
 
 
 def _falcon_heads(module: Any, fused: Tensor) -> tuple[Tensor, ...]:
-    """Replace FalconAttention._split_heads, which returns (q, k, v) of a fused product. Slices replace its index
-    [-1], which torch would copy to the device.
+    """Return (q, k, v) of a fused product, as FalconAttention._split_heads does, but by slices: torch would copy the index
+    [-1] of the original to the device.
     """
     width = module.num_heads // module.num_kv_heads + 2
     grouped = fused.view(*fused.shape[:2], -1, width, module.head_dim)

@@ -1,4 +1,4 @@
-"""Mask functions of `transformers` that use the host's counts of padding and packing and do not wait for the device."""
+"""Wrappers of transformers' mask functions that read padding and packing from host counts, not from the device."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -15,7 +15,7 @@ def mask_without_wait(make: Callable[..., Any]) -> Callable[..., Any]:
     rewrite:  make(..., attention_mask)  -->  make(..., None) if the step knows that no token is padding
 
     The original reads the mask once or twice per forward to see if all tokens are real. The wrapper takes this from
-    counts made before the step; if they are unknown, it builds the mask without reading it.
+    counts made before the step; if these found padding, it builds the mask without reading it.
     """
 
     @wraps(make)

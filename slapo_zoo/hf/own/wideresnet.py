@@ -81,7 +81,7 @@ class WideResNetConfig(PretrainedConfig):
 
     @classmethod
     def named(cls, name: str, **changes: Any) -> "WideResNetConfig":
-        """Return the config of a size in SIZES with 1000 labels, changed by `changes`."""
+        """Return the config of a known size, e.g. "wide_resnet50_2", with 1000 labels; `changes` are other fields."""
         depths, width = SIZES[name]
         return cls(**{"depths": depths, "width_per_group": width, "num_labels": 1000, **changes})
 
@@ -110,7 +110,7 @@ class WideResNetBottleneck(nn.Module):
         self.format = torch.channels_last if config.channels_last else torch.contiguous_format
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map x [B, C, H, W] to [B, 4 planes, H / stride, W / stride]."""
+        """Return the block's output [B, 4 * planes, H / stride, W / stride] for x [B, C, H, W]."""
         x = x.contiguous(memory_format=self.format)  # received tensors are contiguous
         y = self.relu(self.bn1(self.conv1(x)))
         y = self.relu(self.bn2(self.conv2(y)))
@@ -162,7 +162,7 @@ class WideResNetModel(WideResNetPreTrainedModel):
             self.post_init()
 
     def features(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
-        """Map pixels [B, C, H, W] to the last block's output and its mean over the pixels, [B, num_features]."""
+        """Return (the last block's output for pixels [B, C, H, W], its mean over the pixels [B, num_features])."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(pixel_values))))
         for name in self.stages:
             x = self.get_submodule(name)(x)
