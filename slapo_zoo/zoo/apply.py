@@ -1,4 +1,4 @@
-"""Apply a zoo table to a model: shards, random streams, kernels, recomputation and pipeline cuts."""
+"""Apply a model family's table to a model: shards, random streams, kernels, recomputation and pipeline cuts."""
 
 import dataclasses
 from typing import Any
@@ -39,7 +39,10 @@ def block_paths(sch: Schedule, table: Table) -> list[str]:
 
 
 def units_of(model: Any, table: Table, blocks: list[str]) -> list[str]:
-    """Return the paths of the modules that a pipeline never splits (blocks, embeddings, heads), in running order."""
+    """Return the paths of the modules that a pipeline never splits (blocks, embeddings, heads), in running order.
+
+    `blocks` are the paths of the repeated blocks; `table` has the sharding rules of the model's family.
+    """
     late = [base_prefix(model) + path for path in table.after_blocks]
     return leaf_units(model, blocks, late, table.order)
 
@@ -60,7 +63,7 @@ def apply_table(
     Args:
         sch: schedule of a model on the meta device to which nothing was applied yet.
         table: table of the model's family.
-        options: build options; `schedule` is ignored.
+        options: the loader's arguments that change how the model runs; `schedule` is ignored.
         num_stages: number of pipeline stages; None takes the pp size of the schedule's mesh.
         tuned_kernels: value of `kernels=` that a tuning search found fastest for this very model, used instead of
             "auto"; None if there was no search.
@@ -88,8 +91,8 @@ def apply_table(
 
 
 def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
-    """Raise ArchitectureError for a config value with which the table cannot shard the model, by
-    the table's field `needs`; `tokens_divided` is True under sequence parallelism.
+    """Raise ArchitectureError for a config value with which the family's rules cannot shard the model, as `table.needs`
+    lists them; `tokens_divided` is True under sequence parallelism.
     """
     config, mesh = sch.model.config, sch.mesh
     where = {"": mesh.tp > 1, "sp": tokens_divided and mesh.tp > 1, "pp": mesh.pp > 1}
@@ -107,8 +110,8 @@ def _require_needed(sch: Schedule, table: Table, tokens_divided: bool) -> None:
 
 
 def block_policies(count: int, options: BuildOptions) -> list[str]:
-    """Return the activation policy of each of `count` blocks: KEEP (save all activations), RECOMPUTE, or the name of
-    a policy such as "save_matmuls".
+    """Return the activation policy of each of a model's `count` blocks, as `options` say: KEEP (save all activations),
+    RECOMPUTE, or the name of a policy such as "save_matmuls".
 
     Raises:
         ArchitectureError: a policy is given but no block is recomputed, or a list has not `count` policies.
@@ -145,7 +148,7 @@ def _apply_rows(sch: Schedule, rows: list[Row]) -> None:
 
 
 def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
-    """Return the (pattern, rule) pairs that sequence parallelism adds to a table's `rows` (arXiv:2205.05198).
+    """Return the (pattern of module paths, rule) pairs that sequence parallelism (arXiv:2205.05198) adds to `rows`.
 
     Tokens are sharded from the output of a row-parallel linear (rule `row`) to the input of the next
     module with the rule `enter`, which contains column-parallel linears. The first block of each stack shards
@@ -184,8 +187,8 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _applicable(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return [pattern] if the directive can be applied to every module that the pattern matches. Otherwise return the
-    paths of those of the modules that have the parameter which the directive shards or sums.
+    """Return [pattern] if a directive can be applied to every module whose path matches the pattern. Otherwise return the
+    paths of the matching modules that have the parameter which the directive shards, or whose gradient it sums.
     """
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]
@@ -197,7 +200,7 @@ def _applicable(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
 
 
 def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, int]]:
-    """Return (path of a block, index of its call) for every block after which a pipeline stage ends.
+    """Return (path of a block, index of its call in a forward) for every block after which a pipeline stage ends.
 
     Stages are balanced by estimated cost, which includes embeddings, heads and the loss. Raises MeshError for more
     stages than blocks.
@@ -217,9 +220,9 @@ def place_cuts(sch: Schedule, table: Table, num_stages: int) -> list[tuple[str, 
 
 
 def step_costs(model: Any, units: list[str], blocks: list[str], num_stages: int) -> list[UnitCost]:
-    """Return the estimated cost in a training step of each unit: a block, an embedding or a head.
+    """Return the estimated cost in a training step of each unit (block, embedding or head), given by paths in `units`.
 
-    If the forward fails on fake tensors, or runs fewer than `num_stages` - 1 blocks, the cost of a
+    If the forward fails on fake tensors, or runs fewer than `num_stages` - 1 of the `blocks`, the cost of a
     unit is its number of weights.
     """
     try:

@@ -1,4 +1,4 @@
-"""Resolve arguments of the loader: mesh, checkpoint folder, dtype, device and config."""
+"""Resolve arguments of `AutoScheduledModel.from_pretrained`: mesh, checkpoint folder, dtype, device and config."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -58,7 +58,7 @@ def local_folder(
     name_or_path: str, revision: str | None, allow_pickle: bool, hub: HubArguments = HubArguments()  # noqa: B008 - frozen
 ) -> Path:  # fmt: skip
     """Return the folder `name_or_path`, or download the Hub model of that name (at `revision`) and return its
-    folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token, for example.
+    folder; SlapoError if there is neither. `allow_pickle` downloads `.bin` files too; `hub` has the token and subfolder.
     """
     if Path(name_or_path).exists():
         return Path(name_or_path) / hub.subfolder
@@ -125,7 +125,7 @@ def _named_device(device: str | torch.device) -> torch.device:
         ) from None
     if not is_there:
         problem = f"this torch can use {torch.cuda.device_count()} CUDA devices"
-        hint = "leave it out, or choose cpu"
+        hint = 'leave device= out, or pass device="cpu"'
         raise SlapoError("from_pretrained", f"device={device!r}", problem, hint)
     return found
 
@@ -162,13 +162,16 @@ def _without_quantization(folder: Path, config: Any) -> Any:
     if (found := getattr(config, "quantization_config", None)) is None:
         return config
     method = found.get("quant_method") if isinstance(found, dict) else None
-    problem = f"this checkpoint is quantized ({method or type(found).__name__}): no such weights can be trained"
-    hint = "load the checkpoint that it was made from, or one that was dequantized"
+    problem = f"this checkpoint is quantized ({method or type(found).__name__}); quantized weights cannot be trained"
+    hint = "load the checkpoint that was quantized, or one that was dequantized"
     raise SlapoError("from_pretrained", str(folder), problem, hint)
 
 
 def config_of(name: str) -> tuple[Any, str | None]:
-    """Return (config, head class or None) of a folder, Hub id or family; a family's config has its default sizes."""
+    """Return (config, name of an auto class or None) of a folder, a Hub id or a family such as "gpt2".
+
+    A family's config has default sizes, and its auto class has a loss; the others name their class in the config.
+    """
     from transformers import CONFIG_MAPPING
 
     hf.register_models()
@@ -190,9 +193,9 @@ def config_of(name: str) -> tuple[Any, str | None]:
 
 
 def checkpoint_config(name: str) -> Any:
-    """Return the config of a checkpoint folder or Hub id whose family has a table; a bare family name is an error."""
+    """Return the config of a checkpoint folder or Hub id; ArchitectureError if slapo_zoo has no rules for its family."""
     if problem := _why_no_folder(name):
-        raise WeightsError(name, "model", problem, "name a checkpoint folder")
+        raise WeightsError(name, "model", problem, "pass a checkpoint folder with config.json")
     config = _read_config(name, "name a checkpoint folder, or the id of a model on the Hub")
     table_for(config.model_type)
     return config
@@ -237,8 +240,8 @@ OF_FAMILIES = HEADS[:3]  # heads for a bare family name; published cards are for
 
 
 def usual_head(config: Any, head: str | None = None, heads: Sequence[str] = HEADS) -> str | None:
-    """Return the name of the auto class to load, or None if the config names a class itself. `head` has precedence;
-    else it is "AutoModelFor" + the first of `heads` that has a class with a loss for the config, or None.
+    """Return the name of the auto class with which to load a model: `head` if given, or None if the config names a class;
+    else "AutoModelFor" + the first of `heads` that has a class with a loss for the config, or None.
     """
     import transformers
 

@@ -26,7 +26,7 @@ _COMPARISONS: dict[type, Callable[[int, int], bool]] = {
 
 
 class Named(int):
-    """An int that carries the name it has in the config, so that a schedule can be written for other sizes."""
+    """An int that carries the name of its size, e.g. "head_dim", so that a schedule can be written for other sizes."""
 
     name: str = ""
 
@@ -39,14 +39,14 @@ class Named(int):
 
 
 def parse(text: str) -> ast.expr:
-    """Parse a formula into a tree; ScheduleError for anything else."""
+    """Return the syntax tree of a formula such as "n_embd // n_head"; ScheduleError for any other text."""
     node = _tree(text)
     _check(node, text)
     return node
 
 
 def parse_comparison(text: str) -> ast.Compare:
-    """Parse a comparison of two formulas into a tree; ScheduleError for anything else."""
+    """Return the syntax tree of a comparison such as "tp <= num_heads"; ScheduleError for any other text."""
     node = _tree(text)
     if not isinstance(node, ast.Compare) or len(node.ops) > 1 or type(node.ops[0]) not in _COMPARISONS:  # fmt: skip
         raise _refused(text, "found no comparison such as `heads % tp == 0`")
@@ -56,12 +56,12 @@ def parse_comparison(text: str) -> ast.Compare:
 
 
 def evaluate(text: str, numbers: Mapping[str, int]) -> int:
-    """Return the value of a formula over `numbers`; ScheduleError for an unknown name or a division by 0."""
+    """Return the value of a formula whose names stand for `numbers`; ScheduleError for an unknown name, division by 0."""
     return _value(parse(text), text, numbers)
 
 
 def holds(text: str, numbers: Mapping[str, int]) -> bool:
-    """Return whether the comparison in a text is true for the given numbers."""
+    """Return whether a comparison such as "tp <= num_heads" is true; `numbers` are the values of its names."""
     node = parse_comparison(text)
     sides = (_value(side, text, numbers) for side in (node.left, *node.comparators))
     return _COMPARISONS[type(node.ops[0])](*sides)
@@ -86,7 +86,7 @@ def _tree(text: str) -> ast.expr:
 
 
 def _check(node: ast.expr, text: str) -> None:
-    """Raise ScheduleError if a tree has another node than a number, a name or an operation of the grammar."""
+    """Raise ScheduleError if the syntax tree of the formula `text` has other nodes than numbers, names and + - * // %."""
     if isinstance(node, ast.BinOp) and type(node.op) in _ARITHMETIC:
         _check(node.left, text)
         _check(node.right, text)

@@ -1,4 +1,4 @@
-"""Features of each zoo table (tp, pp, sequence parallelism, ...), read from its rows."""
+"""Features (tp, pp, sequence parallelism, ...) of each model family, read from its table of sharding rules."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,7 +63,7 @@ MEANINGS = {
 
 
 def features() -> dict[str, dict[str, bool]]:
-    """Return {model_type: {feature: True if the family's table of sharding rules has it}}."""
+    """Return {model_type: {feature, e.g. "pp": True if the family's table of sharding rules has the feature}}."""
     tables = {name: table_for(name) for name in families()}
     return {
         name: {feature: has(table) for feature, has in FEATURES.items()}

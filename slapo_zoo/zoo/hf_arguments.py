@@ -41,8 +41,8 @@ class HubArguments:
     Args:
         token: access token of the Hub.
         cache_dir: folder of downloaded files.
-        local_files_only: use downloaded files only.
-        force_download: download again.
+        local_files_only: True uses downloaded files only.
+        force_download: True downloads again.
         subfolder: folder within the repository or folder.
         variant: read files named `model.<variant>.safetensors`.
         config: a config to use instead of the checkpoint's, or the folder or name of one.

@@ -1,7 +1,7 @@
 """Choice of the kernels of a model, with its reasons: the argument `kernels=`.
 
-Whether a kernel can replace a module follows from the module's class, so tables name none. Whether the
-kernel is used follows from measurements on the device (slapo_zoo.dispatch.choose_kernel).
+Whether a kernel can replace a module follows from the module's class, so no family's table names kernels. Whether
+the kernel is used follows from measurements on the device (slapo_zoo.dispatch.choose_kernel).
 """
 
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ def choose(
 
 
 def _paths_by_pattern(sch: Schedule, kernel: Kernel) -> dict[str, list[str]]:
-    """Return {pattern: paths of the modules that a kernel can replace}, one pattern for each class of module."""
+    """Return {path pattern: paths of the modules that a kernel can replace}, one pattern for each class of module."""
     if kernel.sites is not None:
         return {path: [path] for path in kernel.sites(sch.model)}
     served = {cls for cls in {type(m) for m in sch.state.modules.values()}
@@ -206,7 +206,7 @@ def measure_here(sch: Schedule, device: str) -> None:
 def apply_kernels(
     sch: Schedule, asked: Any, device: str, attention: str | None = None, tuned: Any = None
 ) -> None:
-    """Replace modules by kernels and note the choices in `sch.kernels`; with asked="reference" do nothing.
+    """Replace modules by the kernels that `choose` accepts; write all choices to `sch.kernels`. asked="reference": no-op.
 
     The arguments are those of `choose`.
     """

@@ -54,7 +54,7 @@ class RankRead:
 
 @dataclass(frozen=True)
 class WeightsPlan:
-    """Bytes and files that every rank would read.
+    """Forecast of the bytes and files that every rank would read from a checkpoint.
 
     Args:
         mesh: sizes of the mesh dims.
@@ -77,7 +77,7 @@ def plan_weights(
     name_or_path: str | Path, tp: int = 1, pp: int = 1, dp: int = 1, auto_class: Any = None,
     revision: str | None = None,
 ) -> WeightsPlan:  # fmt: skip
-    """Forecast the reads of every rank of a mesh, from the config and the file headers.
+    """Forecast what every rank of a mesh reads from a checkpoint, from the config and the file headers.
 
     Args:
         name_or_path: a folder, or a Hub id, for which only headers are fetched.
@@ -110,7 +110,7 @@ def plan_weights(
 
 
 def read_sources(name_or_path: str | Path, revision: str | None = None) -> dict[str, Source]:
-    """Return {key: Source} of all tensors of a folder or Hub model, from the headers of its files."""
+    """Return {key: file, dtype and shape} of all tensors of a folder or Hub model, from the headers of its files."""
     if Path(name_or_path).exists():
         with open_checkpoint(name_or_path) as folder:
             return {

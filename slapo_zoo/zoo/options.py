@@ -1,7 +1,7 @@
 """Options of the loader, each defined once: default, help, type and values for the tuner.
 
-The signatures of `from_pretrained` and `from_config`, the flags of the commands and the knobs of a
-table are these fields; tests/zoo/test_loader_options.py compares them.
+The signatures of `from_pretrained` and `from_config`, the flags of the commands and the options that a tuner may
+try for a family are these fields; tests/zoo/test_loader_options.py compares them.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ class Knob:
     Args:
         help: description in one sentence.
         expected: type and range, in words.
-        fits: function: value --> whether the value has that type and range.
+        fits: function: value --> True if the value has that type and range.
         tries: values that a tuner may try; empty for options that do not affect speed.
     """
 
@@ -129,11 +129,12 @@ MESH = ("tp", "pp", "dp", "cp")  # the mesh checks its own sizes
 
 @dataclass(frozen=True, kw_only=True)
 class BuildOptions:
-    """Options that shape a model once its mesh, config and class are known.
+    """Options of the loader that shape a model once its mesh, config and class are known.
 
     Args:
-        schedule: "zoo", "auto" (derive a table if the zoo has none), a Table, a card, a .json of `Schedule.to_json`,
-            a Schedule or its steps, a function to use instead of the zoo's, or `extend(function)`: after the zoo's.
+        schedule: "zoo" (the family's sharding rules), "auto" (derive rules if the family has none), a Table of rules,
+            a card, a .json of `Schedule.to_json`, a Schedule or its steps, a function that is used instead of the
+            family's rules, or `extend(function)`, which is applied after the family's rules.
         device: device for which kernels="auto" chooses.
     """
 
@@ -142,12 +143,12 @@ class BuildOptions:
     # fmt: off
     sequence_parallel: bool = _knob(False, "tp ranks shard the tokens too", "True or False", _flag, (False, True))
     pipeline_order: str = _knob("1f1b", "how stages interleave micro-batches", "a name", _name, ("1f1b", "gpipe", "interleaved_1f1b"))
-    stages_per_rank: int | None = _knob(None, "of an interleaved order", f"{COUNT}, or None", _optional(_count))
+    stages_per_rank: int | None = _knob(None, "number of stages on each rank, for an interleaved order", f"{COUNT}, or None", _optional(_count))
     checkpoint_ratio: float = _knob(0.0, "share of the blocks that are recomputed", "a number from 0 to 1", _number, (0.0, 0.25, 0.5, 0.75, 1.0))
     checkpoint_policy: str | Sequence[str] = _knob("", "what a recomputed block keeps", "a name, or a list of one name per block", _kernels, ("", "save_matmuls"))
     attention: str | None = _knob(None, "the attention back end", f"None or one of {', '.join(BACKENDS)}", _optional(_name), tuple(BACKENDS))
-    kernels: Any = _knob("reference", "the fast paths", "auto, reference, the name of a kernel or a list of them", _kernels, ("auto", "reference"))  # noqa: RUF009
-    seed: int | None = _knob(None, "of dropout masks and of new weights", "an integer, or None", _optional(_integer))
+    kernels: Any = _knob("reference", "which fast kernels replace modules", "auto, reference, the name of a kernel or a list of them", _kernels, ("auto", "reference"))  # noqa: RUF009
+    seed: int | None = _knob(None, "seed of dropout masks and of new weights", "an integer, or None", _optional(_integer))
     dp_shard: int = _knob(1, "dp ranks that divide parameters, gradients and optimizer states", COUNT, _count)
     zero_stage: int = _knob(3, "1: gradients are summed over dp once a step, 2: once a micro-batch, 3: and a block is whole only while it runs", "1, 2 or 3", lambda value: value in (1, 2, 3))
     cp_attention: str = _knob(WAYS[0], "how attention sees the tokens of all cp ranks", f"one of {', '.join(WAYS)}", lambda value: value in WAYS)
@@ -183,7 +184,7 @@ class LoaderOptions(BuildOptions):
     dp: int | None = _knob(None, "ranks that shard the batch", f"{COUNT}, or None for all that are left", _optional(_count))
     cp: int = _knob(1, "ranks that shard the tokens of each row", COUNT, _count)
     micro_batches: int | None = _knob(None, "equal parts of a batch", f"{COUNT}, or None", _optional(_count), (1, 2, 4, 8, 16))
-    dtype: Any = _knob("auto", "of the parameters", "a torch dtype, its name, or auto", lambda value: True, ("float32", "bfloat16"))  # noqa: RUF009
+    dtype: Any = _knob("auto", "dtype of the parameters", "a torch dtype, its name, or auto", lambda value: True, ("float32", "bfloat16"))  # noqa: RUF009
     # fmt: on
     kernels: Any = dataclasses.field(
         default="auto", metadata=BuildOptions.__dataclass_fields__["kernels"].metadata
@@ -220,7 +221,7 @@ INSTEAD = {
 
 
 def tunable(**changes: tuple[Any, ...]) -> dict[str, tuple[Any, ...]]:
-    """Return {option: values that a tuner tries}; `changes` replaces values, and `()` excludes an option."""
+    """Return {option of the loader: values that a tuner tries}; `changes` replaces values, and `()` excludes an option."""
     if unknown := sorted(changes.keys() - KNOBS):
         raise unknown_knob("tunable", unknown[0], KNOBS)
     space = {name: knob.tries for name, knob in KNOBS.items() if knob.tries} | changes
@@ -233,7 +234,8 @@ def check_knobs(where: str, options: LoaderOptions) -> None:
         value = getattr(options, name)
         if name not in MESH and not knob.fits(value):
             problem = f"found {value!r}, expected {knob.expected}"
-            raise SlapoError(where, name, problem, f"pass a value that fits: {knob.help}")
+            hint = f"pass a value that fits {name}=, which means: {knob.help}"
+            raise SlapoError(where, name, problem, hint)
 
 
 def unknown_knob(where: str, name: str, known: Iterable[str]) -> SlapoError:

@@ -42,7 +42,7 @@ class Outline:
         auto_class: head class; None takes the config's own.
         mesh: sizes of the mesh dims, and the rank; no process group is needed.
         dtype: dtype of the parameters.
-        options: build options.
+        options: arguments of the loader that change how the model runs.
         changes: fields of the options to override.
     """
 
@@ -136,8 +136,8 @@ class Outline:
             self.schedule.replay(schedule if isinstance(schedule, Schedule) else list(schedule))
         found, wanted = len(self.state.cuts) + 1, self.places.num_stages
         if found != wanted:
-            problem = f"the schedule has {found} stages, the mesh and order need {wanted}"
-            hint = f"use cut_pipeline_stage() {wanted - 1} times"
+            problem = f"found {found} pipeline stages, pp and pipeline_order need {wanted}"
+            hint = f"use cut_pipeline_stage() {wanted - 1} times in the schedule"
             raise MeshError("from_pretrained", "schedule", problem, hint)
 
     def _ranks(self, stages: tuple[int, ...]) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class Outline:
 
 
 def _refuse_knobs(options: BuildOptions) -> None:
-    """Raise SlapoError for an option, e.g. `kernels`, that only the zoo's schedules obey, beside the user's own schedule."""
+    """Raise SlapoError for an option, e.g. `kernels`, that has no effect beside the user's own schedule."""
     for name in (
         "checkpoint_ratio",
         "sequence_parallel",

@@ -1,4 +1,4 @@
-"""Rules of zoo tables: functions that return directives for a kind of module; `Dim` is a number of the config."""
+"""Sharding rules for tables of model families: each function returns the directives for one kind of module."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from slapo_zoo.language.primitives import (
 
 @dataclass(frozen=True)
 class Dim:
-    """Name of a number in the config, such as head_dim; a rule holds it until its table is applied to a model."""
+    """Placeholder in a rule for a size of a model, e.g. Dim("head_dim"): applying the rule puts the number there."""
 
     name: str
 
@@ -30,7 +30,7 @@ Row = tuple[str, Rule]
 
 
 def _dim(name: str) -> Any:
-    """Return the `Dim` (a number that a table reads from the config) called `name`; 1 for ""."""
+    """Return `Dim(name)`, the placeholder for the size called `name` in the family's table; 1 for ""."""
     return Dim(name) if name else 1
 
 
@@ -44,15 +44,15 @@ def column(
 ) -> Rule:
     """Return the rule of a column-parallel linear: weight and bias are sharded over tp along the output axis.
 
-    A dim is the name of a number in the config, as the table's `dims` define it.
+    Sizes are given by name, such as "head_dim"; the family's table computes them from the config (`Table.dims`).
 
     Args:
         axis: output axis of the weight.
-        unit: dim with the number of neighbouring outputs that stay on one rank (head_dim).
-        groups: dims with the sizes of consecutive parts, each of which is sharded by itself (q|k|v).
-        together: dim that counts query heads per KV head; with groups, the first group holds the queries.
-        kv: the outputs are KV heads; with fewer heads than ranks, neighbouring ranks hold the same head.
-        shared: dim with the number of last outputs that all ranks use (k and v of the only KV head).
+        unit: name of the number of neighbouring outputs that stay on one rank, e.g. "head_dim"; "" is 1.
+        groups: names of the sizes of consecutive parts, each of which is sharded by itself (q|k|v).
+        together: name of the number of query heads per KV head; with groups, the first group holds the queries.
+        kv: True if the outputs are KV heads: with fewer heads than ranks, neighbouring ranks hold the same head.
+        shared: name of the number of last outputs that all ranks use (k and v of the only KV head); "" for none.
     """
     how: dict[str, Any] = {"unit": _dim(unit), "together": _dim(together), "replicate": kv}
     how |= {"shared": Dim(shared)} if shared else {}
@@ -62,7 +62,7 @@ def column(
 
 
 def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> Rule:
-    """Return the rule of a row-parallel linear: inputs are sharded, the product is all-reduced, then the bias added.
+    """Return the rule of a row-parallel linear: inputs are sharded, the output is all-reduced, then the bias is added.
 
     Args:
         axis: input axis of the weight, which is sharded.
@@ -76,14 +76,12 @@ def row(axis: int = 1, unit: str = "", together: str = "", tokens: int = 1) -> R
 
 
 def attention(num_heads: str, *attributes: tuple[str, str], together: str = "") -> Rule:
-    """Return the rule of an attention: a child `core_attn` computes the scores, and its attributes count this rank's
-    heads.
+    """Return the rule of an attention: its child `core_attn` computes softmax(q k^T) v, and its attributes count this
+    rank's heads.
 
-    `num_heads` names the number of query heads. `attributes` are pairs (attribute of the module, unit). The unit is ""
-    if the attribute counts heads. If the attribute counts columns, the unit is the name of the number of columns of a
-    head ("head_dim").
-
-    `together` names the number of query heads per KV head; "" if heads are not grouped.
+    `num_heads` is the name of the number of query heads, `together` that of query heads per KV head ("" is 1).
+    `attributes` are pairs (attribute of the module, "" if the attribute counts heads; the name of the number of columns
+    of a head, e.g. "head_dim", if it counts columns).
     """
     return (CoreAttentionSeam(_dim(num_heads), together=_dim(together)), *sizes(*attributes))
 
@@ -99,8 +97,8 @@ def sizes(*attributes: tuple[str, str], together: str = "", kv: bool = False) ->
 
 
 def kv_groups(attribute: str, kv_heads: str) -> Rule:
-    """Return the rule of the attribute that counts query heads per KV head; tp shrinks it only if tp exceeds the number
-    of KV heads, since ranks then share a KV head. `kv_heads` is the config field with that number.
+    """Return the rule of an attention's `attribute` that counts query heads per KV head: tp divides the attribute only
+    if tp exceeds the number of KV heads, since ranks then share a KV head. `kv_heads` is the name of that number.
     """
     return (ShardAttribute(attribute, keep=_dim(kv_heads)),)
 
@@ -118,19 +116,19 @@ def vocab_bias(linear: str) -> Rule:
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """Return the rule of an RMSNorm over all heads' columns of a linear whose rule is `column` with the same arguments."""
+    """Return the rule of an RMSNorm over the outputs of all heads of a linear, which has `column` with these arguments."""
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
 
 def column_joined(axis: int = 0) -> Rule:
-    """Return the rule of a linear whose outputs (`axis` of the weight) are sharded over tp and then all-gathered."""
+    """Return the rule of a column-parallel linear (output axis `axis`) whose sharded output is all-gathered over tp."""
     divided = (Shard("weight", axis, pad=True), Shard("bias", 0, pad=True))
     return (*divided, Sync("bwd_post", "all_reduce"), Sync("fwd_post", "join_columns"))
 
 
 def row_inside(axis: int = 1) -> Rule:
     """Return the rule of a row-parallel linear (input axis `axis`) whose all-reduced output each rank uses for its own
-    channels only. The gradient of this output is therefore a partial sum, and all-reduced too.
+    channels only. The gradient of this output is therefore a partial sum on each rank, and is all-reduced too.
     """
     return (Shard("weight", axis, uneven=True), Sync("fwd_post", "all_reduce_twice"))
 
@@ -166,8 +164,8 @@ dropout_tokens: Rule = (ForkRng(tokens=True),)  # with sequence parallelism it s
 
 
 def dropout_on(axis: int, size: str) -> Rule:
-    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` is the name
-    of the config number that gives the axis's unsharded length, e.g. "num_heads".
+    """Return the rule of a dropout whose input is sharded over tp along `axis`; `size` is the name of the
+    axis's unsharded length, e.g. "num_heads".
     """
     return (ForkRng(axis=axis, size=_dim(size)),)
 
@@ -177,6 +175,6 @@ dropout_of_all: Rule = (ForkRng(rows=False),)  # dropout of a tensor that all ba
 
 def dropout_after(child: str, size: str) -> Rule:
     """Return the rule of a module that calls F.dropout on the output of its `child`, whose last axis is
-    sharded over tp, and on unsharded tensors. `size` names the config number that is the axis's unsharded length.
+    sharded over tp, and on unsharded tensors. `size` is the name of the axis's unsharded length, e.g. "ffn".
     """
     return (ForkRng(tokens=True, after=child, axis=-1, size=_dim(size)),)

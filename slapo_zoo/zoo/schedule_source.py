@@ -1,4 +1,4 @@
-"""Kinds of values that `schedule=` accepts, and the table for each."""
+"""Kinds of values that the loader's argument `schedule=` accepts, and the table of sharding rules for each."""
 
 import json
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class Extended:
 
 @dataclass(frozen=True)
 class CardProgram:
-    """Value of `schedule=` that a loader makes of the name of a card: the card's directives, ready to be applied.
+    """Value of `schedule=` that a loader makes of the name of a card (a published schedule), ready to be applied.
 
     Args:
         apply: function that applies the directives to a schedule.
@@ -41,10 +41,10 @@ class CardProgram:
 
 
 def extend(function: Callable[[Any], Any]) -> Extended:
-    """Return a value of `schedule=` that applies the zoo's table, then a function: `extend(lambda sch: sch["h.0.mlp"].checkpoint())`.
+    """Return a value of `schedule=` that applies the family's sharding rules, then a function to the schedule.
 
     Args:
-        function: called with the schedule after the family's table; paths are those of `model.schedule`.
+        function: called with the schedule, e.g. `lambda sch: sch["h.0.mlp"].checkpoint()`.
     """
     if not callable(function):
         hint = "pass a function of one argument, the schedule"
@@ -80,8 +80,8 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
     Args:
         config: config of the model.
-        schedule: value of `schedule=`; a Table is returned unchanged, of a CardProgram its table, any other value
-            gives the family's table.
+        schedule: value of the loader's `schedule=`: a Table is returned as it is, and a CardProgram's own table; with
+            any other value the family's table is returned.
 
     Raises:
         ArchitectureError: the family has no table.
@@ -96,7 +96,7 @@ def find_table(config: Any, schedule: Any = "zoo") -> Table:
 
 
 def structure(config: Any, cls: Any) -> str:
-    """Return a digest of a model's class and config; config fields that change no module are left out."""
+    """Return a digest of a model's class and config, without the config fields that change no module."""
     known = json.dumps(_plain(config.to_dict()), sort_keys=True, default=str)
     return digest(f"{cls.__module__}.{cls.__name__}{known}")
 

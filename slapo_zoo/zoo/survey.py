@@ -35,7 +35,7 @@ class Survey:
     """Shapes, parameters, collectives and kernels of a scheduled model.
 
     Args:
-        outline: the scheduled model.
+        outline: the scheduled model on the meta device.
         shapes: name of a tensor --> (unsharded shape, shape on each tp rank, stages that hold it).
         ranks: one entry per (stage, tp coordinate).
         total_parameters: number of parameters of the whole model; tied ones count once.
@@ -53,7 +53,7 @@ def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
     """Return shapes, parameters and collectives of every rank of a mesh for a scheduled model on meta, `outline`.
 
     Args:
-        outline: outline of any rank.
+        outline: the scheduled model on the meta device, of any rank.
         batch_size: rows of a micro-batch.
         seq_len: tokens of a row.
     """
@@ -70,7 +70,7 @@ def survey(outline: Outline, batch_size: int, seq_len: int) -> Survey:
 
 
 def rank_sizes(outline: Outline) -> list[RankSize]:
-    """Return the size of the parameters on every (stage, tp coordinate); a tensor on several stages counts on each."""
+    """Return number and bytes of parameters per (stage, tp coordinate); a tensor on several stages counts on each."""
     mesh = outline.mesh
     parameters = {name for name, _ in outline.skeleton.named_parameters()}
     sizes = {(stage, r): [0, 0] for stage in range(mesh.pp) for r in range(mesh.tp)}
@@ -84,7 +84,7 @@ def rank_sizes(outline: Outline) -> list[RankSize]:
 
 
 def _traffic(outline: Outline, batch: Mapping[str, Tensor]) -> list[TrafficRow]:
-    """Run one step on fake tensors shaped like `batch`; return the collectives, and the transfers between stages."""
+    """Run one training step on fake tensors shaped like `batch`; return its collectives and transfers between stages."""
     mesh, dtype = outline.mesh, next(outline.model.parameters()).dtype
     mode, schedule = fake_schedule(outline.schedule, outline.cls)
     fake = schedule.model

@@ -1,4 +1,4 @@
-"""Tables of the zoo: rows of (pattern of modules, rule), looked up by the `model_type` of a config.
+"""Tables of sharding rules: rows of (pattern of module paths, rule), looked up by the `model_type` of a config.
 
 A rule is a tuple of directives, in which `Dim("head_dim")` stands for a number of the config.
 """
@@ -24,32 +24,32 @@ from slapo_zoo.zoo.rules import Dim, Row
 
 @dataclass(frozen=True)
 class Table:
-    """Table of one model family: a row per module that the schedule changes.
+    """Sharding rules of one model family: a row (pattern of module paths, rule) for each module that a schedule changes.
 
     Args:
         model_type: `model_type` of the family's config in `transformers`.
         source: code or paper that the table was written from.
-        dims: name -> config attribute, arithmetic of attributes and earlier dims, or a function of the config.
+        dims: name of a size -> config attribute, arithmetic of attributes and earlier dims, or a function of the config.
         body: rows of modules in the base model (`transformer.`, `bert.`), the same for all head classes.
-        heads: rows for modules outside the base model.
-        blocks: patterns of the repeated blocks, below the base model; pipeline cuts fall between them.
+        heads: rows for modules outside the base model, such as the language-model head.
+        blocks: patterns of the repeated blocks, below the base model; pipeline cuts fall between blocks.
         after_blocks: modules below the base model that run after the blocks, though defined before.
         order: full patterns of the lists of blocks and of other modules in the order in which they run;
             empty where the model defines them in that order.
         everywhere: modules below the base model that all stages hold: others read their weights, or call a child.
         calls: config attribute with the number of times that a block with shared weights runs (ALBERT).
-        seam: whether the family's attention goes through transformers' AttentionInterface.
+        seam: True if the family's attention goes through transformers' AttentionInterface.
         all_tokens: modules within blocks, below the base model, that get all tokens under sequence parallelism.
         num_tokens: function that gets the config and returns the tokens of a non-text input (image patches).
         renames: (part of a key in files, part of a name in the model) where the two differ.
-        pieces: tensors that the family's files hold in several parts (experts).
+        pieces: rules for tensors that the family's files hold in several parts (experts).
         whole_batch: options (of config or forward) with which the loss is no mean over rows, so that a batch cannot
             be split.
-        tunable: knob --> values that a tuner may try; `attention` lists all back ends of the family.
-        shifts_labels: whether the head compares each token with the next label; None: the class name says it.
+        tunable: option of the loader --> values that a tuner may try; `attention` lists all back ends of the family.
+        shifts_labels: True if the loss compares each token with the next label; None: the class name says it.
         undivided: names of model classes whose loss is no mean over rows, so that a batch cannot be split; True for
             all classes.
-        batch_statistics: micro-batches change the result (BatchNorm), so their number must be given.
+        batch_statistics: True if micro-batches change the result (BatchNorm), so that their number must be given.
         defaults: config fields of a bare family, where the defaults of `transformers` give no valid model.
         cut_tokens: class that trains with cp > 1 --> how the positions of its tokens are found before cp shards them,
             a name in `model/step/cut_batch.py`; any other class is refused.
@@ -83,7 +83,7 @@ class Table:
     needs: tuple[tuple[Any, ...], ...] = ()
 
     def rows(self, model: Any) -> list[Row]:
-        """Return the table's (pattern, rule) pairs for a model, with full patterns and the numbers of its config."""
+        """Return the table's (pattern, rule) pairs for a model: patterns of full paths, numbers of the model's config."""
         prefix = base_prefix(model)
         body = [(prefix + pattern, rule) for pattern, rule in self.body]
         dims: dict[str, int] = {}
@@ -93,20 +93,20 @@ class Table:
         return [(p, tuple(_resolve(d, dims) for d in rule)) for p, rule in rows]
 
     def positions_of(self, cls: type) -> str | None:
-        """Return how the positions of a model class's tokens are found before cp shards them: a value of `cut_tokens`.
+        """Return the value of `cut_tokens` for a model class: how its tokens' positions are found before cp shards them.
 
-        The result is None if unknown. A class whose head reads whole rows takes that of any class in `cut_tokens`.
+        None is returned if unknown. A class whose head reads whole rows takes the value of any class in `cut_tokens`.
         """
         head, told = head_of(cls.__name__), self.cut_tokens
         of_blocks = None if head.by_token or not head.labels else next(iter(told.values()), None)
         return told.get(cls.__name__, of_blocks)
 
     def is_undivided(self, cls: type) -> bool:
-        """Return whether the loss of a model class is no mean over rows, so that a batch cannot be split."""
+        """Return whether the loss of a model class is other than a mean over rows, so that a batch cannot be split."""
         return self.undivided is True or cls.__name__ in (self.undivided or ())
 
     def tp_plan(self, model: Any) -> dict[str, str]:
-        """Return the table as a `tp_plan` of transformers; ArchitectureError if a rule has no counterpart there."""
+        """Return the rules as a `tp_plan` of transformers, {pattern: style}; ArchitectureError if a rule has no style."""
         from slapo_zoo.zoo.tp_plan import tp_plan
 
         return tp_plan(self, model)
@@ -178,7 +178,7 @@ def extend(
     heads: tuple[Row, ...] | None = None,
     **changes: Any,
 ) -> Table:
-    """Return the table of another family with some rows replaced.
+    """Return a table of sharding rules made of another family's table, with some rows replaced.
 
     rewrite:  table of `base`  -->  its body without the rows of some modules, then `body`
 
@@ -186,9 +186,9 @@ def extend(
         base: model_type of the other family.
         model_type: model_type of the new table.
         source: code or paper that the new table was written from.
-        without: patterns of the base's body rows to leave out.
+        without: patterns of the body rows of `base` to leave out.
         body: rows to add.
-        heads: rows of the heads; None takes the base's.
+        heads: rows for modules outside the base model; None takes those of `base`.
         changes: any other field of `Table`.
 
     Raises:
@@ -213,7 +213,7 @@ def extend(
 
 @cache
 def load_tables() -> None:
-    """Import every file of `schedules/`; each registers its family's table."""
+    """Import every file of `schedules/`; each file registers the sharding rules of one model family."""
     package = importlib.import_module("slapo_zoo.zoo.schedules")
     for found in pkgutil.iter_modules(package.__path__):
         importlib.import_module(f"slapo_zoo.zoo.schedules.{found.name}")
@@ -226,7 +226,7 @@ def families() -> list[str]:
 
 
 def table_for(model_type: str, more: str = "") -> Table:
-    """Return the table of a family; ArchitectureError lists all families if there is none; `more` ends its hint."""
+    """Return a family's table of sharding rules. If there is none, ArchitectureError lists all; `more` ends its hint."""
     names = families()
     if model_type not in ZOO:
         near = nearest(model_type, names)

@@ -44,7 +44,7 @@ class Sizes:
     """Upper bounds of a tiny model's sizes.
 
     Args:
-        widths: "rounded" (to whole heads), "halved" (by powers of 2) or "kept".
+        widths: how widths shrink: "rounded" (to whole heads), "halved" (by powers of 2) or "kept" (not at all).
         window: tokens of an attention window.
         ranks: number of tp ranks: sizes that are uneven, padded or replicated over that many ranks stay so; 0
             ignores ranks.
@@ -63,7 +63,7 @@ class Sizes:
     ranks: int = 0
 
     def of(self, own: Mapping[str, Any]) -> "Sizes":
-        """Return the bounds adapted to the heads and layers of a config with the fields `own`; unchanged if `ranks` is 0."""
+        """Return these bounds adapted to a config's heads and layers (`own`: its fields); unchanged if `ranks` is 0."""
         if not self.ranks:
             return self
         heads = _counts(own, _heads)
@@ -185,7 +185,7 @@ def _shrink(config: Any, sizes: Sizes) -> None:
 
 
 def _special(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set fields of a shrunken config that are not sizes (token ids); `own`: original fields, `sizes`: bounds."""
+    """Set fields of a shrunken config that are not sizes (token ids); `own`: its original fields, `sizes`: bounds."""
     if own.get("pad_token_id", 0) is None:
         config.pad_token_id = 0
     if own.get("num_kv_shared_layers"):
@@ -218,7 +218,7 @@ def _own_of_layers(config: Any, rules: "_Rules") -> dict[str, dict[str, Any]]:
 
 
 def _repair(config: Any, own: dict[str, Any], sizes: Sizes) -> None:
-    """Set fields of a shrunken config that follow from others; `own`: original fields, `sizes`: upper bounds."""
+    """Set fields of a shrunken config that follow from other fields; `own`: original fields, `sizes`: upper bounds."""
     now = {name: value for name, value in vars(config).items() if type(value) is int}
     rope, rest = now.get("qk_rope_head_dim"), now.get("qk_nope_head_dim")
     width = now.get("mamba_expand", now.get("expand", 0)) * now.get("hidden_size", 0)
@@ -291,7 +291,7 @@ class _Rules:
             self.scale = 2.0 ** math.ceil(math.log2(self.scale)) if sizes.widths == HALVED else 1.0
 
     def of(self, name: str, value: Any) -> Any:
-        """Return the value that the config field `name` has in the shrunken config."""
+        """Return the value that the config field `name`, now `value`, gets in the shrunken config."""
         if type(value) is int and value > 0:
             return self._number(name, value)
         per_layer = isinstance(value, list) and len(value) in self.layers
@@ -356,7 +356,7 @@ class _Rules:
 
 
 def _counts(own: Mapping[str, Any], is_one: Callable[[str], Any]) -> list[int]:
-    """Return the numbers in those fields of `own` whose names `is_one` accepts; for a list its first item."""
+    """Return the integers in config fields `own` whose names `is_one` accepts; of a field with a list, the first item."""
     found = (value[0] if _is_list(value) else value for name, value in own.items() if is_one(name))
     return [value for value in found if type(value) is int]
 

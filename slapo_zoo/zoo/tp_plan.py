@@ -1,4 +1,4 @@
-"""Conversion of a table to a `tp_plan` of transformers, which can express some of the rules only."""
+"""Conversion of a table of sharding rules to a `tp_plan` of transformers, which can express some of the rules only."""
 
 from typing import Any
 
@@ -23,11 +23,11 @@ def tp_plan(table: Any, model: Any) -> dict[str, str]:
     """Return {module pattern: style of `transformers`}, e.g. {"layers.*.mlp.up_proj": "colwise"}.
 
     Args:
-        table: table of the model's family.
+        table: sharding rules of the model's family.
         model: the model, on any device; only its tree and config are read.
 
     Raises:
-        ArchitectureError: no style corresponds to a row: a Conv1D or another module, groups within a
+        ArchitectureError: no style corresponds to a rule: a Conv1D or another module, groups within a
             weight, attributes that count heads, experts.
     """
     plan: dict[str, str] = {}
@@ -44,25 +44,25 @@ def _style(pattern: str, rule: tuple[Directive, ...], class_name: str) -> str:
     shards = [d for d in rule if isinstance(d, Shard)]
     syncs = [str(d.sync_op_or_fn) for d in rule if isinstance(d, Sync) and d.mode == "fwd_post"]
     if counts := [d.attribute for d in rule if isinstance(d, ShardAttribute) and d.keep == 1]:
-        raise _unsaid(pattern, f"no style divides {counts[0]}, its number of heads, by tp")
+        raise _no_style(pattern, f"divides {counts[0]}, a number of heads, by tp")
     if any(isinstance(d, SumGradient) for d in rule):
         return STYLES["shared", ""]
     if not shards:
         return ""
     if any(d.groups for d in shards):
-        raise _unsaid(pattern, "no style shards a weight in groups, such as q, k and v in one")
+        raise _no_style(pattern, "shards a weight in groups, such as q, k and v in one")
     weight = next((d for d in shards if d.param_name == "weight"), None)
     if weight is None or class_name not in LINEAR + EMBEDDING:
-        raise _unsaid(pattern, f"no style of a tp_plan shards a {class_name}")
+        raise _no_style(pattern, f"shards a {class_name}")
     kind = (
         "vocabulary" if weight.pad and syncs != ["join_columns"] else ("column", "row")[weight.axis]
     )
     found = STYLES.get((kind, syncs[0] if syncs else ""))
     if found is None:
-        raise _unsaid(pattern, f"no style shards {kind}s and then runs the collectives {syncs}")
+        raise _no_style(pattern, f"is {kind} parallel and then runs the collectives {syncs}")
     return found
 
 
-def _unsaid(pattern: str, problem: str) -> ArchitectureError:
-    hint = "train it with AutoScheduledModel, which needs no tp_plan"
-    return ArchitectureError("tp_plan", pattern, problem, hint)
+def _no_style(pattern: str, what: str) -> ArchitectureError:
+    hint = "train the model with AutoScheduledModel, which needs no tp_plan"
+    return ArchitectureError("tp_plan", pattern, f"no style of a tp_plan {what}", hint)

@@ -34,7 +34,7 @@ def cpu_name() -> str:
 
 
 def machine_name(device: torch.device | str) -> str:
-    """Return the name under which measurements are stored: the GPU, or the processor and its core count."""
+    """Return the name under which a device's measurements are stored: the GPU, or the processor and its core count."""
     kind = torch.device(device)
     return torch.cuda.get_device_name(kind) if kind.type == "cuda" else cpu_name()
 
@@ -55,7 +55,7 @@ SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_val
 
 
 def shape_name(config: Any) -> str:
-    """Return family and sizes of a model without its vocabulary, "gpt2 hidden_size=1600 ...", under which plans are stored."""
+    """Return family and sizes of a model, "gpt2 hidden_size=1600 ..." (no vocabulary), under which its plans are stored."""
     parts = {"": config} | {
         f"{name}.": part for name in ("text_config", "vision_config") if (part := getattr(config, name, None))
     }  # fmt: skip

@@ -101,7 +101,7 @@ def test_weights_are_pushed_to_the_hub_together_with_their_schedule(loaded, hub)
         ("none", "check its name"),
         ("tag", "no such branch or tag"),
         ("sha", "check the sha or tag"),
-        ("structure", "made for another module tree or other shapes"),
+        ("structure", "made for a model with other modules or tensor shapes"),
         ("no card", "schedule.json is missing"),
     ],
 )

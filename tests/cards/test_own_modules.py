@@ -88,7 +88,7 @@ def test_card_readme_shows_how_to_apply_the_card(card):
 @pytest.mark.parametrize(
     ("module", "words"),
     [
-        (Tower(16), "the card was made for another module tree or other shapes"),
+        (Tower(16), "the card was made for a model with other modules or tensor shapes"),
         (Other(), "the card was made for Tower, the module is Other"),
     ],
 )

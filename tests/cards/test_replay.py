@@ -72,7 +72,7 @@ def test_card_refuses_another_model_size_or_class_unless_made_for_any_size(tmp_p
     exact, free = (zoo_card(config, None, Mesh(tp=2), "gpt2", any_size=a) for a in (False, True))
     exact.write(tmp_path / "exact")
     free.write(tmp_path / "free")
-    with pytest.raises(CardError, match="made for another module tree or other shapes"):
+    with pytest.raises(CardError, match="made for a model with other modules or tensor shapes"):
         AutoScheduledModel.from_config(larger, schedule=str(tmp_path / "exact"))
     with pytest.raises(CardError, match="made for GPT2LMHeadModel"):
         AutoScheduledModel.from_config(config, auto_class="GPT2Model", schedule=tmp_path / "exact")

@@ -1,4 +1,4 @@
-"""Schedule cards: a schedule as data in a folder or a repository of the Hub, replayed safely.
+"""Schedule cards: published schedules, as data in a folder or Hub repository, applied without their author's code.
 
 Imports the package `zoo` and packages of lower floors (see CONTRIBUTING.md).
 """

@@ -1,4 +1,4 @@
-"""Card: a published schedule with its measurements and its README page."""
+"""Schedule card: a published schedule with its measurements and its README page."""
 
 import json
 import os
@@ -29,7 +29,7 @@ class Card:
         base_model: Hub id of the checkpoint; the model family if the card is for no single checkpoint.
         verify: verdict and figures of the comparison with the plain model, or {"verdict": "unmeasured"}.
         bench: name of a measure, e.g. "tokens_per_s" --> measured value, or "unmeasured".
-        tuning: device name --> results of `slapo-zoo tune`; the key "simulated" holds `plans.Plan`s.
+        tuning: device name --> results of `slapo-zoo tune`; "simulated" --> layouts that were simulated as fastest.
         software: package name --> version that the card was made with.
         repo_id: Hub reference, org/name@sha, that the README page tells users to load.
     """
@@ -99,7 +99,7 @@ class Card:
         }
 
     def write(self, folder: Path) -> None:
-        """Write the card's files into a folder; raise CardError first if it holds files that no card has."""
+        """Write the card's files into a folder; raise CardError first if the folder holds other files than a card's."""
         contents = self.contents()
         _check_page(self.program, contents[files.README])
         folder.mkdir(parents=True, exist_ok=True)
@@ -147,7 +147,7 @@ def _check_page(program: Program, page: bytes) -> dict[str, Any]:
     if found != program.hash:
         problem = f"README.md says {found!r:.90}, schedule.json has {program.hash!r}"
         hint = "one of them was changed after the card was made; do not use the card, or make it again with `slapo-zoo card make`"
-        raise CardError("card", "hash", problem, hint)
+        raise CardError("card", "hash of the schedule", problem, hint)
     return metadata
 
 

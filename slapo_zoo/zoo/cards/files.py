@@ -13,7 +13,7 @@ MAX_FILE = 2**20
 
 
 def names_of(folder: Path) -> list[str]:
-    """Return the sorted file names of a card folder; raise CardError for a name that no card has."""
+    """Return the sorted file names of a card folder; raise CardError if there is a file other than a card's."""
     if not folder.is_dir():
         problem = "no such folder"
         raise CardError("card", str(folder), problem, "pass a folder or org/name@sha")
@@ -22,7 +22,7 @@ def names_of(folder: Path) -> list[str]:
     strange = [n for n in found if n not in known and not n.endswith(".png") and n != PYTHON]
     if strange:
         hint = f"remove them; a card has {', '.join(sorted(known))} and pictures (.png) only"
-        problem = f"found files that no card has: {', '.join(strange[:5]):.200}"
+        problem = f"found files that do not belong to a card: {', '.join(strange[:5]):.200}"
         raise CardError("card", str(folder), problem, hint)
     return found
 

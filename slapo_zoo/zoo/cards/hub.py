@@ -88,7 +88,10 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
 
 
 def _check_sizes(pinned: Reference, names: list[str]) -> None:
-    """Raise CardError, before a download, if a file in `names` of commit `pinned` is too large."""
+    """Raise CardError, before a download, if a file of the repository at commit `pinned` is too large for a card.
+
+    `names` are the names of the files that will be downloaded.
+    """
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():  # offline, only the cache is read
@@ -143,7 +146,7 @@ def push(
 
 
 def _resolve(reference: Reference) -> Reference:
-    """Return the reference with the commit sha of its branch or tag; offline, the sha of its last download."""
+    """Return a Hub reference with its branch or tag replaced by the commit sha; offline, by the sha last downloaded."""
     from huggingface_hub import HfApi, constants
 
     seen = _read_seen()
@@ -179,7 +182,7 @@ def _seen_file() -> Path:
 
 
 def _read_seen() -> dict[str, Any]:
-    """Return the commit sha of each card that this user has downloaded from the Hub: "name@revision" --> {"sha": ...}."""
+    """Return "org/name@revision" --> {"sha": commit} for each card that this user has downloaded from the Hub."""
     try:
         found = json.loads(_seen_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -223,7 +226,7 @@ def readable(what: str) -> Iterator[None]:
     except (*offline, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
         hint = next(hint for kinds, hint in hints if isinstance(error, kinds))
         if getattr(getattr(error, "response", None), "status_code", None) == 412:
-            hint = "someone else published meanwhile: look at it, then push again"
+            hint = "someone else published to this repository meanwhile: look at their commit, then push again"
         raise _hub_error(what, error, hint) from error
 
 

@@ -1,4 +1,4 @@
-"""Creation of a card: the directives of a scheduled model, written as a program for other models."""
+"""Creation of a schedule card: the directives of a scheduled model, as data that can be applied to other models."""
 
 import copy
 from collections.abc import Mapping
@@ -24,15 +24,15 @@ from slapo_zoo.zoo.table import Table, table_for
 def zoo_card(
     config: Any, auto_class: Any, mesh: Mesh, base_model: str, any_size: bool = False, **knobs: Any
 ) -> Card:
-    """Return a schedule card (schedule.json, README) with the zoo's schedule for a model; nothing is measured.
+    """Return a schedule card (schedule.json, README) with slapo_zoo's own schedule for a model; nothing is measured.
 
     Args:
         config: `transformers` config of the model.
         auto_class: auto class that selects the model's head, e.g. "AutoModelForCausalLM".
         mesh: mesh that the schedule is for.
         base_model: Hub id of the checkpoint; any other text is replaced by the model family.
-        any_size: accept every model of the class with the same number of blocks.
-        knobs: arguments of `zoo.outline.Outline`, e.g. sequence_parallel, checkpoint_ratio.
+        any_size: True for a card that fits every model of the class with the same number of blocks.
+        knobs: further arguments of the loader, e.g. sequence_parallel, checkpoint_ratio.
     """
     outline = Outline(config, auto_class, mesh, torch.float32, **knobs)
     program = make_program(outline.schedule, outline.model.config, outline.cls, any_size)
@@ -47,7 +47,7 @@ def structure_of(config: Any, cls: type) -> str:
 
 
 def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = False) -> Program:
-    """Return the directives of a schedule as data for a card, which can be applied to other models.
+    """Return the directives (transformations of modules) of a schedule as data for a card, to apply to other models.
 
     A size such as the number of heads stays a formula over the config where the zoo knows one. Kernels
     chosen by kernels="auto" are left out, because another device would choose others.
@@ -56,8 +56,8 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
         schedule: schedule of a model whose family is in the zoo.
         config: `transformers` config of the model.
         cls: class of the model, with its head.
-        any_size: accept every model of the class with the same number of blocks; otherwise only
-            models with the same module tree and tensor shapes.
+        any_size: True fits every model of the class with the same number of blocks; False fits only models with
+            the same module tree and tensor shapes.
 
     Raises:
         CardError: a directive holds a live Python object, or uses a primitive that cards may not name.
@@ -78,7 +78,7 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
 
 
 def module_program(schedule: Schedule) -> Program:
-    """Return the program of a card for the schedule of any nn.Module, also of one that is not from `transformers`.
+    """Return the schedule of any nn.Module, also of one that is not from `transformers`, as data for a card.
 
     The card fits modules with the same submodule paths and tensor shapes as `schedule.model`.
 
@@ -95,9 +95,9 @@ def _stages(schedule: Schedule) -> str:
 
 
 def _steps(schedule: Schedule, used: set[str]) -> tuple[tuple[str, str, Mapping[str, Any]], ...]:
-    """Return (pattern, primitive, arguments) of each directive, except kernels that this device chose.
+    """Return (pattern of module paths, name of the primitive, arguments) of each directive of a schedule.
 
-    The names of model sizes that occur in the arguments are added to the set `used`.
+    Kernels that kernels="auto" chose are left out. The names of model sizes in the arguments are added to `used`.
     """
     chosen = {(c.pattern, c.kernel) for c in schedule.kernels if c.accepted and c.by_device}
     return tuple(
@@ -115,9 +115,7 @@ def _written(pattern: str, directive: Directive, used: set[str]) -> Mapping[str,
     elif found := [name for name in directive.arguments() if name in left_out]:
         reason = reason or f"a card may not set the argument {', '.join(found)}"
     if reason:
-        hint = (
-            "leave the directive out, or pass the schedule as a Python function instead of a card"
-        )
+        hint = "leave it out, or pass the schedule as a Python function instead of a card"
         raise CardError("card", f"sch[{pattern!r}].{directive}", reason, hint)
     return {name: _value(value, used) for name, value in directive.arguments().items()}
 
@@ -130,7 +128,7 @@ def _value(value: Any, used: set[str]) -> Any:
 
 
 def _numbers(table: Table, config: Any, used: set[str]) -> dict[str, str]:
-    """Return name --> formula over the config, for the names in `used` and the names that these formulas need."""
+    """Return name of a model size --> formula over config fields, for the names in `used` and those in their formulas."""
     texts = {n: str(of(config)) if callable(of) else of for n, of in table.dims.items()}
     wanted = set(used)
     for name in reversed(texts):  # a formula may use earlier names

@@ -1,4 +1,4 @@
-"""Plans of a card: layouts that the planner simulated as fastest, in `tuning.json` under "simulated"."""
+"""Plans of a schedule card: layouts that the planner simulated as fastest, in `tuning.json` under "simulated"."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -21,7 +21,7 @@ class Plan:
         model: family and sizes of the model, as `zoo.tuned.shape_name` writes them.
         model_class: name of the model's class, with its head.
         parameters: number of parameters of the model.
-        device: name of the planner's hardware profile, which is part of the device's own name.
+        device: name of the planner's hardware profile, e.g. "h100", which is part of the device's own name.
         gpus: number of devices.
         rows: rows of the global batch of a step, over all data-parallel replicas.
         seq_len: tokens per row.
@@ -69,7 +69,7 @@ POLICIES = ("save_matmuls", "sharded", "offload")
 
 
 def _knobs() -> dict[str, Any]:
-    """Return the JSON Schema of `Plan.knobs`, which takes arguments that select a layout, not e.g. trust_remote_code."""
+    """Return the JSON Schema of `Plan.knobs`, which allows arguments that select a layout, not e.g. trust_remote_code."""
     counts = ("tp", "pp", "dp", "dp_shard", "micro_batches", "stages_per_rank")
     each = {"type": "array", "maxItems": 1024, "items": {"enum": ["keep", "recompute", *POLICIES]}}
     properties = dict.fromkeys(counts, COUNT) | {
@@ -118,7 +118,7 @@ def measured_knobs(tuned: Mapping[str, Any], model: str, ranks: int) -> dict[str
     """Return the fastest measured arguments of `from_pretrained` in a `tuning.json`; None without a match.
 
     Args:
-        tuned: results of `slapo-zoo tune --card` on one device: measured setting (model, dtype, row length, ...) --> entry.
+        tuned: results of `slapo-zoo tune --card` on one device: setting (model, dtype, row length, ...) --> measurements.
         model: name of the model, as `zoo.tuned.model_name` writes it.
         ranks: number of ranks, which tp * pp * dp of a match must equal.
     """

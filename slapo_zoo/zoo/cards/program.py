@@ -1,4 +1,4 @@
-"""Program of a card: the content of schedule.json, which is checked before it is used."""
+"""Schedule of a card as data: the content of schedule.json, which is checked before it is used."""
 
 import difflib
 import hashlib
@@ -110,8 +110,8 @@ class Program:
         return self._directives(lambda text: _ask(arithmetic.evaluate, text, numbers), "steps")
 
     def _directives(self, value_of: Callable[[str], int], where: str) -> list[Step]:
-        """Return the directives, with each formula replaced by its value in `value_of`. Raises CardError, which names
-        the file `where`, for an invalid one.
+        """Return the directives, with each formula replaced by `value_of(formula)`. Raises CardError, which names
+        the file `where`, for an invalid directive.
         """
         steps = [[p, n, _mapped(arguments, value_of)] for p, n, arguments in self.steps]
         try:
@@ -163,7 +163,7 @@ class Program:
 
 
 def _mapped(arguments: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the arguments of a step with each formula, {"=": text}, replaced by `value_of(text)`."""
+    """Return the arguments of a directive with each formula, {"=": text}, replaced by `value_of(text)`."""
 
     def mapped(value: Any) -> Any:
         if isinstance(value, Mapping):

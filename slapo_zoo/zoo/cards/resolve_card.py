@@ -39,7 +39,7 @@ def load_card(name: str) -> Card:
 
 
 def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
-    """Return the directives of a card for a user's own nn.Module, once class, shapes and mesh were checked.
+    """Return the directives of a card for a user's own nn.Module, after a check of class, tensor shapes and mesh.
 
     Args:
         name: card folder, or Hub reference org/name@revision.
@@ -94,7 +94,7 @@ def check_structure(program: Program, config: Any, cls: type) -> None:
 
 def _check_digest(program: Program, found: str, hint: str) -> None:
     if program.structure not in (None, found):
-        problem = "the card was made for another module tree or other shapes"
+        problem = "the card was made for a model with other modules or tensor shapes"
         raise CardError("card", "structure", problem, hint)
 
 
@@ -130,5 +130,5 @@ def python_schedule(name: str, trusted: bool) -> Callable[[Any], Any]:
     found = getattr(module, "schedule", None)
     if not callable(found):
         problem = f"{files.PYTHON} defines no function schedule(sch)"
-        raise CardError("card", name, problem, "define it, or ask the author of the card")
+        raise CardError("card", name, problem, "add that function, or ask the card's author")
     return found

@@ -55,7 +55,7 @@ class Chains:
             self._held[output] = {path}
 
     def call(self, name: str, args: Any, kwargs: Any, out: Any, draws: bool) -> None:
-        """Record a call of function `name`: if element-wise, `out` has the input's columns.
+        """Record a call of the torch function `name`: if it is element-wise, its result `out` holds the input's columns.
 
         After any other function the columns count as mixed: they cannot be sharded. `draws` is True
         if the function draws random numbers.
@@ -77,7 +77,7 @@ class Chains:
         return set().union(*found)
 
     def found(self) -> dict[str, list[str]]:
-        """Return {row-parallel linear: the column-parallel linears whose columns only this row-parallel linear reads}."""
+        """Return path of a linear that can be row-parallel --> paths of the linears whose columns it alone reads."""
         return {
             taker: sorted(names)
             for taker, names in self.feeds.items()

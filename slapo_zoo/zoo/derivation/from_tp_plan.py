@@ -1,4 +1,4 @@
-"""Derivation of a table from the `base_model_tp_plan` that `transformers` has for a family.
+"""Derivation of sharding rules (a table) from the `base_model_tp_plan` that `transformers` has for a family.
 
 The plan says which linears are sharded; heads, shared inputs and replicated modules are read from the
 module tree. Such a table is a guess until `verify.derive` has compared it with the plain model.
@@ -48,12 +48,12 @@ split_input: Rule = (
 
 
 def plan_of(config: Any) -> dict[str, str]:
-    """Return {module pattern below the base model: style}, the tp plan of `transformers`; {} if it has none."""
+    """Return transformers' tp plan for a config, {pattern of paths in the base model: style}; {} if there is none."""
     return dict(getattr(config, "base_model_tp_plan", None) or {})
 
 
 def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
-    """Make a table of sharding rules from the tp plan of transformers; it is not proven yet.
+    """Return a table of sharding rules made from the tp plan of transformers; its outputs were not compared yet.
 
     Args:
         config: config of the model.
@@ -97,8 +97,9 @@ def table_of_plan(config: Any, model: Any, seen: Observation) -> Table:
 
 
 def _expert_rows(model: Any, seen: Observation, prefix: str) -> dict[str, Rule]:
-    """Return {pattern below `prefix`, the base model: rule} for modules that hold all experts of a
-    layer; the rule shards the experts over tp. `seen` is the observed forward.
+    """Return {pattern of module paths: rule that shards experts over tp} for modules that hold all experts of a layer.
+
+    The patterns are relative to the base model, whose path is `prefix`. `seen` is the observed forward of a tiny model.
     """
     rows = [row for group in find_groups(Modules(model, seen)) for row in group.rows]
     return {pattern.removeprefix(prefix): rule for pattern, rule in rows
@@ -123,7 +124,7 @@ def _own(module: nn.Module) -> bool:
 
 
 def _first_match(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
-    """Return the first of `modules` (path --> module) that a pattern matches, or None."""
+    """Return the first module in `modules` (path --> module) whose path matches a pattern, or None."""
     names = {path: type(module).__name__ for path, module in modules.items()}
     paths = select(pattern, names)
     return modules[paths[0]] if paths else None
@@ -147,7 +148,10 @@ def _dims(config: Any) -> dict[str, Any]:
 def _plan_rows(
     config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]
 ) -> Iterator[Row]:
-    """Yield the (pattern, rule) pairs of the modules that the tp plan names, grouped by their parent module."""
+    """Yield (pattern of module paths, sharding rule) for the modules in the tp plan `plan`, grouped by parent module.
+
+    `modules` maps paths in the base model to modules.
+    """
     parents = dict.fromkeys(pattern.rpartition(".")[0] for pattern in plan)
     for parent in parents:
         children = {
@@ -204,7 +208,7 @@ def _head_rows(model: Any) -> Iterator[Row]:
 
 
 def _blocks(config: Any, plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> str:
-    """Return the pattern of the repeated blocks: the first pattern of the plan with a star, cut after the star."""
+    """Return the pattern of the repeated blocks, e.g. "layers.*": the plan's first pattern with a star, up to the star."""
     for pattern in plan:
         if found := re.match(r"(.*?)\.\*", pattern):
             return f"{found[1]}.*"

@@ -25,7 +25,7 @@ def linear_axis(module: nn.Module) -> int | None:
 
 @dataclass
 class Observation:
-    """Observation of one forward of a tiny model: calls, uses of parameters, random draws, feed-forwards.
+    """Record of what one forward of a tiny model did: calls, uses of parameters, random draws, feed-forwards.
 
     Args:
         calls: path of a module --> number of its calls.
@@ -35,9 +35,9 @@ class Observation:
         called_in_part: paths of modules that were not running when one of their children was called.
         draws: paths of modules whose own forward draws random numbers, children not counted.
         targets: number of targets of each cross-entropy in the forward, in order.
-        spelling: rules that turn the keys of the family's files into names of the model.
-        shifts_labels: whether the head compares each token with the next label; None where the batch
-            does not tell.
+        spelling: rules that turn the keys of the family's files into names of the model's tensors.
+        shifts_labels: True if the loss compares each token with the next label, False if with its own; None where
+            the batch does not tell.
         chains: row-parallel linear --> the column-parallel linears before it in a feed-forward.
         dropouts: path of a dropout --> the linears whose output columns it drops.
     """
@@ -56,18 +56,18 @@ class Observation:
 
     @property
     def wanted_everywhere(self) -> set[str]:
-        """Return paths of modules that every stage must hold: another module reads their weights (LayoutLMv3) or calls a child."""
+        """Return paths of modules that all pipeline stages must hold: other modules read their weights or call a child."""
         readers = {name.rpartition(".")[0] for name in self.foreign} - self.calls.keys()
         return readers | (self.called_in_part & self.calls.keys())
 
     def first_use(self, path: str) -> int:
-        """Return the position, in the forward, at which a module first used a parameter or ran; 1 << 30 for never."""
+        """Return at which position in the forward the module at `path` first used a parameter or ran; 1 << 30 if never."""
         found = [at for name, at in self.uses.items() if name.startswith(f"{path}.")]
         return min(found, default=self.entered.get(path, 1 << 30))
 
 
 class Watch(TorchFunctionMode):
-    """Mode that records in an `Observation` which module computes with which parameter."""
+    """Torch function mode that records, in an `Observation`, which module of a model computes with which parameter."""
 
     def __init__(self, model: nn.Module):
         super().__init__()
@@ -139,7 +139,7 @@ class Watch(TorchFunctionMode):
 
 
 def _draws_numbers(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a call of the function `name` draws random numbers; dropout at p = 0 or in eval does not."""
+    """Return whether a call of the torch function `name` draws random numbers; dropout at p = 0 or in eval does not."""
     if name == "scaled_dot_product_attention":
         return bool(kwargs.get("dropout_p") or (len(args) > 4 and args[4]))
     if name != "dropout":

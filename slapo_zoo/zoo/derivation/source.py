@@ -1,4 +1,4 @@
-"""Conversion of a table to the Python source of `schedules/<model_type>.py`, e.g. to edit a derived table by hand."""
+"""Conversion of a table of sharding rules to Python source, `schedules/<model_type>.py`, e.g. to edit it by hand."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,8 +16,8 @@ def to_source(table: Table, per_rank: Mapping[str, str]) -> str:
     """Return the Python source of schedules/<family>.py for a table of sharding rules.
 
     Args:
-        table: a table in which numbers of the config are `Dim`s (names).
-        per_rank: pattern --> shape of its weight on a rank, written as a comment.
+        table: a table whose rules name sizes of the config (`Dim("head_dim")`) instead of numbers.
+        per_rank: pattern of module paths --> shape of the weight on a rank, which is written as a comment.
     """
     name, used = table.model_type, set[str]()
     body = list(_rows(table.body, per_rank, used))
@@ -78,7 +78,7 @@ def rule_source(rule: Rule, used: set[str]) -> str:
 
 
 def _calls(rule: Rule) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield (name of a function of `rules`, its arguments) for every call that may return this rule."""
+    """Yield (name of a function of `slapo_zoo.zoo.rules`, its arguments) for every call that may return `rule`."""
     first = rule[0] if rule else None
     if isinstance(first, Shard):
         unit, together = _name(first.unit), _name(first.together)

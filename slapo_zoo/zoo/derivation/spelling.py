@@ -113,7 +113,9 @@ def _pieces(files: Mapping[str, Tensor], model: Mapping[str, Tensor]) -> tuple[P
 
 
 def _ways_to_part(tensor: Tensor) -> Iterator[tuple[Tensor, int]]:
-    """Yield (part, n) where files may store `part`, the tensor or its first expert, as n equal slices along axis 0."""
+    """Yield (part, n) for each way in which files may store a tensor: `part` is the tensor, or its slice for expert 0,
+    which is stored as n equal slices along axis 0.
+    """
     for part in (tensor[0], tensor) if tensor.ndim and len(tensor) else ():
         for parts in (1, 2, 3):
             if part.ndim and part.shape[0] % parts == 0 and (part is not tensor or parts > 1):
@@ -124,8 +126,7 @@ def _rule(name: str, keys: list[str], numbered: bool) -> Pieces:
     """Return the rule for a model tensor `name` that files store in pieces under `keys`.
 
     The rule holds the end of the name and of each key: from the last dotted part of their common beginning on.
-
-    With `numbered` the first number in a key is the index of an expert.
+    `numbered` True: the first number 0 in that end of a key is the index of an expert.
     """
     words, others = name.split("."), [key.split(".") for key in keys]
     same = 0

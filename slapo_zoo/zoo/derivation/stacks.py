@@ -15,7 +15,7 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
 
     Args:
         model: a model without a schedule, on any device.
-        seen: observation of the family; lists whose modules run several times are left out. None skips this.
+        seen: observed forward of a tiny model, by which lists whose modules run several times are left out, or None.
     """
     tables = {p for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters()}
     total = sum(p.numel() for p in model.parameters() if p not in tables) or 1
@@ -23,8 +23,8 @@ def find_stacks(model: nn.Module, seen: Observation | None = None) -> list[str]:
 
 
 def _larger(model: nn.Module, seen: Observation | None, least: float) -> list[str]:
-    """Return the patterns of the lists of blocks that hold more than `least` parameters; with
-    `seen`, the observed forward, without lists whose modules run several times.
+    """Return the patterns of the lists of blocks, e.g. "model.layers.*", that hold more than `least` parameters; lists
+    whose modules run several times in the observed forward `seen` are left out.
     """
     found: list[str] = []
     for path, module in model.named_modules():
@@ -49,7 +49,7 @@ def _once(path: str, seen: Observation | None) -> bool:
 
 
 def _deepest(path: str, module: nn.Module) -> Iterator[str]:
-    """Yield the pattern of the modules in the list `module` at `path`, or of the layers in the list that each contains."""
+    """Yield the pattern of the blocks in a list `module` at `path`: "path.*", or "path.*.layers.*" for a list of stages."""
     inner = {}
     for name, stage in module.named_children():
         lists = [(n, m) for n, m in stage.named_children() if _is_stack(m)]

@@ -1,4 +1,4 @@
-"""Conversion of a derived table to JSON data and back, for the cache and between processes."""
+"""Conversion of a derived table of sharding rules to JSON data and back, for the cache and between processes."""
 
 import dataclasses
 import json
@@ -15,8 +15,8 @@ KEPT = ("model_type", "source", "blocks", "after_blocks", "order", "everywhere",
 
 
 def freeze(table: Table, model: Any) -> Table:
-    """Return a copy of a table of sharding rules that fits one model only and holds no function. Patterns become full
-    paths, and names of config numbers (`Dim`) become the numbers.
+    """Return a copy of a table of sharding rules that fits one model only and holds no function: patterns become patterns
+    of the full model, and names of config sizes (`Dim`) become numbers.
     """
     return dataclasses.replace(table, dims={}, body=(), heads=tuple(_numbers(table.rows(model))))
 
@@ -32,7 +32,7 @@ def _plain(directive: Any) -> Any:
 
 
 def to_document(table: Table) -> dict[str, Any]:
-    """Return, as JSON data for the cache, a table of sharding rules without functions and `Dim`s (see `freeze`)."""
+    """Return a table of sharding rules as JSON data; its rules must hold numbers, not names of sizes (see `freeze`)."""
     rows = [[path, [[type(d).name, d.arguments()] for d in rule]] for path, rule in table.heads]
     fields = {name: getattr(table, name) for name in KEPT}
     pieces = [[piece.tensor, list(piece.names)] for piece in table.pieces]

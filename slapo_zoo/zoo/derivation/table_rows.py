@@ -1,4 +1,4 @@
-"""Derivation of a table from a model: groups of modules that may be sharded, and the table rows of each group."""
+"""Derivation of sharding rules from a model: groups of modules that may be sharded, and the rules of each group."""
 
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -35,13 +35,13 @@ CONVOLUTIONS = (nn.Conv2d, nn.Conv1d)
 
 @dataclass
 class Group:
-    """Modules, the same in all blocks, that are sharded together or not at all, with their table rows.
+    """Modules, the same in all blocks, that are sharded together or not at all, with their sharding rules.
 
     Args:
-        name: name of the group.
-        rows: table rows of its modules, each a (pattern, rule).
+        name: name of the group: the path pattern of one of its modules.
+        rows: (pattern of module paths, rule) for each of its modules.
         parameters: number of parameters that are sharded.
-        divides: patterns of the modules that hold these parameters.
+        divides: path patterns of the modules that hold these parameters.
     """
 
     name: str
@@ -59,7 +59,7 @@ def output_axis(module: nn.Module) -> int | None:
 
 
 class Modules:
-    """Modules of a model on the meta device, grouped by pattern, with the observation of a tiny model."""
+    """Modules of a model on meta, grouped by path pattern (layers.*.mlp), and a record of a tiny model's forward."""
 
     def __init__(self, model: Any, seen: Observation):
         self.model, self.seen = model, seen
@@ -82,29 +82,29 @@ class Modules:
                     if p is not None:
                         self.owners.setdefault(id(p), []).append(pattern)
 
-    def weight(self, pattern: str) -> int:
-        """Return the number of parameters in the modules of a pattern."""
+    def size(self, pattern: str) -> int:
+        """Return the number of parameters in the modules whose paths match `pattern`."""
         return sum(p.numel() for m in self.patterns[pattern] for p in m._parameters.values() if p is not None)  # fmt: skip
 
     def own_only(self, pattern: str) -> bool:
-        """Return whether the parameters of a pattern's modules are used by these modules alone."""
+        """Return whether only the modules whose paths match `pattern` use the parameters of these modules."""
         path = pattern.partition(":")[0]
         names = (f"{path}.{name}" for m in self.patterns[pattern] for name in m._parameters)
         return not self.foreign.intersection(names)
 
-    def divisible(self, pattern: str) -> bool:
-        """Return whether tp may shard a pattern's modules: untied linears with at least LEAST_SHARE of all parameters."""
+    def shardable(self, pattern: str) -> bool:
+        """Return whether tp may shard the modules at `pattern`: untied linears, LEAST_SHARE or more of all parameters."""
         alike = self.patterns.get(pattern, [])
         return (
             bool(alike)
             and all(linear_axis(m) == linear_axis(alike[0]) is not None for m in alike)
             and self.own_only(pattern)
             and not self.tied(pattern)
-            and self.weight(pattern) >= LEAST_SHARE * self.total
+            and self.size(pattern) >= LEAST_SHARE * self.total
         )
 
     def tied(self, pattern: str) -> list[str]:
-        """Return the other patterns whose modules share a weight with this pattern's."""
+        """Return the path patterns of the other modules that share a weight with the modules at `pattern`."""
         ids = {id(m._parameters.get("weight")) for m in self.patterns[pattern]} - {id(None)}
         return sorted({name for i in ids for name in self.owners.get(i, ())} - {pattern})
 
@@ -118,17 +118,17 @@ def derive_table(
     config: Any, model: Any, seen: Observation, left_whole: Mapping[str, str] | None,
     chains: bool = True, only: Collection[str] | None = None, stack: str = "", tokens: bool = False,
 ) -> Table:  # fmt: skip
-    """Derive a table, not proven yet, from the observation of one forward.
+    """Derive a table of sharding rules from the observation of one forward; its outputs were not compared yet.
 
     Args:
         config: config of the model.
         model: the model on the meta device.
         seen: observation of a tiny model of the same family.
-        left_whole: name of a group that stays unsharded --> the reason; None leaves all groups unsharded.
-        chains: whether the columns between the linears of a feed-forward may stay sharded.
-        only: names of the groups that may be sharded; None allows all.
-        stack: pattern of the only stack of blocks that a pipeline may cut; "" allows all.
-        tokens: whether the table is for sequence parallelism.
+        left_whole: name of a group of modules that stays unsharded --> the reason; None leaves all unsharded.
+        chains: True if the columns between the linears of a feed-forward may stay sharded.
+        only: names of the groups of modules that may be sharded; None allows all.
+        stack: pattern of the only list of blocks that a pipeline may cut, e.g. "layers.*"; "" allows all.
+        tokens: True if the table is for sequence parallelism.
     """
     modules = Modules(model, seen)
     groups = [] if left_whole is None else find_groups(modules, chains)
@@ -180,7 +180,7 @@ def with_seams(table: Table, model: Any) -> Table:
 
 
 def _calls_interface(module: nn.Module) -> bool:
-    """Return whether a method of a module, other than those of each model, reads ALL_ATTENTION_FUNCTIONS."""
+    """Return whether a module (which is no PreTrainedModel) has a method that reads ALL_ATTENTION_FUNCTIONS."""
     methods = (
         inspect.unwrap(f) for cls in type(module).__mro__ for f in vars(cls).values() if callable(f)
     )
@@ -204,12 +204,12 @@ def parts_of_blocks(model: Any, stacks: Collection[str]) -> Iterator[str]:
 
 
 def _below(pattern: str, others: Iterable[str]) -> bool:
-    """Return whether a pattern equals one of `others`, or matches modules inside one of them."""
+    """Return whether a path pattern equals one of `others`, or matches modules inside those of one of `others`."""
     return any(f"{pattern}.".startswith(f"{other}.") for other in others)
 
 
 def what_was_seen(config: Any, model: Any, seen: Observation) -> dict[str, Any]:
-    """Return the `Table` fields {name: value} that the observed forward `seen` gives, whichever modules are sharded."""
+    """Return {field of `Table`: value} for the fields that follow from the forward `seen`, whatever tp shards."""
     by_name = head_of(type(model).__name__).shifts
     batch_norm = any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
     return {
@@ -226,7 +226,7 @@ def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
 
     Args:
         modules: modules of the model.
-        chains: shard the linears of a feed-forward together; otherwise each linear gathers its output.
+        chains: True shards the linears of a feed-forward together; False lets each linear gather its output.
     """
     made = [*(_chains(modules) if chains else ()), *_groups(modules)]
     done: set[str] = set()
@@ -246,7 +246,7 @@ def _chains(modules: Modules) -> Iterator[Group]:
     for taker, kinds in found.items():
         makers = next(iter(kinds))
         chain = (*makers, taker)
-        if len(kinds) > 1 or len(set(chain)) < len(chain) or not all(map(modules.divisible, chain)):
+        if len(kinds) > 1 or len(set(chain)) < len(chain) or not all(map(modules.shardable, chain)):
             continue
         axes = [linear_axis(modules.patterns[name][0]) for name in chain]
         width = modules.patterns[makers[0]][0].weight.shape[axes[0]]
@@ -255,11 +255,11 @@ def _chains(modules: Modules) -> Iterator[Group]:
         rows += [
             (path, _dropped(path, makers, width)) for path in sorted(_dropouts(modules, chain))
         ]
-        yield Group(taker, rows, sum(map(modules.weight, chain)), chain)
+        yield Group(taker, rows, sum(map(modules.size, chain)), chain)
 
 
 def _dropouts(modules: Modules, chain: tuple[str, ...]) -> set[str]:
-    """Return the patterns of dropouts on sharded columns of a feed-forward; `chain`: patterns of its linears."""
+    """Return the path patterns of dropouts on sharded columns of a feed-forward; `chain`: path patterns of its linears."""
     found = {
         star(path): {star(name) for name in names} for path, names in modules.seen.dropouts.items()
     }
@@ -282,17 +282,17 @@ def _dropped(path: str, makers: tuple[str, ...], width: int) -> Rule:
 def _groups(modules: Modules) -> Iterator[Group]:
     done: set[str] = set()
     for pattern in modules.patterns:
-        if pattern in done or modules.weight(pattern) < LEAST_SHARE * modules.total:
+        if pattern in done or modules.size(pattern) < LEAST_SHARE * modules.total:
             continue
         family = [pattern, *modules.tied(pattern)]
         rules = [(p, _rule(modules, p)) for p in family]
         if all(rule for _, rule in rules):
             done.update(family)
-            yield Group(pattern, rules, modules.weight(pattern), tuple(family))
+            yield Group(pattern, rules, modules.size(pattern), tuple(family))
 
 
 def _rule(modules: Modules, pattern: str) -> Rule:
-    """Return the rule that shards each module of a pattern on its own; `whole` (replicated) if it cannot be sharded."""
+    """Return the rule that shards each module at `pattern` by itself; `whole` (replicated) if it cannot be sharded."""
     first, own = modules.patterns[pattern][0], modules.own_only(pattern)
     if not own or len({type(module) for module in modules.patterns[pattern]}) > 1:
         return whole
