@@ -151,9 +151,9 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
     """Return the (pattern of module paths, rule) pairs that sequence parallelism (arXiv:2205.05198) adds to `rows`.
 
     Tokens are sharded from the output of a row-parallel linear (rule `row`) to the input of the next
-    module with the rule `enter`, which contains column-parallel linears. The first block of each stack shards
-    the tokens, and the last one gathers them; blocks that run several times do both at each call.
-    Parameters that are replicated inside the stack get their gradient summed.
+    module with the rule `enter`, which contains column-parallel linears. The first block of each list of blocks
+    shards the tokens, and the last block gathers them; a block that runs several times does both at each call.
+    The gradients of parameters that are replicated inside the blocks are summed over tp.
     """
     leave = any(isinstance(d, Sync) and d.sequence_axis is not None for _, r in rows for d in r)
     if not leave and not table.all_tokens:
@@ -187,8 +187,8 @@ def _sequence_rows(sch: Schedule, table: Table, rows: list[Row]) -> list[Row]:
 
 
 def _applicable(sch: Schedule, pattern: str, directive: Directive) -> list[str]:
-    """Return [pattern] if a directive can be applied to every module whose path matches the pattern. Otherwise return the
-    paths of the matching modules that have the parameter which the directive shards, or whose gradient it sums.
+    """Return [pattern] if a directive (one change of a module) can be applied to every module at `pattern`. Otherwise
+    return the paths of the matching modules that have the parameter which the directive shards, or whose gradient it sums.
     """
     if not isinstance(directive, Shard | SumGradient):
         return [pattern]

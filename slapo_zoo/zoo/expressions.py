@@ -32,7 +32,7 @@ class Named(int):
 
     @staticmethod
     def of(value: int, name: str) -> "Named":
-        """Return `value` as an int that carries its name."""
+        """Return `value` as an int that carries the name of its size, e.g. "head_dim"."""
         found = Named(value)
         found.name = name
         return found

@@ -95,7 +95,7 @@ class HubArguments:
 
 
 def renamed(given: dict[str, Any], attention: Any, dtype: Any) -> tuple[Any, Any]:
-    """Return (attention, dtype), which the user may have given under the names of transformers.
+    """Return the loader's (attention, dtype), which the user may have given by transformers' argument names.
 
     Args:
         given: further arguments; `attn_implementation` and `torch_dtype` are removed.

@@ -104,7 +104,7 @@ class Outline:
         self.specs = self.plan.saved
 
     def _plan(self, whole: dict[str, TensorSpec]) -> RankPlan:
-        """Return the plan of this rank: a row per tensor of the model; `whole` is {name: spec of the unsharded tensor}."""
+        """Return this rank's plan, a row per tensor; `whole` is {name of a tensor: its shape and dtype, unsharded}."""
         parameters = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         rows = planned_rows(
             self.state, whole, parameters, hf.tied_names(self.model),

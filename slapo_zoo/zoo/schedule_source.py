@@ -19,7 +19,7 @@ FROM_TABLE = ("zoo", "auto", "table", "extended")  # kinds whose directives come
 
 @dataclass(frozen=True)
 class Extended:
-    """Value of `schedule=`: the zoo's schedule with a function applied after it; made by `extend`."""
+    """Value of `schedule=`, made by `extend`: the family's sharding rules, then `function`, which gets the schedule."""
 
     function: Callable[[Any], Any]
 

@@ -111,7 +111,7 @@ class Card:
 
 
 def read_card(folder: Path, root: Path | None = None) -> Card:
-    """Read a card folder and check it; no code from the card is executed.
+    """Read the folder of a card (a published schedule) and check it; no code from the card is executed.
 
     Args:
         folder: folder with the card's files.

@@ -1,4 +1,4 @@
-"""Files of a card folder: allowed names, and reads that refuse links and files above 1 MiB."""
+"""Files of a card (a published schedule): allowed names, and reads that refuse links and files above 1 MiB."""
 
 import os
 import stat
@@ -13,7 +13,7 @@ MAX_FILE = 2**20
 
 
 def names_of(folder: Path) -> list[str]:
-    """Return the sorted file names of a card folder; raise CardError if there is a file other than a card's."""
+    """Return the sorted file names in the folder of a card (a published schedule); CardError for any other file."""
     if not folder.is_dir():
         problem = "no such folder"
         raise CardError("card", str(folder), problem, "pass a folder or org/name@sha")
@@ -28,7 +28,7 @@ def names_of(folder: Path) -> list[str]:
 
 
 def read(folder: Path, name: str, root: Path | None = None) -> bytes:
-    """Return the bytes of one file of a card; raise CardError if it is too large or no regular file.
+    """Return the bytes of one file of a card (a published schedule); CardError if it is too large or no regular file.
 
     Args:
         folder: folder with the card's files.

@@ -1,4 +1,4 @@
-"""Download of schedule cards from the Hub, pinned to a commit, and upload of a card as one commit."""
+"""Download of cards (published schedules) from the Hub, pinned to a commit, and upload of a card as one commit."""
 
 import json
 import os
@@ -48,7 +48,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Pulled:
-    """Card that was downloaded into the Hub's cache.
+    """Card (published schedule) that was downloaded into the Hub's cache.
 
     Args:
         folder: folder with the card's files.
@@ -62,7 +62,7 @@ class Pulled:
 
 
 def pull(reference: Reference, with_python: bool = False) -> Pulled:
-    """Download the files of a card into the Hub's cache; other files of the repository are not fetched.
+    """Download the files of a card (a published schedule) into the Hub's cache, and no other files of its repository.
 
     A branch or a tag is resolved to a commit sha first. CardError is raised if a tag names another
     commit than at its last download on this machine: someone has moved the tag.
@@ -88,10 +88,7 @@ def pull(reference: Reference, with_python: bool = False) -> Pulled:
 
 
 def _check_sizes(pinned: Reference, names: list[str]) -> None:
-    """Raise CardError, before a download, if a file of the repository at commit `pinned` is too large for a card.
-
-    `names` are the names of the files that will be downloaded.
-    """
+    """Raise CardError if a file with one of `names`, in the repository at commit `pinned`, is too large to download."""
     from huggingface_hub import HfApi, constants
 
     if constants.is_offline_mode():  # offline, only the cache is read
@@ -117,10 +114,10 @@ def push(
     message: str = "Publish a schedule card",
     parent: str | None = None,
 ) -> Reference:
-    """Publish a card folder as one commit, and return the reference org/name@sha of that commit.
+    """Upload the folder of a schedule card to the Hub as one commit, and return the reference org/name@sha of that commit.
 
     Args:
-        folder: card folder; its files are checked first.
+        folder: folder of the card; its files are checked first.
         repo_id: Hub repository org/name; it is created if missing.
         token: Hub token; None uses the one of `hf auth login`.
         private: make a new repository private; None uses the default of the Hub.
@@ -182,7 +179,7 @@ def _seen_file() -> Path:
 
 
 def _read_seen() -> dict[str, Any]:
-    """Return "org/name@revision" --> {"sha": commit} for each card that this user has downloaded from the Hub."""
+    """Return "org/name@revision" --> {"sha": commit} for each schedule card that this user downloaded from the Hub."""
     try:
         found = json.loads(_seen_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Creation of a schedule card: the directives of a scheduled model, as data that can be applied to other models."""
+"""Creation of a card (a schedule to publish): directives of a scheduled model, as data to apply to other models."""
 
 import copy
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from slapo_zoo.zoo.table import Table, table_for
 def zoo_card(
     config: Any, auto_class: Any, mesh: Mesh, base_model: str, any_size: bool = False, **knobs: Any
 ) -> Card:
-    """Return a schedule card (schedule.json, README) with slapo_zoo's own schedule for a model; nothing is measured.
+    """Return a card, ready to publish, with slapo_zoo's own schedule for a model; nothing is measured.
 
     Args:
         config: `transformers` config of the model.
@@ -49,11 +49,11 @@ def structure_of(config: Any, cls: type) -> str:
 def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = False) -> Program:
     """Return the directives (transformations of modules) of a schedule as data for a card, to apply to other models.
 
-    A size such as the number of heads stays a formula over the config where the zoo knows one. Kernels
-    chosen by kernels="auto" are left out, because another device would choose others.
+    A size such as the number of heads stays a formula over the config where the family's rules name the size.
+    Kernels chosen by kernels="auto" are left out, because another device would choose others.
 
     Args:
-        schedule: schedule of a model whose family is in the zoo.
+        schedule: schedule of a model for whose family slapo_zoo has sharding rules.
         config: `transformers` config of the model.
         cls: class of the model, with its head.
         any_size: True fits every model of the class with the same number of blocks; False fits only models with
@@ -78,7 +78,7 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
 
 
 def module_program(schedule: Schedule) -> Program:
-    """Return the schedule of any nn.Module, also of one that is not from `transformers`, as data for a card.
+    """Return the schedule of any nn.Module, also of one that is not from `transformers`, as data to publish in a card.
 
     The card fits modules with the same submodule paths and tensor shapes as `schedule.model`.
 

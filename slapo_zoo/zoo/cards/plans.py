@@ -1,4 +1,4 @@
-"""Plans of a schedule card: layouts that the planner simulated as fastest, in `tuning.json` under "simulated"."""
+"""Plans of a published schedule: layouts that the planner simulated as fastest, in `tuning.json` under "simulated"."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -68,7 +68,7 @@ TEXT = {"type": "string", "pattern": r"^[A-Za-z0-9_. +=-]{1,400}$(?!\n)"}
 POLICIES = ("save_matmuls", "sharded", "offload")
 
 
-def _knobs() -> dict[str, Any]:
+def _knobs_schema() -> dict[str, Any]:
     """Return the JSON Schema of `Plan.knobs`, which allows arguments that select a layout, not e.g. trust_remote_code."""
     counts = ("tp", "pp", "dp", "dp_shard", "micro_batches", "stages_per_rank")
     each = {"type": "array", "maxItems": 1024, "items": {"enum": ["keep", "recompute", *POLICIES]}}
@@ -90,19 +90,19 @@ def _knobs() -> dict[str, Any]:
 
 @cache
 def _validator(whole: bool = True) -> Any:
-    """Return a JSON Schema validator for the plans in a file; with `whole=False` for the arguments of one plan."""
+    """Return a JSON Schema validator for the plans in a tuning.json; with `whole=False`, for the knobs of one plan."""
     from jsonschema import Draft202012Validator
 
     kinds: dict[Any, Any] = {str: TEXT, int: COUNT, float: NUMBER}
-    properties = {f.name: kinds.get(f.type, _knobs()) for f in fields(Plan)}
+    properties = {f.name: kinds.get(f.type, _knobs_schema()) for f in fields(Plan)}
     properties["mean_error"] = {"anyOf": [NUMBER, {"type": "null"}]}
     entry = {"type": "object", "properties": properties, "required": sorted(properties), "additionalProperties": False}  # fmt: skip
     plans = {"type": "object", "maxProperties": MOST, "additionalProperties": entry}
-    return Draft202012Validator(plans if whole else _knobs())
+    return Draft202012Validator(plans if whole else _knobs_schema())
 
 
 def plans_of(tuning: Mapping[str, Any]) -> list[Plan]:
-    """Return the plans in the content of a `tuning.json`; raise CardError if one does not match the schema."""
+    """Return the planned layouts in the content of a `tuning.json`; CardError if a plan does not match the schema."""
     found = tuning.get(SIMULATED, {})
     error = next(_validator().iter_errors(found), None)
     if error is not None:
@@ -124,7 +124,7 @@ def measured_knobs(tuned: Mapping[str, Any], model: str, ranks: int) -> dict[str
     """
     found: list[tuple[float, dict[str, Any]]] = []
     for entry in tuned.values():
-        known = _knobs()["properties"].keys() & entry.get("point", {}).keys()
+        known = _knobs_schema()["properties"].keys() & entry.get("point", {}).keys()
         knobs = {"tp": 1, "pp": 1, "dp": 1} | {n: entry["point"][n] for n in sorted(known)}
         knobs = {n: value for n, value in knobs.items() if value is not None}
         is_known = not any(True for _ in _validator(False).iter_errors(knobs))

@@ -1,4 +1,4 @@
-"""Schedule of a card as data: the content of schedule.json, which is checked before it is used."""
+"""Published schedule as data: the content of a card's schedule.json, which is checked before it is used."""
 
 import difflib
 import hashlib

@@ -19,7 +19,7 @@ from slapo_zoo.zoo.cards.program import MODULE
 
 
 def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -> Card:
-    """Return a schedule card (schedule.json and README) of a loaded model; nothing is measured yet.
+    """Return a card, i.e. the schedule of a loaded model with a README, ready to publish; nothing is measured yet.
 
     Args:
         model: model that AutoScheduledModel loaded, on any rank.
@@ -35,12 +35,12 @@ def card_of(model: Any, base_model: str | None = None, any_size: bool = False) -
 
 
 def card_of_module(sch: Schedule) -> Card:
-    """Return a schedule card of an nn.Module that is not from `transformers`; it holds no measurement."""
+    """Return a card (a schedule to publish) of an nn.Module that is not from `transformers`; nothing is measured yet."""
     return Card(module_program(sch), sch.mesh.sizes, MODULE, software=software())
 
 
 def publish(mesh: Mesh, make: Callable[[], Card], place: str | Path, **options: Any) -> str:
-    """Write a schedule card from rank 0 to a folder or the Hub; every rank returns the folder or org/name@sha.
+    """Write a card (a schedule to publish) from rank 0 to a folder or the Hub; every rank returns folder or org/name@sha.
 
     Args:
         mesh: mesh of the ranks, all of which call this function.

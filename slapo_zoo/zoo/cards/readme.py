@@ -1,4 +1,4 @@
-"""README.md of a card: filled in from a template, and read with a restricted YAML parser."""
+"""README.md of a card (a published schedule): filled in from a template, read with a restricted YAML parser."""
 
 import re
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _MARKUP = re.compile(r"<\s*[a-zA-Z/!?]|javascript:|data:text/html", re.IGNORECAS
 
 
 def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Return the text of README.md, filled in from the template.
+    """Return the text of the README.md of a published schedule, filled in from the template.
 
     Args:
         metadata: entries of the YAML block at the start.
@@ -31,7 +31,7 @@ def render(metadata: Mapping[str, Any], values: Mapping[str, Any]) -> str:
 
 
 def metadata_of(data: bytes) -> dict[str, Any]:
-    """Return the YAML metadata at the start of a README.md.
+    """Return the YAML metadata at the start of the README.md of a published schedule.
 
     Raises CardError for a missing block, HTML in the text, and YAML with tags, aliases or repeated keys.
     """

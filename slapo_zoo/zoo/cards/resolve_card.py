@@ -23,7 +23,7 @@ from slapo_zoo.zoo.cards.program import MODULE, Program
 
 
 def load_card(name: str) -> Card:
-    """Return the schedule card of a folder, a Hub repository (org/name@revision) or a .json file of a schedule alone."""
+    """Return the card (published schedule) in a folder, a Hub repository (org/name@revision) or a lone schedule.json."""
     if name.endswith(".json") and Path(name).is_file():
         path = Path(name).absolute()
         program = Program.parse(files.read(path.parent, path.name), path.name)
@@ -39,7 +39,7 @@ def load_card(name: str) -> Card:
 
 
 def module_steps(name: str, module: nn.Module, mesh: Mesh) -> list[Step]:
-    """Return the directives of a card for a user's own nn.Module, after a check of class, tensor shapes and mesh.
+    """Return a published schedule's directives for a user's own nn.Module, after a check of class, shapes and mesh.
 
     Args:
         name: card folder, or Hub reference org/name@revision.
@@ -83,7 +83,7 @@ def plain_steps(name: str, mesh: Mesh) -> list[Step] | None:
 
 
 def check_structure(program: Program, config: Any, cls: type) -> None:
-    """Raise CardError if a card's schedule was made for another model class, module tree or tensor shapes."""
+    """Raise CardError if a published schedule was made for another model class, module tree or tensor shapes."""
     if cls.__name__ != program.model_class:
         problem = f"the card was made for {program.model_class}, the model is {cls.__name__}"
         raise CardError("card", "class", problem, "pass auto_class=, or choose another card")
@@ -99,7 +99,7 @@ def _check_digest(program: Program, found: str, hint: str) -> None:
 
 
 def program_for_all(name: str, mesh: Mesh) -> Program:
-    """Return the schedule of a card, as data, on every rank; rank 0 reads the card and sends the schedule to the others."""
+    """Return, on every rank, a published schedule as data; rank 0 reads it from `name`, a folder or org/name@sha."""
 
     def first() -> bytes:
         return load_card(name).program.to_bytes() if mesh.rank == 0 else b""
@@ -108,7 +108,7 @@ def program_for_all(name: str, mesh: Mesh) -> Program:
 
 
 def python_schedule(name: str, trusted: bool) -> Callable[[Any], Any]:
-    """Return the function `schedule(sch)` of a card's `schedule.py`, whose code runs in this process.
+    """Return the function `schedule(sch)` in the `schedule.py` of a Hub repository, whose code runs in this process.
 
     Args:
         name: Hub reference org/name@sha.

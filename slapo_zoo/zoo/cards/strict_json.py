@@ -13,7 +13,7 @@ _BRACKET = re.compile(r"[\[{\]}]")
 
 
 class RefusedError(ValueError):
-    """Error of the parser for a JSON value that a card may not hold."""
+    """Error of the parser for a JSON value that the files of a published schedule may not hold."""
 
 
 def parse(data: bytes, where: str) -> Any:

@@ -110,7 +110,7 @@ class Modules:
 
 
 def undivided_table(config: Any, model: Any) -> Table:
-    """Return a table that shards nothing and splits no batch, for a model that cannot be observed."""
+    """Return a table of rules that shards nothing and forbids micro-batches, for a model whose forward is not observed."""
     return replace(derive_table(config, model, Observation(), None), undivided=True)
 
 
@@ -239,7 +239,7 @@ def find_groups(modules: Modules, chains: bool = True) -> list[Group]:
 
 
 def _chains(modules: Modules) -> Iterator[Group]:
-    """Yield a group for each feed-forward that is the same in all blocks: column-parallel linears, then a row-parallel one."""
+    """Yield a group of modules per feed-forward that all blocks share: column-parallel linears, then a row-parallel one."""
     found: dict[str, set[tuple[str, ...]]] = {}
     for taker, makers in modules.seen.chains.items():
         found.setdefault(star(taker), set()).add(tuple(sorted({star(name) for name in makers})))
