@@ -223,7 +223,7 @@ def readable(what: str) -> Iterator[None]:
     except (*offline, HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
         hint = next(hint for kinds, hint in hints if isinstance(error, kinds))
         if getattr(getattr(error, "response", None), "status_code", None) == 412:
-            hint = "someone else published to this repository meanwhile: look at their commit, then push again"
+            hint = "someone else published meanwhile to this repository: look at their commit, then push again"
         raise _hub_error(what, error, hint) from error
 
 
