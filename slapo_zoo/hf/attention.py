@@ -1,4 +1,4 @@
-"""Attention function registered with `transformers`; it calls `core_attn`, a child that schedules give to attentions."""
+"""Attention function registered with `transformers`; it calls a child `core_attn`, which schedules add to attentions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

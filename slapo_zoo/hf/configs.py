@@ -9,11 +9,11 @@ MAX_COUNT = 10_000  # layers or experts
 
 
 def read_config(name: str | Path, **options: Any) -> Any:
-    """Return the config that AutoConfig reads, (config, unused) with `return_unused_kwargs`; no checkpoint code is run.
+    """Return a model's config, read by AutoConfig without running the checkpoint's code.
 
     Args:
         name: a folder, or a model on the Hub.
-        options: options of `AutoConfig.from_pretrained`.
+        options: options of `AutoConfig.from_pretrained`; `return_unused_kwargs` returns (config, unused options).
 
     Raises:
         OSError: there is no such config.

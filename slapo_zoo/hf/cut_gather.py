@@ -24,10 +24,11 @@ def attend(
     cut: TokenCut, attention: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     options: dict[str, Any], run: Callable[..., Any],
 ) -> Any:  # fmt: skip
-    """Return what `run(q, k, v, mask, options)` returns for this rank's queries and the keys of all cp ranks.
+    """Return (output [B, s, H, d], None or weights) for this rank's queries and the keys of all cp ranks.
 
     q [B, H, s, d], k and v [B, K, t, d] are of this rank's tokens; the mask broadcasts to [B, 1, s, n * t], n is cp.
-    `attention` is transformers' module, `options` are its further arguments, `run` computes attention on one rank.
+    `attention` is transformers' module, `options` are its further arguments. `run(q, k, v, mask, options)` computes
+    attention on one rank.
     """
     own, causal = k.shape[2], options.get("is_causal")
     causal = getattr(attention, "is_causal", True) if causal is None else causal
@@ -88,7 +89,7 @@ def _gathered(cut: TokenCut, x: Tensor, groups: int) -> Tensor:
 
 @contextmanager
 def grouped(attention: Any, times: int) -> Iterator[None]:
-    """Context in which an attention repeats its KV heads `times` times less, as the caller repeated them `times` times."""
+    """Context in which `attention.num_key_value_groups` is divided by `times`, as often as the caller repeats KV heads."""
     name = "num_key_value_groups"
     groups = getattr(attention, name, None)
     if groups is not None:

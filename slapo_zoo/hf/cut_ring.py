@@ -76,7 +76,7 @@ class Scores:
         return ..., rows, slice(owner * k.shape[2], (owner + 1) * k.shape[2])
 
     @property
-    def share(self) -> float:
+    def divisor(self) -> float:
         """Return the divisor of the weights that dropout keeps: 1 - p, or 1 if p = 1, where no weight is kept."""
         return 1 - self.p if self.p < 1 else 1.0
 
@@ -152,7 +152,7 @@ class _Ring(torch.autograd.Function):
                 found = wide(rows_by_keys(weights.to(v.dtype), v_o))
                 out[:, :, rows].mul_(fade).add_(found)
         total.masked_fill_(total == 0, 1.0)  # of queries that see no key
-        out = out.div_(total).div_(scores.share).to(q.dtype)
+        out = out.div_(total).div_(scores.divisor).to(q.dtype)
         ctx.scores = scores
         ctx.save_for_backward(
             q, k, v, bias, out, top, total
@@ -178,7 +178,7 @@ class _Ring(torch.autograd.Function):
                 back = wide(rows_by_keys(given, v_o.transpose(-1, -2)))
                 kept = weights
                 if keep is not None:
-                    back, kept = back.mul_(keep[at]).div_(scores.share), weights * keep[at] / scores.share  # fmt: skip
+                    back, kept = back.mul_(keep[at]).div_(scores.divisor), weights * keep[at] / scores.divisor  # fmt: skip
                 to_kv[..., width:] += keys_by_rows(kept.to(q.dtype), given, k.shape[1])
                 back = back.sub_(middle).mul_(weights).mul_(slope)
                 if to_bias is not None:

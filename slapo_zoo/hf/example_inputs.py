@@ -97,8 +97,8 @@ def cut_example(
 ) -> dict[str, Tensor]:
     """Return an example batch with only the first cp rank's tokens, of `ranks` cp ranks.
 
-    Like training (`slapo_zoo.model.step.cut_batch`), this adds next-token labels, and position ids if `positions`, which
-    says how the model finds its tokens' positions (see `Table.cut_tokens`), begins with "counted".
+    Like training (`slapo_zoo.model.step.cut_batch`), this adds labels of the next token where the head shifts labels, and
+    position ids where `positions`, how the model finds its tokens' positions (`Table.cut_tokens`), is "counted...".
     """
     if positions.startswith("counted"):
         batch = {**batch, "position_ids": batch["input_ids"]}

@@ -107,7 +107,7 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def refusal(config: Any, problem: str, hint: str = "write a table (docs/adding_an_architecture.md)") -> ArchitectureError:  # fmt: skip
+def refusal(config: Any, problem: str, hint: str = "write a table of sharding rules (docs/adding_an_architecture.md)") -> ArchitectureError:  # fmt: skip
     """Return the error for a family that schedule="auto" cannot schedule: `problem` says why, `hint` what to do."""
     what = f"schedule='auto' for model_type={config.model_type!r}"
     return ArchitectureError("zoo", what, problem, hint)

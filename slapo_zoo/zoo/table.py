@@ -233,6 +233,6 @@ def table_for(model_type: str, more: str = "") -> Table:
         hint = (
             f"nearest: {near}; to add one, write schedules/{model_type}.py (CONTRIBUTING.md){more}"
         )
-        problem = f"the zoo has no table for this family; it has tables for {', '.join(names)}"
+        problem = f"slapo_zoo has no sharding rules for this model family; it has rules for {', '.join(names)}"
         raise ArchitectureError("zoo", f"model_type={model_type!r}", problem, hint)
     return ZOO[model_type]

@@ -314,7 +314,7 @@ def test_train_refuses_bad_arguments_before_loading(gpt2, text, tmp_path, capsys
 
 def test_command_with_unknown_family_prints_an_error_that_names_it(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "xlnet"}))
-    assert "the zoo has no table for this family" in failure(
+    assert "slapo_zoo has no sharding rules for this model family" in failure(
         capsys, "train", tmp_path, "--data", text
     )
 

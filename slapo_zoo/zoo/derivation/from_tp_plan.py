@@ -116,7 +116,7 @@ def _refuse_dropout(config: Any, seam: bool) -> None:
             continue
         if "dropout" in name or name.endswith("pdrop"):
             problem = f"found {name}={value}, and the tp plan does not say which modules drop"
-            raise refusal(config, problem, f"pass {name}=0.0, or write a table (docs/adding_an_architecture.md)")  # fmt: skip
+            raise refusal(config, problem, f"pass {name}=0.0, or write a table of sharding rules (docs/adding_an_architecture.md)")  # fmt: skip
 
 
 def _own(module: nn.Module) -> bool:
@@ -132,7 +132,9 @@ def _first_match(pattern: str, modules: Mapping[str, nn.Module]) -> Any:
 
 def _dims(config: Any) -> dict[str, Any]:
     if not isinstance(getattr(config, "num_attention_heads", None), int):
-        raise refusal(config, "found no num_attention_heads in the config", "pass its text config")
+        raise refusal(
+            config, "the config has no num_attention_heads", "pass that of its text model"
+        )
 
     kv = "num_key_value_heads"
     kv = kv if isinstance(getattr(config, kv, None), int) else "num_attention_heads"
@@ -188,13 +190,13 @@ def _rule(config: Any, style: str, name: str, pattern: str, heads: bool) -> Rule
             return column(0, "head_dim", kv=True)
         if name not in QUERY:
             problem = f"the tp plan shards {pattern}, which is none of q, k and v"
-            raise refusal(config, problem, "write a table (docs/adding_an_architecture.md)")
+            raise refusal(config, problem)
         return column(0, unit, together=together)
     if style == "colwise":
         return column(0)
     if style not in rules:
         problem = f"the tp plan has the style {style!r} for {pattern}"
-        hint = f"write a table (docs/adding_an_architecture.md); known styles: {', '.join(['colwise', *rules])}"
+        hint = f"write a table of sharding rules (docs/adding_an_architecture.md); known styles: {', '.join(['colwise', *rules])}"
         raise refusal(config, problem, hint)
     return rules[style]
 
