@@ -59,7 +59,7 @@ def test_transformers_tensor_parallelism_trains_with_the_exported_tp_plan(cls, r
 @pytest.mark.parametrize(
     ("cls", "words"),
     [
-        ("GPT2LMHeadModel", "num_heads, its number of heads"),
+        ("GPT2LMHeadModel", "num_heads, a number of heads"),
         ("MixtralForCausalLM", "MixtralExperts"),
     ],
 )
