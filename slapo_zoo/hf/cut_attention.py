@@ -116,8 +116,8 @@ def with_all_positions(function: Callable[..., Any], argument: int) -> Callable[
 
 def bias_by_place(attention: Any, stream: Any) -> None:
     """Replace the forward of a T5 attention by one that computes its relative bias [1, H, s, S] for this cp rank's s of
-    all S tokens; with attention by heads, [1, H, S, S]. `stream`, the model's random stream, says in `stream.cut` how
-    the running step shards tokens.
+    all S tokens; with attention by heads (Ulysses), [1, H, S, S]. `stream`, the model's random stream, says in
+    `stream.cut` how the running step shards tokens.
     """
     own = attention.forward
 

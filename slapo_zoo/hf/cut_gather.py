@@ -89,7 +89,7 @@ def _gathered(cut: TokenCut, x: Tensor, groups: int) -> Tensor:
 
 @contextmanager
 def grouped(attention: Any, times: int) -> Iterator[None]:
-    """Context in which `attention.num_key_value_groups` is divided by `times`, as often as the caller repeats KV heads."""
+    """Context in which `attention.num_key_value_groups` is divided by `times`: the caller repeats each KV head so often."""
     name = "num_key_value_groups"
     groups = getattr(attention, name, None)
     if groups is not None:

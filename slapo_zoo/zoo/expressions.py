@@ -108,7 +108,7 @@ def _value(node: ast.expr, text: str, numbers: Mapping[str, int]) -> int:
     if isinstance(node, ast.Constant):
         return node.value  # pyright: ignore[reportReturnType]
     assert isinstance(node, ast.BinOp)  # noqa: S101 - it was checked
-    hint = "check the numbers of this expression"
+    hint = "correct the expression, or the config and mesh that its names stand for"
     left, right = (_value(side, text, numbers) for side in (node.left, node.right))
     try:
         value = _ARITHMETIC[type(node.op)](left, right)

@@ -35,7 +35,7 @@ class Source:
 
 @dataclass
 class RankRead:
-    """Number of tensors and bytes that one rank reads; its data-parallel replicas read the same.
+    """Number of tensors and bytes that one rank reads from a checkpoint; its data-parallel replicas read the same.
 
     Args:
         stage: pp coordinate of the rank.

@@ -105,7 +105,7 @@ def kv_groups(attribute: str, kv_heads: str) -> Rule:
 
 def heads_of(argument: str, num_heads: str, axis: int = 0) -> Rule:
     """Return the rule that slices a forward argument, with all heads along `axis`, to this rank's
-    heads; `num_heads` names the number of heads in the table's `dims`.
+    heads. `num_heads` is the name, in the family's table, of the number of heads.
     """
     return (ShardArgument(argument, _dim(num_heads), axis),)
 
@@ -116,7 +116,7 @@ def vocab_bias(linear: str) -> Rule:
 
 
 def norm_of_heads(unit: str, together: str = "", kv: bool = False) -> Rule:
-    """Return the rule of an RMSNorm over the outputs of all heads of a linear, which has `column` with these arguments."""
+    """Return the rule of an RMSNorm over all heads' outputs of a linear, whose rule is `column` with these arguments."""
     return (*column(0, unit, together=together, kv=kv), SyncRMSNorm())
 
 

@@ -200,9 +200,8 @@ def extend(
     if missing := [pattern for pattern in without if pattern not in patterns]:
         near = nearest(missing[0], patterns)
         problem = f"the table of {base} has no row {missing[0]!r}"
-        raise ArchitectureError(
-            f"schedules/{model_type}.py", "without", problem, f"nearest: {near}"
-        )
+        hint = f"name a row of that table in without=; nearest: {', '.join(near) or 'none'}"
+        raise ArchitectureError(f"schedules/{model_type}.py", "without", problem, hint)
     changes = {"cut_tokens": {}} | changes  # that a relative's tokens can be sharded proves nothing
     kept = tuple(row for row in table.body if row[0] not in without)
     return dataclasses.replace(

@@ -115,7 +115,7 @@ def _written(pattern: str, directive: Directive, used: set[str]) -> Mapping[str,
     elif found := [name for name in directive.arguments() if name in left_out]:
         reason = reason or f"a card may not set the argument {', '.join(found)}"
     if reason:
-        hint = "leave it out, or pass the schedule as a Python function instead of a card"
+        hint = "leave the directive out, or pass the schedule as a Python function, not as a card"
         raise CardError("card", f"sch[{pattern!r}].{directive}", reason, hint)
     return {name: _value(value, used) for name, value in directive.arguments().items()}
 

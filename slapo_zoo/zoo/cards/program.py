@@ -88,12 +88,9 @@ class Program:
             problem = (
                 f"the card was made for {self.model_type!r}, the model is {config.model_type!r}"
             )
-            mine = "choose a card of the model's family"
-            hint = (
-                "apply it to a module of your own: slapo_zoo.apply_card(module, card)"
-                if self.model_type == MODULE
-                else mine
-            )
+            hint = "choose a card of the model's family"
+            if self.model_type == MODULE:
+                hint = "apply the card to a module of your own: slapo_zoo.apply_card(module, card)"
             raise CardError("card", "model_type", problem, hint)
         numbers = self._numbers(config, mesh)
         for text in self.constraints:
@@ -146,7 +143,7 @@ class Program:
         return numbers
 
     def _formulas(self) -> list[str]:
-        """Return the text of every formula: of `numbers`, and in the arguments of directives."""
+        """Return the text of every formula in this schedule: in `numbers`, and in the arguments of its directives."""
         inside: list[str] = []
         for _, _, arguments in self.steps:
             _mapped(arguments, inside.append)
