@@ -60,7 +60,7 @@ def make_program(schedule: Schedule, config: Any, cls: type, any_size: bool = Fa
             the same module tree and tensor shapes.
 
     Raises:
-        CardError: a directive holds a live Python object, or uses a primitive that cards may not name.
+        CardError: a directive holds a live Python object, or is of a kind (primitive) that cards may not use.
     """
     used = set[str]()
     steps = _steps(schedule, used)
@@ -83,7 +83,7 @@ def module_program(schedule: Schedule) -> Program:
     The card fits modules with the same submodule paths and tensor shapes as `schedule.model`.
 
     Raises:
-        CardError: a directive holds a live Python object, or uses a primitive that cards may not name.
+        CardError: a directive holds a live Python object, or is of a kind (primitive) that cards may not use.
     """
     cls, steps = type(schedule.model).__name__, _steps(schedule, set())
     program = Program(MODULE, cls, schedule.structure, {}, (_stages(schedule),), steps)
