@@ -43,10 +43,10 @@ def independent_copy(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def rebound(value: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of `value` in which slapo_zoo's functions are copied too; other functions stay the same.
+    """Return a deep copy of a module's attribute `value`, in which functions that slapo_zoo defines are copied too.
 
-    `memo` is that of `copy.deepcopy`: id of an object --> its copy. A copied function or bound method refers to the
-    copies of such objects, in its closure or as its `self`, and no longer to the originals.
+    `memo` is that of `copy.deepcopy`: id of an object --> its copy. Where a function's closure or a bound method's
+    `self` holds an object of `memo`, the copied function or method holds the copy. Functions of others are shared.
     """
     if isinstance(value, MethodType):  # copy.deepcopy would keep the original's function
         return MethodType(rebound(value.__func__, memo), rebound(value.__self__, memo))

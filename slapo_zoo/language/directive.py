@@ -83,7 +83,7 @@ class State:
 
     @contextmanager
     def within(self, forward: ForwardContext) -> Iterator[None]:
-        """Context of a call of the model, or of its recomputation, in which hooks read the settings `forward`."""
+        """Context around a call of the model, or its recomputation, in which directives' hooks read the settings `forward`."""
         before, self.forward = self.forward, forward
         try:
             yield
@@ -91,7 +91,7 @@ class State:
             self.forward = before
 
     def index(self) -> None:
-        """Collect all modules by path, and all names under which each parameter is found (several when tied)."""
+        """Fill `modules` (path --> module) and `owners` (id of a parameter --> its names, several when tied) anew."""
         self.modules = dict(self.model.named_modules())
         self._selected: dict[str, tuple[int, list[str]]] = {}
         self.owners: dict[int, list[str]] = {}

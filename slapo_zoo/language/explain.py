@@ -97,7 +97,7 @@ def _alike(texts: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[list[str], tu
 
 
 def _common(paths: list[str]) -> str:
-    """Return one pattern for all paths, such as `h.*.mlp`; segments that all paths share are kept."""
+    """Return one pattern that matches all paths, e.g. `h.*.mlp` for `h.0.mlp` and `h.1.mlp`."""
     columns = zip(*(path.split(".") for path in paths), strict=True)
     return ".".join(c[0] if len(set(c)) == 1 else "*" for c in columns)
 
@@ -109,7 +109,7 @@ def explain(
 
     Args:
         state: state of the schedule; nothing in it is changed.
-        landed: for each directive, the paths of the modules that it was applied to, in order.
+        landed: (paths of the modules that a directive was applied to, the directive) for each directive, in order.
         batch: keyword arguments of the model's forward; only shapes and dtypes matter.
     """
     done: dict[str, list[str]] = {}
@@ -159,9 +159,10 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
 
 @contextmanager
 def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
-    """Context for a dry run: collectives are recorded on `tape` and not sent, and the model is in training mode.
+    """Context for a dry run of a schedule's model: collectives are recorded on `tape` and not sent.
 
-    On exit the mesh, the modes of all modules and the random streams are restored.
+    The model is in training mode. On exit the mesh in `state`, the modes of all modules and the random streams are
+    restored.
     """
     before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()

@@ -79,7 +79,7 @@ class Selection(_Methods):
 
     @property
     def child(self) -> dict[str, "Selection"]:
-        """Return the selections of the module's direct children, by name."""
+        """Return {name: selection} of the direct children of the one module that the pattern matches."""
         names = [name for name, _ in self.mod.named_children()]
         return {name: Selection(self.schedule, join(self.path, name)) for name in names}
 
@@ -90,7 +90,7 @@ class Selection(_Methods):
         return join(self.path, path) in self.schedule
 
     def named_schedules(self, prefix: str = "") -> Iterator[tuple[str, "Selection"]]:
-        """Yield (path, selection) for each module at or below this path; `prefix` is put before each path."""
+        """Yield (path, selection) for each module at or below the selected path; `prefix` is put before each path."""
         for path in self.schedule.state.modules:
             if not self.path or path == self.path or path.startswith(self.path + "."):
                 yield join(prefix, path) if prefix else path, Selection(self.schedule, path)
@@ -177,7 +177,7 @@ class Schedule(Selection):
         return path in self.state.modules
 
     def matching(self, pattern: str, what: object) -> list[str]:
-        """Return the paths that `pattern` matches; ScheduleError names the nearest paths when there are none.
+        """Return the paths of the modules that `pattern` matches; when none does, ScheduleError names the nearest paths.
 
         Args:
             pattern: a path in which `*` stands for one segment.
@@ -190,7 +190,7 @@ class Schedule(Selection):
         return found
 
     def do(self, pattern: str, directive: Directive) -> "Schedule":
-        """Check a directive at every module that `pattern` matches, then apply it to each module and record it."""
+        """Check a directive at every module that `pattern` matches, then apply and record it; return this schedule."""
         modules, state = self.state.modules, self.state
         sites = [Site(path, modules[path], state) for path in self.matching(pattern, directive)]
         for site in sites:
@@ -209,7 +209,7 @@ class Schedule(Selection):
         return find(self.state.modules[path], path, what)
 
     def replay(self, history: "list[Step] | Schedule") -> "Schedule":
-        """Apply the directives of another schedule, or a list of (pattern, directive), to this model in order."""
+        """Apply the directives of a schedule, or a list of (pattern, directive), to this model; return this schedule."""
         steps = history.history if isinstance(history, Schedule) else history
         for pattern, directive in steps:
             self.do(pattern, directive)
@@ -276,7 +276,7 @@ class Schedule(Selection):
 
 
 def from_json(text: str) -> list[Step]:
-    """Parse the text of `Schedule.to_json` to the list of (pattern, directive); malformed text raises ScheduleError."""
+    """Return the list of (pattern, directive) that `Schedule.to_json` wrote; ScheduleError if `text` is malformed."""
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
@@ -311,9 +311,13 @@ def _step(index: int, step: Any) -> Step:
     cls: Any = PRIMITIVES[name]
     fields = {f.name: f.default is dataclasses.MISSING for f in dataclasses.fields(cls)}
     if unknown := sorted(set(arguments) - set(fields)):
-        raise ScheduleError(where, name, f"unknown arguments {unknown}", f"known: {sorted(fields)}")
+        raise ScheduleError(
+            where, name, f"unknown arguments {unknown}", f"remove them; known: {sorted(fields)}"
+        )
     if missing := [f for f, needed in fields.items() if needed and f not in arguments]:
-        raise ScheduleError(where, name, f"missing arguments {missing}", f"known: {sorted(fields)}")
+        raise ScheduleError(
+            where, name, f"missing arguments {missing}", f"add them; known: {sorted(fields)}"
+        )
     try:
         return pattern, cls(**{key: _tuples(value) for key, value in arguments.items()})
     except TypeError as error:

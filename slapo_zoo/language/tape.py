@@ -208,7 +208,7 @@ class Tape(TorchDispatchMode):
         return [row.transfer for row in self.rows if row.transfer is not None]
 
     def note(self, op: Any, **fields: Any) -> None:
-        """Append a `Row` for the operator or event `op`; its unit, and whether a backward runs, are filled in."""
+        """Append a `Row` with the operator or event `op` and the given fields; `unit` and `backward` are filled in."""
         backward = torch._C._current_graph_task_id() != -1
         self.rows.append(Row(op, self._unit, backward=backward, **fields))
 
@@ -216,7 +216,7 @@ class Tape(TorchDispatchMode):
         """Return a copy of `group` that records each collective over the group on this tape.
 
         Args:
-            group: a ShapeOnlyGroup of a dry run; a real process group is returned unchanged.
+            group: a ShapeOnlyGroup (of a dry run, without processes); a real process group is returned unchanged.
             mesh_dim: mesh dim of the group.
             path: module that will be named as the cause.
             directive: directive that will be named as the cause.
@@ -278,7 +278,7 @@ class Tape(TorchDispatchMode):
         return loss_of(None)
 
     def sum_of(self, output: Any) -> Tensor | None:
-        """Return the sum of all recorded losses and all tensors in `output` that need a gradient; None if none."""
+        """Return the sum of all recorded losses and all tensors in `output` that need a gradient; None if there are none."""
         leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
         found = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
         terms = [x.float().sum() for x in (*self.losses, *found)]

@@ -1,6 +1,6 @@
 """Dataflow between the units of a model (block, embedding, norm, head), derived from the tape of a forward.
 
-For every call of a unit it gives the output, and the outputs of earlier calls from which its arguments were
+For every call of a unit the dataflow gives the output, and the outputs of earlier calls from which its arguments were
 computed. The values that must be sent from one pipeline stage to the next follow from this.
 """
 
@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Identity of a tensor that a unit (block, embedding, head) returned: item `leaf` of the output of call `call`."""
+    """Identity of a tensor that a unit (block, embedding, head) returned: item `leaf` of the flat output of call number `call`."""
 
     call: int
     leaf: int
@@ -40,7 +40,7 @@ class Shape:
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=grad)
 
     def stand_in(self, device: torch.device) -> Tensor:
-        """Return zeros for a value that this stage does not use; they take no memory unless code writes into them."""
+        """Return zeros for a tensor that this stage does not use; the zeros take memory only if code may write into them."""
         if self.written:
             return torch.zeros(self.shape, dtype=self.dtype, device=device)
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
@@ -54,7 +54,7 @@ class Call:
         unit: path of the unit.
         spec: pytree structure of its output.
         leaves: leaves of its output, with a Shape for each tensor.
-        needs: values that its arguments were computed from.
+        needs: outputs of earlier calls from which the arguments were computed.
         guessed: the unit branches on data, so its output is assumed to be like its input.
     """
 

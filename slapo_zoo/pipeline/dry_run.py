@@ -211,7 +211,7 @@ def shared_calls(
 def program_of(
     schedule: Schedule, cls: Any, units: Sequence[str], leave_out: Collection[str]
 ) -> Any:
-    """Return a cache key for dry runs: class, config, mesh sizes and directives; None if a directive holds an object.
+    """Return a cache key for dry runs: class, config, mesh sizes, directives; None if a directive holds a live object.
 
     Args:
         schedule: schedule of any rank.

@@ -1,8 +1,9 @@
 """Pipeline stage whose buffers exist only while their micro-batch is in flight.
 
 `PipelineStage` of torch makes a receive buffer per micro-batch and direction before a step, and keeps every sent tensor
-until the step ends. Here a buffer is made when its receive is posted, and freed once it was used. A sent tensor is freed when
-a later message proves that it arrived, also where autograd starts a backward from it, which needs only its shape.
+until the step ends. Here a buffer is made when its receive is posted, and freed once it was used. A sent tensor is
+freed when a later message proves that the tensor arrived, also where autograd starts a backward from that tensor,
+which needs only the shape.
 """
 
 from bisect import bisect_right
@@ -21,7 +22,7 @@ from slapo_zoo.pipeline.timeline import BACKWARD, BACKWARD_WEIGHT, FORWARD, Acti
 def arrivals(
     ranks: Sequence[Sequence[Action]], rank_of: Callable[[int], int], rank: int
 ) -> dict[Action, list[Action]]:
-    """Return {action of a rank: the rank's earlier sends that must have arrived once the action's input is received}.
+    """Return {action of `rank`: its earlier actions whose results must have arrived once the action's input is received}.
 
     A peer computes a result from tensors that it has received, so the arrival of the result proves that these
     tensors, and those of the peer's earlier results, have arrived. Waiting for their sends never blocks.
@@ -54,8 +55,9 @@ def _moves(action: Action) -> bool:
 
 
 def _whole(action: Action, step: int = 0) -> Action:
-    """Return the action of the same micro-batch `step` stages later; a backward of inputs alone
-    becomes the backward of inputs and weights together.
+    """Return the action of the same micro-batch `step` stages later (0: in the same stage).
+
+    A backward of the inputs alone is returned as the backward of inputs and weights together.
     """
     kind = FORWARD if action.kind == FORWARD else BACKWARD
     return Action(action.stage + step, kind, action.micro_batch)
@@ -145,12 +147,12 @@ class InFlightStage(PipelineStage):
         super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
-        """Send the outputs of micro-batch `fwd_chunk_id`; return [], so torch starts no send."""
+        """Send the outputs of micro-batch `fwd_chunk_id`; return [], so that torch does not send them again."""
         action = Action(self.stage_index, FORWARD, fwd_chunk_id)
         return self._post(action, super().get_fwd_send_ops(fwd_chunk_id))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
-        """Send input gradients of micro-batch `bwd_chunk_id`; return [], so torch starts no send."""
+        """Send input gradients of micro-batch `bwd_chunk_id`; return [], so that torch does not send them again."""
         action = Action(self.stage_index, BACKWARD, bwd_chunk_id)
         return self._post(action, super().get_bwd_send_ops(bwd_chunk_id))
 

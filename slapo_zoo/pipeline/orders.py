@@ -18,7 +18,7 @@ class Order:
         name: name of the schedule class in torch.distributed.pipelining.
         source: paper that describes the order.
         stages_per_rank: default number of stages per rank.
-        many: any number of stages per rank from 2 is allowed.
+        many: True if any number of stages per rank from 2 is allowed.
         v_shape: True if rank r holds stages r and 2 * pp - 1 - r; otherwise rank r holds stages r, r + pp, ...
         fewest: least number of micro-batches: 1, or "stages" for the number of stages.
     """
@@ -189,7 +189,7 @@ def torch_actions(places: StageMap, micro_batches: int) -> list[list[Action]]:
     """Return the actions of each rank in the order of torch's schedule class `places.order.name`.
 
     The class is made with dummy stages, and its attribute `pipeline_order`, which torch does not document, is read.
-    Two actions that it overlaps are listed one after the other, as its runtime runs them.
+    Two actions that torch overlaps are listed one after the other, as torch's runtime runs them.
     """
     from torch.distributed.pipelining.schedules import get_schedule_class
 

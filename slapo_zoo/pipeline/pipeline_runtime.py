@@ -362,7 +362,7 @@ def _run_stage(
 
 
 def broadcast_output(output: Any, source: int, group: Any, device: torch.device) -> Any:
-    """Broadcast a HuggingFace output object from rank `source` to its group, first its structure; return the object."""
+    """Broadcast a HuggingFace output object from global rank `source` to all ranks of `group`; return the object."""
     here = dist.get_rank() == source
     described: list[Any] = [_describe(output) if here else None]
     dist.broadcast_object_list(described, source, group=group, device=device)
@@ -377,6 +377,6 @@ def broadcast_output(output: Any, source: int, group: Any, device: torch.device)
 
 
 def _describe(output: Any) -> tuple[type, dict[str, Any]]:
-    """Return the class of an output, and shape and dtype of its tensors; nested tuples and caches are left out."""
+    """Return (class of an output, {field: (shape, dtype)} of its tensors); nested tuples and caches are left out."""
     tensors = {k: v for k, v in output.items() if isinstance(v, Tensor)}
     return type(output), {k: (tuple(v.shape), v.dtype) for k, v in tensors.items()}

@@ -138,7 +138,7 @@ def used_in_several_places(
     """Return whether a weight of the stage is used in several places, so that its backward cannot be split into two
     parts.
 
-    A place is an operation that depends on an input of the stage, or an output of the stage that depends on none. A
+    A place is an operation that depends on an input of the stage, or an output of the stage that depends on no input. A
     weight of the user's loss that is no parameter of the stage counts too: torch would give it no gradient.
 
     Args:

@@ -324,7 +324,7 @@ def _used_elsewhere(path: str, use: str) -> ScheduleError:
 def keep_stages(
     model: nn.Module, stages: Mapping[str, tuple[int, ...]], mine: Sequence[int]
 ) -> Cursor:
-    """Replace the modules of other ranks' stages by empty ones at the same paths.
+    """Replace the modules of other ranks' stages by placeholders at the same paths.
 
     Return the Cursor, which follows the calls of the units (block, embedding, head) of this rank's stages.
 

@@ -121,7 +121,7 @@ def busy(spans: Sequence[Span]) -> dict[int, float]:
 
 
 def bubble(spans: Sequence[Span]) -> float:
-    """Return the share (0 to 1) of the ranks' time, from a timeline's first to last action, without computation."""
+    """Return the share (0 to 1) of all ranks' time, from a timeline's first to last action, with no computation."""
     each = busy(spans)
     whole = len(each) * makespan(spans)
     return 1.0 - sum(each.values()) / whole if whole else 0.0

@@ -1,7 +1,7 @@
 """Estimate the cost of each unit (block, embedding, head) in a training step, from shapes alone.
 
-The model runs once on fake tensors; of equal blocks two run, and the rows of the second are repeated for the
-others. The cost of an operator is its floating-point operations, plus ELEMENT for every number that it writes:
+The model runs once on fake tensors; of equal blocks two run, and the recorded operators of the second are
+repeated for the others. The cost of an operator is its floating-point operations, plus ELEMENT for every number that it writes:
 softmax, norms and losses multiply little but move memory.
 """
 
@@ -39,7 +39,7 @@ class UnitCost:
     Args:
         unit: path of the unit.
         call: index of the call for a shared block, else 0.
-        forward: operations of the forward.
+        forward: cost of the forward, in operations (see `operation_cost`).
         parameters: number of weights, whose gradients each backward writes and adds.
     """
 
@@ -50,7 +50,7 @@ class UnitCost:
 
     @property
     def step(self) -> float:
-        """Return the operations of a forward and backward of one micro-batch."""
+        """Return the cost of a forward and backward of one micro-batch, in operations."""
         return 2.0 * self.forward + (self.forward + 2.0 * ELEMENT * self.parameters)
 
 
@@ -69,7 +69,9 @@ def operation_cost(row: Row) -> float:
 
 
 def most_positions(config: Any) -> int | None:
-    """Return the smallest `max_position_embeddings` of a config and its sub-configs; None when none has it."""
+    """Return the most tokens that a row may have: the smallest `max_position_embeddings` of a config and its sub-configs,
+    or None when none has that attribute.
+    """
     from transformers import PreTrainedConfig
 
     towers = (value for value in vars(config).values() if isinstance(value, PreTrainedConfig))
@@ -188,7 +190,7 @@ def _stand_in_for_experts(tape: Tape, model: nn.Module) -> None:
 def skip_repeated(
     tape: Tape, model: nn.Module, units: Sequence[str], repeat_rows: bool = True
 ) -> None:
-    """Run only the first two of several equal blocks, until `tape` is closed.
+    """Make forwards run only the first two of several equal blocks, until `tape` is closed.
 
     rewrite:  y = block(x)  -->  a tensor of the shape of y; the tape records the second block's operations once more
 

@@ -1,1 +1,1 @@
-"""Graphs of modules: tracing a forward, matching patterns, and rewriting nodes."""
+"""Graphs (torch.fx) of modules: tracing a forward, matching patterns, and rewriting nodes."""

@@ -26,7 +26,7 @@ class Argument:
         value: value in the example call.
         default: default in the signature of the forward, or NO_DEFAULT.
         how: "positional", "keyword", or "default" when the example leaves the argument out. Then the forward is
-            called without it, because decorators of `transformers` fill some from the config.
+            called without it, because decorators of `transformers` fill some arguments from the config.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, where: str, args: tuple, kwargs: dict[str, Any]) -> "Call":
-        """Bind example arguments to the signature of `module.forward`; a mismatch raises
+        """Construct the Call that binds example arguments to the signature of `module.forward`; a mismatch raises
         ScheduleError. `where` is the path of the module, for the error.
         """
         signature = inspect.signature(module.forward)

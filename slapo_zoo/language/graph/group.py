@@ -14,14 +14,14 @@ class GroupModule(TracedModule):
     """A child module that runs some nodes of its owner's graph, so that they can be compiled or recomputed together.
 
     Submodules that the nodes call stay in the tree under their old names and are reached through `owner`, so no
-    parameter is renamed and later changes to a submodule take effect here.
+    parameter is renamed, and the group also runs a submodule that is changed later.
     """
 
     owner: Any
 
     @classmethod
     def around(cls, owner: fx.GraphModule, graph: fx.Graph, name: str) -> "GroupModule":
-        """Construct a module that runs `graph`; its class is called `name`, and module paths in `graph` start with `owner.`."""
+        """Construct a module of class `name` that runs `graph`, which calls the owner's submodules as `owner.<path>`."""
         new = cls(name)
         new.__dict__["owner"] = owner  # not registered as a child: that would be a cycle
         new.graph = graph

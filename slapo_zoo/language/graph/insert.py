@@ -27,8 +27,8 @@ class Function(nn.Module):
 def arguments(
     new: Any, inputs: dict[str, Any], path: str, constants: Mapping[str, Any] | None = None
 ) -> tuple[tuple, dict[str, Any]]:
-    """Return (args, kwargs) with which a graph calls `new`: by name if all names in `inputs` are parameters of `new`
-    and include the required ones, else by position.
+    """Return (args, kwargs) with which a graph calls `new`: by name if the signature of `new` has all names
+    in `inputs` and requires no other, else by position.
 
     Args:
         new: function or module that replaces a subgraph.

@@ -30,7 +30,10 @@ def replaced(owner: Any, name: str, new: Any) -> Iterator[None]:
 
 @contextmanager
 def recording(tracer: ValueTracer) -> Iterator[None]:
-    """Context in which calls of torch factories become nodes of `tracer`, and storing a proxy in a module raises."""
+    """Context in which calls of torch factories (`torch.arange`, ...) become nodes of the graph of `tracer`.
+
+    Storing a proxy in a module, or passing a proxy to an autograd function, raises ScheduleError.
+    """
     with ExitStack() as stack:
         for name in FACTORIES + RANDOM:
             new = recorded(tracer, getattr(torch, name), always=name in RANDOM)
@@ -81,7 +84,9 @@ def _apply(tracer: ValueTracer) -> Any:
 
 @contextmanager
 def unchanged(module: nn.Module) -> Iterator[None]:
-    """Context that restores the random state, buffers, training flags and attributes of a module on exit."""
+    """Context that on exit restores torch's random state and the buffers and training flags of a module, and deletes the
+    attributes that were added to the module.
+    """
     buffers = [(b, b.detach().clone()) for b in module.buffers() if not b.is_meta]
     flags = [(m, m.training) for m in module.modules()]
     attributes = set(module.__dict__)

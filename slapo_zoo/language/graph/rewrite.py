@@ -70,7 +70,7 @@ def replace_vertical(
         subgraph: the nodes to replace.
         new: a function or module; returns a tuple for a pattern with several outputs.
         name: name of the new child module.
-        carry: give `new` the parameters of the same names of the replaced modules.
+        carry: give the module `new` the parameters of the modules that it replaces, by name.
         constants: additional keyword arguments of `new`.
     """
     return _replace(subgraph, new, name, carry, constants, single=len(subgraph.outputs) == 1)

@@ -126,7 +126,7 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
     args, named = kwargs.pop("example_args", ()), kwargs.pop("example_kwargs", None) or {}
     if kwargs:
         known = "recursive, flatten, leaf_modules, leaves, example_args, example_kwargs"
-        raise ScheduleError("trace", sorted(kwargs), "unknown arguments", f"known: {known}")
+        raise ScheduleError("trace", sorted(kwargs), "unknown arguments", f"choose among: {known}")
     if flatten or not recursive:
         return trace_module(model, args, named, leaves, flatten)
     if isinstance(args, Mapping):

@@ -100,7 +100,7 @@ class ValueTracer(fx.Tracer):
         return None
 
     def run(self, node: fx.Node) -> Any:
-        """Compute the example value of a node from the example values of its arguments."""
+        """Return the example value of a node, computed from the example values of its arguments."""
         if any(n.meta["value"] is UNKNOWN for n in node.all_input_nodes):
             return UNKNOWN
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["value"])
@@ -215,7 +215,7 @@ class ValueTracer(fx.Tracer):
 
 
 def recorded(tracer: ValueTracer, function: Callable, always: bool = False) -> Callable:
-    """Wrap a function on which torch does not dispatch proxies, so that calls with proxies become graph nodes.
+    """Return a wrapper of a function that torch does not dispatch on proxies; its calls with proxies become graph nodes.
 
     Args:
         tracer: tracer that gets the nodes.

@@ -1,4 +1,4 @@
-"""Import the file of every primitive, which registers the primitive; a new one needs a file and a line here."""
+"""Import the file of every primitive, which registers the primitive; a new primitive needs a file and a line here."""
 
 from slapo_zoo.language.primitives.annotate import Annotate as Annotate
 from slapo_zoo.language.primitives.checkpoint import Checkpoint as Checkpoint

@@ -47,8 +47,8 @@ class Checkpoint(Directive):
     source:   Chen et al. 2016, arXiv:1604.06174
 
     Args:
-        subgraph: nodes of a traced module to recompute: the result of `find` or a pattern (not in JSON),
-            or a regex over the modules that the graph calls; None is the whole module.
+        subgraph: nodes of a traced module to recompute: the result of `find` or a pattern (which cannot be written as
+            JSON), or a regex over the modules that the graph calls; None is the whole module.
         policy: "" recomputes everything; "save_matmuls" saves the results of matrix products and fused
             attention; "offload" saves everything in host memory and recomputes nothing; "sharded"
             recomputes everything, and each tp rank saves 1/tp of the first argument (equal on all).
@@ -128,8 +128,9 @@ def recompute_module(
 def _in_a_graph(
     forward: Callable[..., Any], args: tuple, kwargs: dict[str, Any], kept: set[Any] | None
 ) -> Any:
-    """Run `forward` in a compiled graph that recomputes it in the backward. `kept` are the
-    operators whose results are saved; None recomputes all.
+    """Return `forward(*args, **kwargs)`, run in a compiled graph that recomputes the forward in the backward.
+
+    `kept` are the operators whose results are saved; None recomputes all.
     """
     if kept is not None:
         operations = [op for op in kept if not isinstance(op, str)]

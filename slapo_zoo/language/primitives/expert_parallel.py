@@ -40,7 +40,10 @@ class ExpertParallel(Directive):
             hint = "pass count=, the name of the attribute with the number of experts"
             raise self.fail(site, problem, hint)
         n, r = site.mesh.size(self.mesh_dim), site.mesh.coord(self.mesh_dim)
-        if problem := Placement(0).problem(found, n):
+        if found < n:
+            problem = (
+                f"{found} experts cannot be sharded over {self.mesh_dim}={n}: each rank needs one"
+            )
             raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: 1..{found}")
         local = Placement(0).local_size(found, n, r)
         wrong = [name for name, p in site.module.named_parameters() if p.shape[0] != local]

@@ -23,7 +23,7 @@ class Hook(Directive):
     errors:   unknown mode; a `func` that cannot be called
 
     Args:
-        mode: "fw_pre", "fw_post" or "bw_post"; also with the prefixes "fwd_" and "bwd_" of `sync`.
+        mode: "fw_pre", "fw_post" or "bw_post"; "fwd_pre", "fwd_post" and "bwd_post" mean the same.
         func: hook with the arguments of the torch.nn hook of that mode.
     """
 

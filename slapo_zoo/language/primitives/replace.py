@@ -36,7 +36,7 @@ class Replace(Directive):
               arguments; inputs that are computed too late; hooks that would be lost
 
     Args:
-        new: a module or function (not in JSON), or the name of a registered kernel.
+        new: a module or function (which cannot be written as JSON), or the name of a registered kernel.
         subgraph: the result of `find`, or a regex over the modules that the graph calls; None replaces
             the module itself.
         name: the new child becomes `<name>_<k>`; by default the name of its class.

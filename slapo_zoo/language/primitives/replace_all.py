@@ -19,8 +19,8 @@ class ReplaceAll(Directive):
     errors:   no such module; a factory that returns no module; a kernel that refuses one
 
     Args:
-        target_mod_type: a class (not in JSON; subclasses too), or the name of one.
-        make_mod_fn: (path, module, **options) --> module (not in JSON), or a kernel's name.
+        target_mod_type: a class (subclasses are replaced too), or the name of a class. JSON holds only names.
+        make_mod_fn: function (path, module, **options) --> module, or a kernel's name. JSON holds only names.
         options: (name, value) pairs for the factory or kernel; a call may pass them as keywords.
     """
 

@@ -46,7 +46,7 @@ SHARD_RULES: dict[str, ShardRule] = {
 
 
 def register_shard_rule(class_name: str, rule: ShardRule) -> ShardRule:
-    """Register the shard rule of a module class by its name, so that `shard` adapts its attributes."""
+    """Register and return the rule by which `shard` adapts the attributes of modules whose class is `class_name`."""
     SHARD_RULES[class_name] = rule
     return rule
 
@@ -186,7 +186,7 @@ class Shard(Directive):
             site.module.register_forward_hook(lambda _m, _a, y: self._joined(site, y, run))
 
     def _joined(self, site: Site, y: Tensor, run: Run) -> Tensor:
-        """Return y [..., own + len(run)] with all shared features of the Linear, [..., own + shared].
+        """All-gather the shared features of the Linear's output y [..., own + len(run)]; return [..., own + shared].
 
         y has this rank's own features, then its range `run` of the `shared` ones (k and v of the only KV head). The
         backward sums the gradient of the shared features over ranks.

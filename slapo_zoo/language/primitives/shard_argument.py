@@ -35,7 +35,10 @@ class ShardArgument(Directive):
 
     def check(self, site: Site) -> None:
         n = site.mesh.size(self.mesh_dim)
-        if problem := Placement(0).problem(self.size, n):
+        if self.size < n:
+            problem = (
+                f"{self.size} heads cannot be sharded over {self.mesh_dim}={n}: each rank needs one"
+            )
             raise self.fail(site, problem, f"legal sizes of {self.mesh_dim}: 1..{self.size}")
 
     def apply(self, site: Site) -> None:

@@ -17,7 +17,8 @@ class ShardAttribute(Directive):
 
     rewrite:  attention.num_heads = 12  -->  attention.num_heads = 6    (n = 2)
     errors:   no such integer attribute; fewer units (indices that stay together) than ranks
-    why:      GPT-2, GPT-Neo, OPT and T5 reshape by such attributes; OPT is silently wrong without
+    why:      GPT-2, GPT-Neo, OPT and T5 reshape by such attributes; without the
+              directive OPT computes wrong numbers and raises no error
 
     Args:
         attribute: name of the attribute; for "config.num_attention_heads" the module gets a copy of its

@@ -94,7 +94,7 @@ class Sync(Directive):
     Args:
         mode: "fwd_pre", "fwd_post" or "bwd_post"; older names are "forward" (fwd_post), "backward"
             (bwd_post) and "both" of these.
-        sync_op_or_fn: a registered name (None: "all_reduce"), or a callable that becomes a hook (not in JSON).
+        sync_op_or_fn: a registered name (None: "all_reduce"), or a callable that becomes a hook; JSON holds only names.
         axis: the tensor axis that is gathered or scattered.
         tensor_parallel_output_grad: for all_gather and reshards to RR: dy is a partial sum on each
             rank and must be summed (None: True for all_gather, False for a reshard).

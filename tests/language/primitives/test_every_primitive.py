@@ -268,7 +268,7 @@ USES = [
     Use("shard", multi, halved("1.qkv", "out_features", 12),
         lambda sch: sch["1.down"].shard("weight", 1, shared=4), "shared=4 on axis 1 of a Linear", model="multi", variant="of an end that all ranks use"),
     Use("shard_argument", sloped, lambda sch: sch.mesh.tp == 1 or len(sch["1.inner"].mod._forward_pre_hooks) == 2,
-        lambda sch: Schedule(MODELS["sloped"](), Mesh(tp=4))["1.inner"].shard_argument("slopes", 3), "3 units of 1 cannot be sharded over tp=4", model="sloped"),
+        lambda sch: Schedule(MODELS["sloped"](), Mesh(tp=4))["1.inner"].shard_argument("slopes", 3), "3 heads cannot be sharded over tp=4", model="sloped"),
     Use("shard_attribute", table("gpt2"), halved("transformer.h.0.attn", "num_heads", 4),
         lambda sch: sch["transformer.h.0.attn"].shard_attribute("nobody"), "expected an integer attribute 'nobody'", model="gpt2"),
     Use("sum_gradient", tokens_divided, lambda sch: sch.mesh.tp == 1 or f"{LAYER}.output.LayerNorm.bias" in sch.state.partial_gradients,
