@@ -52,7 +52,7 @@ class HostCopy:
             whole.record_stream(side)
 
     def begin(self) -> None:
-        """Start the asynchronous copy from the host to the device; do nothing if it was started before."""
+        """Start the asynchronous copy of the activation from host to device; do nothing if the copy was started before."""
         if not self.is_away:
             return
         side, self.is_away = _side(self.device), False

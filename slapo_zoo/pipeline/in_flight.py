@@ -89,7 +89,7 @@ class Sends:
         self._wait(self.arrived.get(action, ()))
 
     def finish(self) -> None:
-        """Wait for every send that was started."""
+        """Wait until all sends that were started and not yet released are complete."""
         self._wait(list(self._works))
 
     def _wait(self, actions: Iterable[Action]) -> None:
@@ -120,7 +120,7 @@ class InFlightStage(PipelineStage):
 
     @contextmanager
     def _on_meta(self) -> Iterator[None]:
-        """Context in which torch allocates the stage's buffers on meta, with shapes and without memory."""
+        """Context in which torch allocates the stage's buffers on the meta device, with shapes and without memory."""
         device, self.device = self.device, torch.device("meta")
         try:
             yield

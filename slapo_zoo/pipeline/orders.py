@@ -157,7 +157,7 @@ def _one_stage(stage: int, ahead: int, micro_batches: int) -> list[Action]:
 
 
 def _dummy_stages(places: StageMap) -> list[Any]:
-    """Return dummies for the stages of rank 0, from which torch's schedule classes compute the order of actions."""
+    """Return dummy stage objects of rank 0, from which torch's schedule classes compute the order of actions."""
     from torch.nn import Module
 
     known = {"num_stages": places.num_stages, "group_size": places.pp, "group_rank": 0}

@@ -37,7 +37,7 @@ class Span(NamedTuple):
 
 
 class Gap(NamedTuple):
-    """Interval in which a rank computes nothing: "idle" until its input is computed, then "communication"."""
+    """Interval in which a rank computes nothing; `kind` is "idle" until its input is computed, then "communication"."""
 
     rank: int
     kind: str
@@ -54,7 +54,7 @@ class Stuck(Exception):  # noqa: N818 - a finding; who asked makes the error of 
 
 
 def needs(action: Action, num_stages: int) -> list[tuple[Action, ...]]:
-    """Return the actions that must run before an action, as tuples of alternatives: one of each tuple must have run."""
+    """Return the actions that must run before an action, as tuples of alternatives: of each tuple one must have run."""
     stage, kind, micro_batch = action
     if kind == FORWARD:
         return [(Action(stage - 1, FORWARD, micro_batch),)] if stage else []

@@ -90,7 +90,7 @@ def tiny_batch(model: Any, path: str = "") -> dict[str, Any]:
         path: path of the module that is traced, for errors.
     """
     if not _is_known(model):
-        problem = f"example inputs are made for text and image models of transformers, found {type(model).__name__}"
+        problem = f"found {type(model).__name__}, but example inputs are made only for text and image models of transformers"
         raise _no_example(path, problem)
     batch: dict[str, Any] = example_batch(model, ROWS, TOKENS)
     if "attention_mask" in batch:

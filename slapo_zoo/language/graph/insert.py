@@ -20,7 +20,7 @@ class Function(nn.Module):
         self.__signature__ = inspect.signature(function)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped function with the arguments of the module."""
+        """Return the result of the wrapped function for these arguments."""
         return self.function(*args, **kwargs)
 
 
@@ -65,8 +65,9 @@ def arguments(
 
 
 def insert_call(owner: fx.GraphModule, new: Any, args: Any, kwargs: Any, name: str = "") -> fx.Node:
-    """Insert a node that calls the function or module `new`, and return the node. A module is first
-    added to `owner` as a child `<name>_<k>`; `name` is by default that of its class.
+    """Insert a node that calls the function or module `new` at the graph's current insertion point; return the node.
+
+    A module is first added to `owner` as a child `<name>_<k>`; `name` is by default the name of its class.
     """
     if not isinstance(new, nn.Module):
         qualified = getattr(new, "__qualname__", "")

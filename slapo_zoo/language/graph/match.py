@@ -1,4 +1,6 @@
-"""Match a traced pattern against a graph: by operations, arguments, constants, and uses outside of the match."""
+"""Match a traced pattern against a graph: operations, arguments and constants must agree, and no other node may use
+an inner value of the match.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -80,7 +82,7 @@ class Matcher:
         self.shapes_known = any(shape_of(n) is not None for n in made)
 
     def search(self) -> Matches:
-        """Return all matches in graph order; of two that share a node, the first is kept."""
+        """Return all matches of the pattern in graph order; of two matches that share a node, the first is kept."""
         output = next(n for n in self.pattern.graph.nodes if n.op == "output").args[0]
         outputs = output if isinstance(output, (tuple, list)) else (output,)
         taken: set[fx.Node] = set()

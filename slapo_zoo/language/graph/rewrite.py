@@ -145,10 +145,8 @@ def insertion_point(subgraph: Subgraph) -> fx.Node:
     inputs = [n for v in subgraph.inputs.values() for n in _nodes_in(v)]
     late = [n.name for n in inputs if order[n] >= order.get(before, len(order))]
     if late:
-        problem = (
-            f"its inputs {late} are computed after {before.name} has used a result of {subgraph}"
-        )
-        hint = "match a subgraph whose inputs are all known before its results are used"
+        problem = f"{subgraph} reads {late}, computed only after {before.name} has used its result"
+        hint = "match a subgraph whose inputs are all computed before its results are used"
         raise ScheduleError(subgraph.path or "(the model)", "replace", problem, hint)
     return before
 

@@ -51,7 +51,7 @@ def trace_module(
         where: path of the module in its model, for errors.
 
     Raises:
-        ScheduleError: the forward cannot be traced; it names the module, the cause, and what to make a leaf.
+        ScheduleError: the forward cannot be traced; the error names the module, the cause, and what to make a leaf.
     """
     if isinstance(example_args, Mapping):
         example_args, example_kwargs = (), {**example_args, **(example_kwargs or {})}
@@ -66,7 +66,7 @@ def trace_tree(
     leaves: Iterable[Leaf] = (),
     where: str = "",
 ) -> dict[str, TracedModule]:
-    """Trace a module and all modules that it calls; return the traced modules by path, and install none.
+    """Trace a module and all modules that it calls; return the traced modules by path. The module is left unchanged.
 
     Args:
         module: root of the tree.
@@ -101,8 +101,8 @@ def calls_of(module: nn.Module, kwargs: Mapping[str, Any], leaves: tuple[Leaf, .
 
 
 def install(model: nn.Module, path: str, traced: Mapping[str, nn.Module]) -> nn.Module:
-    """Put traced modules into the module tree below `path`; return the model, a new object when
-    `path` is ''. `traced` maps paths below `path` to traced modules.
+    """Put traced modules into `model`, at and below `path`; return the model, which is a new object when
+    its root is replaced. `traced` maps paths relative to `path` to traced modules.
     """
     for below, module in traced.items():
         parent, _, name = under(path, below).rpartition(".")
@@ -118,8 +118,9 @@ def trace(model: nn.Module, **kwargs: Any) -> TracedModule:
 
     Args:
         model: model to trace; its children are replaced by their traces when `recursive`.
-        **kwargs: `recursive` (default True), `flatten` (default False), `leaf_modules` or `leaves`, and the
-            example call as `example_args` and `example_kwargs`.
+        **kwargs: `recursive` (default True: called modules get graphs too), `flatten` (default False; True: one graph
+            for all), `leaf_modules` or `leaves` (modules that stay one node), and the example call as `example_args`
+            and `example_kwargs`.
     """
     leaves = tuple(kwargs.pop("leaf_modules", ())) + tuple(kwargs.pop("leaves", ()))
     recursive, flatten = kwargs.pop("recursive", True), kwargs.pop("flatten", False)

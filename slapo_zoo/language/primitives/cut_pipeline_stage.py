@@ -14,7 +14,7 @@ class CutPipelineStage(Directive):
     errors:   the module is the whole model; the model was cut here before
 
     Args:
-        call: for a block that runs several times in a forward (ALBERT): cut after this call, from 0.
+        call: for a block that runs several times in a forward (ALBERT): index, from 0, of the call after which to cut.
     """
 
     call: int = 0

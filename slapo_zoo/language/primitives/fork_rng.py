@@ -132,9 +132,9 @@ class ForkRng(Directive):
 
 
 class _AfterChild:
-    """Record of the sharded linear before a dropout (`ForkRng.after`); `ran` is True from its call to the dropout's.
+    """Record of the sharded linear before a dropout (`ForkRng.after`); `ran` is True between the calls of the two.
 
-    `run` is the range of its output columns on this rank, `size` the number of columns on all ranks.
+    `run` is the range of the linear's output columns on this rank, `size` the number of columns on all ranks.
     """
 
     def __init__(self, module: nn.Module, run: Run | None, size: int):
@@ -204,7 +204,7 @@ class OwnDropout(TorchFunctionMode):
         self, func: Any, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
         dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
-        """Run scaled_dot_product_attention (same signature) with dropout masks drawn by batch row and head."""
+        """Compute `func`, scaled_dot_product_attention (same arguments), with dropout masks drawn by batch row and head."""
         mask = attn_mask
         if not dropout_p or query.ndim not in (3, 4):
             options = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": is_causal}

@@ -81,6 +81,6 @@ class ReplaceAll(Directive):
                 continue  # inside a module that is replaced
             new = self.make_mod_fn(path, module, **dict(self.options))
             if not isinstance(new, nn.Module):
-                raise self.fail(site, f"the factory made {new!r} for {path}", "return a module")
+                raise self.fail(site, f"make_mod_fn returned {new!r} for {path}", "return a module")
             made[path] = new
         return made

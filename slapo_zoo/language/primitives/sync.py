@@ -73,7 +73,7 @@ def tensors_alike(op: Callable[[Tensor], Tensor], args: tuple, kwargs: dict) -> 
 
 
 def on_output(op: Callable[[Tensor], Tensor], y: Any) -> Any:
-    """Apply `op` to a module's output, or to the first tensor when the output is a tuple or list."""
+    """Return a module's output y after `op`, which is applied to the first tensor when y is a tuple or list."""
     if isinstance(y, list):
         return list(on_output(op, tuple(y)))
     return first_tensor(op, y, {})[0] if isinstance(y, tuple) else op(y)
@@ -215,7 +215,7 @@ class Sync(Directive):
 
     def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
         """Return a function that calls `run`, the collective, once per input tensor and reuses the
-        result for siblings. Results are dropped when the forward of the parent begins and ends.
+        result for siblings (modules with the same parent). Results are dropped when the forward of the parent begins and ends.
         """
         parent = site.path.rpartition(".")[0]
         key = (parent, self.mode, self.sync_op_or_fn)

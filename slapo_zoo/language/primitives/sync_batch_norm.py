@@ -34,7 +34,10 @@ class SyncBatchNorm(Directive):
             hint = "select only modules of class BatchNorm2d"
             raise self.fail(site, f"found {found}, expected BatchNorm2d", hint)
         if site.module.momentum is None:
-            raise self.fail(site, "the module's momentum is None", "set its momentum, e.g. to 0.1")
+            problem = (
+                "the module's momentum is None (an average over all batches), expected a number"
+            )
+            raise self.fail(site, problem, "set the module's momentum, e.g. to 0.1")
 
     def apply(self, site: Site) -> None:
         module: Any = site.module

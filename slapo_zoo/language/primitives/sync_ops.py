@@ -18,7 +18,7 @@ def _all_reduce(x: Tensor, sync: Sync, site: Site) -> Tensor:
     """All-reduce the output y and leave its gradient as it is ("fwd_post"), or all-reduce only the gradient dx ("bwd_post").
 
     While tokens are sharded over the ranks, an all-reduce of y becomes the reduce-scatter to token shards, and
-    one of dx the all-gather before the module (arXiv:2205.05198, section 4.2.2).
+    an all-reduce of dx the all-gather before the module (arXiv:2205.05198, section 4.2.2).
     """
     group, axis = site.group(sync), sync.sequence_axis
     if axis is not None and site.state.forward.tokens_divided:
