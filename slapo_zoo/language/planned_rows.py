@@ -49,7 +49,7 @@ def planned_rows(
 
     Args:
         state: state of a schedule whose directives have all been applied.
-        whole: name --> name, unsharded shape and dtype of each tensor of the model.
+        whole: name of each tensor of the model --> its unsharded shape and dtype.
         parameters: names of the tensors that may have a gradient.
         tied: name of a tied tensor --> the name under which it is saved.
         stages: maps a name to the pp coordinates of the stages that hold the tensor under this name.

@@ -19,7 +19,7 @@ GUESS = "guess"  # row: a module branched on data; its output is assumed like it
 
 
 class Value(NamedTuple):
-    """Identity of a tensor that a unit (block, embedding, head) returned: item `leaf` of the flat output of call number `call`."""
+    """Identity of a tensor that a unit (block, embedding, head) returned: item `leaf` of the flat output of call `call`."""
 
     call: int
     leaf: int

@@ -1,8 +1,8 @@
 """Assign the modules of a model to pipeline stages, and run one stage alone.
 
-A stage runs the model's own forward. Units of other stages are replaced: earlier ones return the received
-values, and the forward ends after the stage's last unit. Masks, positions and sizes are thus computed by the
-unmodified code on every stage, and only values that a dry run found to be used later are sent
+A stage runs the model's own forward. Units (block, embedding, head) of other stages are replaced: those of earlier
+stages return the received values, and the forward ends after this stage's last unit. Masks, positions and sizes are
+thus computed by the unmodified code on every stage, and only values that a dry run found to be used later are sent
 (docs/decisions/0004-stages-run-the-own-forward.md).
 """
 

@@ -1,8 +1,8 @@
 """Estimate the cost of each unit (block, embedding, head) in a training step, from shapes alone.
 
 The model runs once on fake tensors; of equal blocks two run, and the recorded operators of the second are
-repeated for the others. The cost of an operator is its floating-point operations, plus ELEMENT for every number that it writes:
-softmax, norms and losses multiply little but move memory.
+repeated for the others. The cost of an operator is its floating-point operations, plus 64 (ELEMENT) for every number
+that it writes: softmax, norms and losses multiply little but move memory.
 """
 
 import math

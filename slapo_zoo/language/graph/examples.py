@@ -59,7 +59,7 @@ def capture(model: Any, path: str) -> tuple[tuple, dict[str, Any]]:
 
 
 def unknown_call(module: nn.Module) -> tuple[tuple, dict[str, Any]]:
-    """Return (args, kwargs) with UNKNOWN, a tensor without shape, for each required argument of the forward."""
+    """Return (args, kwargs) with UNKNOWN, a tensor without shape, for each required argument of the module's forward."""
     empty, others = (
         inspect.Parameter.empty,
         (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD),

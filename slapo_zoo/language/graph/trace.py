@@ -233,8 +233,7 @@ def leaf_test(leaves: tuple[Leaf, ...], flatten: bool) -> Callable[[nn.Module, s
 
 
 def leaf_below(path: str, leaf: Leaf) -> Leaf:
-    """Return a leaf (path, class or predicate of module and path), which was given relative to a traced root, in the form
-    that is relative to the root's child `path`."""
+    """Return `leaf` (path, class or predicate), given for a traced root, as a leaf for a trace of the root's child `path`."""
     if isinstance(leaf, str):
         return leaf.removeprefix(path + ".")
     if isinstance(leaf, type):

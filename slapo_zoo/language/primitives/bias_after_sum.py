@@ -3,8 +3,8 @@
 column: w_r [O/n, I], y_r [B, O/n] = x w_r^T + b_r         each rank has other columns of the output
 row:    w_r [O, I/n], y [B, O] = sum over r (x_r w_r^T) + b    partial sums; the bias is added once, after the sum
 
-Tables (schedules/*.py) choose column or row by the rules `column` and `row` (slapo_zoo.zoo.rules); `shard` slices the weight, and
-`sync` inserts the collectives. Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
+Tables (schedules/*.py) choose column or row by the rules `column` and `row` (slapo_zoo.zoo.rules); `shard` slices the
+weight, and `sync` inserts the collectives. Source: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
 """
 
 from collections.abc import Callable

@@ -214,8 +214,8 @@ class Sync(Directive):
         )
 
     def _once_per_input(self, site: Site, run: Callable[[Tensor], Tensor]) -> Callable:
-        """Return a function that calls `run`, the collective, once per input tensor and reuses the
-        result for siblings (modules with the same parent). Results are dropped when the forward of the parent begins and ends.
+        """Return a function that calls `run`, the collective, once per input tensor and reuses the result
+        for siblings (modules with the same parent). Results are dropped when the parent's forward begins and ends.
         """
         parent = site.path.rpartition(".")[0]
         key = (parent, self.mode, self.sync_op_or_fn)

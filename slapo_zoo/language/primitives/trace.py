@@ -35,7 +35,7 @@ class Traces(Directive):
         site.state.index()
 
     def example(self, site: Site) -> tuple[tuple, dict[str, Any]]:
-        """Return (args, kwargs) with which a module is traced: `example_inputs`, or else those of a model call on a tiny batch."""
+        """Return (args, kwargs) with which a module is traced: `example_inputs`, or those of a model call on a tiny batch."""
         given = self.example_inputs
         if given is None:
             return capture(site.state.model, site.path)
