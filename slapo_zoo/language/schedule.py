@@ -209,7 +209,7 @@ class Schedule(Selection):
         return find(self.state.modules[path], path, what)
 
     def replay(self, history: "list[Step] | Schedule") -> "Schedule":
-        """Apply the directives of a schedule, or a list of (pattern, directive), to this model; return this schedule."""
+        """Apply the directives of another schedule, or (pattern, directive) pairs, to this model; return this schedule."""
         steps = history.history if isinstance(history, Schedule) else history
         for pattern, directive in steps:
             self.do(pattern, directive)

@@ -168,7 +168,7 @@ class StagePlan:
 
 
 class Cursor:
-    """State of a stage's running forward: tensors received and to send, index of the last call of a unit (e.g. a block)."""
+    """State of a stage's running forward: received tensors, tensors to send, index of the last unit call (e.g. of a block)."""
 
     def __init__(self) -> None:
         self.plan: StagePlan | None = None

@@ -253,7 +253,7 @@ def _once_more(
 
 
 def _alike(x: Any) -> Any:
-    """Return an uninitialised tensor like `x`; with a gradient it is no autograd leaf, so code may write into it in place."""
+    """Return `x`, or for a tensor a new uninitialised tensor like `x`, which code may change in place in any case."""
     if not isinstance(x, Tensor):
         return x
     found = torch.empty_like(x)
