@@ -23,8 +23,7 @@ from slapo_zoo.parallel.token_cut import WAYS
 
 @dataclass
 class Placed:
-    """Record of how one parameter or buffer was sharded: its Placement (which indices of which axis each rank holds), the
-    directive that sharded it, and its unsharded shape."""
+    """Record of a sharded parameter or buffer: which indices each rank holds, by which directive, and the unsharded shape."""
 
     placement: Placement
     directive: "Directive"

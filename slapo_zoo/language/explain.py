@@ -22,8 +22,7 @@ from slapo_zoo.parallel.rank_plan import DATA, PARTIAL, REPLICAS, RankPlan
 
 
 class TrafficRow(NamedTuple):
-    """Number and total bytes of a step's collectives of one kind (e.g. all_reduce), mesh dim (e.g. tp) and phase (e.g.
-    backward)."""
+    """Number and total bytes of a step's collectives of one kind (e.g. all_reduce), mesh dim and phase (e.g. backward)."""
 
     kind: str
     mesh_dim: str
@@ -161,10 +160,9 @@ def _dry_run(state: State, batch: Mapping[str, Any]) -> list[Transfer]:
 
 @contextmanager
 def in_dry_run(state: State, tape: Tape) -> Iterator[None]:
-    """Context for a dry run of a schedule's model: collectives are recorded on `tape` and not sent.
+    """Context for a dry run of a schedule's model in training mode: collectives are recorded on `tape` and not sent.
 
-    The model is in training mode. On exit the mesh in `state`, the modes of all modules and the random streams are
-    restored.
+    On exit the mesh in `state`, the modes of all modules and the random streams are restored.
     """
     before = state.mesh
     modes, position = {m: m.training for m in state.model.modules()}, state.random.position()

@@ -1,6 +1,4 @@
-"""Match a traced pattern against a graph: operations, arguments and constants must agree, and no other node may use
-an inner value of the match.
-"""
+"""Match a traced pattern against a graph: equal operations, arguments and constants, no outside use of inner values."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
