@@ -236,8 +236,8 @@ class _Masks(RandomStream):
         """Return a tensor of the shape of x, in place of random numbers; the path `site` is unused."""
         return torch.empty_like(x)
 
-    def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = ()) -> Tensor:
-        """Return an uninitialised dropout mask of the shape of x; `p`, the module path `site` and `heads` are unused."""
+    def keep_mask(self, x: Tensor, p: float, site: str, heads: Any = (), first: int = 0) -> Tensor:
+        """Return an uninitialised dropout mask of the shape of x; all other arguments are unused."""
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
@@ -245,12 +245,6 @@ class _Masks(RandomStream):
         if self.in_bytes:
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
-
-    def keep_queries(self, x: Tensor, p: float, site: str, heads: Any) -> Tensor:
-        """Return an uninitialised dropout mask for attention weights x [B, H, s, T]; a CPU first makes all queries'."""
-        return (
-            super().keep_queries(x, p, site, heads) if self.on_cpu else self.keep_mask(x, p, site)
-        )
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
         """Return an uninitialised dropout mask for x, one of n slices of the tokens; `p`, `site` and `r` are unused."""

@@ -123,6 +123,15 @@ def test_planner_search_tries_ulysses_only_where_cp_divides_the_heads():
         Planner(config, HARDWARE["h100"], TOKENS).forecast(Layout(cp=2, cp_attention="ring"))
 
 
+@pytest.mark.parametrize("device", ["cpu", "a100"])
+@pytest.mark.parametrize("way", SENT)
+def test_planner_attention_dropout_memory_is_halved_by_cp_2_on_every_device(device, way):
+    """A block of GPT-2, whose attention has dropout, keeps half of its activations and masks on cp=2."""
+    planner = Planner(config_of("GPT2LMHeadModel"), HARDWARE[device], 64, "fp32")
+    kept = [planner.profile(1, False, cp, way).units[3].few.kept for cp in (1, 2)]
+    assert kept[1] == pytest.approx(kept[0] / 2, rel=0.05)
+
+
 def test_planner_activation_memory_is_halved_by_cp_2_and_weights_stay_replicated():
     """A block keeps half of them on cp=2; parameters are whole on each rank unless dp_shard divides them."""
     planner = planner_of(False)
