@@ -185,12 +185,8 @@ class Space:
                     "Space", self, problem, "give a symbol fewer values, or add a constraint"
                 )
         if not found:
-            raise SpaceError(
-                "Space",
-                self,
-                "no configuration is left: the constraints exclude all, or a symbol has no value",
-                "relax a constraint, or give each symbol a value",
-            )
+            problem = "no configuration is left: constraints exclude all, or a symbol has no value"
+            raise SpaceError("Space", self, problem, "relax a constraint, or give values")
         return found
 
     def log_space(self, training_script_args: Any, update_space_fn: Update) -> None:

@@ -19,12 +19,8 @@ from slapo_zoo.tune.outcome import OK, OUT_OF_MEMORY, Outcome
 CAUTION = 2.0  # exponent of the probability to fit: a higher one avoids risk
 KEPT = np.geomspace(0.1, 10.0, 25)  # memory of a row that recomputation may save, over its inputs
 LENGTHS, NOISES = (0.25, 0.5, 1.0), (1e-3, 1e-2)
-LINEAR, QUADRATIC, CONSTANT, SMOOTH = (
-    1.0,
-    0.25,
-    4.0,
-    0.25,
-)  # prior variances of the trend, of scaled values
+# prior variances of the trend, of scaled values
+LINEAR, QUADRATIC, CONSTANT, SMOOTH = 1.0, 0.25, 4.0, 0.25
 
 
 class Surrogate:
@@ -142,13 +138,8 @@ WORTH = 0.0005  # expected relative improvement below which no other measurement
 ENOUGH = 2  # configurations that ran, before the surrogate is used
 FEWEST = 17  # measurements before the search may stop by WORTH
 MORE_CARE = 0.25  # added to CAUTION per out-of-memory outcome in a row
-MORE_MEMORY = (
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-)  # prior guesses of the gain of a configuration that uses all memory
+# prior guesses of the gain of a configuration that uses all memory
+MORE_MEMORY = (0.02, 0.05, 0.1, 0.2, 0.3)
 
 
 # Function (known outcomes in the order of measurement, numbers that are left) --> number of the configuration to
@@ -221,9 +212,8 @@ class Model:
         corners = self.grid.corners(self.grid.index[self.start])
         ran = [i for i, outcome in known.items() if outcome.is_measured]
         silent = [i for i in ran if not known[i].peak_memory]
-        sure = [
-            self.grid.takes_less(i) for i in silent
-        ]  # such a corner surely fits, and teaches nothing
+        # a corner in one of these surely fits, and teaches nothing
+        sure = [self.grid.takes_less(i) for i in silent]
         if found := [i for i in corners if i in set(left) and not any(mask[i] for mask in sure)]:
             return found[0]
         free, seen = np.array(left), list(known)

@@ -23,11 +23,8 @@ from slapo_zoo.zoo.kernels_for_modules import kernels_of
 from slapo_zoo.zoo.options import KNOBS, LoaderOptions
 
 PROBE_ROWS, WARM_UP = 2, 1
-LOOSE = {
-    "float32": 1e-3,
-    "bfloat16": 5e-2,
-    "float16": 2e-2,
-}  # relative difference of the probe's loss
+# dtype --> largest relative difference of the probe's loss
+LOOSE = {"float32": 1e-3, "bfloat16": 5e-2, "float16": 2e-2}
 OWN = ("batch_size", "threads")  # symbols that are no arguments of `from_pretrained`
 
 

@@ -20,22 +20,22 @@ def policies_within(
     budget: int, asked: str, config: Any, auto_class: Any, mesh: Mesh, options: BuildOptions,
     dtype: torch.dtype, shape: tuple[int, int], micro_batches: int | None,
 ) -> tuple[str, ...]:  # fmt: skip
-    """Return one activation policy (keep, recompute, ...) per block, so that the saved activations of every rank fit
-    into `budget` bytes.
+    """Return one activation policy (keep, recompute, ...) per transformer block of the model, in order, chosen so that
+    the saved activations of every rank fit into `budget` bytes in the least time.
 
     Args:
-        budget: bytes per rank.
+        budget: bytes of saved activations per rank.
         asked: the user's argument `activation_memory=` as text, for the error.
         config: config of the model.
         auto_class: head class of the model.
         mesh: sizes of tp, pp and dp.
-        options: build options of the model.
+        options: other arguments of the loader, e.g. pipeline order, ZeRO stage and device.
         dtype: dtype of the parameters.
         shape: (rows, tokens) of a micro-batch.
         micro_batches: micro-batches per step; None takes 2 * pp, or 1 without a pipeline.
 
     Raises:
-        MeshError: no mixture of policies fits; the smallest budget that does is named.
+        MeshError: no choice of policies fits; the error names the smallest budget that would do.
     """
     rows, tokens = shape
     places = StageMap.make(options.pipeline_order, mesh.pp, options.stages_per_rank)
@@ -50,9 +50,7 @@ def policies_within(
     if chosen is None:
         problem = f"activations need at least {human(least)} per rank, even with full recomputation"
         unit, name = (10**6, "MB") if least > 10**7 else (1000, "KB")
-        hint = (
-            f'the nearest that fits is activation_memory="{-(-least // unit)}{name}"; or fewer rows'
-        )
+        hint = f'pass activation_memory="{-(-least // unit)}{name}", the least that fits, or fewer rows'
         raise MeshError("from_pretrained", f"activation_memory={asked}", problem, hint)
     return chosen
 
@@ -67,10 +65,10 @@ def hardware_of(device: torch.device | str) -> Hardware:
 
 
 def require_shape(value: Any) -> tuple[int, int]:
-    """Return `micro_batch_shape` as (rows, tokens).
+    """Return `value`, the user's argument `micro_batch_shape=`, as (rows, tokens) of a micro-batch.
 
     Raises:
-        SlapoError: the value is not a pair of positive integers.
+        SlapoError: `value` is not a pair of positive integers.
     """
     if not (isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(n, int) and n > 0 for n in value)):  # fmt: skip
         problem = f"found {value!r}, expected (rows, tokens) of a micro-batch"

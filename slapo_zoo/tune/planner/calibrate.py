@@ -1,4 +1,4 @@
-"""Measure the hardware profile of this machine: rates of products, memory and links, each the best of repeats."""
+"""Measure the hardware profile of this machine: rates of matrix products, memory, links, each the best of repeats."""
 
 import os
 import time
@@ -16,7 +16,7 @@ SIZE, ELEMENTS, REPEATS = 1024, 1 << 22, 7
 
 
 def measure(device: str | None, ranks: int = 2) -> Hardware:
-    """Measure this machine and return its hardware profile.
+    """Measure the speeds of this machine and return them as the hardware profile that the planner simulates with.
 
     Args:
         device: "cpu", "cuda", or None for a GPU where there is one.
@@ -40,7 +40,7 @@ def measure(device: str | None, ranks: int = 2) -> Hardware:
 
 
 def best_time(run: Callable[[], Any], device: torch.device, repeats: int = REPEATS) -> float:
-    """Return the seconds of the fastest of `repeats` runs, after one warm-up run."""
+    """Return the seconds of the fastest of `repeats` calls of `run`, after one to warm up; a GPU is waited for."""
     found = []
     for _ in range(repeats + 1):
         begin = time.perf_counter()
@@ -83,7 +83,7 @@ def host_memory() -> int:
 
 
 def sum_rate(device: str) -> float:
-    """Measure an all-reduce over all ranks; return the bytes per second that one rank sends if it runs as a ring."""
+    """Time an all-reduce, called on all ranks; return the bytes per second that a rank sends, counted as in a ring."""
     on = torch.empty(0, device=device).device
     x = torch.ones(BUCKET_BYTES // 4, device=on)
     seconds = best_time(lambda: dist.all_reduce(x), on, 3)

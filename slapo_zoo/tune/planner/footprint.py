@@ -1,4 +1,4 @@
-"""Memory and work of a training step, read from its tape of recorded operations.
+"""Memory and work of a training step, read from a record (tape) of all its operations.
 
 Every storage is followed from its allocation to its release, so temporaries, the loss and gradients count. Bytes that
 are moved are counted in two ways. *Eager*: every operation reads its inputs and writes its outputs. *Fused*: a chain of
@@ -35,13 +35,8 @@ REDUCTIONS = (
 )  # fmt: skip
 # Bytes that one rank moves per byte of the whole tensor, on a ring of many ranks.
 RING = {
-    "all_reduce": 2.0,
-    "all_gather": 1.0,
-    "reduce_scatter": 1.0,
-    "all_to_all": 1.0,
-    "send": 1.0,
-    "shift": 1.0,
-}
+    "all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "send": 1.0, "shift": 1.0,
+}  # fmt: skip
 
 
 class Meter:
@@ -90,7 +85,7 @@ class Meter:
             self._pending[ref.storage] = ref.nbytes
 
     def settle(self, storages: Iterable[int] | None = None) -> None:
-        """Count outputs of fused element-wise chains as written to memory: those in `storages` (ids), or all for None."""
+        """Count outputs of fused element-wise chains as written: those with ids in `storages`, or all for None."""
         for key in list(self._pending) if storages is None else storages:
             if key in self._pending:
                 self.fused += self._pending.pop(key)
@@ -98,12 +93,14 @@ class Meter:
         self._read.clear()
 
     def died(self, storage: int) -> None:
-        """Forget a released storage; if one chain of fused operations wrote and read it, it never counts as written."""
+        """Forget the released storage with id `storage`; if only one fused chain used it, its bytes never count."""
         self._pending.pop(storage, None)
         self._read.discard(storage)
 
     def now(self) -> tuple[float, ...]:
-        """Return the totals so far; outputs of element-wise chains that are not complete count as written."""
+        """Return the totals so far as numbers: matrix products, bytes moved, operations, ..., for the method `between`.
+        Outputs of element-wise chains that are not complete count as written.
+        """
         self.settle()
         return (len(self.products), self.moved, self.ops, self.fused, self.launches, self.comm,
                 self.collectives, self.cut_comm, self.cut_collectives, self.exchanged)  # fmt: skip
@@ -138,7 +135,7 @@ class Moment(NamedTuple):
         grown: most bytes in use since the previous `Moment`, gradients of parameters included.
         gradients: bytes of gradients of parameters at this point.
         matmuls: bytes of results of matrix products since the previous `Moment`.
-        output: bytes of the unit's output.
+        output: bytes of the output of the block, embedding or head that ends at this point; 0 if none does.
     """
 
     work: tuple[float, ...]
@@ -155,7 +152,7 @@ class Footprint:
 
     Args:
         rows: the recorded operations, in order.
-        last: path of the unit that runs last; the work of the loss is added to it.
+        last: path of the unit that runs last; the work of the loss is added to that of this unit.
     """
 
     def __init__(self, rows: Sequence[Row], last: str):
@@ -234,9 +231,8 @@ class Footprint:
         return list(zip(found, before, strict=True))
 
     def _summed_in_place(self, row: Row) -> int | None:
-        """Return the storage to which an operation `row` of autograd adds a gradient; None for any other operation.
-
-        Autograd adds real gradients in place; on fake tensors it allocates a new one.
+        """Return the id of the storage to which a recorded operation of autograd, `row`, adds a gradient; None for any
+        other operation. Autograd adds real gradients in place, but on fake tensors allocates a new gradient.
         """
         if row.op is not ADD or not row.backward:
             return None
@@ -271,7 +267,7 @@ class Footprint:
             self.alive[storage] = self.alive[storage]._replace(size=0)
 
     def uses(self) -> list[tuple[str, Use]]:
-        """Return (path, cost) of each call of a unit (block, embedding, head), in forward order."""
+        """Return (path of the module, cost) of each call of a block, embedding or head, in the order of the forward."""
         found, below = [], 0
         begun, gathered = Meter().now(), 0
         end_of_step = self._now()
@@ -297,11 +293,11 @@ class Footprint:
 def parameter_bytes(
     model: Any, units: list[str]
 ) -> tuple[dict[str, tuple[int, int]], list[tuple[int, frozenset[str]]]]:
-    """Return the bytes of parameters by unit, and of each parameter that several units share.
+    """Return the bytes of a model's parameters by unit (block, embedding or head; `units` are their paths).
 
     Returns:
-        {unit: (bytes of the parameters that only it has, bytes of the largest of them)}, and
-        [(bytes, units that share it)] with an entry for each shared parameter.
+        {unit: (bytes of the parameters that no other unit has, bytes of the largest of these)}, and
+        [(bytes of a parameter, paths of the units that share it)] for parameters of several units.
     """
     holders: dict[int, tuple[int, set[str]]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Hardware profiles of the planner: rates of a device and its links, named ones or measured ones."""
+"""Hardware profiles of the planner: rates of a device and its links, from data sheets or measured."""
 
 import json
 from collections.abc import Mapping
@@ -13,24 +13,24 @@ CPU_SCRATCH = 4.0  # fitted to what `ci/bench.py memory` measured
 
 @dataclass(frozen=True)
 class Hardware:
-    """Description of a cluster for the planner.
+    """Hardware profile: the speeds and sizes of a cluster's devices and links, with which the planner simulates steps.
 
     Args:
         name: name of the device.
         source: where the numbers come from.
         matmul: dtype --> floating-point operations per second of large matrix products.
-        bandwidth: bytes per second that other operations read and write.
+        bandwidth: bytes per second that operations other than matrix products read and write.
         operation_s: seconds that the host needs to launch one operation.
         link: bytes per second that a rank sends in a collective within its node.
         network: bytes per second of a device to another node, one way.
-        latency_s: seconds of an empty collective.
+        latency_s: seconds of a collective that sends nothing.
         hop_s: seconds that each rank of a node adds to a collective.
         node_hops: number of times that `hop_s` is added to a collective for each doubling of the number of nodes.
         per_node: devices of a node.
         memory: bytes of a device.
         reserved: bytes that libraries and the context take on each device.
-        optimizer_copies: temporaries of the optimizer step, in copies of the largest parameter; with `foreach` the
-            step makes temporaries of all parameters instead.
+        optimizer_copies: size of the optimizer step's temporary tensors, as a multiple of the largest parameter; with
+            `foreach` the step makes temporary tensors for all parameters instead.
         scratch: temporary memory inside operations, which a dry run cannot see, as a multiple of the bytes of a
             block's output for one micro-batch.
         foreach: whether torch's optimizers use their multi-tensor implementation on this device.
@@ -38,7 +38,7 @@ class Hardware:
         peak: 16-bit operations per second of the data sheet; 0 where unknown.
         host: bytes per second between device and host memory, one way; 0 where both are the same memory.
         error: mean relative error of forecast step times against published runs; 0 if never compared.
-        fill: time to begin and end a tile of a product, as elements added to its inner size.
+        fill: time to begin and end a tile of a matrix product, as elements added to the inner size of the product.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Hardware:
     host: float = 0.0
 
     def flops(self, dtype: str) -> float:
-        """Return the measured operations per second in a dtype; if not measured, those in bfloat16, or the highest."""
+        """Return the floating-point operations per second in `dtype`; if unknown, those in bfloat16, or the highest."""
         return self.matmul.get(dtype) or self.matmul.get("bfloat16") or max(self.matmul.values())
 
     def write(self, path: Path) -> None:
@@ -128,10 +128,10 @@ HARDWARE["v100"] = replace(HARDWARE["v100"], error=0.12)  # mean error over Aces
 
 
 def find_hardware(name: str) -> Hardware:
-    """Return the hardware profile called `name`, or that of a JSON file which `slapo-zoo calibrate` wrote.
+    """Return the hardware profile called `name` (a100, cpu, ...), or that in the file `name` of `slapo-zoo calibrate`.
 
     Raises:
-        SlapoError: the name is unknown, or the file does not exist or is not a profile.
+        SlapoError: `name` is neither a profile nor a file, or the file holds no profile.
     """
     if name in HARDWARE:
         return HARDWARE[name]
@@ -148,9 +148,9 @@ def find_hardware(name: str) -> Hardware:
     except (ValueError, KeyError, TypeError) as error:
         problem = str(error)
     problem = f"the file is no hardware profile: {problem}"
-    raise SlapoError("plan", str(path), problem, "make one with `slapo-zoo calibrate`")
+    raise SlapoError("plan", str(path), problem, "write a profile with `slapo-zoo calibrate FILE`")
 
 
 def with_memory(hardware: Hardware, memory: float | None) -> Hardware:
-    """Return the profile with `memory` bytes per device; unchanged for None."""
+    """Return a hardware profile that differs in having `memory` bytes per device; the same profile for None."""
     return hardware if memory is None else replace(hardware, memory=memory)

@@ -18,7 +18,7 @@ MOST_INTERLEAVED = 32  # ranks of an interleaved pipeline
 
 @dataclass(frozen=True, order=True)
 class Layout:
-    """One configuration that the planner evaluates; fields are named like arguments of `from_pretrained`.
+    """Layout: one configuration that the planner evaluates, with fields named like arguments of `from_pretrained`.
 
     Args:
         tp: ranks that shard each layer.
@@ -29,7 +29,7 @@ class Layout:
         pipeline_order: name of the pipeline order.
         stages_per_rank: pipeline stages on each pp rank.
         checkpoint_ratio: share of the blocks that are recomputed, 0 to 1.
-        checkpoint_policy: policy of the recomputed blocks ("", "save_matmuls", ...); or one policy per block.
+        checkpoint_policy: what the recomputed blocks keep ("": nothing, "save_matmuls", ...); or one policy per block.
         sequence_parallel: whether tp ranks shard the tokens too.
         dp_shard: dp ranks over which ZeRO shards; 1 turns ZeRO off.
         zero_stage: ZeRO shards optimizer states (1), gradients too (2), weights too (3).
@@ -92,7 +92,7 @@ class Layout:
 
 
 def places_of(layout: Layout) -> StageMap:
-    """Return the map from pipeline ranks to the stages that they hold, and back, for a layout."""
+    """Return the map from the pipeline ranks of a layout to the stages that each rank holds, and back."""
     return _places(layout.pipeline_order, layout.pp, layout.stages_per_rank)
 
 
@@ -115,7 +115,7 @@ def layouts(
     tp: int, gpus: int, batch: int, blocks: int, orders: Sequence[str] = ("1f1b", "interleaved_1f1b"),
     sequence_parallel: bool = False, cp: int = 1, cp_attention: str = WAYS[0],
 ) -> Iterator[Layout]:  # fmt: skip
-    """Yield every layout with `tp` ranks per layer and `cp` per row that uses all devices and splits the batch evenly.
+    """Yield every layout with the given sizes of tp and cp that uses all `gpus` and splits the batch evenly.
 
     Args:
         tp: ranks that shard each layer.
@@ -137,28 +137,17 @@ def layouts(
             count = batch // dp // rows
             for order, virtual in orders_for(pp, count, blocks, orders):
                 for ratio, policy in policies:
-                    yield Layout(
-                        tp,
-                        pp,
-                        dp,
-                        rows,
-                        count,
-                        order,
-                        virtual,
-                        ratio,
-                        policy,
-                        sequence_parallel,
-                        cp=cp,
-                        cp_attention=cp_attention,
-                    )
+                    yield Layout(tp, pp, dp, rows, count, order, virtual, ratio, policy, sequence_parallel,
+                                 cp=cp, cp_attention=cp_attention)  # fmt: skip
 
 
 def orders_for(
     pp: int, count: int, blocks: int, orders: Sequence[str]
 ) -> Iterator[tuple[str, int]]:
-    """Yield each (order, stages per rank) of `orders` that can run `count` micro-batches on `pp` ranks.
+    """Yield (pipeline order, stages per rank) for each name in `orders` that can run `count` micro-batches on `pp`
+    ranks.
 
-    A model of `blocks` blocks has at most as many stages.
+    A model of `blocks` blocks has at most `blocks` stages. With pp=1 the only pair is ("1f1b", 1).
     """
     if pp == 1:
         yield "1f1b", 1
@@ -172,7 +161,8 @@ def orders_for(
 
 @lru_cache(maxsize=4096)
 def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) -> tuple[int, ...]:
-    """Return the number of micro-batches between forward and backward in each stage of a rank, when their sum is largest.
+    """Return, for each stage of a pipeline rank, the micro-batches between their forward and backward at the moment
+    when the rank has most of them.
 
     Args:
         order: name of the pipeline order.
@@ -196,7 +186,7 @@ def in_flight(order: str, pp: int, virtual: int, micro_batches: int, rank: int) 
 
 @lru_cache(maxsize=512)
 def _simulated(order: str, pp: int, virtual: int, micro_batches: int) -> list[tuple[int, ...]]:
-    """Simulate an order; return for each pp rank the most micro-batches between forward and backward, stage by stage."""
+    """Simulate `order` with `virtual` stages per rank; return the most micro-batches in flight by pp rank and stage."""
     places = places_of(Layout(pp=pp, pipeline_order=order, stages_per_rank=virtual))
     found = []
     for rank, actions in enumerate(places.actions(micro_batches)):

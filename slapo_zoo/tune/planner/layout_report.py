@@ -1,4 +1,4 @@
-"""Reports of a layout search: what a simulated step is worth, its stages, text tables, JSON, and the fastest layout as a file."""
+"""Reports of a layout search: throughput of a simulated step, its stages, tables, JSON, the best layout as a file."""
 
 import itertools
 from collections.abc import Collection
@@ -27,11 +27,11 @@ class Worth:
         tokens_per_s: tokens per second of the whole cluster.
         mfu: model flops per second divided by the peak rate; None where the device's peak is unknown.
         gpu_hours: device hours to train on 10^9 tokens.
-        binds: dict: "compute", "bubble", "sums over dp and transfers" or "optimizer" --> share of the step's
-            time, 0 to 1.
+        binds: dict of the parts of a step, "compute", "bubble", "sums over dp and transfers" and "optimizer" --> share
+            of the step's time, 0 to 1.
         faster_link: share of the step that links and network of twice the rate would save.
         spare: bytes of device memory that stay free on the fullest rank.
-        error: mean relative error of such forecasts against published runs; None if never compared.
+        error: mean relative error of forecast step times on this device against published runs; None if unknown.
     """
 
     tokens_per_s: float
@@ -43,7 +43,7 @@ class Worth:
     error: float | None
 
     def text(self) -> str:
-        """Format the estimate as two lines: throughput, then what bounds the step."""
+        """Return two lines of text: throughput, MFU and GPU hours; then the share of the step's time of each part."""
         error = "unmeasured" if self.error is None else f"± {self.error:.0%}"
         used = "" if self.mfu is None else f", MFU {self.mfu:.0%}"
         shares = ", ".join(
@@ -58,7 +58,7 @@ class Worth:
 
 
 def worth(planner: Planner, found: Forecasted) -> Worth:
-    """Return throughput, MFU and bottleneck of a step that the planner has forecast, `found`."""
+    """Return throughput, MFU and bottleneck of the training step `found`, which the planner has forecast."""
     at, step, hardware = found.layout, found.step, planner.hardware
     gpus = at.devices
     tokens = at.dp * at.micro_batches * at.rows * planner.seq_len
@@ -81,7 +81,7 @@ def worth(planner: Planner, found: Forecasted) -> Worth:
 
 
 def as_json(planner: Planner, found: Found, most: int) -> dict[str, Any]:
-    """Return a layout search `found` as JSON data: at most `most` layouts, bytes and seconds."""
+    """Return JSON data of `found`, a layout search: its `most` fastest layouts and why others were refused."""
     return {
         "hardware": asdict(found.hardware), "parameters": found.parameters, "batch": found.rows,
         "seq_len": found.seq_len, "looked_at": found.looked_at, "fit": len(found.feasible),
@@ -100,7 +100,7 @@ def _entry(found: Found, f: Forecasted) -> dict[str, Any]:
 
 
 def as_text(planner: Planner, found: Found, most: int, explain: bool) -> str:
-    """Return the report of a layout search `found`: its `most` fastest layouts; with `explain` why others were refused."""
+    """Return a text on `found`, a layout search: its `most` fastest layouts; with `explain` why others were refused."""
     fit = f"{len(found.feasible)} of {found.looked_at} configurations fit"
     title = f"{found.parameters / 1e9:.3g}B parameters on {found.hardware.name}: {fit}"
     size = found.hardware.memory / GIB
@@ -139,8 +139,8 @@ def call_of(f: Forecasted, without: Collection[str] = ()) -> str:
 
 
 def write_schedule(planner: Planner, found: Found, path: Path) -> Forecasted:
-    """Write the schedule of the fastest layout in `found`, a layout search, as JSON for
-    `from_pretrained(schedule=path)`; return its forecast.
+    """Write the schedule of the fastest layout in `found`, the result of a layout search, as a JSON file for
+    `from_pretrained(schedule=path)`; return the forecast of that layout.
 
     Raises:
         MeshError: no layout fits.
@@ -168,7 +168,7 @@ class StageForecast:
 
     Args:
         rank: pp coordinate of the rank that runs the stage.
-        extent: names of the first and the last unit of the stage.
+        extent: paths of the first and the last module (block, embedding, head) of the stage, as text.
         seconds: time of forward plus backward of one micro-batch.
         flops: floating-point operations of forward plus backward on one tp rank, recomputation included.
         activations: bytes kept from the forward of a micro-batch to its backward.

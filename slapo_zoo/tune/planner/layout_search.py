@@ -63,15 +63,11 @@ class Planner:
         self._costs: list[tuple[str, float]] = []
 
     def profile(
-        self,
-        tp: int,
-        sequence_parallel: bool = False,
-        cp: int = 1,
-        cp_attention: str = SIMULATED[0],
-    ) -> Profile:
-        """Return the costs of the model's units (blocks, embeddings, heads) on one rank, by a cached dry run. `tp` ranks
-        share each layer, with `sequence_parallel` the tokens too; `cp` ranks share the tokens of each row, and
-        `cp_attention` says how attention sees all of them.
+        self, tp: int, sequence_parallel: bool = False, cp: int = 1, cp_attention: str = SIMULATED[0]
+    ) -> Profile:  # fmt: skip
+        """Return the costs of the model's blocks, embeddings and heads on one rank, from a cached dry run. `tp` ranks
+        shard each layer, with `sequence_parallel` the tokens too; `cp` ranks shard the tokens of each row, and
+        `cp_attention` ("gather", "ulysses") says how attention sees the tokens of all cp ranks.
         """
         key = tp, sequence_parallel and tp > 1, cp, cp_attention
         if cp > 1 and cp_attention not in SIMULATED:
@@ -93,23 +89,21 @@ class Planner:
         self, gpus: int, batch: int, orders: Sequence[str] | None = None, divided: bool = True,
         cut: bool = True,
     ) -> Found:  # fmt: skip
-        """Forecast every layout that uses all devices, and return them ranked.
+        """Forecast every layout that uses all devices; return those that fit, the fastest first, and the refused ones.
 
         Args:
             gpus: number of devices.
             batch: rows of a step over all replicas.
             orders: pipeline orders to try; None takes the usual ones.
             divided: whether layouts with sequence parallelism are tried too.
-            cut: whether layouts with cp > 1 are tried too, for a model whose tokens can be cut.
+            cut: whether layouts with cp > 1 are tried too, for a model whose rows can be sharded over cp.
 
         Raises:
             MeshError: no layout uses all devices and splits the batch evenly.
         """
         limit = self.hardware.memory - self.hardware.reserved
         fits, refused, looked_at = [], [], 0
-        least: dict[
-            Any, tuple[float, Layout]
-        ] = {}  # (tp, pp, dp, cp) --> smallest that does not fit
+        least: dict[Any, tuple[float, Layout]] = {}  # (tp, pp, dp, cp) --> least that does not fit
         for layout in self._candidates(gpus, batch, orders, (divided, cut), refused):
             looked_at += 1
             layout, memory = self._least_zero(layout, limit)
@@ -134,9 +128,10 @@ class Planner:
     def _refined(
         self, fits: Sequence[Forecasted], limit: float, orders: Sequence[str] | None
     ) -> list[Forecasted]:
-        """Return forecasts that are faster than the fastest of `fits`, found by changing one field of a layout each.
+        """Return forecasts of layouts that are faster than those in `fits` from which they were reached, by changing
+        one field of a layout at a time.
 
-        `limit` is the bytes per rank, `orders` are the pipeline orders to try (None: all).
+        `limit` is the bytes of memory per rank, `orders` are the pipeline orders to try (None: all).
         """
 
         def fit(layout: Layout) -> bool:
@@ -149,8 +144,8 @@ class Planner:
     def _mixed(
         self, fits: Sequence[Forecasted], over: Sequence[Layout], limit: float
     ) -> list[Forecasted]:
-        """Return forecasts of layouts in which each block has the recompute policy that suits it, if faster than all of
-        `fits`.
+        """Return forecasts of layouts that keep, recompute or offload each block as is fastest within the limit, if
+        these layouts are faster than all of `fits`.
 
         Args:
             fits: forecasts of layouts that fit.
@@ -170,7 +165,7 @@ class Planner:
         return [f for f in found if f is not None]
 
     def _least_zero(self, layout: Layout, limit: float) -> tuple[Layout, float]:
-        """Return (the layout with the lowest ZeRO stage that fits `limit` bytes, its bytes); ZeRO-3 if none fits."""
+        """Return (`layout` with the lowest ZeRO stage, of 0, 1, 3, that fits into `limit` bytes, else 3; its bytes)."""
         memory = self.most_memory(layout)
         for stage in (1, 3) if layout.replicas > 1 else ():
             if memory <= limit:
@@ -185,7 +180,7 @@ class Planner:
     ) -> Iterator[Layout]:  # fmt: skip
         """Yield every layout to forecast; add (tp size, reason) to `refused` for each mesh whose dry run fails.
 
-        `tries`: whether sequence parallelism and cp are tried.
+        `tries` is (whether sequence parallelism is tried, whether cp > 1 is tried).
         """
         blocks = sum(name in self._blocks() for name, _ in self.costs())
         more = {} if orders is None else {"orders": orders}
@@ -194,10 +189,8 @@ class Planner:
                 try:
                     self.profile(tp, divided, cp, way)
                 except SlapoError as error:
-                    what = (
-                        f"tp={tp}" + f" cp={cp} {way}" * (cp > 1) + " sequence parallel" * divided
-                    )
-                    refused.append((what, error.problem))
+                    what = f"tp={tp}" + f" cp={cp} {way}" * (cp > 1)
+                    refused.append((what + " sequence parallel" * divided, error.problem))
                     continue
                 knobs = {"sequence_parallel": divided, "cp": cp, "cp_attention": way, **more}
                 yield from layouts(tp, gpus, batch, blocks, **knobs)
@@ -205,9 +198,11 @@ class Planner:
     def _divisions(
         self, tp: int, gpus: int, divided: bool, cut: bool
     ) -> Iterator[tuple[bool, int, str]]:
-        """Yield each (whether `tp` ranks shard the tokens, number of cp ranks, how attention sees their tokens) to try.
+        """Yield each (sequence parallelism or not, number of cp ranks, how attention sees their tokens) to try with
+        `tp`.
 
-        A cp rank has at least SHORTEST (2048) tokens of a row; with cp > 1 tp ranks shard these too wherever they can.
+        `divided` allows sequence parallelism, `cut` cp > 1. A cp rank has at least SHORTEST (2048) tokens of a row;
+        with cp > 1 tp ranks shard these tokens too if tp divides them.
         """
         lengths = self.family.lengths(self.seq_len)
         for cp in divisors(gpus // tp):
@@ -231,7 +226,7 @@ class Planner:
         return Forecasted(layout, step, ranks, fullest)
 
     def ranks(self, layout: Layout) -> list[RankMemory]:
-        """Return the predicted memory of every pipeline rank."""
+        """Return the predicted memory of every pipeline rank under `layout`, in order."""
         stages, places = self.stages_of(layout), places_of(layout)
         return [
             self._rank(layout, rank, [stages[i][0] for i in places.stages_of(rank)])
@@ -239,7 +234,7 @@ class Planner:
         ]
 
     def most_memory(self, layout: Layout) -> float:
-        """Return the bytes of the fullest rank; for the usual orders, ranks with equal stages are computed once."""
+        """Return the predicted bytes of the pipeline rank that needs most memory under `layout`."""
         stages, places = self.stages_of(layout), places_of(layout)
         seen: set[Any] = set()
         most = 0.0
@@ -263,7 +258,7 @@ class Planner:
         return replace(found, total=found.total + scratch, working=found.working + scratch)
 
     def on(self, hardware: Hardware, precision: str | None = None) -> "Planner":
-        """Return a planner of the same model on other devices; both share the profiles of the model.
+        """Return a planner of the same model on other devices; both planners share the measured costs of the model.
 
         Args:
             hardware: profile of the devices.
@@ -276,14 +271,14 @@ class Planner:
         return other
 
     def how(self, layout: Layout) -> How:
-        """Return the conditions under which times of a layout are computed: hardware, runtime, precision, tp and cp."""
+        """Return what the seconds of work under `layout` depend on: hardware, runtime, precision, tp and cp."""
         runtime = self.runtime
         if layout.cp > 1 and runtime in (RUNTIMES["kernels"], RUNTIMES["compiled"]):
             runtime = RUNTIMES["eager"]  # cp runs without them
         return How(self.hardware, runtime, self.precision, layout.tp, layout.cp)
 
     def why(self, found: Forecasted) -> str:
-        """Return one line that says why the layout of `found` does not fit: its bytes of each kind, and the device's."""
+        """Return a line that says why the layout of `found` does not fit: what its fullest rank needs, in GiB."""
         total = (found.memory + self.hardware.reserved) / GIB
         rank = found.ranks[found.fullest]
         sizes = {name: getattr(rank, name) for name in PARTS} | {
@@ -312,10 +307,10 @@ class Planner:
     def _marks(
         self, what: Any, profile: Profile, layout: Layout
     ) -> tuple[Recompute, tuple[int, ...], Any]:
-        """Return (recompute policies, an int per block, embedding and head, a dict); units of equal cost have equal ints.
+        """Return (recompute policies under `layout`, an int for each call of a block, embedding or head, a dict).
 
-        So stages with equal ints cost the same, and the caller caches their memory and time in the dict, by these ints.
-        `profile` has the costs, `what` is the key under which the result is cached.
+        Two calls have equal ints if they cost the same in `profile`. So stages with equal ints cost the same, and the
+        caller caches memory and time of a stage in the dict, by its ints. `what` is the key of the cached result.
         """
         if what in self._stages:
             return self._stages[what]
@@ -339,7 +334,7 @@ class Planner:
         return self._stages[what]
 
     def edges(self, stages: int) -> list[int]:
-        """Return the index of the first call (of a block, embedding, head) of each stage, then the number of calls."""
+        """Return the index of the first call of a module in each of `stages` stages, and then the number of calls."""
         return [0, *self.cuts(stages), len(self.profile(1).units)]
 
     def costs(self) -> list[tuple[str, float]]:
@@ -357,7 +352,7 @@ class Planner:
         return set(self.family.blocks)
 
     def cuts(self, stages: int) -> list[int]:
-        """Return the index of the first call (of a block, embedding, head) in each of `stages` stages but the first."""
+        """Return the indices of the calls of modules (blocks, ...) before which the model is split into stages."""
         key = "cuts", stages
         if key not in self._stages:
             names, costs = zip(*self.costs(), strict=True)

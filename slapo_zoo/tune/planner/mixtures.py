@@ -1,8 +1,8 @@
 """Choose for each block whether its activations are kept, recomputed or offloaded, at least time within a memory
 limit.
 
-A mixture is one choice per block. Block after block, mixtures that another one beats in both bytes and seconds are
-dropped; the fastest that fits is taken. Of more than MOST (400) mixtures only one per range of bytes is kept.
+A mixture has one choice per block. Block after block, a mixture is dropped if another mixture takes fewer bytes and
+seconds; of those left at the end the fastest that fits is taken. Of over MOST (400), one per range of bytes is kept.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ CHOICES = ("keep", "save_matmuls", "offload", "recompute", "sharded")
 
 
 class Mixture(NamedTuple):
-    """Choice of a recompute policy for each block so far, with the time and memory that it takes.
+    """Mixture: a recompute policy for each block looked at so far, with the time and memory that these choices take.
 
     Args:
         bytes: activations kept on the device.
@@ -33,13 +33,13 @@ class Mixture(NamedTuple):
 def choose(
     planner: Any, layout: Layout, budget: float | Sequence[float]
 ) -> tuple[tuple[str, ...] | None, int]:
-    """Choose the fastest activation policy of each block so that every rank stays within the budget.
+    """Choose for each block whether activations are kept, recomputed or offloaded: the fastest way within the budget.
 
-    Return (one policy per block, or None if nothing fits; the smallest budget in bytes that would fit).
+    Return (one policy per block, or None if nothing fits; the smallest budget in bytes per rank that would fit).
 
     Args:
         planner: planner of the model.
-        layout: the configuration; its own recomputation settings are ignored.
+        layout: mesh, micro-batches and pipeline order; the recomputation settings of the layout are ignored.
         budget: bytes of activations per rank: one number, or one for each rank.
     """
     budgets = budget if isinstance(budget, Sequence) else [budget] * layout.pp
@@ -85,7 +85,7 @@ def _both(a: Mixture, b: Mixture) -> Mixture:
 
 
 def _front(options: dict[str, list[Mixture]], offloads: bool) -> list[Mixture]:
-    """Return the Pareto front, by bytes and seconds, of choosing one policy per block; the smallest bytes first.
+    """Return the mixtures (one policy per block) that no other one beats in both bytes and seconds, fewest bytes first.
 
     Args:
         options: block --> a `Mixture` for each policy that the block may have.
@@ -114,8 +114,8 @@ def _unbeaten(mixtures: Sequence[Mixture]) -> list[Mixture]:
 
 
 def _note(found: dict[str, str], best: Mixture | None) -> None:
-    """Add the policies of `best`, one rank's choice, to `found` (block --> policy); None for `best` adds nothing. A
-    block on several ranks gets the one of its policies that keeps least on the device.
+    """Add the policies in `best`, the mixture chosen for one rank, to the dict `found` (block --> policy); None adds
+    nothing. A block that runs on several ranks gets the one of its policies that keeps least on the device.
     """
     chain = best.choices if best else None
     while chain is not None:
@@ -124,7 +124,7 @@ def _note(found: dict[str, str], best: Mixture | None) -> None:
 
 
 def mixed(planner: Any, layout: Layout, limit: float, seconds: float = float("inf")) -> Any:
-    """Return the forecast of `layout` with the fastest recompute policy per block that fits into memory, or None.
+    """Return the forecast of `layout` with the fastest choice of a recompute policy per block that fits into memory.
 
     `limit` is the bytes of memory per rank. The result is None if nothing fits, if one policy for all blocks
     is best, or if the step takes `seconds` or longer.

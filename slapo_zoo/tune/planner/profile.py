@@ -1,6 +1,6 @@
-"""Profile of a model: the cost of one training step of each unit, as plain numbers that scale with the rows.
+"""Profile of a model: the cost of a training step of each block, embedding and head, as numbers that scale with rows.
 
-`profiling.py` measures it on fake tensors; the forecasts of memory and time read it.
+`profiling.py` measures these costs on fake tensors; the forecasts of memory and time use them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ class Work(NamedTuple):
         ops: number of operations that write memory.
         fused: bytes read and written when chains of element-wise operations are fused.
         launches: number of kernels when fused.
-        comm: bytes that a rank sends over tp in rings; n ranks send (n - 1) / n of it.
+        comm: bytes that a rank sends over tp in a ring of many ranks; with n ranks it sends (n - 1) / n of them.
         collectives: number of collectives over tp.
-        cut_comm: bytes that a rank sends over cp in rings; n ranks send (n - 1) / n of it.
+        cut_comm: bytes that a rank sends over cp in a ring of many ranks; with n ranks it sends (n - 1) / n of them.
         cut_collectives: number of collectives over cp.
         exchanged: the part of `cut_comm` that all-to-alls send, each rank to every other.
     """
@@ -47,11 +47,11 @@ class Work(NamedTuple):
         return sum(product.flops for product in self.products)
 
     def plus(self, other: "Work") -> "Work":
-        """Return the sum of two pieces of work that run one after the other."""
+        """Return the sum of this work and `other`, field by field, for work that runs one after the other."""
         return Work(*(a + b for a, b in zip(self, other, strict=True)))
 
     def times(self, factor: float) -> "Work":
-        """Return work of the same kind for `factor` times as many tokens."""
+        """Return this work for `factor` times as many tokens: every amount is multiplied by `factor`."""
         products = (
             p._replace(batch=factor * p.batch, flops=factor * p.flops, moved=factor * p.moved)
             for p in self.products
@@ -96,7 +96,7 @@ class Use(NamedTuple):
     before: float = 0.0
 
     def toward(self, other: "Use", share: float) -> "Use":
-        """Return the interpolated cost self + share * (other - self); `share` may exceed 1."""
+        """Return self + share * (other - self) for each number of the two costs; a `share` above 1 extrapolates."""
         return tree_map(lambda a, b: a + (b - a) * share, self, other)
 
     def times(self, factor: float) -> "Use":
@@ -133,10 +133,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of every unit of a model on one tp rank.
+    """Costs of every unit (block, embedding, head) of a model on one tp rank.
 
     Args:
-        units: the unit calls, in order.
+        units: the calls of units, in the order of the forward.
         shared: (bytes, names of units) of each parameter that several units share.
         seq_len: tokens of a row.
         itemsize: bytes of a parameter's element.
@@ -168,7 +168,8 @@ class Recompute:
         policy: what those blocks keep: "" nothing, "save_matmuls" outputs of matrix products, "attention"
             all but what lies between q, k, v and the output of attention, "offload" everything in host
             memory, "sharded" nothing but a tp shard of their input.
-        regathered: share of the gathered tokens that the backward gathers again instead of keeping.
+        regathered: share of the tokens gathered for sequence parallelism that the backward gathers again, instead of
+            the forward keeping them.
         each: unit --> its own policy, which has precedence over `policy`; also "keep" or "recompute".
         shares: number of tp ranks over which "sharded" divides a block's input.
     """
@@ -180,12 +181,12 @@ class Recompute:
     shares: int = 1
 
     def of(self, name: str) -> str:
-        """Return the policy of the block, embedding or head `name`: "keep", "recompute", or a value like `policy`."""
+        """Return the policy of the block, embedding or head at path `name`: "keep", "recompute" or one of `policy`."""
         found = self.policy if name in self.blocks else "keep"
         return self.each.get(name, found) or "recompute"
 
     def held(self, unit: Unit, use: Use) -> float:
-        """Return the bytes that a block, embedding or head of cost `use` keeps from its forward to its backward."""
+        """Return the device bytes that `unit`, a block, embedding or head of cost `use`, keeps for its backward."""
         kept = use.kept - self.regathered * use.gathered
         policy = self.of(unit.name)
         if policy in ("keep", "offload"):

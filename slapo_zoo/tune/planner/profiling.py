@@ -1,4 +1,4 @@
-"""Profile a model: measure the cost of every unit on one tp rank by dry runs on fake tensors.
+"""Profile a model: measure the cost of every block, embedding and head on one tp rank by dry runs on fake tensors.
 
 A model of many equal blocks is run with three per stack: the first, which may also make masks; the
 last, whose backward comes first; and one that stands for all others. Two numbers of rows are run; costs
@@ -43,11 +43,11 @@ KEPT_BLOCKS = 3  # first, middle, last
 
 
 class Family:
-    """Configs and meta-device models of one family: the given config and, if possible, a config with fewer blocks.
-    Costs of the smaller model are repeated to the full depth.
+    """Model to profile, on the meta device: the model of a config and, if its blocks are alike, one of fewer blocks.
+    The costs of the blocks of the smaller model are repeated to the full depth.
 
-    Two fields may be set before the first profile: `target_len`, the tokens of a decoder's row if an encoder's row has
-    more, and `padding`, whether batches carry an attention mask.
+    Two attributes may be set before the first profile: `target_len`, the tokens of a decoder's row if they are fewer
+    than an encoder's, and `padding`, whether batches carry an attention mask.
 
     Args:
         config: config of `transformers`; it is not changed.
@@ -68,29 +68,29 @@ class Family:
         self.is_small = small is not None
 
     def lengths(self, seq_len: int) -> list[int]:
-        """Return [seq_len], and after it the tokens of a non-text input (image patches, audio) if the family has one."""
+        """Return [seq_len, tokens of a non-text input (image patches, audio)]; [seq_len] for a model of text alone."""
         other = self.table.num_tokens
         return [seq_len, *([other(self.config)] if other else [])]
 
     @property
     def cuts(self) -> bool:
-        """Return whether the tokens of the model's rows can be cut over cp."""
+        """Return whether context parallelism can shard the tokens of this model's rows over cp ranks."""
         return self.table.positions_of(self.cls) is not None
 
     def require_cuts(self) -> None:
-        """Raise ArchitectureError if it is not known how to cut the tokens of the model's rows over cp."""
+        """Raise ArchitectureError if context parallelism cannot shard the tokens of this model's rows over cp ranks."""
         if not self.cuts:
             problem = f"{self.cls.__name__} is not known to train right with tokens sharded over cp"
             raise ArchitectureError("plan", "cp > 1", problem, "use cp=1")
 
     def _built(self, config: Any) -> tuple[Any, list[str]]:
-        """Return the model of a config on meta, and the paths of its blocks."""
+        """Return (model of `config` on the meta device, paths of its transformer blocks)."""
         seam = self.table.seam
         model = hf.build_on_meta(self.cls, copy.deepcopy(config), torch.float32, seam)
         return model, block_paths(Schedule(model, Mesh()), self.table)
 
     def _small(self) -> Any:
-        """Return the config with few blocks per stack, or None where blocks differ or the config has no layer count."""
+        """Return the config of a model with three blocks per stack; None if blocks differ, are few, or not counted."""
         kinds = _kinds(self.blocks)
         if self.table.calls or max(map(len, kinds.values())) <= KEPT_BLOCKS + 1:
             return None
@@ -144,7 +144,7 @@ class Family:
         return Profile(self._whole(units), shared, seq_len, dtype.itemsize, self.total_parameters)
 
     def _whole(self, units: list[Unit]) -> list[Unit]:
-        """Return the costs of the full model's units: those in `units`, blocks repeated up to the model's depth."""
+        """Return the full model's costs: `units`, those of the smaller one, with blocks repeated to the full depth."""
         named = {unit.name: unit for unit in units}
         if not self.is_small:
             return units
@@ -152,7 +152,7 @@ class Family:
         return [replace(named[like], name=name) for name, like in names]
 
     def repeat(self, calls: list[tuple[str, T]]) -> list[tuple[str, T]]:
-        """Expand (unit, value) pairs `calls` of the small model to the full depth: the middle block's value is repeated."""
+        """Return (path, value) pairs of the full model from those of the smaller, whose middle block stands for all."""
         found, kinds = [], _kinds(self.blocks) if self.is_small else {}
         for name, value in calls:
             kind, _, index = name.rpartition(".")
@@ -167,7 +167,7 @@ class Family:
 
 
 def _kinds(blocks: list[str]) -> dict[str, list[str]]:
-    """Group block paths by the list that contains them: path of the list --> paths of its blocks."""
+    """Return {path of a module list (stack of blocks): paths of its blocks} for the paths `blocks`."""
     kinds: dict[str, list[str]] = {}
     for block in blocks:
         kinds.setdefault(block.rpartition(".")[0], []).append(block)
@@ -180,7 +180,7 @@ def _shapes(model: Any, block: str) -> tuple[Any, ...]:
 
 
 def shorter(config: Any, counts: set[int]) -> Any:
-    """Return the config with KEPT_BLOCKS (3) layers per stack, or None where layers differ from each other.
+    """Return a copy of `config` with KEPT_BLOCKS (3) layers per stack, or None if its layers differ from each other.
 
     Args:
         config: config of the whole model.
@@ -221,7 +221,7 @@ class _Masks(RandomStream):
         self.on_cpu, self.in_bytes = on_cpu, in_bytes
 
     def draws_in_blocks(self, device: torch.device) -> bool:
-        """Return whether the planned device draws masks by a generator, as a CPU does."""
+        """Return True if a CPU is planned for, which draws dropout masks by a generator; `device` is unused."""
         return self.on_cpu
 
     def hashes(self, device: torch.device) -> bool:
@@ -229,7 +229,7 @@ class _Masks(RandomStream):
         return False
 
     def cells(self, count: int, site: str, heads: Any = ()) -> list[int]:
-        """Return a dummy seed for each of `count` rows and each of `heads`; the module path `site` is unused."""
+        """Return 0 as the dropout seed for each of `count` rows and each head in `heads`; `site` is unused."""
         return [0] * (count * max(len(heads), 1))
 
     def uniform(self, x: Tensor, site: str) -> Tensor:
@@ -241,13 +241,13 @@ class _Masks(RandomStream):
         return torch.empty_like(x, dtype=torch.uint8 if self.in_bytes else None)
 
     def keep_columns(self, x: Tensor, p: float, site: str, run: Any, size: int) -> Tensor:
-        """Return an uninitialised dropout mask for columns run[0]..run[1]-1 of `size`; `p` and path `site` are unused."""
+        """Return an uninitialised dropout mask for x, columns run[0]..run[1]-1 of `size`; `p`, `site` are unused."""
         if self.in_bytes:
             return x.new_empty((*x.shape[:-1], run[1] - run[0]), dtype=torch.uint8)
         return x.new_empty((*x.shape[:-1], size))[..., run[0] : run[1]]
 
     def keep_tokens(self, x: Tensor, p: float, site: str, n: int, r: int) -> Tensor:
-        """Return an uninitialised dropout mask for x, one of n slices of the tokens; `p`, `site` and `r` are unused."""
+        """Return an uninitialised dropout mask for x, one of `n` slices of the tokens; `p`, `site`, `r` are unused."""
         if self.in_bytes or x.ndim > 2:
             return self.keep_mask(x, p, site)
         return x.new_empty(n * x.shape[0], x.shape[1])[: x.shape[0]].clone()
@@ -264,10 +264,10 @@ def dry_run(
     """Run a training step on fake tensors with dropout; return (path, cost) of each call of a block, embedding, head.
 
     Args:
-        outline: scheduled model on meta, of any rank.
+        outline: scheduled model on the meta device, as any one rank holds it.
         rows: rows of the micro-batch.
         tokens: (tokens of a row, tokens of a decoder's row, or 0 for the same number).
-        stream: source of dropout masks that draws nothing.
+        stream: source of dropout masks, which allocates masks and draws none.
         scores: whether attention with dropout writes its scores to memory; with cp > 1 it does.
         padding: whether the batch has an attention mask.
 
@@ -314,10 +314,10 @@ def _loss(tape: Tape, output: Any) -> Tensor:
 
 
 def _in_parts(calls: list[tuple[str, Use]], blocks: set[str], tp: int) -> list[tuple[str, Use]]:
-    """Return the calls with the activation bytes before the first block divided by tp.
+    """Return (path, cost) pairs `calls`, with the activation bytes kept before the first block divided by `tp`.
 
-    These are the bytes that embeddings and other units before the blocks keep. Under sequence parallelism each rank
-    keeps those of its own tokens only.
+    Under sequence parallelism each rank keeps only its own tokens of what embeddings and others before the blocks save.
+    `blocks` are the paths of the blocks.
     """
     first = next(i for i, (name, _) in enumerate(calls) if name in blocks)
     if calls[first + 1][0] not in blocks:
@@ -342,7 +342,7 @@ def _untie(model: Any, mode: Any) -> None:
 
 
 def _received(calls: list[Call]) -> Iterator[int]:
-    """Yield, per call of a block, embedding or head, the bytes received by a stage that begins there; first 0."""
+    """Yield for each call of a block, embedding or head the bytes that a stage beginning there would receive."""
     yield 0
     for i in range(1, len(calls)):
         plan = StagePlan(tuple(calls), (0,) * i + (1,) * (len(calls) - i), 0)

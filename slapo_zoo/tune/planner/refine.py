@@ -1,7 +1,7 @@
-"""Refine the fastest layouts one knob at a time: pipeline order, ZeRO, and the least recomputation that fits.
+"""Refine the fastest layouts one option at a time: pipeline order, ZeRO, and the least recomputation that fits.
 
-The wide search tries two orders, six shares of recomputation and the lowest ZeRO stage that fits; here
-every other value of these knobs is tried around its fastest layouts.
+The wide search tries two orders, six ways of recomputation and the lowest ZeRO stage that fits; here every other value
+of these options is tried around the fastest layouts of the wide search.
 """
 
 from bisect import bisect_left
@@ -24,12 +24,12 @@ Fits = Callable[[Layout], bool]
 def refine(
     forecast: Forecast, fits: Fits, found: Sequence[Any], blocks: int, orders: Sequence[str] | None
 ) -> list[Any]:
-    """Return forecasts that are faster than those of the wide search, found near its fastest ones.
+    """Return forecasts of layouts that are faster than those in `found` from which the refinement started.
 
     Args:
         forecast: function from a layout to its forecast.
         fits: function from a layout to whether it fits into memory.
-        found: forecasts of the wide search.
+        found: forecasts that a wide search has made; the refinement starts from the fastest.
         blocks: number of blocks of the model.
         orders: pipeline orders that may be used; None for all.
     """
@@ -47,7 +47,8 @@ def refine(
 class Climb:
     """Hill climbing from a layout to faster ones, changing one argument of `from_pretrained` at a time.
 
-    `forecast` and `fits` map a layout to its forecast, and to whether it fits into memory.
+    `forecast` maps a layout to its forecast, `fits` a layout to True if it fits into memory. `blocks` is the number of
+    blocks of the model, `orders` are the pipeline orders to try.
     """
 
     forecast: Forecast
@@ -67,14 +68,14 @@ class Climb:
                 return best
 
     def _sharded(self, layout: Layout) -> Iterator[Layout]:
-        """Yield variants of a layout: without ZeRO, and with each ZeRO stage and number of ranks that shard."""
+        """Yield variants of `layout`: without ZeRO, then with each ZeRO stage over each number of ranks."""
         yield replace(layout, dp_shard=1, zero_stage=3)
         for shards in divisors(layout.replicas)[1:]:
             for stage in (1, 2, 3):
                 yield replace(layout, dp_shard=shards, zero_stage=stage)
 
     def _ordered(self, layout: Layout) -> Iterator[Layout]:
-        """Yield variants of a layout, one for every pipeline order that is short enough to simulate."""
+        """Yield variants of `layout` with other pipeline orders, except those whose simulation would take too long."""
         count = layout.micro_batches
         for order, virtual in orders_for(layout.pp, count, self.blocks, self.orders):
             if layout.pp > 1 and (order in CLOSED or count * layout.pp * virtual <= MOST_FORWARDS):

@@ -1,4 +1,4 @@
-"""Runtimes and precisions of the planner: how a step is run, and bytes per parameter."""
+"""Runtimes (how a step is run) and precisions (bytes per parameter) that the planner simulates."""
 
 from dataclasses import dataclass
 
@@ -42,18 +42,9 @@ RUNTIMES = {
     "eager": Runtime(),
     "kernels": Runtime(fused=True, host=HOST, scores=False),
     "compiled": Runtime(fused=True),
-    "megatron": Runtime(
-        fused=True,
-        host=HOST,
-        parts=True,
-        accumulates=True,
-        scatters=True,
-        fused_optimizer=True,
-        overlapped=False,
-        even=True,
-        casts=False,
-    ),
-}
+    "megatron": Runtime(fused=True, host=HOST, parts=True, accumulates=True, scatters=True,
+                        fused_optimizer=True, overlapped=False, even=True, casts=False),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -79,7 +70,7 @@ class Precision:
 
     @property
     def update(self) -> int:
-        """Return the bytes of one element of an optimizer state; the update is computed in the same dtype."""
+        """Return the bytes of one element of an optimizer state; the update is computed in the dtype of the states."""
         return 4 if self.optimizer >= 8 else 2
 
     @property
@@ -103,7 +94,7 @@ PRECISIONS = {
 
 
 def find_runtime(name: str) -> Runtime:
-    """Return the runtime called `name`; an unknown name raises SlapoError, which lists all names."""
+    """Return the runtime called `name` ("eager", "kernels", ...); SlapoError for an unknown name lists all names."""
     if name not in RUNTIMES:
         hint = f"choose one of {', '.join(RUNTIMES)}"
         raise SlapoError("Planner", f"runtime={name!r}", "no such runtime", hint)
@@ -111,7 +102,7 @@ def find_runtime(name: str) -> Runtime:
 
 
 def find_precision(name: str) -> Precision:
-    """Return the precision called `name`; an unknown name raises SlapoError, which lists all names."""
+    """Return the precision called `name` ("bf16", "fp32", ...); an unknown name raises SlapoError, which lists all."""
     name = precision_name(name)
     if name not in PRECISIONS:
         hint = f"choose one of {', '.join(PRECISIONS)}"
@@ -120,7 +111,7 @@ def find_precision(name: str) -> Precision:
 
 
 def precision_of(dtype: str) -> str:
-    """Return the name of the precision that uses one dtype ("torch.float32", "bfloat16") for everything."""
+    """Return the precision with weights, gradients and states in `dtype`: "bf16-pure" for "bfloat16"; else "fp32"."""
     name = dtype.removeprefix("torch.")
     found = (n for n, p in PRECISIONS.items() if p.dtype == name and p.weights == p.gradients)
     return next(found, "fp32")

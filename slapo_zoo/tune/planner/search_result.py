@@ -38,9 +38,9 @@ class Found:
     Args:
         feasible: layouts that fit, the fastest first.
         refused: (layout or tp size, why it is impossible), the nearest to fitting first.
-        looked_at: number of configurations that were evaluated.
+        looked_at: number of layouts that were forecast.
         hardware: hardware profile of the search.
-        rows: rows of a step.
+        rows: rows of a step over all replicas.
         seq_len: tokens of a row.
         parameters: number of parameters of the model.
     """
@@ -59,9 +59,10 @@ class Found:
 
 
 def no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshError:
-    """Return the error of a search without candidates; it names the first refused tp size, if any, with the reason.
+    """Return the error of a layout search that had no layout to forecast.
 
-    `refused` are (tp size, reason) pairs. If there are none, no layout splits `gpus` devices and `batch` rows evenly.
+    `refused` are (tp size, reason) pairs; the error names the first. If there are none, the error says that no layout
+    splits `gpus` devices and `batch` rows evenly.
     """
     near = -(-batch // gpus) * gpus
     problem = f"no layout of {gpus} devices divides {batch} rows"
@@ -73,10 +74,10 @@ def no_layout(gpus: int, batch: int, refused: list[tuple[str, str]]) -> MeshErro
 
 
 def require_feasible(found: Found, what: str) -> Forecasted:
-    """Return the fastest layout that a search (`found`) has found to fit.
+    """Return the forecast of the fastest layout that fits, from `found`, the result of a layout search.
 
     Raises:
-        MeshError: none fits; it names `what` (the option) and the layout that comes nearest.
+        MeshError: no layout fits; the error names `what`, an option of the user, and the layout nearest to fitting.
     """
     if found.feasible:
         return found.feasible[0]

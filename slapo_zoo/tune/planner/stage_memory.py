@@ -27,14 +27,14 @@ class StageMemory:
         largest: the largest parameter.
         widest: all parameters of the largest block, which ZeRO-3 gathers at once.
         held: activations that a micro-batch keeps from its forward to its backward.
-        peak: most bytes alive above `held` in a backward, once all gradients exist.
-        growing: most bytes of activations and gradients together in a first backward.
+        peak: most bytes alive above `held` in a backward of a micro-batch after the first, when all gradients exist.
+        growing: most bytes of activations and gradients together in the backward of the first micro-batch.
         received: tensors received from the previous stage.
         sent: tensors sent to the next stage.
-        around: number of parameters outside the blocks.
-        inner: the value of `peak` if only the time in which a block runs is counted.
-        first: parameters of the largest unit before the blocks, tied parameters included.
-        last: parameters of the largest unit after the blocks.
+        around: parameters outside the blocks.
+        inner: most bytes alive above `held` while the backward of a block runs (`peak` includes embedding and head).
+        first: parameters of the largest module before the blocks, tied parameters included.
+        last: parameters of the largest module after the blocks.
         elsewhere: part of `received` that only other tp ranks keep until the backward.
     """
 
@@ -56,9 +56,10 @@ class StageMemory:
 def stage_memory(
     profile: Profile, begin: int, end: int, rows: int, again: Recompute
 ) -> StageMemory:
-    """Return the memory of a stage for micro-batches of `rows` rows.
+    """Return the memory that a pipeline stage takes for a micro-batch of `rows` rows.
 
-    The stage is made of the units (blocks, embeddings, heads) begin..end-1 of the profile, recomputed as `again` says.
+    The stage is made of the units (blocks, embeddings, heads) begin..end-1 of the profile; `again` says which of their
+    activations are recomputed.
     """
     units, uses = profile.units[begin:end], profile.uses(rows)[begin:end]
     shared = [(size, names & {u.name for u in units}) for size, names in profile.shared]
@@ -99,9 +100,9 @@ def stage_memory(
 
 
 def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]]) -> tuple[int, int]:
-    """Return (parameter bytes of the largest unit before the blocks, those of the largest unit after the blocks).
+    """Return (parameter bytes of the largest unit before the blocks of a stage, those of the largest unit after them).
 
-    `shared` are (bytes, units) of the parameters that several units share.
+    `units` are the blocks, embeddings and heads of the stage, `shared` (bytes, units) of parameters that several share.
     """
     at = [i for i, unit in enumerate(units) if unit.is_block] or [len(units)]
     early = {unit.name for unit in units[: at[0]]}
@@ -112,7 +113,7 @@ def _around(units: Sequence[Unit], shared: Sequence[tuple[int, frozenset[str]]])
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes on one pipeline rank.
+    """Bytes of memory that one pipeline rank needs in a training step.
 
     Args:
         weights: parameters.
@@ -137,8 +138,8 @@ def rank_memory(
     stages: Sequence[StageMemory], in_flight: Sequence[float], layout: Layout, precision: Precision,
     runtime: Runtime, hardware: Hardware,
 ) -> RankMemory:  # fmt: skip
-    """Return the peak memory of a rank with these `stages`; at the peak, stage i has `in_flight[i]` micro-batches
-    between forward and backward. `precision` has the bytes per parameter, `runtime` how a step is run.
+    """Return the peak memory of a pipeline rank that holds `stages`; at the peak, stages[i] has `in_flight[i]`
+    micro-batches between forward and backward. `precision` has the bytes per parameter, `runtime` how a step is run.
     """
     m, largest = layout.micro_batches, max(stage.largest for stage in stages)
     count = sum(stage.parameters for stage in stages)

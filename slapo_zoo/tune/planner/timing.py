@@ -1,4 +1,4 @@
-"""Seconds of a matrix product, of a collective, and of a training step: work of each stage, the pipeline order, collectives."""
+"""Seconds of a matrix product, of a collective, of a pipeline stage and of a whole training step."""
 
 import math
 from collections.abc import Sequence
@@ -20,9 +20,7 @@ TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (256, 64, 0.85), (6
          (128, 64, 0.75), (64, 128, 0.75), (64, 64, 0.55))  # fmt: skip
 # rate of a fused attention relative to a large product, where operations that a causal one skips are counted
 FUSED_ATTENTION = 0.6
-UNSKIPPED = (
-    0.5  # factor of that rate with cp: queries have a mask over all keys, and none is skipped
-)
+UNSKIPPED = 0.5  # factor of that rate with cp: queries have a mask over all keys; none is skipped
 
 
 def product_seconds(hardware: Hardware, dtype: str, product: Product) -> float:
@@ -55,10 +53,10 @@ def _tiled(batch: float, m: float, n: float, k: float, count: int, fill: float) 
 
 
 def group_rate(hardware: Hardware, ranks: int, stride: int = 1, cards: int | None = None) -> float:
-    """Return the bytes per second of a ring of `ranks` devices whose ranks are `stride` apart.
+    """Return the bytes per second that each device sends in a ring of `ranks` devices whose ranks are `stride` apart.
 
-    Across nodes the ranks of a node share its network cards, of which at most `cards` are used (None: one per
-    rank), as in NCCL's rings.
+    Across nodes the ring uses all network cards of the ranks of a node, at most `cards` (None: one per rank), as NCCL
+    does.
     """
     if ranks * stride <= hardware.per_node:
         return hardware.link
@@ -97,7 +95,7 @@ def exchange_seconds(hardware: Hardware, ranks: int, moved: float, stride: int =
 
 @dataclass(frozen=True)
 class How:
-    """Conditions from which the seconds of some work are computed: hardware, runtime, precision, tp and cp.
+    """Conditions that the seconds of a piece of work depend on: hardware, runtime, precision, tp and cp.
 
     Args:
         hardware: profile of the cluster.
@@ -274,10 +272,12 @@ def step_time(stages: Sequence[StageTime], layout: Layout, parameters: float, ho
 def _pipeline(
     stages: Sequence[StageTime], wait: Sequence[float], layout: Layout
 ) -> tuple[float, list[StageTime], list[float]]:
-    """Return (seconds of all forwards and backwards, stages of the busiest rank, seconds of a micro-batch per rank).
+    """Return (seconds of all forwards and backwards of a step, stages of the busiest pipeline rank, seconds of a
+    micro-batch on each rank).
 
-    For the usual orders this is a formula: the busiest rank works without pause, after one wait for every
-    other stage. Other orders are simulated action by action. `wait` is the seconds of a transfer to each stage.
+    The seconds of 1F1B, interleaved 1F1B and GPipe follow a formula: the busiest rank works without pause, after one
+    wait for every other stage. Other orders are simulated action by action. `wait` is the seconds of a transfer to each
+    stage.
     """
     places, m = places_of(layout), layout.micro_batches
     held = [[stages[i] for i in places.stages_of(rank)] for rank in range(layout.pp)]
@@ -301,9 +301,9 @@ def _pipeline(
 
 
 def _cost(stage: StageTime, kind: str) -> float:
-    """Return the seconds of one action of a stage; `kind` is "F" (forward), "B" (backward), "I" or "W".
+    """Return the seconds of one action of a pipeline stage; `kind` is "F" (forward), "B" (backward), "I" or "W".
 
-    "I" and "W", a backward for inputs alone or for weights alone, count as half a backward each.
+    "I" and "W", the backward of inputs alone and that of weights alone, count as half a backward each.
     """
     if kind == FORWARD:
         return stage.forward_s
@@ -329,13 +329,14 @@ def _transfer(received: float, layout: Layout, how: How) -> float:
 def _gradients(
     parameters: float, layout: Layout, how: How, micro_batch_s: float, mine: Sequence[StageTime]
 ) -> tuple[float, float]:
-    """Return (seconds, bytes that a rank sends) of the gradient all-reduce over dp and cp and of ZeRO's gathers.
+    """Return (seconds that a step waits for the gradient all-reduce over dp and cp and for ZeRO's collectives, bytes
+    that a rank sends in them).
 
     Only time that does not overlap with compute counts. Collectives of a micro-batch overlap with its compute.
     The all-reduce overlaps with the last backward, except for the last group of gradients that it sends.
 
-    The rank has `parameters` parameters, stages `mine`, and takes `micro_batch_s` per micro-batch; `how` are the
-    hardware, runtime, precision, tp and cp.
+    The rank has `parameters` parameters and the stages `mine`, and takes `micro_batch_s` seconds per micro-batch; `how`
+    has hardware, runtime, precision, tp and cp.
     """
     precision, stage, shards = how.precision, layout.zero_stage, layout.dp_shard
     weights, gradients = parameters * precision.weights, parameters * precision.gradients

@@ -77,7 +77,7 @@ def test_activation_memory_argument_recomputes_more_blocks_when_the_budget_is_sm
 
 
 def test_activation_memory_argument_too_small_for_any_policy_is_refused():
-    with pytest.raises(MeshError, match=r"nearest that fits is activation_memory=\"\d+KB\""):
+    with pytest.raises(MeshError, match=r"pass activation_memory=\"\d+KB\", the least"):
         load(1000)
     with pytest.raises(SlapoError, match=r"micro_batch_shape=\(4, 1024\)"):
         load("1GB", micro_batch_shape=None)
