@@ -83,7 +83,7 @@ def command(
 
 
 def take_mesh(layout: dict[str, Any], rank: int = 0) -> Any:
-    """Remove the sizes of tp, pp, dp and cp from the flags `layout`; return the mesh of these sizes for `rank`."""
+    """Remove tp, pp, dp and cp from `layout` (flag --> value); return the mesh of these sizes, as `rank` sees it."""
     from slapo_zoo.parallel.mesh import Mesh
 
     return Mesh(**{name: layout.pop(name) for name in MESH}, rank=rank)
@@ -95,7 +95,8 @@ def sizes_text(mesh: Any) -> str:
 
 
 def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[str, Any]) -> Any:
-    """Return "zoo", or with cp > 1 the family's table that says how cp shards tokens, found on a tiny model if need be.
+    """Return the loader's argument `schedule` for a model: "zoo", or with cp > 1 the sharding rules of its family with
+    how cp ranks shard its tokens, which a tiny model in a separate process finds out if the zoo does not know.
 
     `where` is the name of the command, `cls` that of the model's class, `layout` the flags other than the mesh sizes.
 
@@ -120,9 +121,10 @@ def table_of_cut(where: str, mesh: Any, config: Any, cls: Any, layout: Mapping[s
 
 
 def data_parallel_size(tp: int, pp: int, dp: int | None, cp: int = 1) -> int:
-    """Return dp; None means the number of launched processes divided by tp * pp * cp, or 1 without a launcher.
+    """Return the number of data-parallel replicas: `dp`, or for None the number of processes that a launcher has
+    started divided by tp * pp * cp (1 without a launcher).
 
-    MeshError is raised if tp * pp * dp * cp differs from the number of launched processes.
+    MeshError is raised if tp * pp * dp * cp differs from the number of started processes.
     """
     from slapo_zoo.parallel.ranks.process_group import is_distributed_launch, world_size_of_launch
     from slapo_zoo.zoo.argument_values import mesh_sizes
@@ -160,7 +162,7 @@ def on_ranks(
 
 
 def device_named(name: str) -> str | None:
-    """Return the device that `--device` names, or None for "auto"; an error for any name but auto, cpu and cuda."""
+    """Return the device for `name`, the value of `--device`; None for "auto". Other names than cpu and cuda raise."""
     from slapo_zoo.zoo.argument_values import pick_device
 
     if name not in ("auto", "cpu", "cuda"):

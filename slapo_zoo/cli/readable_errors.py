@@ -15,7 +15,7 @@ from slapo_zoo.parallel.ranks.slurm import is_first
 def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
     """Context that prints an expected error without a traceback and exits with code 2.
 
-    Expected are SlapoErrors, file errors and lost connections. If `state.debug` is true, they are raised.
+    Expected are SlapoErrors, file errors and lost connections. If `state.debug` is true, such errors are raised.
     """
     try:
         yield
@@ -43,7 +43,7 @@ def readable_errors(state: SimpleNamespace | None = None) -> Iterator[None]:
 
 
 def _of_the_disk(error: OSError) -> SlapoError:
-    """Return a SlapoError that describes a file error, such as a full disk."""
+    """Return a SlapoError that names the path and the cause of `error`, e.g. a full disk, and says what to do."""
     hint = "check the path, the rights and the space there"
     if is_full(error):
         hint = "make room there; the same command resumes a run that has a checkpoint"

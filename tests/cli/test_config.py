@@ -322,7 +322,9 @@ def test_default_sequence_length_excludes_positions_reserved_for_padding():
     """RoBERTa has 66 positions, of which the first two are reserved for padding."""
     config = SimpleNamespace(model_type="roberta", max_position_embeddings=66, pad_token_id=1)
     assert row_length(None, config) == row_length(64, config) == 64
-    with pytest.raises(SlapoError, match="target_len: found 65, but the model has 64 positions"):
+    with pytest.raises(
+        SlapoError, match="target_len: found 65 tokens, but the model has 64 positions"
+    ):
         row_length(65, config, "target_len")
 
 

@@ -71,7 +71,7 @@ def bench(
     if pipeline_trace is not None:
         require_matplotlib()
         if pp == 1:
-            problem = "one stage has no pipeline to trace"
+            problem = "with --pp 1 there is no pipeline to trace"
             raise MeshError("bench", "--pipeline-trace", problem, "use --pp 2 or more")
     dp, tokens = data_parallel_size(tp, pp, dp), row_length(seq_len, checkpoint_config(model))
     load = {"name_or_path": model, "tp": tp, "pp": pp, "dp": dp, "pipeline_order": pipeline_order,

@@ -40,7 +40,7 @@ def make(
     auto_class: Head = None,
     cp: Cp = 1,
 ) -> Any:
-    """Write the schedule that the zoo has for a model as a card; its figures are marked unmeasured."""
+    """Write the zoo's schedule for a model as a card: a folder to publish, with no measurements yet."""
     from slapo_zoo.parallel.mesh import Mesh
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.argument_values import config_of
@@ -60,7 +60,7 @@ def make(
 @app.command()
 @command
 def lint(card: Name) -> Any:
-    """Check a card without running it; exit code 2 if something is wrong with it."""
+    """Check that a card (a published schedule) is valid, without running its schedule; exit code 2 if it is not."""
     from slapo_zoo.weights.ledger import filled
     from slapo_zoo.zoo.cards.resolve_card import load_card
 
@@ -77,7 +77,7 @@ def verify(
     model: Annotated[str | None, typer.Option(help="Checkpoint folder or Hub id; default: the card's base model.")] = None,
     full: Annotated[bool, typer.Option(help="Verify the full model, not a small one.")] = False,
 ) -> Any:  # fmt: skip
-    """Compare a card's schedule with the plain model, and write the verdict into the card."""
+    """Compare a model that runs a card's schedule with the plain model, and write the verdict into the card."""
     from slapo_zoo.errors import CardError
     from slapo_zoo.verify.card_check import verify_card
     from slapo_zoo.zoo.argument_values import config_of
@@ -101,7 +101,7 @@ def verify(
 @app.command()
 @command
 def diff(card: Name, other: Annotated[str, typer.Argument(help="Another card.")]) -> Any:
-    """Compare the programs of two cards, and print a unified diff."""
+    """Compare the schedules (lists of directives) of two cards for one model class, and print a unified diff."""
     from slapo_zoo.errors import CardError
     from slapo_zoo.zoo.cards.resolve_card import load_card
 
@@ -125,7 +125,7 @@ def push(
         str | None, typer.Option(help="Commit sha that must be the newest of the repository.")
     ] = None,
 ) -> Any:
-    """Publish a card on the Hub as one commit, and print its reference org/name@sha."""
+    """Publish the folder of a card on the Hub as one commit, and print the reference of the card, org/name@sha."""
     from slapo_zoo.zoo.cards.hub import push
 
     found = push(folder, repo_id, private=private or None, tag=tag, parent=parent)
@@ -138,7 +138,7 @@ def pull(
     card: Annotated[str, typer.Argument(help="org/name@revision.")],
     folder: Annotated[Path | None, typer.Argument(help="Folder to copy the card to; default: the cache only.")] = None,
 ) -> Any:  # fmt: skip
-    """Download a card from the Hub, check it, and print its commit and folder."""
+    """Download a card (a published schedule) from the Hub, check it, and print its reference and local folder."""
     from slapo_zoo.zoo.cards.card import read_card
     from slapo_zoo.zoo.cards.hub import Reference, pull
 

@@ -42,7 +42,7 @@ def reshard(
 ) -> Any:
     """Rewrite a checkpoint with other file sizes or another dtype, holding one tensor in memory at a time.
 
-    The checkpoint may be one of a training that was stopped.
+    A training checkpoint, which also has optimizer states, can be rewritten too.
     """
     from slapo_zoo.weights.reshard import reshard
     from slapo_zoo.zoo.argument_values import to_dtype

@@ -37,8 +37,8 @@ def derive(
 ) -> Any:  # fmt: skip
     """Derive a schedule for a model family that has none, and print it as source of schedules/<family>.py.
 
-    A tiny model of the same config checks the schedule: outputs, loss and every gradient must equal those
-    of plain `transformers`; all ranks run as threads on the CPU. Unsharded parts are listed with reasons.
+    A tiny model of the same config checks the schedule (the proof): outputs, loss and every gradient must equal
+    those of plain `transformers`; all ranks run as threads on the CPU. Unsharded modules are listed with reasons.
     """
     from slapo_zoo.hf import models as hf
     from slapo_zoo.verify.derive import derive as prove

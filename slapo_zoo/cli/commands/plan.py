@@ -37,7 +37,7 @@ def plan(
     write: Annotated[Path | None, typer.Option(help="File for the fastest layout's schedule (JSON).", rich_help_panel=SEARCH)] = None,
     most: Annotated[int, typer.Option("--top", min=1, help="Number of layouts to show.", rich_help_panel=SEARCH)] = 10,
 ) -> Any:  # fmt: skip
-    """Print what each rank would read, compute and hold; no weight is read.
+    """Print what each rank would read at the load, compute in a step and hold in memory; no weight is read.
 
     With --gpus, simulate every layout (tp, pp, dp, ...) of that many GPUs, and name the fastest that fits.
     """
@@ -106,7 +106,7 @@ def _forecast(planner: Any, mesh: Any, knobs: dict[str, Any], count: int | None,
 
 
 def _weights_data(found: Any) -> dict[str, Any]:
-    """Return the forecast `found` of what ranks read as data for `--json`, sizes in bytes."""
+    """Return data for `--json` from `found`, the forecast of what each rank reads at the load; sizes in bytes."""
     ranks = [{**vars(rank), "files": sorted(rank.files)} for rank in found.ranks]
     return {
         "ranks": ranks, "model_bytes": found.model_bytes, "assigned_bytes": found.assigned_bytes,
@@ -115,7 +115,7 @@ def _weights_data(found: Any) -> dict[str, Any]:
 
 
 def _step_data(found: Any) -> dict[str, Any]:
-    """Return the simulated training step `found`, as `_forecast` returned it, as JSON data in bytes and seconds."""
+    """Return data for `--json` from `found`, a simulated training step as `_forecast` returns it; bytes and seconds."""
     step, stages, best, hardware = found
     ranks = [{"rank": i, **vars(rank)} for i, rank in enumerate(step.ranks)]
     return {
@@ -126,8 +126,8 @@ def _step_data(found: Any) -> dict[str, Any]:
 
 
 def _forecast_text(found: Any, order: str) -> str:
-    """Return the simulated training step `found`, a result of `_forecast`, as two tables: of
-    stages, and of bytes per rank. `order` is the pipeline order.
+    """Return two tables on `found`, a simulated training step as `_forecast` returns it: time of each pipeline stage,
+    and memory of each rank. `order` is the name of the pipeline order.
     """
     from slapo_zoo.weights.ledger import as_table, filled, human
 
@@ -145,7 +145,7 @@ def _forecast_text(found: Any, order: str) -> str:
 
 
 def _weights_text(found: Any, what: str, ranks: int, step: int) -> str:
-    """Return the forecast `found` of what ranks read as a table titled `what`, for a mesh of `ranks` ranks.
+    """Return a table titled `what` on `found`, the forecast of what each of `ranks` ranks reads at the load.
 
     Each row stands for `step` consecutive ranks: all ranks of a stage, or one rank.
     """

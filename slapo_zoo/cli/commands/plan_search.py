@@ -45,10 +45,10 @@ def make_planner(
 def search(
     planner: Any, gpus: int, batch: int, explain: bool, write: Path | None, most: int
 ) -> Any:
-    """Search all layouts of `gpus` devices; return (data for --json, text to print), plus the error if no layout fits.
+    """Search all layouts of `gpus` devices; return (data for --json, text to print), and the error if no layout fits.
 
-    `batch` counts rows per step over all replicas; `most` limits the layouts shown. `explain` adds why the
-    other layouts do not fit. `write` is the file to write the fastest layout's schedule to, or None.
+    `batch` counts rows per step over all replicas; `most` limits the layouts shown. `explain` adds to the text why the
+    other layouts do not fit. `write` is the file for the fastest layout's schedule, or None.
     """
     from slapo_zoo.tune.planner import layout_report as show
     from slapo_zoo.tune.planner.search_result import require_feasible
@@ -71,7 +71,7 @@ def search(
 
 
 def _may_cut(planner: Any, write: Path | None) -> tuple[bool, str]:
-    """Return (True, "") if a search tries cp > 1, else (False, the reason), e.g. that a file `write` for the schedule is given."""
+    """Return (True, "") if a search may try cp > 1, else (False, reason): `write` or the model forbids it."""
     from slapo_zoo.model.context_parallel import require_cp_support
 
     if write is not None:
@@ -91,7 +91,7 @@ def calibrate(
         int, typer.Option(min=1, help="Local processes that measure the link between them.")
     ] = 2,
 ) -> Any:
-    """Measure the speed of matrix products, memory, launches and links on this machine, for `plan`."""
+    """Measure the speed of matrix products, memory, launches and links on this machine, for `plan --hardware FILE`."""
     from slapo_zoo.tune.planner.calibrate import measure
 
     check_new_file(output, "output")

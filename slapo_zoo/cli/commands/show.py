@@ -32,7 +32,7 @@ def show(
     device: Device = "auto",
     rank: OneRank = None,
 ) -> Any:
-    """Print a schedule's directives, shapes and bytes per rank, and collectives per step; read no weight."""
+    """Print a model's schedule: its directives, shapes and bytes per rank, collectives per step; read no weight."""
     import torch
 
     from slapo_zoo.cli.training.checks import row_length
@@ -59,7 +59,7 @@ def show(
 
 
 def as_data(found: Any) -> dict[str, Any]:
-    """Return `found`, shapes, bytes and collectives of a schedule on a mesh, as data for `--json`."""
+    """Return data for `--json` from `found`, a schedule's survey: directives, shapes, bytes, collectives, kernels."""
     steps = found.outline.schedule.history
     return {
         "program": [[pattern, str(directive)] for pattern, directive in steps],
@@ -102,10 +102,9 @@ def _text(found: Any, title: str) -> str:
 
 
 def _without_repeats(found: Any) -> list[tuple[str, Any]]:
-    """Return (name, (unsharded shape, shape on each rank, stages)) of each tensor in `found`, the survey of a
-    schedule. Tensors that are equal in many blocks become one row.
+    """Return (name, (unsharded shape, shapes per rank, stages)) of each weight in `found`, the survey of a schedule.
 
-    Block numbers in names become `*`.
+    Weights of one name and shape in several blocks become one entry, with `*` for the block number.
     """
     rows: dict[str, list[Any]] = {}
     for name, (shape, local, stages) in found.shapes.items():

@@ -35,7 +35,7 @@ def tune(
     plan: Annotated[bool, typer.Option(help="Let the planner choose the order and skip what cannot fit.")] = True,
     seed: Annotated[int, typer.Option(help="Seed of random searches.")] = 0,
 ) -> Any:  # fmt: skip
-    """Search for the fastest configuration of a model.
+    """Search for the fastest configuration (batch size, recomputation, kernels, layout) of a model by measuring.
 
     Each configuration is measured in a process of its own. Reports distinguish out of memory, a crash, a
     time-out, wrong numbers and slowness. A configuration whose result is in --db is not measured again.
@@ -77,8 +77,8 @@ def tune(
 
 
 def _nothing_ran(found: Any, refused: dict[int, str]) -> SlapoError:
-    """Return the error of a search `found` in which no configuration finished, with the last
-    reason. `refused` maps numbers of configurations that the planner excluded to the reason.
+    """Return the error of a tuning search in which no measurement finished; it names the last reason. `found` is the
+    result of the search, `refused` maps the numbers of configurations that the planner excluded to the reason.
     """
     why = [trial.outcome.message or trial.outcome.kind for trial in found.trials] or list(refused.values())  # fmt: skip
     problem = f"no configuration finished; last error: {why[-1] if why else 'nothing'}"
@@ -105,7 +105,7 @@ def _of_model(
 
 
 def _pairs(texts: list[str], what: str) -> dict[str, list[Any]]:
-    """Parse texts NAME=V,V into {name: values}, with numbers, true, false and none as such; errors name the flag `what`."""
+    """Parse the texts NAME=V,V of the flag `what` into {name: values}; a value is a number, a bool, None or a text."""
     found: dict[str, list[Any]] = {}
     for text in texts:
         name, equals, values = text.partition("=")

@@ -35,7 +35,7 @@ def verify(
         bool, typer.Option(help="Compare training bit by bit with one process instead.")
     ] = False,
 ) -> Any:
-    """Compare the scheduled with the plain model: outputs, gradients, a step, dropout, saved files.
+    """Compare the scheduled model with the plain one: outputs, gradients, a training step, dropout, saved files.
 
     All ranks are threads of one process on the CPU. By default a small model of the same family is
     compared, which takes seconds. Exit code 1 says that something differs.
@@ -83,8 +83,8 @@ def verify(
 def _same_bits(
     config: Any, cls: str, mesh: tuple[int, int, int], knobs: dict[str, Any], program: Any
 ) -> Any:
-    """Train some steps on the mesh (tp, pp, dp) and in one process, for `--exact`. Return (data, text, exit code: 1
-    if any bit differs). `knobs` are loader arguments; a card's `program` is refused.
+    """Train some steps on the mesh (tp, pp, dp) and in one process, for `--exact`; return (data, text, exit code, which
+    is 1 if any bit differs). `knobs` are loader arguments; a `program`, the schedule of a card, is refused.
     """
     if program:
         raise typer.BadParameter("--exact runs the zoo's schedule, not a card; leave one of them out", param_hint="--schedule")  # fmt: skip
@@ -100,7 +100,7 @@ def _same_bits(
 
 
 def _refuse_beside_card(given: dict[str, Any]) -> None:
-    """Raise SlapoError for a flag in `given` (name --> value) that the card's schedule sets itself."""
+    """Raise SlapoError if `given` (name of a flag --> value) sets what the schedule given by --schedule fixes."""
     from slapo_zoo.errors import SlapoError
 
     for name, value in given.items():
@@ -111,7 +111,9 @@ def _refuse_beside_card(given: dict[str, Any]) -> None:
 
 
 def _require_mesh(config: Any, cls: str, mesh: Any, knobs: dict[str, Any]) -> None:
-    """Raise an error if the model cannot be sharded on the mesh: then the flags are wrong, not the schedule. `cls` is the head class, `knobs` are the other loader arguments."""
+    """Raise an error if the model cannot be sharded on the mesh, since then the user's flags are wrong, and no schedule
+    is to be verified. `cls` is the head class, `knobs` are the loader arguments other than the mesh sizes.
+    """
     import torch
 
     from slapo_zoo.model.dp.dp_shard import check_dp_shard

@@ -41,9 +41,9 @@ DECIDE = ("document_masks", "load", "exact", "max_steps", "lr_scheduler_type", "
 
 
 def resolved(options: TrainOptions) -> tuple[TrainOptions, Any]:
-    """Return (options with dp, device, task and seq_len filled in, the model's config).
+    """Return (`options` with values for dp, device, task and seq_len where the user gave none, config of the model).
 
-    Every check that needs no data is made here too.
+    An error is raised for options that are wrong, as far as can be told before the data are read.
     """
     dp = data_parallel_size(options.tp, options.pp, options.dp, options.cp)
     options = replace(options, dp=dp, device=device_named(options.device or "auto"))
@@ -83,7 +83,7 @@ def _require(held: Any, what: str, problem: str, hint: str) -> None:
 
 
 def check_engine(options: TrainOptions) -> None:
-    """Raise ConfigError if the engine is not installed, or does not support the other options."""
+    """Raise ConfigError if the engine (torch, deepspeed, megatron) is not installed or cannot do the other options."""
     name, pp = options.engine, options.pp
     problem = f"not supported together with cp={options.cp}"
     _require(options.cp == 1 or not options.exact, "exact", problem, "leave exact out, or use cp=1")
@@ -142,9 +142,8 @@ def check_parent(path: Path, option: str) -> None:
 
 
 def check_evaluation(options: TrainOptions) -> None:
-    """Raise ConfigError for an option without what it needs, e.g. `patience` without evaluation rows.
-
-    The evaluation rows must differ from the training rows.
+    """Raise ConfigError for an option that lacks another which it needs, e.g. `patience` without evaluation rows, or if
+    the evaluation rows are the training rows.
     """
     if options.evaluates:
         problem = f"found --engine {options.engine}, expected torch"
@@ -176,7 +175,7 @@ def check_evaluation(options: TrainOptions) -> None:
 
 
 def check_pairs(options: TrainOptions) -> None:
-    """Raise ConfigError for options with which the task `pairs` would not compare a pair with all others of its step."""
+    """Raise ConfigError for options under which the loss of task `pairs` cannot compare all pairs of a step."""
     problem = f"found --engine {options.engine}, expected torch"
     _require(options.engine == "torch", "task=pairs", problem, "leave --engine out")
     count, hint = options.micro_batches, "leave it out, or take a larger --dp"
@@ -191,7 +190,9 @@ def check_pairs(options: TrainOptions) -> None:
 
 
 def check_load(given: Mapping[str, Any], config: Any) -> None:
-    """Raise an error for an argument in `given`, the option `load`, that from_pretrained lacks or another option sets."""
+    """Raise an error if `given`, the entries of option `load`, has a name that is no argument of from_pretrained and no
+    field of `config`, or one that an option outside of `load` sets.
+    """
     from slapo_zoo.model.load.auto import AutoScheduledModel
 
     known = inspect.signature(AutoScheduledModel.from_pretrained).parameters.keys()
@@ -210,7 +211,7 @@ def check_mesh(mesh: Mesh, options: TrainOptions, head: str, config: Any) -> Non
     """Raise an error if the mesh cannot shard the model; the schedule is applied on the meta device.
 
     Args:
-        mesh: mesh of the processes; with the option `exact`, the mesh whose ranks they compute.
+        mesh: mesh of the processes; with the option `exact`, the mesh whose ranks these processes compute.
         options: options of the run.
         head: name of the auto class that selects the model's head.
         config: config of the model.
@@ -273,13 +274,13 @@ def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int
     if longest is not None and config.model_type in BEHIND_PADDING:
         longest -= config.pad_token_id + 1
     if asked is not None and longest is not None and asked > longest:
-        problem = f"found {asked}, but the model has {longest} positions"
+        problem = f"found {asked} tokens, but the model has {longest} positions"
         raise DataError("train", option, problem, f"choose at most {longest}")
     return asked or min(128, longest or 128)
 
 
 def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOptions) -> None:
-    """Raise WeightsError if an existing checkpoint was trained on other rows, or has no steps left to do.
+    """Raise WeightsError if an existing checkpoint was trained on other rows, or for more steps than the run asks for.
 
     Args:
         folder: folder of the run's checkpoint.
@@ -315,7 +316,7 @@ def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOp
 
 
 def changes_since(folder: Path, options: TrainOptions) -> str:
-    """Return the options whose values changed since a checkpoint was written, as text "key: old --> new"."""
+    """Return which options changed since the checkpoint in `folder` was written, as text "key: old --> new, ..."."""
     then = {}
     with suppress(OSError, ConfigError):  # older releases wrote no run.yaml
         then = read_config(folder / "run.yaml")

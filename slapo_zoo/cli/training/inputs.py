@@ -90,7 +90,7 @@ def read_inputs(options: TrainOptions, config: Any) -> Inputs:
 
 
 def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions, config: Any) -> Task:  # fmt: skip
-    """Return a task of type `cls` for the loaded `data`; label ids follow config.id2label, else the data."""
+    """Return a task of type `cls` for `data`; label names come from config.id2label if it has all, else the data."""
     more: dict[str, Any] = {}
     if issubclass(cls, Labelled):
         columns = read.columns_of(cls, options.columns, data.column_names)
@@ -103,7 +103,10 @@ def make_task(cls: type[Task], tokenizer: Any, data: Any, options: TrainOptions,
 
 
 def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: Any) -> Stream:
-    """Return the batches of a data set read during training, for a task of type `cls`; DataError for wrong columns."""
+    """Return the stream of batches of a data set that is read while training runs, for a task of type `cls`.
+
+    DataError or ConfigError is raised if the data lack a column, or the task or an option needs all rows first.
+    """
     if options.eval_share:
         problem = "no share of a stream can be held out, since its length is unknown"
         raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
@@ -131,13 +134,13 @@ def other_rows(task: Task, options: TrainOptions) -> Any:
 
 
 def opened(name: str, split: str, cls: type[Task], options: TrainOptions) -> Any:
-    """Return the split `split` of the data set `name`, opened; DataError if the task `cls` cannot read it."""
+    """Return the split `split` of the data set `name`, not tokenized; DataError if a task `cls` cannot read it."""
     require_columns(name, cls, options)
     return read.open_table(name, split, options.data_config)
 
 
 def require_columns(name: str, cls: type[Task], options: TrainOptions) -> None:
-    """Raise DataError if the data are plain text but the task reads named columns."""
+    """Raise DataError if the data set `name` is plain text but tasks of type `cls` read named columns."""
     if read.kind_of(name) == "text" and not cls.packs:
         hint = "give jsonl, csv, parquet or a data set of the Hub"
         problem = "found plain text, but this task reads named columns"
@@ -154,7 +157,7 @@ def rows_of(name: str, data: Any, task: Task, options: TrainOptions) -> Any:
 
 
 def require_rows(rows: Any, least: int, options: TrainOptions, option: str = "data") -> None:
-    """Raise DataError if there are fewer than `least` rows; `option` is the argument that named their data."""
+    """Raise DataError if `rows` are fewer than `least`; the error names `option`, which gave the data."""
     if len(rows) < least:
         problem = f"found {len(rows)} rows of up to {options.seq_len} tokens; expected at least {least} rows"
         hint = "give more data, or a smaller --seq-len or --batch-size"
@@ -184,7 +187,7 @@ TELL_APART = {"gpt2", "gpt_neo", "gpt_neox", "llama", "mistral", "mixtral", "qwe
 
 
 def most_of(rows: Any, column: str, measure: Any) -> int:
-    """Return the largest value that the pyarrow function named `measure` gives on a column of `rows`; 0 for none."""
+    """Return the largest result of the function `measure` of pyarrow.compute on a column of `rows`; 0 for no rows."""
     import pyarrow.compute as pc
 
     return pc.max(getattr(pc, measure)(rows.data.column(column))).as_py() or 0

@@ -41,7 +41,7 @@ def option(default: Any, about: str, **bounds: Any) -> Any:
 class TrainOptions:
     """Options of a training run: each is a key of the YAML file and a flag of `slapo-zoo train`.
 
-    An option that `transformers.TrainingArguments` has too goes by its name there.
+    An option that `transformers.TrainingArguments` has too has the same name as there.
     """
 
     model: str = option(MISSING, "checkpoint folder or Hub id.")
@@ -110,7 +110,7 @@ def described() -> dict[str, str]:
 
 
 def bounds_of(kind: str) -> dict[str, Any]:
-    """Return option name --> bound, for the options with a bound of `kind`: "least", "below" or "one_of"."""
+    """Return {option name: bound} for the options that have a bound of `kind`: "least", "below" or "one_of"."""
     held = {each.name: each.metadata.get(kind) for each in fields(TrainOptions)}
     return {name: bound for name, bound in held.items() if bound is not None}
 
@@ -183,7 +183,7 @@ ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0
 
 def read_config(path: Path) -> dict[str, Any]:
     """Return option name --> value of a YAML file, checked and converted to the option's type."""
-    hint = "write one `key: value` a line"
+    hint = "write one `key: value` per line"
     try:
         found = ConfigLoader(path.read_text(encoding="utf-8")).get_single_data()
     except FileNotFoundError:
@@ -199,7 +199,7 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def read_sets(words: Sequence[str]) -> dict[str, Any]:
-    """Return option name --> value of words key=value after `--set`; `columns.text=body` sets one entry."""
+    """Return {option name: value} from words key=value of `--set`; `columns.text=body` sets an entry of a mapping."""
     found: dict[str, Any] = {}
     for word in words:
         key, is_set, text = word.partition("=")
@@ -239,12 +239,12 @@ def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _warn(where: str, older: Sequence[str]) -> None:
-    """Print a warning about option names `older` in the file or flag `where`, once per launcher."""
+    """Print the texts `older` on renamed options in the file or flag `where` as a warning, on one process only."""
     sys.stderr.write(f"warning: {where}: {', '.join(older)}\n" if older and is_first() else "")
 
 
 def make_options(*sources: Mapping[str, Any]) -> TrainOptions:
-    """Return the options from several sources; later ones win, and mappings are merged entry by entry."""
+    """Return the options that several sources (file, flags, ...) give; a later source wins, mappings are merged."""
     given: dict[str, Any] = {}
     for source in sources:
         for key, value in source.items():
@@ -302,11 +302,11 @@ def _value(key: str, value: Any, where: str) -> Any:
 
 
 def _out_of_bounds(key: str, value: Any) -> str | None:
-    """Return what is wrong with a value of the right type, as text for an error; None if it is legal."""
+    """Return what is wrong with `value` for option `key`, as text for an error; None if the value is legal."""
     if value is None:
         return None
     if value == "":
-        return "found an empty text, expected one, or no such key"
+        return "found an empty text; write a text, or leave the key out"
     if isinstance(value, float) and not math.isfinite(value):
         return f"found {value}, expected a finite number"
     if key in LEAST and value < LEAST[key]:
@@ -320,7 +320,7 @@ def _out_of_bounds(key: str, value: Any) -> str | None:
 
 def _is(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
-        raise ValueError(f"found {value!r}, expected {kind.__name__}")
+        raise ValueError(f"found {value!r}, expected a value of type {kind.__name__}")
     return value
 
 
@@ -345,7 +345,7 @@ def _named(value: Any, kind: type = object) -> dict[str, Any]:
 
 
 def _sizes(value: Any) -> dict[str, int]:
-    """Return the sizes of mesh dims in a mapping, or in a text such as "tp=4,dp=2"."""
+    """Return {mesh dim: size} from a mapping, or from a text such as "tp=4,dp=2"; ValueError for other values."""
     if isinstance(value, str):
         value = dict(part.split("=") for part in value.replace(" ", "").split(","))
     return {name: _integer(size) for name, size in _named(value).items()}

@@ -38,7 +38,7 @@ class Records(TrainerCallback):
             begin_log(Path(self.path), self.run.done)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-        """Report the measurements of a step; before an evaluation leave that to `on_evaluate`."""
+        """Report the measurements of a step, unless an evaluation follows: then `on_evaluate` reports them."""
         state.log_history.clear()  # it would hold every step of a long run
         if "loss" in logs and not control.should_evaluate:
             self._tell(self.run.record)
@@ -76,7 +76,7 @@ class Best:
     since: int = 0
 
     def judge(self, step: int, found: Mapping[str, float]) -> bool:
-        """Return whether the evaluation `found` after `step` is the best so far, and record it if so."""
+        """Return whether `found`, the means of an evaluation after `step` steps, is the best; record it if so."""
         value, loss = found[self.metric], found.get("loss", math.inf)
         sign = -1 if self.metric == "loss" else 1
         before = (-math.inf, 0.0) if self.value is None else (sign * self.value, -self.loss)
@@ -90,18 +90,18 @@ class Best:
         return f"step {self.step}, {self.metric} {self.value:.4g}, loss {self.loss:.4g}"
 
     def state(self) -> dict[str, Any]:
-        """Return the record as data for a checkpoint."""
+        """Return this record of the best evaluation as a dict for a checkpoint, without the name of the metric."""
         loss = self.loss if math.isfinite(self.loss) else None  # as JSON
         return {"value": self.value, "loss": loss, "step": self.step, "since": self.since}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restore the record from a result of `state`; None changes nothing."""
+        """Restore this record from `state`, a dict that the method `state` returned; None changes nothing."""
         for name, value in (state or {}).items():
             setattr(self, name, math.inf if name == "loss" and value is None else value)
 
 
 def begin_log(path: Path, done: int) -> None:
-    """Create a log file, or for a resumed run keep the lines up to step `done` of the old one."""
+    """Create the log file `path`; for a run resumed after step `done`, keep the old file's lines up to that step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     old = path.read_text(encoding="utf-8").splitlines() if done and path.exists() else []
     kept = [line for line in old if _step_of(line) <= done]

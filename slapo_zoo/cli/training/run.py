@@ -76,7 +76,7 @@ def train(options: TrainOptions, inputs: Inputs) -> tuple[list[float], int, int]
 
 
 def load(options: TrainOptions, task: Task | None = None) -> Any:
-    """Load this rank's part of the scheduled model, with the head of the task."""
+    """Return this rank's part of the scheduled model, loaded with the head of the task (None: a causal LM head)."""
     import transformers
 
     from slapo_zoo.model.load.auto import AutoScheduledModel
@@ -130,7 +130,7 @@ class Run(ScheduledTrainer):
 
     @property
     def is_over(self) -> bool:
-        """Return whether all steps are done, or `patience` evaluations brought no improvement."""
+        """Return whether the run is to end: all steps are done, or `patience` evaluations brought no new best."""
         patience = self.options.patience
         tired = patience is not None and self.best.since >= patience
         return self.done >= self.options.max_steps or tired
@@ -194,7 +194,7 @@ class Run(ScheduledTrainer):
         return found
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Write a checkpoint of the current step; a collective call."""
+        """Write a training checkpoint after the current step, with model and optimizer; all ranks call this."""
         folder = Path(str(self.options.checkpoint))
         place = place_of(folder, self.done, self.options.save_total_limit)
         self.engine.save_checkpoint(
@@ -206,7 +206,7 @@ class Run(ScheduledTrainer):
             keep_newest(folder, place, self.options.save_total_limit)
 
     def begin(self) -> int:
-        """Resume from the newest checkpoint if one exists; return the number of steps already done."""
+        """Load the newest checkpoint of the run, if there is one; return the number of steps already done, else 0."""
         options = self.options
         found = None if options.checkpoint is None else latest(Path(options.checkpoint))
         if found is None:
@@ -228,7 +228,7 @@ class Run(ScheduledTrainer):
 
 
 class Ending(TrainerCallback):
-    """Trainer callback that saves the best model so far, and ends a run that a signal stops or that improves no more.
+    """Trainer callback that saves the best model so far, and ends a run that a signal stops or that is over.
 
     Args:
         run: Trainer that the callback belongs to.
@@ -239,7 +239,7 @@ class Ending(TrainerCallback):
         self.run, self.stop = run, stop
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-        """Save the model if this evaluation is the best so far; all ranks have equal figures, so all decide equally."""
+        """Save the model if this evaluation is the best so far; `metrics` are equal on all ranks, so all agree."""
         run, options = self.run, self.run.options
         found = {name.removeprefix("eval_"): value for name, value in metrics.items()}
         if run.best.judge(run.done, found) and options.best is not None:
@@ -249,7 +249,7 @@ class Ending(TrainerCallback):
         self.on_step_end(args, state, control)  # a signal may have come in the meantime
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run, with a checkpoint, if it is over or any rank got a signal. A collective call."""
+        """End the run, with a checkpoint, if the run is over or any rank got a signal; all ranks call this."""
         run = self.run
         if self.stop is not None and not run.stopped:
             run.stopped = self.stop.agreed(run.meter.device)
@@ -294,7 +294,7 @@ def check_finite(step: int, loss: float, norm: float, options: TrainOptions) -> 
 
 
 def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
-    """Return the engine that the options name, wrapped around a model; `rows` is the batch size per dp rank."""
+    """Return the engine that the options name, wrapped around `model`; `rows` are the rows of a dp rank in a step."""
     from slapo_zoo.model.integrations.dialects import init_target_engine
 
     settings: dict[str, Any] = {"clip": options.max_grad_norm}
@@ -312,7 +312,7 @@ def make_engine(model: Any, rows: int, options: TrainOptions) -> Any:
 
 
 def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -> None:
-    """Write a checkpoint that `transformers` loads, with tokenizer and run.yaml; a collective call."""
+    """Write weights that `transformers` loads, tokenizer and run.yaml into `folder`; all ranks call this together."""
     model.save_pretrained(folder)
     if model.mesh.rank == 0 and tokenizer is not None:
         tokenizer.save_pretrained(folder)
@@ -321,7 +321,9 @@ def save_model(model: Any, folder: str, tokenizer: Any, options: TrainOptions) -
 
 @on_each_rank
 def ledgers_of(model: Any) -> list[Ledger]:
-    """Return what each rank (with `exact`: of the mesh that this option names) read while loading; a collective call."""
+    """Return the record of what a rank read while loading, for each rank of the mesh (with the option `exact`, of the
+    mesh that it names); all ranks call this together.
+    """
     return together(model.mesh, "load", lambda: model.ledger)
 
 

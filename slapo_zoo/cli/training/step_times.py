@@ -39,7 +39,7 @@ class StepTimes:
 
 
 def time_steps(load: dict[str, Any], rows: int, tokens: int, steps: int, trace: bool) -> StepTimes:
-    """Time training steps of a scheduled model, after its loss equals the plain model's; all ranks call it.
+    """Time training steps of a scheduled model, after a check that its loss is the plain model's; all ranks call this.
 
     Args:
         load: arguments of from_pretrained.

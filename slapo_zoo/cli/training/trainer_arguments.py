@@ -14,7 +14,7 @@ SHARED = ("max_steps", "max_grad_norm", "seed", "eval_steps", "save_steps", "opt
 
 
 def arguments_of(options: TrainOptions) -> TrainingArguments:
-    """Return the arguments of Trainer for these options, without those that model or engine handle.
+    """Return the arguments of Trainer that follow from `options`; what model or engine handle is left out.
 
     ConfigError is raised for an entry of `trainer` that TrainingArguments refuses, e.g. tf32 on a CPU.
     """
@@ -34,7 +34,7 @@ def arguments_of(options: TrainOptions) -> TrainingArguments:
 
 
 def place_of_logs(options: TrainOptions) -> str:
-    """Return the folder for files of trackers, which is beside the output folder: a save replaces the output folder."""
+    """Return the folder for files of trackers (TensorBoard, ...), beside the output folder, which a save replaces."""
     if not options.report_to:
         return "."  # nothing is written there
     run = options.output or options.checkpoint or options.best or "slapo-zoo"
@@ -42,7 +42,7 @@ def place_of_logs(options: TrainOptions) -> str:
 
 
 def base_lr(options: TrainOptions) -> float:
-    """Return the base learning rate, which the schedule multiplies by a factor per step."""
+    """Return the base learning rate, which the learning-rate schedule multiplies by a factor per step."""
     return DEFAULT_LR if options.learning_rate is None else options.learning_rate
 
 
