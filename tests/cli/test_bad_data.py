@@ -187,7 +187,8 @@ def test_pad_token_beyond_the_vocabulary_is_refused(task, place, tmp_path, capsy
         f"task={task}",
     )
     assert (
-        f"tokenizer: found token {len(words) - 1}, but the vocabulary has {len(words) - 1}" in said
+        f"tokenizer: found token id {len(words) - 1}, but the model's vocabulary has {len(words) - 1}"
+        in said
     )
 
 

@@ -109,7 +109,7 @@ def make_stream(cls: type[Task], tokenizer: Any, options: TrainOptions, config: 
     """
     if options.eval_share:
         problem = "no share of a stream can be held out, since its length is unknown"
-        raise ConfigError("train", "eval_share", problem, "name eval_data or eval_split")
+        raise ConfigError("train", "eval_share", problem, "use eval_data or eval_split instead")
     if issubclass(cls, Labelled):
         hint = "leave stream out, so that all rows are read first"
         problem = (
@@ -171,12 +171,12 @@ def with_masks(task: Task, rows: Any, options: TrainOptions, config: Any) -> Tas
     if not isinstance(task, Causal):
         if options.document_masks:
             problem = f"found task {options.task}, whose rows hold one document each"
-            raise ConfigError("train", "document_masks", problem, "leave it out")
+            raise ConfigError("train", "document_masks", problem, "leave document_masks out")
         return task
     can = config.model_type in TELL_APART
     if options.document_masks and not can:
         problem = f"not supported for {config.model_type}: attention may mix the documents of a row"
-        raise ConfigError("train", "document_masks", problem, "leave it out")
+        raise ConfigError("train", "document_masks", problem, "leave document_masks out")
     several = rows is None or most_of(rows, "lengths", "list_value_length") > 1
     wanted = several if options.document_masks is None else options.document_masks
     return replace(task, document_masks=can and wanted)
@@ -203,5 +203,5 @@ def check_vocabulary(rows: Any, tokenizer: Any, config: Any, options: TrainOptio
     names = [name for name in rows.column_names if name.endswith("input_ids")]
     found = max(used, *(most_of(rows, name, "list_flatten") for name in names))
     if found >= size:
-        problem = f"found token {found}, but the vocabulary has {size} rows"
+        problem = f"found token id {found}, but the model's vocabulary has {size} tokens"
         raise DataError(options.model, "tokenizer", problem, "pass the tokenizer of this model")

@@ -29,7 +29,7 @@ def arguments_of(options: TrainOptions) -> TrainingArguments:
         )  # fmt: skip
     except (ValueError, TypeError) as error:
         problem = f"TrainingArguments: {str(error).partition(chr(10))[0]}"
-        hint = "correct this entry of `trainer`"
+        hint = "correct the entry of `trainer` that transformers refuses"
         raise ConfigError("train", f"trainer={dict(options.trainer)}", problem, hint) from error
 
 
