@@ -267,8 +267,8 @@ def task_of(config: Any, asked: str | None = None) -> str:
 
 
 def row_length(asked: int | None, config: Any, option: str = "--seq-len") -> int:
-    """Return the tokens per row: `asked`, or for None at most 128. Raises DataError, which names the flag `option`,
-    if the model has fewer positions.
+    """Return the tokens per row: `asked`, or for None 128, or as many as the model has positions if they are fewer.
+    DataError, which names the flag `option`, is raised if the model has fewer positions than `asked`.
     """
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and config.model_type in BEHIND_PADDING:
@@ -284,7 +284,7 @@ def check_checkpoint(folder: Path, position: Mapping[str, Any], options: TrainOp
 
     Args:
         folder: folder of the run's checkpoint.
-        position: `Batches.position(0)`: settings and checksum of the data.
+        position: name --> setting or checksum of the data of this run, from `Batches.position(0)`.
         options: options of the run.
     """
     if not (folder.is_dir() and is_history(folder)):

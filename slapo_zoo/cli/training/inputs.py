@@ -61,7 +61,7 @@ def load_tokenizer(name: str) -> Any:
 
 
 def read_inputs(options: TrainOptions, config: Any) -> Inputs:
-    """Read the rows for training and evaluation, and check that they fit the model with this `config`."""
+    """Return rows for training and evaluation, and the tokenizer; raise an error if they do not fit the model."""
     tokenizer, cls = load_tokenizer(options.model), TASKS[options.task or "causal"]
     held = None
     if options.stream:

@@ -170,7 +170,7 @@ class ConfigLoader(yaml.SafeLoader):
     """YAML loader that refuses a repeated key, and reads 4e-3 as a number, which PyYAML reads as text."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        """Return one YAML mapping as a dict; raise YAMLError for a repeated key."""
+        """Return the YAML mapping `node` as a dict; raise YAMLError for a repeated key."""
         names = [key.value for key, _ in node.value]
         if twice := [name for name in names if names.count(name) > 1]:
             raise yaml.YAMLError(f"found the key {twice[0]!r} {len(twice)} times, expected once")
@@ -182,7 +182,7 @@ ConfigLoader.add_implicit_resolver("tag:yaml.org,2002:float", NUMBER, list("-+.0
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return option name --> value of a YAML file, checked and converted to the option's type."""
+    """Return {option name: value} from the YAML file `path`, each value checked and converted to the option's type."""
     hint = "write one `key: value` per line"
     try:
         found = ConfigLoader(path.read_text(encoding="utf-8")).get_single_data()
@@ -218,9 +218,9 @@ def read_sets(words: Sequence[str]) -> dict[str, Any]:
 
 
 def checked(given: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return option name --> value, converted to the option's type; old option names become current ones.
+    """Return {option name: value} with each value converted to the option's type, and old names by current ones.
 
-    ConfigError reports an unknown name or an illegal value; `where` is the file or flag that it names.
+    ConfigError, which names `where` (a file or a flag), is raised for an unknown name or an illegal value.
     A number may be given as a text, such as "1e-4".
     """
     if isinstance(held := given.get("trainer"), Mapping):  # its entries are keys like the others

@@ -64,9 +64,9 @@ class Best:
     Args:
         metric: "loss", where less is better, or "accuracy"; between equal values the smaller loss wins.
         value: best value of the metric; None before the first finite one.
-        loss: mean loss of that evaluation.
-        step: number of training steps before that evaluation.
-        since: number of evaluations after that one.
+        loss: mean loss in the best evaluation.
+        step: number of training steps before the best evaluation.
+        since: number of evaluations after the best one.
     """
 
     metric: str

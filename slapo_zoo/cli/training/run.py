@@ -249,7 +249,7 @@ class Ending(TrainerCallback):
         self.on_step_end(args, state, control)  # a signal may have come in the meantime
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End the run, with a checkpoint, if the run is over or any rank got a signal; all ranks call this."""
+        """End the run, with a checkpoint, if `Run.is_over` or any rank got a signal; all ranks call this together."""
         run = self.run
         if self.stop is not None and not run.stopped:
             run.stopped = self.stop.agreed(run.meter.device)

@@ -87,7 +87,7 @@ def _compared(name: str, model: Any, batch: dict[str, Any]) -> tuple[float, floa
 
 def _plain_loss(name: str, model: Any, batch: dict[str, Any]) -> float:
     """Load the checkpoint `name` unscheduled on rank 0, in float32 on the CPU, and return its loss on `batch`. Return
-    NaN on other ranks, or if half the free memory is too little. `model` is the scheduled model.
+    NaN on other ranks, or if the weights need over half the free memory. `model` is the scheduled model.
     """
     plain_class: Any = model.unscheduled_class
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -49,8 +49,8 @@ def base_lr(options: TrainOptions) -> float:
 def make_schedule(options: TrainOptions, done: int = 0) -> Any:
     """Return the learning-rate schedule of a run: a LambdaLR made by `transformers.get_scheduler`.
 
-    The learning rate depends on the step alone, so a resumed run needs no saved state. Its optimizer is a dummy,
-    because an engine may wrap the real optimizer or shard it over ranks.
+    The learning rate depends on the step alone, so a resumed run needs no saved state. The optimizer of the LambdaLR is
+    a dummy, because an engine may wrap the real optimizer or shard it over ranks.
 
     Args:
         options: options of the run.

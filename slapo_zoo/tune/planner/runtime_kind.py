@@ -18,7 +18,7 @@ class Runtime:
         scores: True if attention with dropout writes its scores to memory.
         parts: True if, under sequence parallelism, a rank saves only its own tokens and gathers the others again in
             the backward; a dropout mask then takes one byte per element.
-        accumulates: True if the matrix product of a weight gradient also adds it to that of earlier micro-batches.
+        accumulates: True if the matrix product of a weight gradient also adds the sum of earlier micro-batches.
         scatters: True if every tp rank sends only 1/tp of a stage's output to the next stage.
         fused_optimizer: True if the optimizer step makes no temporary tensors.
         overlapped: True if the all-reduce over dp overlaps with the backward of the last micro-batch.
@@ -69,14 +69,14 @@ class Precision:
         return 4 if self.dtype == "float32" else 2
 
     @property
-    def update(self) -> int:
+    def state_itemsize(self) -> int:
         """Return the bytes of one element of an optimizer state; the update is computed in the dtype of the states."""
         return 4 if self.optimizer >= 8 else 2
 
     @property
     def has_masters(self) -> bool:
         """Return whether the optimizer updates float32 master copies instead of the weights."""
-        return self.optimizer > 2 * self.update
+        return self.optimizer > 2 * self.state_itemsize
 
     @property
     def per_parameter(self) -> int:

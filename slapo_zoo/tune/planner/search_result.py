@@ -37,7 +37,7 @@ class Found:
 
     Args:
         feasible: layouts that fit, the fastest first.
-        refused: (layout or tp size, why it is impossible), the nearest to fitting first.
+        refused: pairs (layout or tp size as text, why it is impossible), the nearest to fitting first.
         looked_at: number of layouts that were forecast.
         hardware: hardware profile of the search.
         rows: rows of a step over all replicas.

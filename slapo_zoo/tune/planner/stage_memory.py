@@ -163,9 +163,9 @@ def rank_memory(
     bucket = min(gradients, max(BUCKET_BYTES, largest * precision.gradients)) * (
         layout.replicas > 1
     )
-    copies = hardware.optimizer_copies * largest * precision.update
+    copies = hardware.optimizer_copies * largest * precision.state_itemsize
     if hardware.foreach and not runtime.fused_optimizer:  # temporaries of all parameters at once
-        copies = count * precision.update
+        copies = count * precision.state_itemsize
     end = max(stage.first for stage in stages) * summed
     casts = weights * (precision.has_masters and runtime.casts)  # freed before the optimizer step
     step = fixed - casts + copies // layout.dp_shard
