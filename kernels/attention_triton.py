@@ -1,8 +1,7 @@
 """Triton kernels of blocked_attention.py: tiles of scores in registers, online softmax, no atomics.
 
 The forward follows FlashAttention-2 (Dao 2023, arXiv:2307.08691). One backward kernel loops over keys for dq and the
-gradient of the bias table (a bias per head and class of distances between query and key), another over queries for dk
-and dv. The table's gradient is a partial sum per head, batch row and block of queries; these are added in a fixed order.
+gradient of the bias table (a bias per head and range of distances of query and key), another over queries for dk and dv. The table's gradient is a partial sum per head, batch row and block of queries; these are added in a fixed order.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
@@ -41,9 +40,9 @@ def _scores(
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TABLE: tl.constexpr, KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return (fp32 scores of a tile of queries q, with indices i, and keys k, with indices j: -inf for hidden keys; the
-    column of the bias `table` [H, C] that was added to each score). `row` is the batch row; KEYS is "keys" for a
-    `key_mask` [B, T], "pairs" for [B, S, T], else "none". Masks and bias: see `blocked_attention.attention`.
+    """Return (fp32 scores, the column of the bias `table` [H, C] that was added to each) for a tile of queries q, with
+    indices i, and keys k, with indices j. The score of a hidden key is -inf. `row` is the batch row; KEYS is "keys" for
+    a `key_mask` [B, T], "pairs" for [B, S, T], else "none"; `blocked_attention.attention` explains the other arguments.
     """
     s = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
     ok = (i[:, None] < S) & (j[None, :] < T)

@@ -135,7 +135,7 @@ def batch_norm_relu_add(
         residual: tensor in the shape of x, or None.
         running_mean: [C], or None.
         running_var: [C], or None.
-        training: normalise with the statistics of the batch instead of the running ones.
+        training: True normalises with the statistics of the batch instead of the running ones.
         momentum: weight of the batch in the running statistics.
         eps: added to the variance.
     """

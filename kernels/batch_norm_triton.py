@@ -113,7 +113,7 @@ def _blocks(C: int) -> dict[str, int]:
 
 
 def _strips(M: int, C: int, options: dict[str, int]) -> tuple[tuple[int, int], int]:
-    """Return ((number of strips, number of tiles of options["BLOCK_C"] columns), rows of a strip) for x [M, C]."""
+    """Return (grid, rows per strip) for x [M, C] in strips of rows; the grid is (strips, tiles of options["BLOCK_C"] columns)."""
     rows = triton.cdiv(triton.cdiv(M, STRIPS), BLOCK_M) * BLOCK_M
     return (triton.cdiv(M, rows), triton.cdiv(C, options["BLOCK_C"])), rows
 

@@ -4,7 +4,7 @@
 
 over the keys j that query i sees: if causal, the last `window` up to its own; never those that `key_mask`
 hides. Scores and softmax are in fp32. A query without visible keys gives 0. B batch rows, S queries, T keys
-(if causal, the queries are the last S of them), H heads, D head dim, C classes of distances.
+(if causal, the queries are the last S of them), H heads, D head dim, C classes (ranges of the distance j - i).
 """
 
 from collections.abc import Iterator
@@ -69,9 +69,9 @@ def attention(
         k: keys [B, H, T, D].
         v: values [B, H, T, D].
         scale: factor of the scores.
-        causal: no query sees a later key.
+        causal: True if no query sees a later key.
         window: number of keys that a causal query sees, its own included; 0 for all.
-        table: [H, C], bias per head and class of distance.
+        table: [H, C], bias per head and class, a range of distances between query and key; or None.
         classes: int32 [S + T - 1], ascending: the class of distance d = j - i at index d + S - 1.
         key_mask: [B, T], False where a key is padding, or [B, S, T], False where a query does not see it.
         keep: dropout mask of 0 and 1/(1-p), [B, H, S, T], or None.

@@ -73,7 +73,7 @@ def padded_columns(like: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _by_row(logits: Tensor) -> Tensor:
-    """Return the logits with contiguous columns; there may be gaps between rows."""
+    """Return the logits, copied unless each row is contiguous; there may be gaps between rows."""
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 

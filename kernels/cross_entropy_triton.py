@@ -83,7 +83,7 @@ def statistics(logits: Tensor, target: Tensor) -> Tensor:
 
 
 def gradient_(logits: Tensor, target: Tensor, log_sum: Tensor, d_statistics: Tensor) -> Tensor:
-    """Launch the kernel that overwrites logits [N, C] by their gradient; target, log_sum [N], d_statistics [3, N]."""
+    """Overwrite logits [N, C] by their gradient in Triton; return them. The arguments are those of `cross_entropy.gradient`."""
     N, C = logits.shape
     if N and C:
         block = min(BLOCK, triton.next_power_of_2(C))

@@ -43,7 +43,7 @@ def seeded_attention(
         v: values [B, H, T, D].
         mask: [B or 1, 1, S or 1, T or more], of which the first T columns count; bool: True where a query sees a key;
             else added to the scores.
-        causal: no query sees a later key.
+        causal: True if no query sees a later key.
         scaling: factor of the scores.
         seeds: int64 [B * H], from which dropout masks are made; None: no dropout.
         p: dropout probability.

@@ -33,9 +33,9 @@ def mask_like(x: Tensor, keep: Tensor | None, seeds: Tensor | None, p: float) ->
 def dropout_of(module: Any, x: Tensor, cells: int = 0) -> dict[str, Any]:
     """Return a kernel's dropout arguments, {"keep": mask} or {"seeds": ..., "p": ...}; {} in eval mode.
 
-    A forward that a schedule gave the module has a function `draws`, which returns a mask on a CPU and seeds
-    elsewhere. Any other replaced forward is called on ones to get its mask. For a plain module on a GPU, seeds
-    come from torch's generator.
+    If a schedule has replaced the module's forward, the new forward's function `draws` returns a mask on a CPU and
+    seeds elsewhere. Otherwise seeds come from torch's generator on a GPU. On a CPU, or if other code has replaced the
+    forward, the module is called on ones to get its mask.
 
     Args:
         module: an nn.Dropout.

@@ -1,6 +1,6 @@
-"""Kernel embedding_layer_norm: y = dropout(LayerNorm(word[ids] + position[...] + kind[...])).
+"""Kernel embedding_layer_norm: y = dropout(LayerNorm(word[ids] + position[position_ids] + kind[kinds])).
 
-B batch rows, S tokens, N columns.
+`kind` has BERT's token type embeddings. B batch rows, S tokens, N columns.
 """
 
 from typing import Any

@@ -85,7 +85,7 @@ def lm_loss(
 
 
 def _mean(total: Tensor, counts: Tensor, items: Tensor | float | None) -> Tensor:
-    """Return total / items; items None takes the number of True in `counts`: if that is 0, the result is
+    """Return total / items. For items None the divisor is the number of True in `counts`; if that is 0, the result is
     NaN with zero gradients.
     """
     if items is not None:

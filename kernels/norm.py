@@ -42,7 +42,7 @@ def norm(
         weight: [N].
         bias: [N], or None.
         eps: added to the variance.
-        rms: RMSNorm: no mean is subtracted, and the variance is the mean of squares.
+        rms: True for RMSNorm: no mean is subtracted, and the variance is the mean of squares.
         x_bias: [N], or None.
         residual: tensor in the shape of x, or None.
         keep: dropout mask of 0 and 1/(1-p) in the shape of x, or None.
@@ -59,7 +59,7 @@ def norm(
 
 
 def _has_sum(arguments: tuple) -> bool:
-    """Return whether z differs from x: `arguments` of the operator hold a bias, residual or mask."""
+    """Return whether the normalised z differs from x: whether the operator's `arguments` hold a bias, residual or mask."""
     _, _, _, x_bias, residual, keep, seeds, p, _, _ = arguments
     dropped = keep is not None or (seeds is not None and p > 0)
     return x_bias is not None or residual is not None or dropped
@@ -172,7 +172,7 @@ def _backward(
     has_x_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of z [M, N], x (empty if equal to that of z), weight, bias and x_bias [N] from those of y and z
-    (dy, dz [M, N]). `mean` and `rstd` (1 / std) [M] are of the forward, as are the dropout mask and `rms`.
+    (dy, dz [M, N]). `mean`, `rstd` (1 / std) [M], dropout mask and `rms` are those of the forward.
     """
     if in_triton(z):
         from slapo_zoo.kernels import norm_triton

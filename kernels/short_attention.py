@@ -44,7 +44,7 @@ def _forward(
     core: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **options: Any
 ) -> Any:
     """Run the forward of `core`, the child that computes softmax(q k^T) v, with this kernel if it supports the arguments,
-    else as defined. `options` are those of the attention functions of `transformers`. Return (output, attention weights or None).
+    else as defined; return (output, attention weights or None). `options` are those of attention in `transformers`.
     """
     if not _serves(core, q, k, v, mask, options):
         return type(core).forward(core, q, k, v, mask, **options)
@@ -80,7 +80,7 @@ def short_attention(
         k: keys in the shape of q.
         v: values in the shape of q.
         scale: factor of the scores.
-        causal: no query sees a later key.
+        causal: True if no query sees a later key.
     """
     if q.device.type != "cpu":
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)

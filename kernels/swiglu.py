@@ -80,7 +80,7 @@ def _fake(gate, up, weight, bias):
 
 @operator("swiglu_linear", _fake, _setup, _gradients)
 def _down(gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute (silu(gate) * up) W^T + b without saving anything but the arguments."""
+    """Compute (silu(gate) * up) W^T + b, W being `weight`; only the arguments are saved for the backward."""
     rows = functional.silu(gate).mul_(up).view(-1, gate.shape[-1])
     return products.mm(rows, weight.t(), bias).view(*gate.shape[:-1], weight.shape[0])
 

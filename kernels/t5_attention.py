@@ -1,4 +1,4 @@
-"""Kernel t5_attention: softmax(q k^T + bias(distance)) v with T5's table of distances; scores are unscaled.
+"""Kernel t5_attention: softmax(q k^T + bias) v, with T5's bias per distance of key and query; scores are unscaled.
 
 B batch rows, S queries, T keys, H heads, D head dim.
 """
@@ -213,7 +213,7 @@ def t5_attention(
 def _by_class(
     weight: Tensor, S: int, T: int, offset: int, bidirectional: bool, max_distance: int
 ) -> tuple[Tensor, Tensor]:
-    """Return (biases [H, C] per head and class of distance, int32 [S + T - 1]: the class of each distance, ascending).
+    """Return (biases [H, C] per head and class, i.e. range of distances; int32 [S + T - 1], the class of each distance).
     `weight` is T5's bias table [buckets, H]; query i has position i + offset; distances beyond `max_distance` share a class.
     """
     n = weight.shape[0]

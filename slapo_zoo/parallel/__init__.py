@@ -1,4 +1,4 @@
-"""Foundations of every rank: mesh, placements, the rank's plan, collectives.
+"""Foundations of every rank: mesh, sharding of each tensor, collectives.
 
 Of slapo_zoo it imports `errors` only.
 """

@@ -183,8 +183,8 @@ def scatter(x: Tensor, axis: int, group: Group) -> Tensor:
 
 
 def all_to_all(x: Tensor, split_axis: int, join_axis: int, group: Group) -> Tensor:
-    """Reshard x from `join_axis` to `split_axis`, [.., n * s, .., t, ..] --> [.., s, .., n * t, ..], by an all-to-all;
-    the gradient is resharded back. n ranks; for group None, x itself.
+    """Return x, sharded over n ranks along `join_axis`, sharded along `split_axis` instead: an all-to-all makes
+    [.., n * s, .., t, ..] to [.., s, .., n * t, ..], and the gradient is resharded back. For group None, return x.
     """
     if group is None:
         return x

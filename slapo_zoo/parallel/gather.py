@@ -16,10 +16,11 @@ from slapo_zoo.parallel.rank_plan import without_peft
 def local_tensors(
     model: Any, specs: Sequence[TensorSpec], mesh: Mesh, grads: bool = False, rows: bool = False
 ) -> dict[str, Tensor]:
-    """Return {name: this rank's tensor, or with `grads` its gradient} for the `specs` of this rank's pipeline stage.
+    """Return {name: this rank's shard} of the tensors in `specs` that its pipeline stage owns, or with `grads` of their
+    gradients.
 
-    The tensors are gathered over dp. With `rows` they are not: each is this dp rank's slice of axis
-    0 (ZeRO), marked so that `rows_of` finds it.
+    The shards are gathered over dp. With `rows` they are not: each is this dp rank's slice of axis 0 (ZeRO), and
+    `local_tensors.rows_of` returns which slice.
     """
     engine = model._slapo.data_parallel
     found = engine.kept(model) if rows else engine.tensors(model, grads)

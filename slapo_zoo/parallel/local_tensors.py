@@ -134,7 +134,7 @@ def put_part(full: Tensor, part: Tensor, placement: Placement, n: int, r: int) -
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Return whether a tensor is sharded over dp: by FSDP2, whose tensors are DTensors, or by `dp_shard=`."""
+    """Return whether a tensor is sharded over dp: by FSDP2, whose tensors are DTensors, or by this package."""
     return hasattr(tensor, "full_tensor") or rows_of(tensor) is not None
 
 

@@ -58,7 +58,7 @@ class Mesh:
         pp: number of ranks that shard the layers into stages.
         dp: number of ranks that shard the batch.
         rank: the global rank.
-        dry_run: collectives only change shapes, without a process group.
+        dry_run: True if collectives only change shapes, without a process group.
         cp: number of ranks that shard the tokens of each row (context parallelism).
     """
 

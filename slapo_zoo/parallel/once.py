@@ -1,7 +1,7 @@
 """Refusal of second derivatives (`create_graph=True`) through custom autograd Functions.
 
-torch's `once_differentiable` misses a backward that begins at the loss, and a second backward with
-`inputs=`: a gradient penalty would be silently wrong.
+torch's `once_differentiable` does not refuse a backward that begins at the loss, nor a second backward with
+`inputs=`, so a gradient penalty would be silently wrong.
 """
 
 import functools

@@ -26,8 +26,8 @@ class Placement:
         groups: sizes of consecutive groups along the axis, each sharded by itself: q|k|v of a
             fused projection is (E, E, E). Empty: the axis is one group.
         unit: number of consecutive indices that stay on one rank, e.g. head_dim; ranks differ by at most one unit.
-        pad: every rank holds ceil(units / n) units; indices beyond the end are filled with zeros.
-        replicate: with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
+        pad: True if every rank holds ceil(units / n) units; indices beyond the end are filled with zeros.
+        replicate: True if, with fewer units than ranks, neighbouring ranks hold the same unit (KV heads).
         together: number of query heads per KV head. A rank holds all query heads of some KV heads or, with more
             ranks than KV heads, an equal part of those of one. With `groups` it applies to the first group (q);
             the others (k, v) have one unit per KV head, so n may then not exceed the number of KV heads.
@@ -138,7 +138,7 @@ class Placement:
         return sum(self.runs(size, n, other) == mine for other in range(n))
 
     def local_shape(self, shape: tuple[int, ...], n: int, r: int) -> tuple[int, ...]:
-        """Return the shape on rank `r` of `n` of a tensor of unsharded `shape`."""
+        """Return the shape of the shard that rank `r` of `n` holds of a tensor of unsharded `shape`."""
         local = list(shape)
         local[self.axis] = self.local_size(shape[self.axis], n, r)
         return tuple(local)
@@ -195,7 +195,7 @@ class TensorSpec:
         shape: unsharded shape.
         dtype: torch dtype name without the prefix, e.g. "float32".
         placement: how it is sharded; None when every rank of a stage holds all of it.
-        stage: pipeline stage that owns (saves) it.
+        stage: index of the pipeline stage that owns (saves) it.
     """
 
     name: str
@@ -205,5 +205,5 @@ class TensorSpec:
     stage: int = 0
 
     def local_shape(self, n: int, r: int) -> tuple[int, ...]:
-        """Return the shape of the tensor on rank `r` of `n`."""
+        """Return the shape of this tensor's shard on rank `r` of the `n` ranks that shard it."""
         return self.placement.local_shape(self.shape, n, r) if self.placement else self.shape

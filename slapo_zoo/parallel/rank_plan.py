@@ -24,7 +24,7 @@ class Sum:
             heads), TIED (several stages use the tensor), or DATA (each rank sees other rows).
         parts: groups of coordinates on the mesh dim; each group sums among its own members only. Empty: all
             ranks of the dim sum together.
-        if_tokens_sharded: sum only in a step whose tokens are sharded over tp (sequence parallelism).
+        if_tokens_sharded: True if the sum is needed only in a step with tokens sharded over tp (sequence parallelism).
     """
 
     mesh_dim: str
@@ -115,7 +115,7 @@ class RankPlan:
         tensors: name in the state dict --> plan, for every tensor of the whole model, in its order.
         units: paths of the modules that this rank's pipeline stages run.
         cuts: paths of the modules after which a stage ends.
-        sites: path of a module of this rank that draws random numbers --> the directive that seeds it.
+        sites: path of a module of this rank that draws random numbers --> the directive (line of the schedule) that seeds it.
     """
 
     mesh: Mesh

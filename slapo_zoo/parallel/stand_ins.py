@@ -11,7 +11,7 @@ Place = tuple[Any, str, Any]
 
 @contextmanager
 def standing_in(places: Iterable[Place]) -> Iterator[None]:
-    """Context in which modules read other tensors in place of parameters, given as `places`: (module, name, tensor)."""
+    """Context in which, for each of `places` (module, name, tensor), the module reads `tensor` as its parameter `name`."""
     held = list(places)
     before = [module.__dict__.get(name) for module, name, _ in held]
     for module, name, tensor in held:

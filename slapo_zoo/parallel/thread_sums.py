@@ -33,7 +33,7 @@ class Meetings:
         self._lock = threading.Lock()
 
     def enter(self) -> None:
-        """Let `all_reduce` in the current thread, which runs a rank, sum at these meetings."""
+        """Make `thread_sums.all_reduce` use these meetings in the current thread, which runs one of the ranks."""
         _OF_THREAD.meetings = self
 
     def of(self, group: Any) -> "Meeting | None":

@@ -31,7 +31,7 @@ _SHARE = "_is_share"  # attribute of a tensor in a loss_function: True if it is 
 
 
 def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
-    """Return the number of targets of each loss term of a head, as tensors on the device of its labels.
+    """Return the number of targets of each term of a model's loss, as tensors on the device of the labels.
 
     Args:
         class_name: name of the model class; a class that predicts the next token ignores the first label.

@@ -247,7 +247,7 @@ def _leave() -> None:
 
 
 def _first_cause(failures: Sequence[BaseException]) -> BaseException:
-    """Return the first error that is no RankError (which reports a lost peer); if all are, the first of them."""
+    """Return the first error that is no RankError, which reports a lost peer; if all are RankErrors, the first."""
     return next((error for error in failures if not isinstance(error, RankError)), failures[0])
 
 

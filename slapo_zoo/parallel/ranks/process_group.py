@@ -1,4 +1,4 @@
-"""Process group that a launcher prepared: join it, and leave it safely."""
+"""Joining and safe leaving of the process group that a launcher has prepared."""
 
 import atexit
 import os
@@ -47,7 +47,7 @@ def timeout_of(timeout_s: float | None) -> float:
             hint = "set a number of seconds, e.g. 300"
             raise MeshError("init_distributed", VARIABLE, problem, hint) from None
     if not 0 < timeout_s < 1e8:
-        problem = f"found {timeout_s} seconds, expected more than 0"
+        problem = f"found {timeout_s}, expected seconds above 0 and below 1e8"
         raise MeshError(
             "init_distributed", "timeout_s", problem, f"pass a number of seconds, or set {VARIABLE}"
         )

@@ -54,7 +54,7 @@ class RngTracker:
     def fork(self, name: str = TENSOR_PARALLEL) -> Iterator[None]:
         """Context in which torch draws from the state `name`, continued from the end of the last `fork` of this name."""
         if name not in self.states:
-            problem = f"no such state, found {sorted(self.states)}"
+            problem = f"found no generator state of this name, only {sorted(self.states)}"
             hint = "call set_random_seed(..., tp_rank=...) first"
             raise ScheduleError("rng tracker", f"fork({name!r})", problem, hint)
         with torch.random.fork_rng():

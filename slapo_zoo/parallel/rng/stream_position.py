@@ -20,7 +20,7 @@ class SiteName:
 
     Args:
         base: a path, or the SiteName with which this name begins.
-        suffix: text after it.
+        suffix: text that follows `base` in the path.
     """
 
     def __init__(self, base: "str | SiteName", suffix: str = ""):
@@ -112,7 +112,7 @@ class StreamPosition:
             self.real_tokens = self.real_at = None
 
     def position(self) -> Position:
-        """Return (step, first row, number of rows) for the seeds of masks; in a backward, those of its forward."""
+        """Return (step, first row, number of rows), from which dropout is seeded; in a backward, those of its forward."""
         return (not self.is_open and self.again) or (self.step, self.first_row, self.num_rows)
 
     @contextmanager
