@@ -364,7 +364,7 @@ def _is_supported(
     x: Tensor, target: Tensor, weight: Any = None, size_average: Any = None,
     ignore_index: int = -100, reduce: Any = None, reduction: str = "mean", label_smoothing: float = 0.0,
 ) -> bool:  # fmt: skip
-    """Return whether `_cross_entropy` supports a call: logits [N, V], class indices, a scalar result."""
+    """Return whether `_cross_entropy` supports a call: logits [N, V], targets that are class indices, a scalar result."""
     given = weight is None and size_average is None and reduce is None
     return given and reduction != "none" and x.dim() == 2 and target.dtype == torch.int64
 

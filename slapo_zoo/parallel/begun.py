@@ -41,7 +41,7 @@ class Begun:
         self.note_line()
 
     def note_line(self) -> None:
-        """Note the innermost running line of the user's program in `line`."""
+        """Store the innermost running line of the user's program in the attribute `line`."""
         frame = sys._getframe(1)
         while frame is not None:
             if _is_of_user(frame.f_code.co_filename):

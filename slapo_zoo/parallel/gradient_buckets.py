@@ -112,8 +112,8 @@ class Bucket:
     def wait(self, somewhere: Container[int] | None = None) -> None:
         """Wait for the all-reduce, if one was started, and store the sums in `.grad`.
 
-        `somewhere` are the ids of the parameters that have a gradient on some rank. None takes this from flags
-        that the all-reduce has sent along.
+        `somewhere` holds the `id()` of each parameter that has a gradient on some rank; if it is None, flags that
+        were sent along with the gradients say which parameters these are.
         """
         if self.work is None:
             return

@@ -1,4 +1,4 @@
-"""Shards of unsharded tensors as a Placement describes them; attributes that say which rows a dp rank holds under ZeRO."""
+"""Cutting of shards from unsharded tensors, and records of the rows (slices of axis 0) that a dp rank holds under ZeRO."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -153,7 +153,7 @@ def require_indices(inside: Tensor, what: str, size: int) -> None:
 
     Args:
         inside: bool per index, True if the index lies in 0..size-1 of the unsharded axis.
-        what: name of the indices for the message.
+        what: name of the indices for the message, e.g. "labels".
         size: length of the unsharded axis.
     """
     hint = "use the tokenizer of this model, or a model with a larger vocabulary"

@@ -51,9 +51,9 @@ class Again(NamedTuple):
 def saving(
     pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]
 ) -> AbstractContextManager[Any]:
-    """Return torch's `saved_tensors_hooks` for a `pack` that returns x itself to save x as it is.
+    """Return torch's context `saved_tensors_hooks` for `pack` and `unpack`, where `pack(x)` may return x to save x itself.
 
-    Such an x is saved detached. Else a node that saves its own output (exp, softmax) would refer to itself, and a graph
+    Such an x is saved detached. Otherwise a node that saves its own output (exp, softmax) would refer to itself, and a graph
     whose backward runs in parts or never would stay in memory for ever.
     """
 

@@ -55,7 +55,7 @@ class Placement:
         """Return the reason why an axis of length `size` cannot be sharded over `n` ranks; "" if it can."""
         groups = self._groups(size)
         if self.shared and (self.groups or self.pad or self.replicate or self.shared < n):
-            return f"a shared end of {self.shared} cannot be sharded over {self.mesh_dim}={n}: it needs {n} or more, without groups and padding"
+            return f"the last {self.shared} indices, which all ranks need, cannot be sharded over {self.mesh_dim}={n}: {n} or more are needed, without groups and padding"
         if sum(groups) + self.shared != size:
             return (
                 f"axis {self.axis} has size {size}, but the groups {groups} add up to {sum(groups)}"
@@ -75,15 +75,15 @@ class Placement:
     def _together_problem(self, units: int, n: int) -> str:
         runs, rest = divmod(units, self.together)
         if rest:
-            return f"{units} units are not a multiple of {self.together} that belong together (query heads of one KV head)"
+            return f"found {units} query heads, expected a multiple of the {self.together} query heads per KV head"
         if runs < n and (n % runs or self.together % (n // runs)):
-            return f"{runs} runs of {self.together} units cannot be sharded over {self.mesh_dim}={n}: each rank needs whole runs, or an equal part of one"
+            return f"{runs} KV heads of {self.together} query heads cannot be sharded over {self.mesh_dim}={n}: each rank needs whole KV heads, or an equal part of the query heads of one"
         return ""
 
     def _beside_problem(self, units: int, others: list[int], n: int) -> str:
         runs = units // self.together
         if any(other != runs for other in others):
-            return f"the groups after the first have {others} units, expected {runs}, one per {self.together} units of the first"
+            return f"the groups after the first (k, v) have {others} heads, expected {runs}, one per {self.together} query heads"
         if others and runs < n:
             return f"{runs} units of {self.unit} cannot be sharded over {self.mesh_dim}={n}: each rank needs a unit of each group"
         return ""

@@ -133,18 +133,18 @@ def test_placement_shards_query_heads_and_shared_kv_columns_separately():
 @pytest.mark.parametrize(
     ("placement", "size", "n", "problem"),
     [
-        (Placement(0, shared=2), 9, 3, "a shared end of 2 cannot be sharded over tp=3"),
+        (Placement(0, shared=2), 9, 3, "the last 2 indices, which all ranks need, cannot be sharded over tp=3"),
         (Placement(0), 3, 4, "3 units of 1 cannot be sharded over tp=4"),
         (Placement(0, unit=6), 30, 6, "5 units of 6 cannot be sharded over tp=6"),
         (Placement(0, "dp"), 1, 2, "cannot be sharded over dp=2"),
         (Placement(0, unit=4), 30, 2, "(30,) are not multiples of unit 4"),
         (Placement(1, groups=(8, 8)), 24, 2, "axis 1 has size 24, but the groups (8, 8) add up to 16"),
         (Placement(0, groups=(4, 1), unit=1), 5, 2, "1 units of 1 cannot be sharded"),
-        (Placement(0, together=4), 6, 2, "6 units are not a multiple of 4 that belong together"),
-        (Placement(0, together=4), 8, 3, "2 runs of 4 units cannot be sharded over tp=3"),
+        (Placement(0, together=4), 6, 2, "found 6 query heads, expected a multiple of the 4"),
+        (Placement(0, together=4), 8, 3, "2 KV heads of 4 query heads cannot be sharded over tp=3"),
         (Placement(0, groups=(4, 4), pad=True), 8, 2, "only an axis of one group can be padded"),
         (Placement(0, groups=(8, 2, 2), together=4), 12, 4, "2 units of 1 cannot be sharded over tp=4"),
-        (Placement(0, groups=(8, 8, 8), together=4), 24, 2, "the groups after the first have [8, 8] units, expected 2"),
+        (Placement(0, groups=(8, 8, 8), together=4), 24, 2, "the groups after the first (k, v) have [8, 8] heads, expected 2"),
     ],
 )  # fmt: skip
 def test_placement_on_an_indivisible_axis_is_refused(placement, size, n, problem):

@@ -27,7 +27,7 @@ class InBatchNegatives:
         self.group = mesh.group("batch")
 
     def __call__(self, output: Any, batch: dict[str, Any]) -> Tensor:
-        """Return the mean loss of this dp rank's anchors; `output` is the model's for `batch`."""
+        """Return the mean loss of this dp rank's anchors; `output` is the model's output for `batch`."""
         return self.judged(output, batch)[0]
 
     def judged(self, output: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
@@ -45,7 +45,7 @@ class InBatchNegatives:
 
 
 def mean_pooled(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Return [rows, d]: the mean hidden state of the unmasked tokens of each row, scaled to length 1."""
+    """Return [rows, d]: the mean of `hidden` [rows, t, d] over the tokens with a 1 in `mask` [rows, t], scaled to length 1."""
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     mean = (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
     return functional.normalize(mean.float(), dim=-1)

@@ -35,7 +35,7 @@ def count_targets(class_name: str, batch: Mapping[str, Any]) -> list[Tensor]:
 
     Args:
         class_name: name of the model class; a class that predicts the next token ignores the first label.
-        batch: keyword arguments of its forward.
+        batch: keyword arguments of the model's forward.
     """
     mask = batch.get("attention_mask") if head_of(class_name).over_real_tokens else None
     targets = targets_of(class_name, batch)

@@ -1,4 +1,4 @@
 """Processes of a job: launch, join, agree, wait for one another, end together; or all as threads.
 
-Imports `parallel.rng` and packages of lower floors (see CONTRIBUTING.md).
+It imports `parallel.rng` and packages of lower floors (see CONTRIBUTING.md).
 """

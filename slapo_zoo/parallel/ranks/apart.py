@@ -67,7 +67,7 @@ class ProcessApart:
         )
 
     def poll(self, timeout_s: float) -> Ended | None:
-        """Return status and output if the process has ended, or was killed now, after `timeout_s` seconds; else None."""
+        """Return status and output if the process has ended, or has run for `timeout_s` seconds and is killed now; else None."""
         if self.process.poll() is not None:
             return self.end()
         return self.end() if time.monotonic() - self.begin > timeout_s else None

@@ -18,7 +18,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Stop:
-    """Record of the last signal that reached this process; 0 if none did."""
+    """Record of the last signal that reached this process: `number` is its number, 0 if none did."""
 
     number = 0
 

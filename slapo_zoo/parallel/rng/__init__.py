@@ -1,4 +1,4 @@
 """Random numbers that are the same for every sharding: the random stream, its seeds on a device, generators.
 
-Imports `parallel` and `errors`.
+It imports `parallel` and `errors`.
 """

@@ -206,7 +206,7 @@ class RandomStream(StreamPosition):
     def keep_queries(self, x: Tensor, p: float, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the dropout mask (0 or 1/(1-p)) of attention weights x [B, H, s, T].
 
-        Under context parallelism x has only this rank's queries or, with "ulysses", only its heads; `heads` are the
+        Under context parallelism x has this rank's queries only or, with the variant "ulysses", its heads; `heads` are the
         global indices of the heads of all cp ranks. `site` is the path of the attention.
         """
         if self.cut is None or self.cut.by_heads:
@@ -227,7 +227,7 @@ class RandomStream(StreamPosition):
     def seeds_of_queries(self, x: Tensor, site: Where, heads: Sequence[int]) -> Tensor:
         """Return the seeds from which operators hash the dropout mask of attention weights x [B, H, s, T].
 
-        Under context parallelism x has only this rank's queries or, with "ulysses", only its heads; `heads` are the
+        Under context parallelism x has this rank's queries only or, with the variant "ulysses", its heads; `heads` are the
         global indices of the heads of all cp ranks. `site` is the path of the attention.
         """
         if self.cut is None or self.cut.by_heads:
