@@ -188,7 +188,7 @@ def _apply(
     running statistics `mean` and `var`, or those of the rows if `mean` is None.
     """
     if not in_triton(x):
-        problem = "this operator runs only where Triton does: call F.batch_norm here"
+        problem = "batch_norm_relu_add runs only where Triton does: call F.batch_norm here"
         raise NotImplementedError(problem)
     from slapo_zoo.kernels import batch_norm_triton
 

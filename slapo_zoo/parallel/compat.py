@@ -95,7 +95,7 @@ class _WorldPerThread:
         try:
             return self._state()[name]
         except KeyError:
-            problem = f"torch reads {name!r} of its process groups: use torch 2.10 to 2.13"
+            problem = f"this torch reads {name!r} of its process groups: install torch 2.10 to 2.13"
             raise AttributeError(problem) from None
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -205,5 +205,5 @@ class TensorSpec:
     stage: int = 0
 
     def local_shape(self, n: int, r: int) -> tuple[int, ...]:
-        """Return the shape of this tensor's shard on rank `r` of the `n` ranks that shard it."""
+        """Return the shape of what rank `r` of `n` holds of this tensor: a shard or, without a placement, all of it."""
         return self.placement.local_shape(self.shape, n, r) if self.placement else self.shape
