@@ -66,9 +66,9 @@ class RowsOfRank:
 
 
 def rows_of(tensor: Any) -> Rows | None:
-    """Return the rows that this dp rank holds of a tensor; None where the tensor is not sharded over dp.
+    """Return which rows (slice of axis 0) this dp rank holds of a tensor; None where the tensor is not sharded over dp.
 
-    The rows are an attribute of the tensor, which may be a parameter or an optimizer state. The rank's plan has the
+    This record is an attribute of the tensor, which may be a parameter or an optimizer state. The rank's plan has the
     unsharded shape, and the ranks that hold the other rows.
     """
     return getattr(tensor, "dp_rows", None)

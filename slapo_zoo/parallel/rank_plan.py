@@ -81,7 +81,7 @@ class TensorPlan(TensorSpec):
         ]  # fmt: skip
 
     def replicas(self, mesh: Mesh) -> int:
-        """Return how many tp ranks hold the same elements as `mesh.rank`."""
+        """Return how many tp ranks hold the same elements of this tensor as `mesh.rank` holds, itself included."""
         if self.placement is None:
             return mesh.tp
         size = self.shape[self.placement.axis]

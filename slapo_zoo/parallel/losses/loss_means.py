@@ -58,8 +58,8 @@ def targets_of(class_name: str, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def shifted(class_name: str, labels: Tensor) -> Tensor:
-    """Return the labels that the loss of a model class compares with. The first label of each row
-    is left out if the class predicts the next token.
+    """Return those of `labels` that the loss of a model class compares with: all, or all but the
+    first of each row if the class predicts the next token.
     """
     return labels[..., 1:] if head_of(class_name).shifts else labels
 
