@@ -38,7 +38,7 @@ def check(bench, launch, label, chip):
 
 
 @pytest.mark.slow
-def test_every_triton_kernel_branch_compiles_for_hopper(bench):
+def test_every_compile_time_branch_of_the_triton_kernels_compiles_for_hopper(bench):
     """Compile for the masks of scheduled models, an odd vocabulary and heads of 128, among others."""
     kinds = {}
     for launch, label in bench.launches((torch.bfloat16,)).items():
@@ -52,14 +52,14 @@ def test_every_triton_kernel_branch_compiles_for_hopper(bench):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chip", [80, 90, 100])
-def test_every_triton_kernel_launch_compiles(bench, chip):
+def test_every_recorded_triton_launch_compiles_ahead_of_time(bench, chip):
     found = bench.launches((torch.bfloat16,))
     assert len(found) > 100
     for launch, label in found.items():
         check(bench, launch, label, chip)
 
 
-def test_triton_launch_arguments_equal_the_compiled_signature(bench):
+def test_recorded_triton_launch_has_the_constants_and_types_of_the_compiled_signature(bench):
     """None and 1 are constants and multiples of 16 are marked as such, as in triton.runtime.jit."""
     from benchmarks.recorded import recording
 

@@ -28,7 +28,9 @@ def bench():
 
 
 @pytest.mark.parametrize("cls", CASES)
-def test_step_with_dropout_moves_no_more_bytes_than_torch(bench, cls):
+def test_training_step_with_kernels_and_dropout_moves_no_more_bytes_than_torch_operations(
+    bench, cls
+):
     config = getattr(transformers, cls).config_class(**CASES[cls])
     config.architectures = [cls]
     ids = torch.zeros(4, 512, dtype=torch.int64, device="meta")

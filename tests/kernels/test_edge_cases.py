@@ -42,7 +42,7 @@ def check_keep_is_seeds(name):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", DROPPING)
-def test_dropout_by_mask_and_by_seeds_gives_equal_results(interpreter, name):
+def test_kernel_gives_equal_results_for_dropout_given_as_mask_and_as_seeds(interpreter, name):
     check_keep_is_seeds(name)
     interpreter.run(check_keep_is_seeds, name)
 

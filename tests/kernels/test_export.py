@@ -38,7 +38,7 @@ def hub(tmp_path_factory):
     return folder
 
 
-def test_exported_kernels_import_only_torch(hub):
+def test_exported_kernels_run_without_slapo_zoo_and_without_triton(hub):
     """The exported kernels import neither slapo_zoo nor, on a CPU, Triton."""
     command = [sys.executable, "-P", "-c", LOAD, str(hub / "build" / "torch-cpu")]
     result = subprocess.run(
@@ -48,7 +48,7 @@ def test_exported_kernels_import_only_torch(hub):
 
 
 @pytest.mark.parametrize("variant", ["torch-cpu", "torch-cuda"])
-def test_exported_metadata_has_file_digests(hub, variant):
+def test_metadata_of_exported_kernels_lists_the_sha256_of_every_source_file(hub, variant):
     folder = hub / "build" / variant
     metadata = json.loads((folder / "metadata.json").read_text())
     assert metadata["backend"]["type"] == variant.removeprefix("torch-")
@@ -69,7 +69,7 @@ def load(folder):
     return sys.modules[name]
 
 
-def test_exported_layers_are_stateless_and_take_the_original_arguments(hub):
+def test_exported_kernel_layers_have_no_state_and_the_forward_signature_of_the_original(hub):
     from transformers import activations
     from transformers.models.bert import modeling_bert
     from transformers.models.llama import modeling_llama
@@ -119,7 +119,7 @@ torch.testing.assert_close(fast(x), want)
 """
 
 
-def test_kernels_package_loads_exported_kernels(hub):
+def test_hugging_face_kernels_package_loads_the_exported_kernels(hub):
     """Run in a new process, whose path does not contain this project's folder `kernels`."""
     command = [sys.executable, "-P", "-c", KERNELIZE, str(hub)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd="/")

@@ -29,7 +29,7 @@ def dtype_ids(*names):
 
 @pytest.mark.parametrize("dtype", dtype_ids("fp32", "bf16"))
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
-def test_kernel_cpu_path_equals_the_reference(name, shape, dtype):
+def test_kernel_on_cpu_equals_its_reference_implementation(name, shape, dtype):
     check_reference(name, shape, dtype)
 
 
@@ -39,13 +39,15 @@ def test_kernel_cpu_path_equals_the_reference(name, shape, dtype):
     [*dtype_ids("fp32"), pytest.param(DTYPES["fp16"], id="fp16", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
-def test_kernel_triton_path_equals_the_reference(interpreter, name, shape, dtype):
+def test_triton_kernel_in_the_interpreter_equals_its_reference_implementation(
+    interpreter, name, shape, dtype
+):
     interpreter.run(check_reference, name, shape, dtype)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", KERNEL_NAMES)
-def test_kernel_with_strided_inputs_equals_contiguous(interpreter, name):
+def test_kernel_gives_equal_results_for_strided_and_contiguous_inputs(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_strided(name, shape, torch.float32)
     interpreter.run(check_strided, name, shape, torch.float32)
@@ -53,7 +55,7 @@ def test_kernel_with_strided_inputs_equals_contiguous(interpreter, name):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", KERNEL_NAMES)
-def test_kernel_gives_the_same_bits_in_two_runs(interpreter, name):
+def test_kernel_gives_bit_equal_results_in_two_runs(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_deterministic(name, shape)
     interpreter.run(check_deterministic, name, shape)
@@ -79,7 +81,7 @@ def test_kernel_compiles_to_one_graph(interpreter, name):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, shape", CASES, ids=IDS)
-def test_kernel_on_a_gpu_equals_the_reference(name, shape):
+def test_kernel_on_a_gpu_equals_its_reference_implementation(name, shape):
     from slapo_zoo.dispatch.kernel_registry import force
 
     with force("triton"):

@@ -22,7 +22,7 @@ def onednn(monkeypatch):
     monkeypatch.setattr(products, "BLOCK", 64)
 
 
-def test_private_torch_operator_of_linear_exists():
+def test_private_torch_operator_used_by_the_linear_kernel_has_the_expected_signature():
     """The operator is not public: where a torch release renames it, change slapo_zoo.dispatch.cpu_matmul."""
     assert hasattr(torch.ops.mkldnn, "_linear_pointwise")
     schema = str(torch.ops.mkldnn._linear_pointwise.default._schema)
@@ -57,7 +57,7 @@ def test_onednn_matmuls_are_as_accurate_as_fp32(size, layout):
 
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
-def test_onednn_matmul_operands_are_contiguous(layout):
+def test_onednn_matmul_gets_contiguous_operands_for_every_input_layout(layout):
     """oneDNN multiplies other strides element by element: minutes instead of a second."""
     seen = []
 
@@ -100,7 +100,7 @@ def run(module, x):
 
 @pytest.mark.parametrize("shape", [(6, 24), (2, 5, 24), (2, 3, 4, 24)])
 @pytest.mark.parametrize("kind", ["Linear", "Conv1D", "no bias"])
-def test_linear_kernel_equals_the_module(kind, shape):
+def test_linear_kernel_has_the_outputs_and_gradients_of_the_torch_module(kind, shape):
     x = torch.randn(shape)
     if kind != "Conv1D":  # whose own forward takes no other strides
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
@@ -112,7 +112,7 @@ def test_linear_kernel_equals_the_module(kind, shape):
 
 
 @pytest.mark.parametrize("frozen", ["input", "weight", "bias"])
-def test_linear_kernel_computes_no_gradient_of_frozen_parameters(frozen, monkeypatch):
+def test_linear_kernel_computes_no_gradients_for_frozen_parameters(frozen, monkeypatch):
     module, calls = served(layer("Linear")), []
     if frozen != "input":
         getattr(module, frozen).requires_grad_(False)
@@ -126,7 +126,7 @@ def test_linear_kernel_computes_no_gradient_of_frozen_parameters(frozen, monkeyp
 
 
 @pytest.mark.parametrize("case", ["bf16", "autocast", "other CPU", "small", "forward", "subclass"])
-def test_unsupported_linears_run_the_plain_torch_forward(case, monkeypatch):
+def test_linears_that_the_kernel_does_not_support_run_the_torch_forward(case, monkeypatch):
     module, x = layer("Linear"), torch.randn(6, 24)
     if case == "forward":
         module.forward = lambda x: 2 * nn.Linear.forward(module, x)
@@ -149,7 +149,7 @@ def test_unsupported_linears_run_the_plain_torch_forward(case, monkeypatch):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_compiled_linear_kernel_is_one_graph(bias, monkeypatch):
+def test_linear_kernel_compiles_to_one_graph(bias, monkeypatch):
     """Compile the code as it runs: only the CPU's description is replaced, not the function that reads it."""
     monkeypatch.undo()
     monkeypatch.setattr(products, "CPU", {"mkl": True, "avx512_f": True, "cpu_name": "AMD"})
@@ -164,7 +164,7 @@ def test_compiled_linear_kernel_is_one_graph(bias, monkeypatch):
     torch.testing.assert_close(found, torch.autograd.grad(module(x).sum(), x)[0])
 
 
-def test_second_derivative_of_linear_is_refused():
+def test_second_derivative_through_the_linear_kernel_is_refused():
     """Without the error the gradient of the gradient would be wrong."""
     x = torch.randn(6, 24, requires_grad=True)
     y = served(layer("Linear"))(x)
@@ -173,7 +173,7 @@ def test_second_derivative_of_linear_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["GPT2", "Bert"])
-def test_model_with_linear_kernel_has_plain_gradients(tmp_path, kind):
+def test_model_with_the_linear_kernel_has_the_gradients_of_plain_transformers(tmp_path, kind):
     small = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 50}
     cls = transformers.GPT2LMHeadModel if kind == "GPT2" else transformers.BertForMaskedLM
     config = cls.config_class(**small, intermediate_size=48)
@@ -195,7 +195,7 @@ def test_model_with_linear_kernel_has_plain_gradients(tmp_path, kind):
 
 
 @pytest.mark.parametrize("chunk_bytes", [None, 64 * 30 * 4])
-def test_linear_cross_entropy_on_onednn_equals_torch(chunk_bytes):
+def test_linear_cross_entropy_with_onednn_matmuls_equals_torch_cross_entropy(chunk_bytes):
     torch.manual_seed(0)
     given = [torch.randn(150, 16), torch.randn(30, 16)]
     target = torch.randint(30, (150,))
@@ -208,7 +208,7 @@ def test_linear_cross_entropy_on_onednn_equals_torch(chunk_bytes):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
-def test_save_matmuls_policy_keeps_the_linear_kernel():
+def test_save_matmuls_recompute_policy_saves_the_output_of_the_linear_kernel():
     from slapo_zoo.language.primitives.checkpoint import POLICIES
 
     assert str(torch.ops.slapo_zoo.linear.default) in POLICIES["save_matmuls"]
@@ -216,7 +216,7 @@ def test_save_matmuls_policy_keeps_the_linear_kernel():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_one_by_one_convolution_runs_as_a_matmul_and_equals_conv(dtype):
+def test_one_by_one_convolution_runs_as_a_matmul_and_equals_torch_conv(dtype):
     from slapo_zoo.hf.own.wideresnet import WideResNetBottleneck, WideResNetConfig
 
     def make():
@@ -240,7 +240,7 @@ def test_one_by_one_convolution_runs_as_a_matmul_and_equals_conv(dtype):
 
 
 @pytest.mark.parametrize("seen_by", ["nobody", "a hook", "a forward"])
-def test_swiglu_kernel_calls_down_proj_as_a_module_when_it_has_hooks(seen_by):
+def test_swiglu_kernel_calls_down_proj_as_a_module_when_down_proj_has_hooks(seen_by):
     from transformers.models.llama.modeling_llama import LlamaMLP
 
     torch.manual_seed(0)

@@ -71,7 +71,7 @@ USES = [through_own_loss, through_a_view, through_a_loss_in_cpp, through_both, w
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("frozen", [False, True], ids=["", "frozen-body"])
-def test_logits_on_demand_have_the_gradients_of_plain_logits(family, use, frozen):
+def test_lazy_logits_used_in_a_loss_have_the_gradients_of_eager_logits(family, use, frozen):
     grads = []
     for kernels in ("auto", "reference"):
         model = AutoScheduledModel.from_config(CONFIGS[family], seed=0, kernels=kernels).train()
@@ -87,7 +87,7 @@ def test_logits_on_demand_have_the_gradients_of_plain_logits(family, use, frozen
         torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_retain_grad_of_logits_unused_by_the_loss_raises():
+def test_retain_grad_of_lazy_logits_that_the_loss_did_not_use_raises():
     model = AutoScheduledModel.from_config(CONFIGS["gpt2"], seed=0).train()
     with pytest.raises(SlapoError, match="reference"):
         model(input_ids=IDS, labels=IDS).logits.retain_grad()
@@ -99,7 +99,7 @@ def test_retain_grad_of_logits_unused_by_the_loss_raises():
     assert len(seen) == 1
 
 
-def test_loss_is_computed_without_making_logits():
+def test_model_with_loss_kernel_materializes_logits_only_when_they_are_read():
     model = AutoScheduledModel.from_config(CONFIGS["gpt2"], seed=0).train()
     logits = model(input_ids=IDS, labels=IDS).logits
     assert logits.requires_grad
@@ -111,7 +111,9 @@ def test_loss_is_computed_without_making_logits():
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_loss_scale_is_applied_while_gradients_are_computed(family, micro_batches, monkeypatch):
+def test_lm_loss_kernel_divides_by_the_targets_inside_the_gradient_kernel(
+    family, micro_batches, monkeypatch
+):
     """Dividing afterwards would take another pass over the gradient of the whole vocabulary."""
     from slapo_zoo.kernels import lm_loss as kernel
 
@@ -234,7 +236,7 @@ def gradients_of_losses(tp):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at its inputs
 @pytest.mark.parametrize("tp", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_user_loss_on_logits_on_demand_gives_the_gradients_of_ordinary_logits(ranks, tp):
+def test_user_loss_on_lazy_logits_has_the_loss_and_gradients_of_eager_logits(ranks, tp):
     found = ranks.run(gradients_of_losses, tp, tp)[0]
     for number, loss_of in enumerate(LOSSES):
         (loss, grads), (expected, theirs) = found["auto", number], found["reference", number]

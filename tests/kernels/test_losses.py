@@ -41,7 +41,7 @@ def run_parallel(smoothing):
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("nprocs", [2, 3, 4])
-def test_vocabulary_parallel_losses_equal_one_rank(ranks, nprocs, smoothing):
+def test_vocabulary_parallel_losses_and_gradients_equal_those_of_one_rank(ranks, nprocs, smoothing):
     x, weight, bias, target, scale = (t.double() if t.is_floating_point() else t for t in whole())
     x, weight, bias = (t.requires_grad_() for t in (x, weight, bias))
     logits = x @ weight.T + bias
@@ -77,7 +77,7 @@ def test_linear_cross_entropy_with_ignored_labels_and_tied_weight_equals_torch()
     torch.testing.assert_close(*found)
 
 
-def test_linear_cross_entropy_second_backward_gives_the_same_gradients():
+def test_second_backward_of_linear_cross_entropy_gives_the_gradients_of_the_first():
     """The gradients that the forward computed serve a second backward too."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
@@ -89,7 +89,7 @@ def test_linear_cross_entropy_second_backward_gives_the_same_gradients():
     assert one.any()
 
 
-def test_linear_cross_entropy_is_visible_to_torch_function_mode():
+def test_torch_function_mode_intercepts_linear_cross_entropy():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     seen = []
@@ -152,7 +152,7 @@ def test_sparse_mlm_head_loss_needs_less_memory_than_the_logits(sizes):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("factor", [1.0, 1 / 3])
-def test_gradients_use_the_unrounded_loss_divisor_in_bf16(dtype, factor):
+def test_linear_cross_entropy_gradients_in_bf16_use_the_number_of_targets_unrounded(dtype, factor):
     """1/1023 rounded to bf16 is off by 0.1 %, and so would be every gradient."""
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 

@@ -26,7 +26,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_packed_sequences_do_not_attend_to_each_other(name):
+def test_attention_kernels_keep_packed_sequences_from_attending_to_each_other(name):
     config, inputs = CASES[name]
     kernel = "local_causal_attention" if config is NEO else "t5_attention"
     found = []
@@ -44,7 +44,7 @@ def test_packed_sequences_do_not_attend_to_each_other(name):
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-def test_padding_only_masks_are_recognised(kind):
+def test_attention_masks_that_hide_only_padding_are_distinguished_from_other_masks(kind):
     def made(seen):
         return seen if kind == torch.bool else torch.where(seen, 0.0, torch.finfo(kind).min)
 
@@ -58,7 +58,7 @@ def test_padding_only_masks_are_recognised(kind):
     assert not hides_only_padding(made(OWN.tril()[None, None]), 8, 8, causal=True)
 
 
-def test_attention_weights_are_returned_when_requested():
+def test_output_attentions_returns_equal_weights_with_and_without_kernels():
     found = []
     for kernels in ("auto", "reference"):
         model = AutoScheduledModel.from_config(NEO, seed=0, kernels=kernels).eval()

@@ -104,7 +104,9 @@ def stream_dropouts(module):
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", MODULES)
-def test_module_with_kernel_equals_transformers(name, training):
+def test_module_with_a_kernel_has_the_outputs_and_gradients_of_the_transformers_module(
+    name, training
+):
     module, fast, arguments = pair(name)
     for m in (module, fast):
         m.train(training)
@@ -138,7 +140,9 @@ class Doubles(nn.Module):
 
 @pytest.mark.parametrize("replaced", [False, True], ids=["hooked", "replaced"])
 @pytest.mark.parametrize(("name", "child"), CHILDREN)
-def test_module_with_kernel_still_calls_replaced_or_hooked_children(name, child, replaced):
+def test_module_with_a_kernel_still_calls_children_that_the_user_replaced_or_hooked(
+    name, child, replaced
+):
     module, fast, arguments = pair(name)
     before = module.eval()(*arguments)
     for m in (module, fast.eval()):
@@ -154,7 +158,7 @@ def test_module_with_kernel_still_calls_replaced_or_hooked_children(name, child,
 
 
 @pytest.mark.parametrize("name", ["bert_output", "t5_gated", "t5_relu", "bert_embeddings"])
-def test_fused_dropout_is_active_in_training_only(name):
+def test_module_with_fused_dropout_is_random_in_train_mode_and_deterministic_in_eval_mode(name):
     _, fast, arguments = pair(name)
     torch.manual_seed(0)
     one, two = fast.train()(*arguments), fast(*arguments)
@@ -164,7 +168,9 @@ def test_fused_dropout_is_active_in_training_only(name):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 @pytest.mark.parametrize("num_buckets, max_distance", [(32, 128), (8, 20), (64, 512)])
-def test_t5_relative_buckets_equal_transformers(bidirectional, num_buckets, max_distance):
+def test_t5_attention_kernel_computes_the_relative_position_buckets_of_transformers(
+    bidirectional, num_buckets, max_distance
+):
     from slapo_zoo.kernels.t5_attention import relative_buckets
 
     distance = torch.arange(-3000, 3000)
@@ -193,7 +199,9 @@ def whole_pair(kind, kernel_name):
 @pytest.mark.parametrize("kind, kernel_name", [
     ("T5ForConditionalGeneration", "t5_attention"), ("GPTNeoForCausalLM", "local_causal_attention"),
 ])  # fmt: skip
-def test_model_with_kernels_and_padding_equals_plain(kind, kernel_name, use_cache):
+def test_model_with_a_kernel_on_padded_batches_has_the_loss_and_gradients_of_transformers(
+    kind, kernel_name, use_cache
+):
     model, fast = whole_pair(kind, kernel_name)
     ids = torch.randint(1, 31, (3, 19))
     mask = torch.ones_like(ids)
@@ -211,7 +219,7 @@ def test_model_with_kernels_and_padding_equals_plain(kind, kernel_name, use_cach
 @pytest.mark.parametrize("kind, kernel_name", [
     ("T5ForConditionalGeneration", "t5_attention"), ("GPTNeoForCausalLM", "local_causal_attention"),
 ])  # fmt: skip
-def test_generate_with_kernels_equals_plain(kind, kernel_name):
+def test_generate_with_a_kernel_returns_the_tokens_of_plain_transformers(kind, kernel_name):
     model, fast = whole_pair(kind, kernel_name)
     ids = torch.randint(1, 31, (2, 9))
     options = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0}
@@ -219,7 +227,7 @@ def test_generate_with_kernels_equals_plain(kind, kernel_name):
     assert torch.equal(want, found)
 
 
-def test_t5_attention_kernel_uses_the_dropout_mask_of_the_schedule():
+def test_t5_attention_kernel_draws_dropout_from_the_random_stream_of_the_model():
     """Attention dropout uses the mask of the model's random stream."""
     from slapo_zoo.hf.attention import CoreAttention
     from slapo_zoo.kernels.t5_attention import t5_attention
@@ -257,7 +265,7 @@ def test_kernel_refuses_unsupported_module_and_names_the_reason():
 @pytest.mark.parametrize(
     "dtypes", [(torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16)]
 )
-def test_llama_norm_kernel_returns_the_dtype_of_transformers(dtypes):
+def test_rms_norm_kernel_returns_the_values_and_dtype_of_transformers_llama_norm(dtypes):
     norm = modeling_llama.LlamaRMSNorm(24).to(dtypes[1])
     x = torch.randn(5, 24, dtype=dtypes[0])
     want = norm(x)
@@ -265,7 +273,7 @@ def test_llama_norm_kernel_returns_the_dtype_of_transformers(dtypes):
     torch.testing.assert_close(norm(x), want)
 
 
-def test_batch_norm_kernel_calls_a_changed_or_hooked_norm():
+def test_batch_norm_relu_kernel_calls_a_norm_that_the_user_patched_or_hooked():
     """A schedule may synchronise a norm's statistics over ranks, and a user's hook reads its output."""
     torch.manual_seed(0)
     bottleneck = WideResNetBottleneck(WideResNetConfig(), 16, 4, 1)

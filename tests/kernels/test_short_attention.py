@@ -84,7 +84,7 @@ def test_short_attention_kernel_falls_back_to_sdpa_for_unsupported_calls(change,
     assert not ran
 
 
-def test_compiled_attention_core_is_one_graph(monkeypatch):
+def test_short_attention_kernel_compiles_to_one_graph_with_equal_output(monkeypatch):
     """Compile the code as it runs: only the CPU's description is replaced, not the function that reads it."""
     monkeypatch.undo()
     monkeypatch.setattr(products, "CPU", {"mkl": True, "avx512_bf16": True})
@@ -99,7 +99,9 @@ def test_compiled_attention_core_is_one_graph(monkeypatch):
 
 
 @pytest.mark.parametrize("kernels, ran", [("short_attention", 2), ("reference", 0)])
-def test_model_trains_alike_with_and_without_short_attention_kernel(tmp_path, kernels, ran):
+def test_model_with_short_attention_kernel_has_the_gradients_of_plain_transformers(
+    tmp_path, kernels, ran
+):
     config = transformers.LlamaConfig(hidden_size=32, intermediate_size=40, num_hidden_layers=2, vocab_size=50,
                                       num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
     transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)

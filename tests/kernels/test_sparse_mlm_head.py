@@ -52,7 +52,7 @@ def batch(masked=0.15):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_sparse_mlm_head_has_the_loss_and_gradients_of_transformers(kind):
+def test_sparse_mlm_head_kernel_has_the_loss_and_gradients_of_transformers(kind):
     model, fast = pair(kind)
     given = batch()
     want, found = model(**given), fast(**given)
@@ -66,7 +66,7 @@ def test_sparse_mlm_head_has_the_loss_and_gradients_of_transformers(kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_sparse_mlm_head_computes_logits_when_read(kind):
+def test_sparse_mlm_head_kernel_computes_full_logits_only_when_they_are_read(kind):
     model, fast = pair(kind)
     given, calls = batch(), []
     decoder = [m for n, m in fast.named_modules() if n.endswith("decoder")][-1]
@@ -84,7 +84,7 @@ def test_sparse_mlm_head_computes_logits_when_read(kind):
     assert len(calls) == 1
 
 
-def test_sparse_mlm_head_without_labels_or_masked_tokens_equals_plain():
+def test_sparse_mlm_head_kernel_without_labels_or_targets_equals_plain_transformers():
     model, fast = pair("Bert")
     given = batch()
     labels = given.pop("labels")
@@ -97,14 +97,14 @@ def test_sparse_mlm_head_without_labels_or_masked_tokens_equals_plain():
     assert all(p.grad is None or not p.grad.any() for p in fast.parameters())
 
 
-def test_sparse_mlm_head_returns_a_tuple_when_return_dict_is_false():
+def test_sparse_mlm_head_kernel_returns_a_tuple_when_return_dict_is_false():
     _, fast = pair("Bert")
     loss, logits = fast(**batch(), return_dict=False)
     assert logits.shape == (3, 17, 97)
     assert loss.ndim == 0
 
 
-def test_sparse_mlm_head_in_eval_mode_runs_the_plain_head():
+def test_sparse_mlm_head_kernel_in_eval_mode_runs_the_transformers_head():
     """In eval mode, without gradients and in compiled code the plain head runs."""
     model, fast = pair("Bert")
     given = batch()
@@ -113,12 +113,12 @@ def test_sparse_mlm_head_in_eval_mode_runs_the_plain_head():
     torch.testing.assert_close(fast.eval()(**given).logits, model.eval()(**given).logits)
 
 
-def test_sparse_mlm_head_refuses_other_modules():
+def test_sparse_mlm_head_kernel_refuses_a_linear_module():
     assert "serves" in KERNELS["sparse_mlm_head_loss"].refuses(torch.nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_sparse_mlm_head_calls_user_hooks_on_the_decoder(kind):
+def test_sparse_mlm_head_kernel_calls_user_hooks_on_the_decoder(kind):
     """A hook acts on every row, so all logits are computed as the model computes them."""
     model, fast = pair(kind)
     for each in (model, fast):

@@ -86,7 +86,9 @@ def cases():
 @pytest.mark.parametrize("contiguous", [True, False])
 @pytest.mark.parametrize(("name", "axis"), cases())
 @pytest.mark.parametrize("n", [2, 3])
-def test_collectives_equal_one_process_forward_and_backward(n, name, axis, contiguous, ranks):
+def test_collectives_have_the_outputs_and_gradients_of_their_one_process_equivalent(
+    n, name, axis, contiguous, ranks
+):
     shape = (n * 2, 6, n)
     x_n = inputs(n, shape)
     if name in ("reduce_backward", "scatter"):  # the same on all ranks
@@ -114,7 +116,7 @@ def same_bits():
     return collectives.summed(torch.randn(1000, generator=g), dist.group.WORLD)
 
 
-def test_all_reduce_gives_equal_bits_on_all_ranks(ranks):
+def test_all_reduce_gives_bit_equal_results_on_all_ranks(ranks):
     first, *others = ranks.run(same_bits, 4)
     assert all(torch.equal(first, other) for other in others)
 

@@ -39,13 +39,13 @@ def test_dropout_seeds_made_on_the_device_equal_host_seeds(heads, num_rows, step
         assert found == at.cells(4, SITE, heads)
 
 
-def test_signed_reinterprets_uint64_as_int64():
+def test_signed_function_reinterprets_a_64_bit_word_as_int64():
     for word in (0, 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -1):
         assert torch.tensor(signed(word)).item() & ((1 << 64) - 1) == word & ((1 << 64) - 1)
     assert mix(1, 2) != mix(2, 1)
 
 
-def test_split_dropout_seeds_give_the_same_mask():
+def test_dropout_seeds_split_into_heads_give_the_same_mask():
     x = torch.empty(3, 4, 10)
     seeds = stream().seeds(x, SITE)
     assert torch.equal(kept(split_cells(seeds, 4, 10), x), kept(seeds, x))
@@ -108,7 +108,7 @@ def launches_of_a_step(sites):
     return found
 
 
-def test_dropout_seeds_take_one_kernel_per_step_for_any_number_of_dropouts():
+def test_dropout_seeds_of_30_layers_take_as_many_kernel_launches_as_those_of_one():
     one, many = launches_of_a_step(1), launches_of_a_step(30)
     assert one.count == many.count < 50
     assert one.from_host == many.from_host == 0
@@ -123,7 +123,7 @@ def test_dry_run_leaves_dropout_seeds_unchanged():
     assert len(at.device_seeds.plans) == 1
 
 
-def test_dropout_seed_cache_stays_small_for_many_batch_sizes():
+def test_dropout_seed_cache_holds_fewer_than_20_entries_after_99_batch_sizes():
     held = DeviceSeeds()
     for rows in range(1, 100):
         held.find(torch.device("cpu"), 0, (1, 0, rows), 5, rows, ())

@@ -61,12 +61,12 @@ def undisturbed_and_killed(tmp_path, steps, kills):
 
 
 @pytest.mark.slow
-def test_torchrun_restart_after_a_killed_rank_repeats_one_step(tmp_path):
+def test_torchrun_restarts_from_the_last_saved_step_after_a_killed_rank(tmp_path):
     assert undisturbed_and_killed(tmp_path, 4, ["2:1"]) == [2]
 
 
 @pytest.mark.soak
-def test_elastic_training_survives_five_random_kills(tmp_path):
+def test_elastic_training_killed_five_times_at_random_resumes_at_each_killed_step(tmp_path):
     draw = random.Random(time.time_ns() if os.environ.get("SLAPO_ZOO_RANDOM") else 0)
     kills = [f"{step}:{draw.randrange(2)}" for step in sorted(draw.sample(range(1, 15), 5))]
     starts = undisturbed_and_killed(tmp_path, 16, kills)
@@ -92,7 +92,7 @@ def test_elastic_restart_ignores_store_entries_of_earlier_starts():
     assert len(set.union(*found)) == 3
 
 
-def test_elastic_start_without_rank_0_raises():
+def test_elastic_start_raises_when_rank_0_does_not_answer():
     store = dist.HashStore()
     store.set("slapo_zoo/round", "left by an earlier start")
     store.set("left by an earlier start/answers", "one two")

@@ -45,7 +45,7 @@ def train(tp=1, pp=1, dp=1, **options):
     [(2, 1, 1, {}), (1, 2, 1, {}), (2, 2, 1, {}), (2, 1, 2, {}), (4, 1, 1, {}),
      (2, 1, 1, {"sequence_parallel": True}), (1, 2, 1, {"pipeline_order": "zbv"})],
 )  # fmt: skip
-def test_emulated_training_equals_one_process(tp, pp, dp, options):
+def test_training_on_emulated_ranks_has_the_losses_and_weights_of_one_process(tp, pp, dp, options):
     losses, weights = train()
     results = emulate(train, tp, pp, dp, **options, mesh=(tp, pp, dp))
     for found, _ in results:
@@ -60,7 +60,7 @@ def fail():
     dist.barrier()
 
 
-def test_emulate_raises_the_first_error_and_cleans_up():
+def test_emulate_raises_the_first_error_and_destroys_its_process_groups():
     world = dist.distributed_c10d._world
     with pytest.raises(ValueError, match="rank 1 fails"):
         emulate(fail, mesh=(2, 1, 1), timeout_s=5)
@@ -87,7 +87,7 @@ def test_emulate_raises_an_error_whose_causes_form_a_circle():
         emulate(raised_within_itself, mesh=(1, 1, 1))
 
 
-def test_rank_waiting_in_a_user_process_group_gets_the_error_of_its_peer():
+def test_emulated_rank_waiting_in_a_user_process_group_gets_the_error_of_its_peer():
     """The user's group has torch's timeout of half an hour, yet the waiting rank gets the error within seconds."""
     began = time.monotonic()
     with pytest.raises(ValueError, match="rank 1 fails"):
@@ -117,7 +117,7 @@ def nested():
     emulate(fail, mesh=(2, 1, 1))
 
 
-def test_nested_emulate_is_refused():
+def test_emulate_inside_emulate_is_refused():
     with pytest.raises(MeshError, match="process group already"):
         emulate(nested, mesh=(2, 1, 1), timeout_s=5)
 
@@ -173,7 +173,7 @@ def load_plain(folder):
     return model.lm_head.weight is model.transformer.wte.weight
 
 
-def test_plain_loads_of_two_ranks_leave_transformers_as_it_was(tmp_path):
+def test_transformers_loads_on_two_emulated_ranks_restore_patched_attributes(tmp_path):
     """Each empties PreTrainedModel.tie_weights for its time, and puts back what it found there."""
     before = dict(vars(transformers.PreTrainedModel))
     transformers.GPT2LMHeadModel(CONFIG).save_pretrained(tmp_path)
@@ -188,7 +188,7 @@ def set_aside(fail):
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_emulate_freezes_objects_for_the_garbage_collector_and_unfreezes_them(fail):
+def test_emulate_excludes_objects_from_garbage_collection_only_while_it_runs(fail):
     """The collector skips objects of torch and transformers meanwhile; objects frozen by the caller stay frozen."""
     expected = pytest.raises(ZeroDivisionError) if fail else nullcontext()
     assert gc.get_freeze_count() == 0
@@ -212,7 +212,7 @@ def native_threads():
     return len(list(Path("/proc/self/task").iterdir()))
 
 
-def test_emulate_leaves_no_thread_and_processes_can_fork_after():
+def test_emulate_leaves_no_thread_and_a_later_fork_can_run_collectives():
     """A forked rank that frees a process group of its parent would wait for threads that do not exist in it."""
     emulate(agree_five_times, mesh=(2, 1, 1))
     before = native_threads()
@@ -245,7 +245,7 @@ def summed():
 
 
 @pytest.mark.parametrize("start", ["threads", "processes"])
-def test_start_of_ranks_is_retried_once_when_a_peer_is_lost(start, monkeypatch):
+def test_rank_start_up_is_retried_once_when_a_peer_connection_is_lost(start, monkeypatch):
     losing_first(monkeypatch, 1)
     if start == "threads":
         assert emulate(summed, mesh=(2, 1, 1)) == [2.0, 2.0]
@@ -253,7 +253,7 @@ def test_start_of_ranks_is_retried_once_when_a_peer_is_lost(start, monkeypatch):
         assert run_local(summed, 2, start="fork", threads=1) == [2.0, 2.0]
 
 
-def test_start_of_ranks_raises_when_a_peer_is_lost_twice(monkeypatch):
+def test_rank_start_up_raises_when_a_peer_connection_is_lost_twice(monkeypatch):
     losing_first(monkeypatch, 2)
     with pytest.raises((RankError, RuntimeError), match="closed by peer"):
         emulate(summed, mesh=(2, 1, 1), timeout_s=5)

@@ -96,7 +96,7 @@ def full(*args):
     raise OSError(errno.ENOSPC, "No space left on device", "x")
 
 
-def test_earlier_handled_error_is_not_reported_as_cause(sources, tmp_path):
+def test_error_of_a_failed_rank_does_not_name_an_earlier_handled_error(sources, tmp_path):
     arguments = (sources["gpt2"], tmp_path / "out")
     guilty, other = run_local(error_after_a_handled_one, 2, arguments, threads=1, timeout=60)
     assert guilty == ("ValueError", "the disk of this node is on fire")
@@ -164,7 +164,7 @@ dist.destroy_process_group()
 """
 
 
-def test_program_that_destroys_its_process_group_exits_cleanly(tmp_path):
+def test_program_that_destroys_its_process_group_exits_with_code_0(tmp_path):
     """Destroy the process group as hand-written loops and Accelerate do: no thread uses the store when Python ends."""
     (tmp_path / "leaves.py").write_text(LEAVES)
     with socket.socket() as free:

@@ -17,7 +17,7 @@ def summed(dtype):
     return [p.grad for p in (everywhere, once, nowhere)]
 
 
-def test_gradient_missing_on_every_rank_stays_none(ranks):
+def test_gradient_all_reduce_leaves_a_gradient_that_no_rank_has_as_none(ranks):
     for dtype in (torch.float32, torch.bfloat16):
         for everywhere, once, nowhere in ranks.run(summed, 2, dtype):
             assert everywhere.tolist() == [5.0, 5.0, 5.0]

@@ -12,7 +12,7 @@ from tiny_models import BASE
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
-def test_contrastive_training_refuses_a_single_pair_per_batch():
+def test_contrastive_training_with_one_pair_per_batch_is_refused():
     from slapo_zoo.cli.training.checks import check_pairs
 
     with pytest.raises(ConfigError, match="--batch-size: found 1, expected more"):
@@ -52,7 +52,9 @@ def scheduled(folder, tp, pp):
 @pytest.mark.parametrize(
     ("tp", "pp", "world"), [(1, 1, 2), (1, 1, 4), (2, 1, 4), (1, 2, 4), (2, 2, 4)]
 )
-def test_contrastive_gradients_over_dp_equal_the_full_batch(tp, pp, world, tmp_path, threads):
+def test_contrastive_loss_over_dp_has_the_gradients_of_the_full_batch(
+    tp, pp, world, tmp_path, threads
+):
     from transformers import BertConfig, BertModel
 
     BertModel(BertConfig(**BASE, **QUIET)).save_pretrained(tmp_path)

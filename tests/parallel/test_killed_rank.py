@@ -73,7 +73,9 @@ def killed_in_step(folder, tp, pp, order, guilty):
         pytest.param(2, 2, "1f1b", 2, marks=pytest.mark.slow),
     ],
 )
-def test_killed_rank_stops_all_other_ranks(tp, pp, order, guilty, folder):
+def test_rank_killed_during_a_step_raises_rank_error_on_all_other_ranks(
+    tp, pp, order, guilty, folder
+):
     """No launcher stops the other ranks: the parent only listens."""
     ranks = []
     job = ("cpu", "killed_in_step", killed_in_step, (folder, tp, pp, order, guilty))
@@ -139,7 +141,7 @@ def test_pipeline_error_names_stage_module_and_micro_batch(order, how, guilty, f
         assert same_stream
 
 
-def test_lost_peer_check_terminates_on_circular_error_causes():
+def test_check_for_a_lost_peer_terminates_on_circular_exception_causes():
     first, second = ValueError("a"), ValueError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_lost_peer(first)

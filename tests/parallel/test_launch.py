@@ -137,7 +137,7 @@ def test_run_local_with_0_ranks_raises():
         run_local(rank_sum, 0)
 
 
-def test_local_ranks_exit_when_their_parent_dies(tmp_path):
+def test_ranks_of_run_local_exit_when_their_parent_process_dies(tmp_path):
     code = (
         f"from test_launch import *; run_local(write_pid_and_wait, 2, (Path({str(tmp_path)!r}),))"
     )
@@ -162,7 +162,7 @@ def test_local_ranks_exit_when_their_parent_dies(tmp_path):
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_process_without_launcher_variables_is_not_distributed(monkeypatch):
+def test_process_without_launcher_variables_is_not_treated_as_a_distributed_run(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     assert not is_distributed_launch()
@@ -197,7 +197,7 @@ def guarded(guilty):
     return None
 
 
-def test_peer_ranks_raise_the_error_of_the_failed_rank(ranks):
+def test_peers_of_a_failed_rank_raise_the_error_of_that_rank(ranks):
     begin = time.monotonic()
     first, guilty, third = ranks.run(guarded, 3, 1)
     assert time.monotonic() - begin < 20
@@ -238,7 +238,7 @@ with rank_guard("step"):
 """
 
 
-def test_torchrun_peer_ranks_raise_the_error_of_the_failed_rank(tmp_path):
+def test_peers_of_a_failed_rank_under_torchrun_raise_the_error_of_that_rank(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", "--redirects=3", f"--log-dir={tmp_path}", "train.py"]

@@ -18,7 +18,7 @@ SIZES = [(1, 1, 1), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 1, 3), (1, 5, 2)]
 
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)
-def test_mesh_ranks_map_to_coordinates_and_back(tp, pp, dp, cp):
+def test_mesh_maps_every_rank_to_distinct_coordinates_with_tp_fastest_and_back(tp, pp, dp, cp):
     """tp varies fastest, then cp, dp and pp; every rank has coordinates of its own."""
     seen = {}
     for rank in range(tp * pp * dp * cp):
@@ -31,7 +31,7 @@ def test_mesh_ranks_map_to_coordinates_and_back(tp, pp, dp, cp):
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), SIZES)
-def test_mesh_peers_partition_the_ranks(tp, pp, dp):
+def test_mesh_peers_along_each_dim_partition_all_ranks(tp, pp, dp):
     world = Mesh(tp, pp, dp).world_size
     for mesh_dim in MESH_DIMS:
         groups = {tuple(Mesh(tp, pp, dp, rank).peers(mesh_dim)) for rank in range(world)}
@@ -61,7 +61,7 @@ def groups_of(tp, pp, dp):
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 1, 1)])
-def test_mesh_process_groups_contain_the_peer_ranks(tp, pp, dp, ranks):
+def test_mesh_process_group_of_each_dim_contains_the_peers_of_the_rank(tp, pp, dp, ranks):
     for rank, found in enumerate(ranks.run(groups_of, 4, tp, pp, dp)):
         mesh = Mesh(tp, pp, dp, rank)
         for mesh_dim in MESH_DIMS:
@@ -113,7 +113,7 @@ def test_mesh_refuses_unknown_dim_and_missing_process_group():
     assert Mesh(tp=2).group("pp") is None  # a dim of size 1 needs no group
 
 
-def test_slapo_error_keeps_its_parts_when_pickled():
+def test_slapo_error_keeps_where_what_problem_and_hint_when_pickled():
     error = MeshError("mesh", "rank", "found 2, expected 0..1", "do this")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is MeshError

@@ -25,7 +25,7 @@ def native_threads(folder, out):
     return found, threading.active_count()
 
 
-def test_jobs_in_a_reused_worker_leave_no_threads(ranks, tmp_path):
+def test_training_jobs_in_a_reused_worker_process_leave_no_native_threads(ranks, tmp_path):
     folder = checkpoint(GPT2, tmp_path)
     counts = [ranks.run(native_threads, 2, folder, tmp_path / "out")[0][0] for _ in range(6)]
     assert counts[-1] <= counts[1] + 2, counts
@@ -60,7 +60,7 @@ CELLS = [
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("kw", "own_loop"), CELLS)
-def test_deleted_model_is_garbage_collected(kw, own_loop, ranks, tmp_path):
+def test_deleted_model_is_freed_by_the_garbage_collector(kw, own_loop, ranks, tmp_path):
     folder = checkpoint(GPT2, tmp_path)
     first = ranks.run(drop_trained, 2, folder, kw, own_loop)[0]
     again = ranks.run(drop_trained, 2, folder, kw, own_loop)[0]

@@ -40,7 +40,7 @@ def test_placement_shards_partition_the_axis(case):
 
 @settings(max_examples=200, deadline=None)
 @given(divided())
-def test_placement_never_splits_a_head_and_shards_q_k_v_alike(case):
+def test_placement_never_splits_a_head_and_gives_q_k_and_v_the_same_heads(case):
     placement, size, n = case
     start = 0
     for group in placement.groups or (size,):
@@ -57,7 +57,7 @@ def test_placement_never_splits_a_head_and_shards_q_k_v_alike(case):
 
 @settings(max_examples=200, deadline=None)
 @given(COUNTS, st.integers(1, 4), RANKS)
-def test_placement_with_padding_gives_every_rank_the_same_length(units, unit, n):
+def test_placement_with_padding_gives_every_rank_a_shard_of_equal_length(units, unit, n):
     """With more ranks than units the last ranks hold only padding."""
     placement, size = Placement(0, unit=unit, pad=True), units * unit
     assert placement.problem(size, n) == ""
@@ -72,7 +72,7 @@ def test_placement_with_padding_gives_every_rank_the_same_length(units, unit, n)
 
 @settings(max_examples=200, deadline=None)
 @given(COUNTS, st.integers(1, 4), RANKS)
-def test_placement_replicates_units_on_neighbouring_ranks(units, unit, n):
+def test_placement_replicates_kv_heads_on_neighbouring_ranks(units, unit, n):
     placement, size = Placement(0, unit=unit, replicate=True), units * unit
     assert placement.problem(size, n) == ""
     runs = [placement.runs(size, n, r) for r in range(n)]
@@ -118,7 +118,7 @@ def test_placement_keeps_fused_qkv_keys_with_their_queries():
     ]
 
 
-def test_placement_shards_query_heads_and_shared_kv_columns_separately():
+def test_placement_with_one_kv_head_shards_query_heads_and_kv_columns_separately():
     """Falcon-7B: 5 query heads of 4 columns, then k and v of the only KV head."""
     fused = Placement(0, unit=4, shared=8)
     assert fused.units(28) == [5]
@@ -151,7 +151,7 @@ def test_placement_on_an_indivisible_axis_is_refused(placement, size, n, problem
     assert problem in placement.problem(size, n)
 
 
-def test_placement_of_fused_qkv_shards_each_third():
+def test_placement_of_fused_qkv_shards_q_k_and_v_separately():
     """5 heads of 2 over 2 ranks: q, k and v of heads 0..2, then of heads 3..4."""
     placement = Placement(1, groups=(10, 10, 10), unit=2)
     assert placement.runs(30, 2, 0) == [Run(0, 6), Run(10, 16), Run(20, 26)]
@@ -159,6 +159,6 @@ def test_placement_of_fused_qkv_shards_each_third():
     assert placement.local_shape((7, 30), 2, 1) == (7, 12)
 
 
-def test_tensor_spec_returns_its_local_shape():
+def test_tensor_spec_local_shape_is_full_without_placement_and_padded_with_padding():
     assert TensorSpec("w", (7, 4), "float32").local_shape(4, 3) == (7, 4)
     assert TensorSpec("w", (7, 4), "float32", Placement(0, pad=True)).local_shape(4, 3) == (2, 4)

@@ -98,7 +98,7 @@ def test_rank_pool_starts_every_rank_with_equal_seed_and_one_thread(ranks):
     assert (rank, other, threads) == ("0", "1", 1)
 
 
-def test_rank_pool_jobs_have_separate_process_groups(ranks):
+def test_rank_pool_jobs_of_different_sizes_get_process_groups_of_their_own_size(ranks):
     assert ranks.run(mesh, 2, (2, 1)) == [2.0] * 2
     assert ranks.run(mesh, 4, (2, 2)) == [2.0] * 4
     assert ranks.run(mesh, 3, (3, 1)) == [3.0] * 3
@@ -113,7 +113,7 @@ def test_rank_pool_raises_the_original_exception(ranks):
     assert_works(ranks, 3)
 
 
-def test_rank_pool_warnings_obey_the_filters_of_the_test(ranks):
+def test_warnings_in_rank_pool_workers_obey_the_warning_filters_of_the_caller(ranks):
     with pytest.raises(FutureWarning, match="old name"):
         ranks.run(warn, 1)
     with warnings.catch_warnings():

@@ -85,7 +85,7 @@ def ring_with_a_failure(rank, guilty):
     return "went on"
 
 
-def test_error_reaches_every_rank_without_a_launcher():
+def test_error_of_one_rank_is_raised_on_every_rank_without_a_launcher():
     found = as_by_srun(ring_with_a_failure, 4, 1)
     for rank, (text, seconds) in enumerate(found):
         assert "the disk of this node is on fire" in text, found
@@ -118,7 +118,7 @@ def stalled(rank, place, seconds):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("place", ["start", "before", "first"])
-def test_object_gather_waits_longer_than_the_collective_timeout(place):
+def test_gather_of_objects_waits_longer_than_the_collective_timeout(place):
     found = as_by_srun(stalled, 2, place, 4.0)
     assert [text for text, _ in found] == [[0, 1], [0, 1]], found
 
@@ -146,7 +146,7 @@ def stalled_save(rank, folder, place, seconds):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("place", ["create", "publish"])
-def test_slow_disk_does_not_fail_a_save(tmp_path, place):
+def test_save_succeeds_when_the_disk_of_one_rank_stalls_for_seconds(tmp_path, place):
     found = as_by_srun(stalled_save, 2, tmp_path / "out", place, 4.0)
     assert [text for text, _ in found] == ["saved", "saved"], found
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -154,7 +154,7 @@ def test_slow_disk_does_not_fail_a_save(tmp_path, place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["start", "before", "first"])
-def test_object_gather_waits_two_minutes_for_a_slow_rank(place):
+def test_gather_of_objects_waits_two_minutes_for_a_slow_rank(place):
     found = as_by_srun(stalled, 2, place, 120.0, timeout=300)
     assert [text for text, _ in found] == [[0, 1], [0, 1]], found
 
@@ -182,7 +182,7 @@ def waits_for_a_stopped_rank(rank, where, silence):
 
 
 @pytest.mark.parametrize("where", ["together", pytest.param("collective", marks=pytest.mark.slow)])
-def test_stopped_rank_is_named_in_the_error(where):
+def test_error_of_a_timed_out_collective_names_the_stopped_rank(where):
     (text, seconds), other = as_by_srun_but_first(waits_for_a_stopped_rank, where, 6.0)
     assert seconds < 90
     assert "rank 1" in text
@@ -216,7 +216,9 @@ def as_by_srun_but_first(fn, *args):
             process.join()
 
 
-def test_process_group_timeout_is_set_by_argument_or_variable(monkeypatch):
+def test_process_group_timeout_is_taken_from_the_argument_then_the_environment_variable(
+    monkeypatch,
+):
     assert process_group.timeout_of(None) == 60
     monkeypatch.setenv(process_group.VARIABLE, "300")
     assert process_group.timeout_of(None) == 300
@@ -227,7 +229,7 @@ def test_process_group_timeout_is_set_by_argument_or_variable(monkeypatch):
             process_group.timeout_of(None)
 
 
-def test_rank_that_never_starts_is_named_in_the_error():
+def test_error_of_a_failed_start_names_the_rank_that_never_started():
     store = local_store()
     with pytest.raises(dist.DistStoreError, match=r"timed out after 0.2 s waiting for rank 1, 2"):
         process_group.meet(store, 0, 3, 0.2)
@@ -254,7 +256,7 @@ def error_in_a_step(folder):
     return together(mesh, "again", lambda: mesh.rank)
 
 
-def test_failed_step_can_be_followed_by_a_good_step(ranks, tmp_path):
+def test_train_step_after_a_failed_step_succeeds_on_every_rank(ranks, tmp_path):
     assert ranks.run(error_in_a_step, 2, tmp_path) == [[0, 1], [0, 1]]
 
 
@@ -269,7 +271,7 @@ def hearts():
     return count
 
 
-def test_each_process_group_has_one_heartbeat_thread(ranks):
+def test_repeated_jobs_keep_one_heartbeat_thread_per_rank(ranks):
     for _ in range(3):
         assert ranks.run(hearts, 2) == [1, 1]
 
@@ -287,7 +289,7 @@ def late_to_a_patient_group(rank):
     return float(x)
 
 
-def test_process_group_with_long_timeout_waits_longer_than_its_setup_limit():
+def test_collective_in_a_group_with_a_long_timeout_waits_longer_than_the_setup_limit():
     assert [text for text, _ in as_by_srun(late_to_a_patient_group, 2)] == [2.0, 2.0]
 
 

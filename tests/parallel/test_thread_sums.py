@@ -26,7 +26,7 @@ def sums(rank, size, count):
 
 
 @pytest.mark.parametrize(("size", "count"), [(3, 2), (5, 4)])
-def test_sums_of_threads_have_the_bits_of_gloo(size, count):
+def test_all_reduce_between_emulated_ranks_is_bit_equal_to_gloo(size, count):
     with HostedRanks(dist.HashStore(), range(size), size) as host:
         by_gloo = host.run(sums, size, count)
     with (
@@ -45,13 +45,13 @@ def failing(rank):
     return all_reduce_(torch.ones(3), dist.group.WORLD)
 
 
-def test_failing_rank_ends_the_sums_of_the_threads_beside_it():
+def test_failing_emulated_rank_stops_the_all_reduce_of_its_peers():
     with HostedRanks(dist.HashStore(), range(3), 3, timeout_s=500.0, stays=True) as host:
         for _ in range(2):
             with pytest.raises(ValueError, match="rank 1 fails"):
                 host.run(failing)
 
 
-def test_sum_of_threads_raises_when_one_does_not_come_in_time():
+def test_all_reduce_between_emulated_ranks_raises_when_a_peer_is_late():
     with pytest.raises(RuntimeError, match="Timed out waiting 50ms"):
         Meeting(2, 0.05).sum_(torch.ones(3), 0)

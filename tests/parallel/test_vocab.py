@@ -114,7 +114,7 @@ def same(name, found, want):
 
 @pytest.mark.parametrize("size", [5, 11])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_sharded_logits_behave_as_full_logits(n, size, ranks):
+def test_tensor_operations_on_sharded_logits_give_the_results_of_full_logits(n, size, ranks):
     """Sizes include V=5 on 4 ranks, of which the last holds only padding."""
     full = torch.randn(2, 3, size)
     want = {name: plain(of(full)) for name, of in BEHAVIOURS.items()}
@@ -306,7 +306,9 @@ def gather_equal(group, x):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("tp", "pp"), [(1, 2), (2, 2), (1, 3)])
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_weight_tied_over_two_stages_stays_equal(cls, tp, pp, threads, tmp_path):
+def test_weight_tied_over_first_and_last_stage_is_bit_equal_after_every_step(
+    cls, tp, pp, threads, tmp_path
+):
     """The embedding is on the first stage, the tied head on the last: equal bits after every step.
 
     With three stages the middle one holds neither.

@@ -28,7 +28,9 @@ def losses_of_heads(full, targets):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_scaled_or_capped_logits_stay_sharded_and_other_logits_are_gathered(n, ranks):
+def test_sharded_logits_stay_sharded_when_scaled_or_capped_and_are_gathered_by_other_operations(
+    n, ranks
+):
     """An operation with a learned parameter needs the gradient of every column, so the logits are gathered."""
     full, targets = torch.randn(6, 11), torch.arange(6)
     for r, found in enumerate(ranks.run(losses_of_heads, n, full, targets)):

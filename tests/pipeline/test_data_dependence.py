@@ -63,7 +63,7 @@ def test_dry_run_holds_for_another_batch_only_if_the_forward_reads_the_same_valu
         assert reads.hold({"x": torch.zeros(3, 4), "mask": torch.tensor(mask).bool()}) == same
 
 
-def test_dry_run_of_data_dependent_forward_assumes_block_output_shapes():
+def test_dry_run_of_a_data_dependent_forward_marks_block_output_shapes_as_assumed():
     calls = calls_of(torch.tensor([True, True, False]))
     assert [call.leaves[0].shape for call in calls] == [(3, 4), (2, 4)]
     assert all(call.guessed and call.leaves[0].requires_grad for call in calls)
@@ -72,7 +72,7 @@ def test_dry_run_of_data_dependent_forward_assumes_block_output_shapes():
     ] * 2
 
 
-def test_block_output_of_another_shape_than_assumed_raises():
+def test_block_output_whose_shape_differs_from_the_assumed_shape_raises():
     leaves, spec = tree_flatten(torch.zeros(2, 3))
     call = Call("h.0", spec, (Shape((2, 3), torch.float32, True),), frozenset(), guessed=True)
     call.check(leaves[0])
@@ -81,14 +81,14 @@ def test_block_output_of_another_shape_than_assumed_raises():
             call.check(other)
 
 
-def test_micro_batches_with_different_pipeline_plans_are_refused():
+def test_micro_batches_that_need_different_tensors_between_stages_are_refused():
     looking = SimpleNamespace(depends_on_data=True, plans=lambda part: part["n"])
     assert Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 1}]) == 1
     with pytest.raises(ScheduleError, match="differ between micro-batches"):
         Pipeline.plans_of_all(looking, [{"n": 1}, {"n": 2}])
 
 
-def test_use_of_weights_of_another_stage_raises():
+def test_computation_with_a_weight_of_another_pipeline_stage_raises():
     """torch adds a real tensor and one without data without an error, so the wrong result would be silent."""
     with torch.device("meta"):
         unit = Chooser().half()

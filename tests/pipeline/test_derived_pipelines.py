@@ -17,7 +17,7 @@ KINDS = [("DebertaForMaskedLM", (1, 2, 1)), ("MobileBertForMaskedLM", (2, 2, 1))
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("cls", "mesh"), KINDS, ids=[cls for cls, _ in KINDS])
-def test_derived_schedule_on_a_pipeline_equals_plain(cls, mesh, tmp_path):
+def test_schedule_derived_by_schedule_auto_passes_its_proof_on_a_pipeline(cls, mesh, tmp_path):
     known = getattr(transformers, cls)
     config = default_config(known.config_class.model_type, known)
     case = tiny_case(config, known, tmp_path, Sizes())
@@ -25,6 +25,6 @@ def test_derived_schedule_on_a_pipeline_equals_plain(cls, mesh, tmp_path):
     assert Search(case.config, case, mesh, {}).run().sizes == mesh
 
 
-def test_model_dtype_is_that_of_most_parameters():
+def test_dtype_of_a_mixed_precision_model_is_the_dtype_of_most_elements():
     wide, narrow = torch.nn.Linear(2, 2), torch.nn.Linear(8, 8, dtype=torch.bfloat16)
     assert dtype_of(torch.nn.Sequential(wide, narrow)) == torch.bfloat16

@@ -39,7 +39,7 @@ def peaks(folder, pp, orders):
     return found
 
 
-def test_pipeline_memory_does_not_grow_with_micro_batches(root, ranks):
+def test_peak_memory_of_a_zbv_pipeline_does_not_grow_with_the_number_of_micro_batches(root, ranks):
     runs = [("zbv", 4), ("zbv", 32)]
     for few, many in ranks.run(peaks, 2, checkpoint(GPT2, root), 2, runs):
         assert many <= 1.05 * few
@@ -47,7 +47,9 @@ def test_pipeline_memory_does_not_grow_with_micro_batches(root, ranks):
 
 @pytest.mark.slow  # four ranks, 64 micro-batches
 @pytest.mark.parametrize("order", [name for name in ORDERS if name not in ALL_AT_ONCE])
-def test_middle_stage_memory_does_not_grow_with_micro_batches(order, root, ranks):
+def test_peak_memory_of_middle_stages_does_not_grow_with_the_number_of_micro_batches(
+    order, root, ranks
+):
     found = ranks.run(peaks, 4, checkpoint(GPT2, root), 4, [(order, 8), (order, 64)])
     for few, many in found[1:3]:
         assert many <= 1.05 * few
@@ -79,13 +81,15 @@ def sent_bytes(folder, order):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "interleaved_1f1b", "zbv"])
-def test_tensors_sent_between_stages_are_released(order, root, ranks):
+def test_activations_sent_to_the_next_stage_are_freed_to_one_element_on_the_sender(
+    order, root, ranks
+):
     first, second = ranks.run(sent_bytes, 2, checkpoint(GPT2, root), order)
     assert (first, second) == ([4] * 8, [])  # one number each
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_send_buffers_are_released_when_received_in_every_pipeline_order(order):
+def test_send_buffers_are_freed_after_receipt_in_every_pipeline_order(order):
     """A rank holds sent gradients only of micro-batches in flight, and releases none before it is sent."""
     places = StageMap.make(order, 4, None)
     ranks = places.actions(64)
@@ -138,7 +142,7 @@ BLOCK_INPUT = 2 * 64 * 64 * 4  # bytes for a micro-batch of GPT2
      (GPT2, (2, 1, 2), "", {"dp_shard": 2, "precision": "bf16"}, 1)],
     ids=str,
 )  # fmt: skip
-def test_sharded_checkpoint_policy_shards_saved_inputs_over_tp(
+def test_sharded_recompute_policy_saves_tp_shards_of_block_inputs_with_equal_gradients(
     case, layout, order, options, least, root, ranks
 ):
     """`least`: block inputs by which the peak memory shrinks at least; 0 where tokens are already sharded."""

@@ -42,7 +42,9 @@ def run(case, folder, layout, order, micro_batches):
     [pytest.param(*run, marks=() if run in ALWAYS else pytest.mark.slow) for run in RUNS],
     ids=lambda x: getattr(x, "cls", str(x)),
 )
-def test_pipeline_equals_plain_transformers(case, order, layout, root, threads):
+def test_pipeline_training_has_the_losses_and_gradients_of_plain_transformers(
+    case, order, layout, root, threads
+):
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
     count = 4 // layout[2]
@@ -51,14 +53,14 @@ def test_pipeline_equals_plain_transformers(case, order, layout, root, threads):
     compare(results[0][0], plains, truth)
 
 
-def test_parameter_outside_the_blocks_is_held_by_every_stage():
+def test_parameter_outside_the_transformer_blocks_is_held_by_every_pipeline_stage():
     """CLIP reads `logit_scale` after both towers: on the first stage alone it would not be trained."""
     held = {"vision": (0,), "text": (1, 2)}
     assert stages_of("logit_scale", held) == (0, 1, 2)
     assert stages_of("text.norm.weight", held) == (1, 2)
 
 
-def test_stage_map_of_each_order_lists_stages_of_a_rank():
+def test_stage_map_lists_the_pipeline_stages_of_each_rank_for_each_order():
     assert [StageMap.make("zbv", 4, None).stages_of(r) for r in range(4)] == [
         [0, 7],
         [1, 6],
@@ -79,18 +81,18 @@ def test_stage_map_of_each_order_lists_stages_of_a_rank():
         (lambda: balanced_cuts([1, 1], [0, 1], 4), "only 2 blocks after which a stage may end"),
     ],
 )  # fmt: skip
-def test_invalid_pipeline_sizes_are_refused(make, problem):
+def test_invalid_numbers_of_pipeline_stages_or_micro_batches_are_refused(make, problem):
     with pytest.raises(MeshError, match=problem):
         make()
 
 
-def test_pipeline_cuts_count_the_cost_of_the_head():
+def test_expensive_head_moves_the_balanced_pipeline_cut_to_a_later_block():
     """A head as expensive as two blocks moves the cut to a later block."""
     assert balanced_cuts([0, 1, 1, 1, 1, 2], [1, 2, 3, 4], 2) == [3]
     assert balanced_cuts([1] * 12, range(11), 4) == [2, 5, 8]
 
 
-def test_balanced_pipeline_cuts_equal_the_best_of_all_cuts():
+def test_balanced_pipeline_cuts_minimize_the_largest_stage_cost_over_all_cuts():
     """Compare with all choices of cuts."""
     from itertools import combinations
 
@@ -121,7 +123,7 @@ def _dropout_folder(root):
 
 
 @pytest.mark.parametrize("order", ["gpipe", "zbv"])
-def test_dropout_is_the_same_in_every_pipeline_order(order, root, threads):
+def test_dropout_masks_are_the_same_in_every_pipeline_order(order, root, threads):
     folder = _dropout_folder(root)
     (one,) = threads.run(dropped, 1, folder, "1f1b", 1, 1)
     for losses in threads.run(dropped, 2, folder, order, 4, 2):

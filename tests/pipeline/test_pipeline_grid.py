@@ -63,7 +63,9 @@ def grid():
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("case", "order", "layout"), list(grid()))
-def test_pipeline_on_all_layouts_equals_plain_transformers(case, order, layout, root, threads):
+def test_pipeline_training_on_every_layout_has_the_gradients_of_plain_transformers(
+    case, order, layout, root, threads
+):
     folder = checkpoint(case, root)
     truth, plains = references(case, folder)
     results = threads.run(run, 2 if layout == "1x2x1" else 4, case, folder, LAYOUTS[layout], order)

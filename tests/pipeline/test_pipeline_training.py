@@ -65,7 +65,9 @@ RUNS = [
 
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("case", "layout", "options"), RUNS)
-def test_pipeline_stages_train_as_one_process(case, layout, options, root, threads):
+def test_pipeline_training_with_dropout_has_the_losses_and_gradients_of_one_process(
+    case, layout, options, root, threads
+):
     """Train with dropout, recomputation, four sequence lengths, accumulation, and evaluation between steps."""
     folder = folder_of(case, root)
     ((want, gradients),) = threads.run(losses_and_gradients, 1, case, folder, (1, 1, 1))
@@ -108,7 +110,7 @@ def logits_of_step(case, folder, layout, order):
         (QA, (1, 1, 1), "1f1b"),
     ],
 )
-def test_pipeline_step_returns_logits_on_every_rank(case, layout, order, root, threads):
+def test_train_step_of_a_pipeline_returns_logits_on_every_rank(case, layout, order, root, threads):
     results = threads.run(logits_of_step, layout[0] * layout[1] * layout[2],
                         case, folder_of(case, root), layout, order)  # fmt: skip
     names = {"start_logits", "end_logits"} if case is QA else {"logits"}

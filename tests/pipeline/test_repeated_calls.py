@@ -44,7 +44,9 @@ def costs_of(family):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_estimated_costs_with_repeated_blocks_skipped_equal_a_full_run(family, monkeypatch):
+def test_cost_estimate_that_skips_repeated_blocks_equals_the_estimate_of_all_blocks(
+    family, monkeypatch
+):
     short = costs_of(family)
     monkeypatch.setattr(costs, "skip_repeated", lambda *_: None)
     whole = costs_of(family)
@@ -53,7 +55,7 @@ def test_estimated_costs_with_repeated_blocks_skipped_equal_a_full_run(family, m
     assert short == whole
 
 
-def test_cost_estimate_runs_only_two_of_many_equal_blocks(monkeypatch):
+def test_cost_estimate_runs_the_forward_of_two_of_twelve_equal_blocks(monkeypatch):
     """Count the calls: without the skip all twelve blocks would run."""
     ran = []
     block = transformers.models.gpt2.modeling_gpt2.GPT2Block
@@ -79,7 +81,9 @@ def calls_in_stages(family, sequence_parallel):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mixtral"])  # its experts read data
-def test_dry_run_that_skips_repeated_blocks_finds_the_calls_of_a_full_run(family, monkeypatch):
+def test_dry_run_that_skips_repeated_blocks_records_the_calls_of_a_full_dry_run(
+    family, monkeypatch
+):
     for sequence_parallel in (False, True)[: 1 if family == "vit" else 2]:
         short, restored = calls_in_stages(family, sequence_parallel)
         with monkeypatch.context() as patch:
@@ -90,7 +94,7 @@ def test_dry_run_that_skips_repeated_blocks_finds_the_calls_of_a_full_run(family
         assert short == whole
 
 
-def test_dry_run_runs_only_two_of_many_equal_blocks(monkeypatch):
+def test_dry_run_executes_the_forward_of_only_two_of_many_equal_blocks(monkeypatch):
     ran = []
     block = transformers.models.gpt2.modeling_gpt2.GPT2Block
     forward = block.forward

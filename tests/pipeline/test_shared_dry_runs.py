@@ -31,7 +31,7 @@ def loss(tokens=8, tp=1, **options):
     return float(model.train_step({"input_ids": ids, "labels": ids}, micro_batches=2))
 
 
-def test_ranks_as_threads_and_later_models_share_one_dry_run(runs):
+def test_emulated_ranks_and_later_equal_models_share_one_dry_run(runs):
     first = emulate(loss, mesh=(1, 2, 1))
     assert len(runs) == 1
     assert emulate(loss, mesh=(1, 2, 1)) == first
@@ -84,13 +84,15 @@ def other_config(monkeypatch):
 
 
 @pytest.mark.parametrize("change", [longer, other_code, other_config])
-def test_dry_run_is_not_shared_if_shapes_code_or_config_differ(change, runs, monkeypatch):
+def test_dry_run_is_repeated_if_shapes_code_or_config_of_two_models_differ(
+    change, runs, monkeypatch
+):
     emulate(loss, mesh=(1, 2, 1))
     options = change(monkeypatch)
     emulate(loss, *options.values(), mesh=(1, 2, 1))
     assert len(runs) == 2
 
 
-def test_dry_run_is_not_shared_if_a_directive_holds_a_module(runs):
+def test_dry_run_is_repeated_if_a_schedule_directive_holds_a_python_module(runs):
     emulate(loss, schedule=extend(relu), mesh=(1, 2, 1))
     assert len(runs) == 2

@@ -46,7 +46,7 @@ def train_and_save(case, folder, names, out):
 
 
 @pytest.mark.parametrize(("case", "names", "owners"), CASES, ids=lambda x: getattr(x, "cls", None))
-def test_weights_shared_by_stages_stay_equal_and_are_saved_once(
+def test_weights_tied_over_pipeline_stages_stay_equal_and_are_saved_once(
     case, names, owners, tmp_path, threads
 ):
     folder = checkpoint(case, tmp_path)
@@ -67,7 +67,9 @@ def test_weights_shared_by_stages_stay_equal_and_are_saved_once(
 
 
 @pytest.mark.parametrize(("sequence_parallel", "tokens"), [(False, 12), (True, 6)])
-def test_sequence_shards_are_sent_between_stages_without_gathering(sequence_parallel, tokens):
+def test_sequence_parallel_stages_send_shards_of_hidden_states_without_gathering(
+    sequence_parallel, tokens
+):
     config, cls = tiny_config(GPT2)
     outline = Outline(config, cls, Mesh(tp=2, pp=2), torch.float32,
                       sequence_parallel=sequence_parallel)  # fmt: skip
@@ -139,14 +141,18 @@ def as_plain(case, folder, change, dp=1, **options):
 
 @pytest.mark.one_in(2, 2)
 @pytest.mark.parametrize(("case", "part"), FROZEN, ids=lambda x: getattr(x, "cls", x))
-def test_tied_weight_frozen_under_either_name_does_not_train(case, part, tmp_path):
+def test_weight_tied_over_stages_and_frozen_under_either_name_trains_as_in_plain_transformers(
+    case, part, tmp_path
+):
     as_plain(case, checkpoint(case, tmp_path), lambda m: PARTS[part](m).requires_grad_(False))
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("part", ["head", "table"])
 @pytest.mark.parametrize("case", [GPT2, SEQ2SEQ[0]], ids=lambda x: x.cls)
-def test_hook_on_either_name_of_a_tied_weight_sees_the_gradient_once(case, part, tmp_path):
+def test_gradient_hook_on_either_name_of_a_tied_weight_is_applied_exactly_once(
+    case, part, tmp_path
+):
     def halved(model):
         PARTS[part](model).weight.register_hook(lambda grad: grad / 2)
 
@@ -161,7 +167,7 @@ def changed_on_one_stage(folder):
     model.train_step(batch_of(GPT2))
 
 
-def test_tied_weight_that_differs_between_stages_raises(tmp_path):
+def test_tied_weight_whose_values_differ_between_pipeline_stages_raises(tmp_path):
     with pytest.raises(
         MeshError, match="this tied weight has different values on different stages"
     ):
@@ -176,7 +182,7 @@ def frozen_on_one_stage(folder):
     return [model.lm_head.weight.requires_grad, model.transformer.wte.weight.grad]
 
 
-def test_tied_weight_frozen_on_one_stage_is_frozen_on_all(tmp_path):
+def test_tied_weight_frozen_on_one_pipeline_stage_is_frozen_on_all_stages(tmp_path):
     assert emulate(frozen_on_one_stage, checkpoint(GPT2, tmp_path), mesh=PP2) == [[False, None]] * 2
 
 

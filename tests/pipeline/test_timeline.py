@@ -46,7 +46,7 @@ def test_simulated_pipeline_bubbles_equal_the_published_formulas(name, pp, micro
     )
 
 
-def test_bubble_of_three_stages_per_rank_equals_the_formula():
+def test_simulated_bubble_of_interleaved_1f1b_with_three_stages_per_rank_equals_the_formula():
     places = StageMap.make("interleaved_1f1b", 2, 3)
     assert bubble(simulate(places.actions(8), cost)) == pytest.approx(1 / (3 * 8 + 1))
 
@@ -60,14 +60,14 @@ def test_each_pipeline_order_holds_the_expected_micro_batches_in_flight():
     assert most_in_flight(forward_and_back, lambda stage: [3.0, 5.0][stage]) == 8.0
 
 
-def test_simulated_pipeline_deadlock_raises_stuck_error():
+def test_simulated_pipeline_order_that_deadlocks_raises_stuck_error():
     order = [[Action(0, "F", 0), Action(0, "B", 0)], [Action(1, "B", 0), Action(1, "F", 0)]]
     with pytest.raises(Stuck) as caught:
         simulate(order, cost)
     assert caught.value.positions == {0: 1, 1: 0}
 
 
-def test_simulated_work_and_idle_time_fill_the_step_of_every_rank():
+def test_simulated_busy_and_waiting_time_of_every_rank_add_up_to_the_step_time():
     """Every rank's time is work, communication or idle; a transfer shows as communication."""
     spans = simulate(StageMap.make("1f1b", 2, None).actions(2), cost, transfer=0.25)
     found = gaps(spans)
@@ -81,6 +81,6 @@ def test_simulated_work_and_idle_time_fill_the_step_of_every_rank():
     ]
 
 
-def test_simulated_transfer_during_compute_is_not_idle_time():
+def test_simulated_timeline_lists_the_idle_gaps_of_two_ranks_that_compute_in_turn():
     spans = [Span(0, Action(0, "F", 0), 0.0, 1.0), Span(1, Action(1, "F", 0), 1.0, 2.0)]
     assert [(g.rank, g.kind) for g in gaps(spans)] == [(0, "idle"), (1, "idle")]

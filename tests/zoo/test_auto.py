@@ -105,7 +105,9 @@ def cells():
 
 @pytest.mark.one_in(4, 2)
 @pytest.mark.parametrize(("name", "layout"), [*cells()])
-def test_derived_schedule_equals_plain_transformers(name, layout, root, ranks):
+def test_schedule_auto_training_has_the_losses_and_gradients_of_plain_transformers(
+    name, layout, root, ranks
+):
     case, sizes = DERIVED[name], LAYOUTS[layout]
     folder = checkpoint(case, root)
     home_of(root)
@@ -115,13 +117,13 @@ def test_derived_schedule_equals_plain_transformers(name, layout, root, ranks):
     compare(results[0][0], plains, truth)
 
 
-def test_schedule_auto_prefers_the_zoo_schedule(root):
+def test_schedule_auto_uses_the_hand_written_schedule_of_a_known_family(root):
     folder = checkpoint(Case("GPT2LMHeadModel", ("tokens",)), root)
     model = AutoScheduledModel.from_pretrained(folder, schedule="auto")
     assert str(model.schedule) == str(AutoScheduledModel.from_pretrained(folder).schedule)
 
 
-def test_unknown_family_error_suggests_schedule_auto(root):
+def test_error_for_an_unknown_model_family_suggests_schedule_auto(root):
     text = refused(ArchitectureError, checkpoint(DERIVED["arcee"], root))
     assert "model_type='arcee'" in text
     assert "nearest: [" in text
@@ -130,7 +132,7 @@ def test_unknown_family_error_suggests_schedule_auto(root):
 
 
 @pytest.mark.slow  # the process that proves it imports torch and transformers anew
-def test_schedule_auto_proves_at_the_first_load_and_caches_the_proof(tmp_path):
+def test_schedule_auto_derives_at_the_first_load_and_reads_the_cache_at_the_second(tmp_path):
     home_of(tmp_path)
     config = transformers.MptConfig(vocab_size=99, d_model=32, n_layers=2, n_heads=4)
     first, second = (emulate(load_on_two, config, mesh=(2, 1, 1))[0] for _ in range(2))
@@ -158,7 +160,9 @@ TINY.setdefault("olmoe", {**SMALL, "num_experts": 4, "num_experts_per_tok": 2})
 
 @pytest.mark.one_in(3)  # a derivation takes a second or two
 @pytest.mark.parametrize("name", ALONE)
-def test_schedule_auto_on_one_rank_with_micro_batches_equals_plain(name, root, ranks):
+def test_schedule_auto_on_one_rank_with_micro_batches_has_the_gradients_of_transformers(
+    name, root, ranks
+):
     case = ALONE[name]
     folder = checkpoint(case, root)
     home_of(root)
@@ -168,7 +172,7 @@ def test_schedule_auto_on_one_rank_with_micro_batches_equals_plain(name, root, r
 
 
 @pytest.mark.slow
-def test_schedule_auto_on_one_rank_draws_the_dropout_of_two_ranks(root, ranks):
+def test_schedule_auto_on_one_rank_draws_the_dropout_masks_of_two_ranks(root, ranks):
     case = Case("PegasusForCausalLM", ("tokens",), dropout=0.25)
     folder = checkpoint(case, root)
     home_of(root)
@@ -179,7 +183,7 @@ def test_schedule_auto_on_one_rank_draws_the_dropout_of_two_ranks(root, ranks):
     assert found[0].losses == pytest.approx(found[1].losses, rel=1e-6)
 
 
-def test_schedule_auto_refuses_micro_batches_of_an_unproven_model(monkeypatch):
+def test_schedule_auto_refuses_micro_batches_of_a_model_whose_derivation_failed(monkeypatch):
     monkeypatch.setattr(
         derived, "_document", lambda *_: {"error_of": ["zoo", "auto", "no", "none"]}
     )
@@ -192,7 +196,7 @@ def test_schedule_auto_refuses_micro_batches_of_an_unproven_model(monkeypatch):
         model.train_step(batch, micro_batches=2)
 
 
-def test_schedule_auto_accepts_a_config_with_an_infinite_number(monkeypatch, tmp_path):
+def test_schedule_auto_accepts_a_config_value_of_infinity(monkeypatch, tmp_path):
     """Configs of Mamba hybrids have an infinite number, which transformers writes to JSON as a dict."""
     config, asked = transformers.BambaConfig(num_hidden_layers=1), []
 
@@ -208,7 +212,7 @@ def test_schedule_auto_accepts_a_config_with_an_infinite_number(monkeypatch, tmp
     assert again.time_step_limit[1] == float("inf")
 
 
-def test_schedule_auto_kills_an_abandoned_proof_process(tmp_path, monkeypatch):
+def test_schedule_auto_kills_its_derivation_process_on_keyboard_interrupt(tmp_path, monkeypatch):
     started = ProcessApart([sys.executable, "-S", "-c", "import time; time.sleep(60)"])
 
     def interrupted(mesh, what, action):

@@ -184,7 +184,9 @@ def run(name, run_name, folder, ranks):
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize("run_name", RUNS)
 @pytest.mark.parametrize("name", CASES)
-def test_dropout_equals_one_process_with_the_same_masks(name, run_name, root, ranks):
+def test_training_with_dropout_on_several_ranks_equals_one_process_with_the_same_masks(
+    name, run_name, root, ranks
+):
     case = CASES[name]
     folder = checkpoint(case, root)
     truth, plains = plain(case, folder, torch.float64), [plain(case, folder, torch.float32)]
@@ -198,7 +200,7 @@ def test_dropout_equals_one_process_with_the_same_masks(name, run_name, root, ra
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("run_name", ["one", "tp2", "dp2", "tp2-dp2"])
-def test_dropout_without_padding_tokens_draws_the_masks_of_one_process(run_name, root, ranks):
+def test_dropout_in_an_unpadded_encoder_draws_the_masks_of_the_padded_run(run_name, root, ranks):
     """Real tokens have the same dropout masks with and without padding."""
     case, (layout, options) = CASES["bert"], RUNS[run_name]
     folder = checkpoint(case, root)
@@ -279,7 +281,7 @@ def evaluate(case, folder, tp, pp):
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("name", CASES)
-def test_eval_mode_draws_no_dropout(name, tp, pp, root, ranks):
+def test_model_in_eval_mode_draws_no_dropout_mask(name, tp, pp, root, ranks):
     case = CASES[name]
     folder = checkpoint(case, root)
     model = getattr(transformers, case.cls).from_pretrained(folder).eval()
@@ -299,7 +301,7 @@ def of_seeds(case, folder):
     return [float(model.train_step(batch_of(case))) for model in models]
 
 
-def test_dropout_depends_on_the_seed(root):
+def test_training_losses_with_dropout_repeat_for_a_seed_and_differ_between_seeds(root):
     case = CASES["gpt2"]
     first, again, other = of_seeds(case, checkpoint(case, root))
     assert first == again != other
@@ -310,7 +312,7 @@ CELLS = {"native": drawn_cells, "hashed": hashed_cells}
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 1.0])
 @pytest.mark.parametrize("draw", CELLS)
-def test_dropout_rates_are_within_5_standard_deviations(draw, p):
+def test_dropout_masks_drop_the_requested_rate_within_5_standard_deviations(draw, p):
     """The rate over all, per row and per column is within 5 standard deviations of p."""
     cells, size = 200, 2000
     kept = CELLS[draw](torch.empty(cells, size), p, list(range(cells)))
@@ -322,7 +324,7 @@ def test_dropout_rates_are_within_5_standard_deviations(draw, p):
 
 
 @pytest.mark.parametrize("draw", CELLS)
-def test_dropout_masks_are_uncorrelated(draw):
+def test_dropout_mask_elements_at_nearby_positions_or_seeds_are_uncorrelated(draw):
     """Neighbouring elements of a mask, and masks of consecutive seeds, are uncorrelated."""
     kept = CELLS[draw](torch.empty(400, 1000), 0.5, list(range(400))) - 0.5
     for shift in (1, 2, 8, 64):
@@ -334,7 +336,7 @@ def test_dropout_masks_are_uncorrelated(draw):
     assert torch.equal(kept, again)
 
 
-def test_dropout_keeps_the_expected_value():
+def test_dropout_keeps_the_mean_of_its_input():
     x = torch.ones(8, 50_000)
     y = dropout(x, P, RandomStream(SEED), "site")
     assert float(y.mean()) == pytest.approx(1.0, abs=5 * (P / (1 - P) / x.numel()) ** 0.5)
@@ -342,7 +344,7 @@ def test_dropout_keeps_the_expected_value():
     assert dropout(x, 0.0, RandomStream(SEED), "site") is x
 
 
-def test_dropout_with_p_zero_draws_nothing(monkeypatch):
+def test_dropout_with_p_0_draws_no_mask(monkeypatch):
     """At p = 0 no mask is made, as in torch: a mask of ones costs a pass over the activations each way."""
 
     def drawn(*args, **kwargs):

@@ -86,7 +86,7 @@ def by_seeds(monkeypatch):
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "gpt_neo"])  # it has no seam
-def test_fused_attention_with_seeded_dropout_equals_explicit_masks(
+def test_attention_with_dropout_from_seeds_has_the_gradients_of_explicit_masks(
     name, padded, by_seeds, monkeypatch
 ):
     batch = batch_of(name, padded)
@@ -99,14 +99,18 @@ def test_fused_attention_with_seeded_dropout_equals_explicit_masks(
 
 @pytest.mark.parametrize("padded", [False, True], ids=["full", "padded"])
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels_with_seeded_dropout_equal_explicit_masks(name, padded, by_seeds, monkeypatch):
+def test_kernels_with_dropout_from_seeds_have_the_gradients_of_explicit_masks(
+    name, padded, by_seeds, monkeypatch
+):
     batch = batch_of(name, padded)
     want = step_of(explicit(model_of(name)), batch)
     monkeypatch.setattr(RandomStream, "keep_mask", None)
     assert_same(step_of(model_of(name, KERNELS[name]), batch), want)
 
 
-def test_seeded_dropout_of_unpadded_encoder_equals_padded(by_seeds, monkeypatch):
+def test_unpadded_encoder_with_dropout_from_seeds_has_the_gradients_of_the_padded_run(
+    by_seeds, monkeypatch
+):
     batch = batch_of("bert", padded=True)
     want = step_of(explicit(model_of("bert")), batch)
     monkeypatch.setattr(RandomStream, "keep_mask", None)
@@ -123,7 +127,7 @@ def of_rank(name, kernels, tp):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_seeded_dropout_on_two_ranks_equals_one_rank(name, ranks):
+def test_dropout_from_seeds_on_two_ranks_gives_the_gradients_of_one_rank(name, ranks):
     kernels = KERNELS.get(name, "reference")
     (want,), found = (
         ranks.run(of_rank, 1, name, kernels, 1),

@@ -32,7 +32,9 @@ def load_and_save(folder, layout, out):
 
 
 @pytest.mark.parametrize("layout", ["1x1x1", "4x1x1", "2x2x1", "2x1x2"])
-def test_saved_expert_files_equal_plain_transformers(folder, layout, ranks, tmp_path):
+def test_mixtral_saved_on_a_mesh_has_the_expert_tensors_of_plain_transformers(
+    folder, layout, ranks, tmp_path
+):
     sizes = LAYOUTS[layout]
     ledgers = ranks.run(
         load_and_save, sizes[0] * sizes[1] * sizes[2], folder, sizes, tmp_path / "o"
@@ -47,7 +49,9 @@ def test_saved_expert_files_equal_plain_transformers(folder, layout, ranks, tmp_
         assert not ledger.unexpected
 
 
-def test_checkpoint_with_fused_experts_loads(folder, tmp_path):
+def test_checkpoint_with_experts_fused_into_one_tensor_loads_with_equal_parameters(
+    folder, tmp_path
+):
     """The file holds experts as `state_dict()` does, fused into one tensor."""
     plain = tiny_config(CASE)[1].from_pretrained(folder)
     save_file({k: v.contiguous() for k, v in plain.state_dict().items()}, tmp_path / FILE)
@@ -90,7 +94,7 @@ def compare(folder, options, threads, layout):
         torch.testing.assert_close(results[0][1][name], grad, rtol=1e-4, atol=2e-5, msg=name)
 
 
-def test_router_auxiliary_loss_equals_plain(folder, threads):
+def test_router_auxiliary_loss_on_tp_2_equals_plain_transformers(folder, threads):
     assert plain_step(folder, tuple(AUX.items()))[0] > plain_step(folder, (*AUX.items(),)[2:])[0]
     compare(folder, AUX, threads, (2, 1, 1))
 
@@ -103,7 +107,9 @@ def test_router_auxiliary_loss_with_micro_batches_is_refused(folder):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (2, 2, 1)])
-def test_default_expert_kernel_equals_plain(folder, threads, layout):
+def test_default_grouped_mm_experts_have_the_gradients_of_plain_transformers(
+    folder, threads, layout
+):
     """The default of transformers, grouped_mm, gives the plain model's results."""
     assert load(folder).config._experts_implementation == "grouped_mm"
     compare(folder, {}, threads, layout)
@@ -117,7 +123,7 @@ def lonely_tokens(folder, layout):
     return [name for name, p in model.named_parameters() if p.grad is None]
 
 
-def test_unused_experts_get_zero_gradients(folder, threads):
+def test_experts_that_no_token_is_routed_to_get_zero_gradients(folder, threads):
     assert threads.run(lonely_tokens, 4, folder, (4, 1, 1)) == [[]] * 4
 
 

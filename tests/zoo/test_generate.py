@@ -98,7 +98,7 @@ def cells():
 
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("name", "layout"), [*cells()])
-def test_generate_equals_plain_transformers(name, layout, root, ranks):
+def test_generate_returns_the_tokens_and_logits_of_plain_transformers(name, layout, root, ranks):
     """Compare tokens and logits of greedy search, sampling and beam search, with both caches and none, on every rank."""
     (tp, pp), case = LAYOUTS[layout], FAMILIES[name]
     folder = checkpoint(case, root)
@@ -123,7 +123,7 @@ def heard_on(folder, case, tp, pp):
     return heard(AutoScheduledModel.from_pretrained(folder, tp=tp, pp=pp, **changes_of(case)))
 
 
-def test_generate_from_audio_equals_plain_transformers(root, ranks):
+def test_generate_from_audio_returns_the_tokens_of_plain_transformers(root, ranks):
     case = HEADS["whisper"][0]
     folder = checkpoint(case, root)
     plain_model = getattr(transformers, WHISPER).from_pretrained(folder, **changes_of(case))
@@ -141,7 +141,7 @@ def with_cache(folder):
         model(**prompts(model), past_key_values=transformers.DynamicCache())
 
 
-def test_generate_with_cache_on_a_pipeline_is_refused(root, threads):
+def test_generate_with_a_kv_cache_on_several_pipeline_stages_is_refused(root, threads):
     threads.run(with_cache, 2, checkpoint(GPT2, root))
 
 
@@ -157,7 +157,7 @@ def after_training(folder, tp, pp):
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2"])
-def test_generation_between_steps_does_not_change_training(layout, root, threads):
+def test_generate_between_training_steps_leaves_the_next_loss_unchanged(layout, root, threads):
     tp, pp = LAYOUTS[layout]
     folder = checkpoint(Case("GPT2LMHeadModel", ("tokens",), dropout=0.1), root)
     ((want, loss),) = threads.run(after_training, 1, folder, 1, 1)
@@ -178,7 +178,9 @@ def evaluate(case, folder, tp, pp, positional):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("layout", "positional"), [*((name, False) for name in LAYOUTS), ("tp2", True), ("pp2", True)])  # fmt: skip
 @pytest.mark.parametrize("case", [GPT2, BERT], ids=lambda c: c.cls)
-def test_forward_returns_full_output_on_every_rank(case, layout, positional, root, threads):
+def test_forward_returns_the_transformers_output_with_full_logits_on_every_rank(
+    case, layout, positional, root, threads
+):
     """The output is a HuggingFace object with full logits and the loss, as plain tensors."""
     tp, pp = LAYOUTS[layout]
     folder = checkpoint(case, root)
@@ -205,7 +207,7 @@ def shapes_change(folder, pp):
     return found
 
 
-def test_forward_accepts_changing_shapes(root, threads):
+def test_forward_with_changing_batch_shapes_has_the_outputs_of_one_rank(root, threads):
     folder = checkpoint(GPT2, root)
     (want,) = threads.run(shapes_change, 1, folder, 1)
     for found in threads.run(shapes_change, 2, folder, 2):

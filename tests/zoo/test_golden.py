@@ -92,7 +92,7 @@ def scheduled(model, family, mesh, ratio=0.5):
 
 
 @pytest.mark.parametrize("family", families())
-def test_schedule_of_a_family_equals_its_golden_file(family, request):
+def test_printed_schedule_of_a_model_family_equals_its_golden_file(family, request):
     sch = scheduled(on_meta(family), family, Mesh(tp=2, pp=2))
     path, text = GOLDEN / f"{family}.txt", f"{sch}\n"
     if request.config.getoption("update_golden"):
@@ -102,7 +102,7 @@ def test_schedule_of_a_family_equals_its_golden_file(family, request):
 
 
 @pytest.mark.parametrize("family", families())
-def test_plan_of_the_last_rank_equals_its_golden_file(family, request):
+def test_printed_tensor_plan_of_the_last_rank_equals_its_golden_file(family, request):
     """It costs little here: what its pipeline stages cost was estimated for the schedule above."""
     tp, pp = (1, 1) if family in ("mamba", "wideresnet") else (2, 2)
     mesh = Mesh(tp, pp, 2, rank=2 * tp * pp - 1)
@@ -115,14 +115,14 @@ def test_plan_of_the_last_rank_equals_its_golden_file(family, request):
     assert text == file.read_text()
 
 
-def test_every_golden_file_belongs_to_a_zoo_family():
+def test_golden_files_exist_for_every_model_family_and_for_nothing_else():
     for folder in (GOLDEN, GOLDEN / "plans"):
         assert {path.stem for path in folder.glob("*.txt")} == {*families()}
 
 
 @pytest.mark.one_in(2, 2)
 @pytest.mark.parametrize("family", families())
-def test_schedule_is_the_same_on_every_rank(family):
+def test_schedule_built_on_every_rank_has_the_same_directives_and_pipeline_cuts(family):
     """Built on meta without a process group: only the local shapes differ between ranks."""
     sizes = {"tp": 2, "pp": 2, "dp": 2}
     schedules = [scheduled(on_meta(family), family, Mesh(**sizes, rank=r)) for r in range(8)]
@@ -142,7 +142,7 @@ def test_schedule_is_the_same_on_every_rank(family):
 
 @pytest.mark.one_in(2, 2)
 @pytest.mark.parametrize("family", families())
-def test_replayed_schedule_gives_the_same_model(family):
+def test_schedule_replayed_from_json_gives_the_same_history_and_weights(family):
     torch.manual_seed(0)
     config = config_of(family)
     if table_for(family).seam:
@@ -174,7 +174,7 @@ def _ties(model):
 
 
 @pytest.mark.parametrize("family", families())
-def test_schedule_table_covers_every_parameter_and_no_other(family):
+def test_schedule_table_has_a_row_for_every_parameter_and_no_row_that_matches_nothing(family):
     """For all head classes and variants each parameter has a line in the table, and each line matches a module."""
     table, unused = table_for(family), None
     for changes in [{}, *VARIANTS.get(family, [])]:
@@ -202,7 +202,7 @@ def _every_parameter_has_a_row(model, found, cls):
 
 @pytest.mark.one_in(5, 2)
 @pytest.mark.parametrize("family", families())
-def test_schedule_table_shards_every_head_class_and_variant(family):
+def test_schedule_table_applies_to_every_head_class_and_config_variant(family):
     """The table applies to every head class and variant without error, and every shard is at most as large as its tensor."""
     for changes in [{}, *VARIANTS.get(family, [])]:
         for cls in classes_of(family):
@@ -215,7 +215,7 @@ def test_schedule_table_shards_every_head_class_and_variant(family):
             assert sum(local.values()) < sum(before.values())
 
 
-def test_schedule_tables_of_the_zoo_are_short():
+def test_schedule_tables_have_at_most_100_lines():
     """Other libraries take 61 to 2,900 lines for a family; here its table file is all."""
     files = (Path(__file__).parents[2] / "schedules").glob("*.py")
     lines = {path.stem: len(path.read_text(encoding="utf-8").splitlines()) for path in files}
@@ -223,7 +223,7 @@ def test_schedule_tables_of_the_zoo_are_short():
     assert max(lines.values()) <= 100, lines
 
 
-def test_extended_schedule_table_replaces_only_given_entries():
+def test_extended_schedule_table_keeps_all_rows_that_are_not_overridden():
     """An extended table lists only the lines that differ; all others are the base table's."""
     llama, mixtral = table_for("llama"), table_for("mixtral")
     assert set(llama.body) - set(mixtral.body) == {r for r in llama.body if ".mlp" in r[0]}
@@ -232,7 +232,7 @@ def test_extended_schedule_table_replaces_only_given_entries():
         extend("llama", "other", "nowhere", without=("layers.*.ffn",))
 
 
-def test_config_options_unsupported_with_tp_are_refused_only_with_tp():
+def test_config_options_unsupported_with_tp_are_accepted_with_pp_and_refused_with_tp():
     """BLOOM's slow_but_exact path multiplies slices of a row-parallel weight itself, past the all-reduce."""
     model = on_meta("bloom", slow_but_exact=True, pretraining_tp=2)
     assert scheduled(model, "bloom", Mesh(pp=2)).history
@@ -243,7 +243,7 @@ def test_config_options_unsupported_with_tp_are_refused_only_with_tp():
         scheduled(on_meta("falcon", attention_dropout=0.1, alibi=True), "falcon", Mesh(tp=2))
 
 
-def test_options_unsupported_with_sequence_parallelism_are_refused_only_with_it():
+def test_config_options_unsupported_with_sequence_parallelism_are_accepted_without_it():
     table, options = table_for("deberta-v2"), BuildOptions(sequence_parallel=True)
     for mesh in (Mesh(tp=2), Mesh(pp=2)):
         sch = Schedule(on_meta("deberta-v2", conv_kernel_size=3), mesh)

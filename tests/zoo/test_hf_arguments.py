@@ -41,7 +41,7 @@ PASTED = {
 }
 
 
-def test_from_pretrained_accepts_transformers_arguments(root):
+def test_from_pretrained_with_transformers_arguments_gives_the_logits_of_plain_transformers(root):
     folder = checkpoint(GPT2, root)
     model = AutoScheduledModel.from_pretrained(folder, **PASTED)
     plain = transformers.GPT2LMHeadModel.from_pretrained(
@@ -66,7 +66,7 @@ def test_unsupported_transformers_argument_is_refused_with_hint(options, words, 
     assert words in refused(SlapoError, checkpoint(GPT2, root), **options)
 
 
-def test_config_argument_overrides_the_checkpoint_config(root):
+def test_config_passed_to_from_pretrained_overrides_the_checkpoint_config(root):
     folder = checkpoint(GPT2, root)
     config = transformers.AutoConfig.from_pretrained(folder)
     config.scale_attn_weights = False
@@ -86,7 +86,9 @@ def fresh_head(folder, layout, options):
     return logits(model, BERT), model.ledger.newly_initialized, model.consolidated_state_dict()
 
 
-def test_different_num_labels_requires_a_flag_and_initializes_a_new_head(root, ranks):
+def test_num_labels_unlike_the_checkpoint_is_refused_unless_ignore_mismatched_sizes_is_set(
+    root, ranks
+):
     """5 labels on a checkpoint of 3: the error names the flag; with the flag a new head is initialised."""
     folder = checkpoint(BERT, root)
     assert "ignore_mismatched_sizes=True" in refused(SlapoError, folder, num_labels=5)

@@ -52,7 +52,9 @@ def cells():
 
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("family", "layout"), [*cells()])
-def test_model_with_all_kernels_equals_plain_transformers(family, layout, root, threads):
+def test_model_with_all_kernels_has_the_losses_and_gradients_of_plain_transformers(
+    family, layout, root, threads
+):
     """Outputs, loss, gradients and four steps are equal with all applicable kernels enabled."""
     case, sizes = CASES[family], LAYOUTS[layout]
     folder = checkpoint(case, root)
@@ -86,7 +88,7 @@ def test_kernels_option_with_one_name_enables_only_that_kernel(root):
     assert not any("linear_cross_entropy" in step for step in steps)
 
 
-def test_kernels_reference_disables_all_kernels(root):
+def test_kernels_option_reference_disables_all_kernels(root):
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="reference").train()
     assert not model.schedule.kernels
     assert not any("replace" in str(directive) for _, directive in model.schedule.history)
@@ -110,7 +112,9 @@ def test_unknown_or_unsupported_kernel_is_refused(case, asked, said, root):
     assert said in refused(SlapoError, checkpoint(case, root), kernels=asked)
 
 
-def test_kernels_auto_follows_the_timings_of_the_device(root, monkeypatch, tmp_path):
+def test_kernels_option_auto_enables_only_kernels_measured_faster_on_the_device(
+    root, monkeypatch, tmp_path
+):
     """Kernels that are slower or unmeasured on the device are disabled."""
     table = {"bias_gelu:float32:64": "ours", "linear_cross_entropy:float32:32": "torch"}
     ratios = {"bias_gelu:float32:64": 3.0, "linear_cross_entropy:float32:32": 0.5}
@@ -130,7 +134,7 @@ def test_kernels_auto_follows_the_timings_of_the_device(root, monkeypatch, tmp_p
     (BERT, {"sparse_mlm_head_loss", "unpadded_encoder"}),
     *((CASES[family], {"linear_cross_entropy"}) for family in ("gpt2", "t5", "gpt_neo", "llama")),
 ])  # fmt: skip
-def test_kernels_auto_on_an_unmeasured_gpu_enables_kernels_estimated_faster(
+def test_kernels_option_auto_on_an_unmeasured_gpu_enables_kernels_estimated_to_be_faster(
     case, least, monkeypatch, tmp_path
 ):
     for name, value in (("MEASURED", tmp_path), ("_kept", {})):
@@ -153,7 +157,7 @@ def test_kernels_auto_on_an_unmeasured_gpu_enables_kernels_estimated_faster(
         (BERT, "bias_gelu", torch.bfloat16, {"without": True}, "Triton is not installed"),
     ],
 )
-def test_kernel_unsupported_by_the_device_is_reported_before_launch(
+def test_kernel_that_the_device_does_not_support_runs_as_torch_operations_with_a_reason(
     case, kernel, dtype, sizes, said, monkeypatch
 ):
     """A requested kernel runs as torch operations and gives the reason; "auto" leaves it out."""
@@ -190,7 +194,9 @@ def measured_by_rank_0(folder, cache):
     return [str(choice) for choice in model.schedule.kernels]
 
 
-def test_kernels_measure_times_kernels_once_for_all_ranks(root, ranks, tmp_path, monkeypatch):
+def test_kernels_option_measure_times_each_kernel_once_for_all_ranks(
+    root, ranks, tmp_path, monkeypatch
+):
     kept = [{"what": name, "shape": "1", "dtype": "float32", "bucket": f"{name}:float32:32",
              "eager / ours": 0.25} for name in SHAPES if name != "bias_gelu"]  # fmt: skip
     content = {"device": "cpu", "rows": kept, "dispatch": {}, "ratios": {}}
@@ -216,7 +222,7 @@ def of(case, root, kernels):
 
 
 @pytest.mark.parametrize(("case", "name"), [(GPT2, "linear_cross_entropy"), (BERT, "sparse_mlm_head_loss")])  # fmt: skip
-def test_logits_on_demand_are_computed_when_read(case, name, root):
+def test_lazy_logits_are_computed_when_read_and_have_plain_gradients(case, name, root):
     """In a plain forward the loss computes no logits; they are right when read and usable in a user's loss."""
     plain, model = of(case, root, "reference"), of(case, root, name)
     batch = batch_of(case)
@@ -234,7 +240,7 @@ def test_logits_on_demand_are_computed_when_read(case, name, root):
     assert type(model.eval()(**batch).logits) is torch.Tensor
 
 
-def test_logits_on_demand_read_after_a_weight_change_raise(root):
+def test_lazy_logits_read_after_a_weight_change_raise(root):
     """After a weight change reading raises, because the logits would be those of other weights."""
     model = of(GPT2, root, "linear_cross_entropy")
     output = model(**batch_of(GPT2))
@@ -244,7 +250,7 @@ def test_logits_on_demand_read_after_a_weight_change_raise(root):
         output.logits.argmax(-1)
 
 
-def test_train_step_returns_the_same_logits_with_and_without_kernel(root):
+def test_train_step_returns_equal_logits_with_and_without_the_loss_kernel(root):
     """`return_logits=True` with micro-batches gives the logits of a step without the kernel."""
     outputs = []
     for kernels in ("reference", "linear_cross_entropy"):
@@ -254,7 +260,7 @@ def test_train_step_returns_the_same_logits_with_and_without_kernel(root):
     torch.testing.assert_close(outputs[1].logits, outputs[0].logits)
 
 
-def test_schedule_with_kernels_is_replayed_in_a_new_process(root):
+def test_model_loaded_from_recorded_kernel_directives_has_the_same_schedule_history(root):
     """Replay finds kernels in the registry, even if their files were not imported yet."""
     model = of(GPT2, root, ["bias_gelu", "linear_cross_entropy"])
     steps = [step for step in model.schedule.history if step[1].name == "replace"]
@@ -283,7 +289,7 @@ def unpadding(root, kernels, p, options, sizes=(1, 1, 1)):
 
 @pytest.mark.parametrize("p", [0.0, 0.2])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 1, 1)])
-def test_unpadded_encoder_equals_padded_run(p, sizes, root, threads):
+def test_unpadded_encoder_has_the_loss_and_gradients_of_the_padded_run(p, sizes, root, threads):
     """Loss, dropout masks and gradients equal those of the padded run."""
     names = ["unpadded_encoder", "sparse_mlm_head_loss", "bias_dropout_residual_layer_norm"]
     want, want_grads, whole = threads.run(unpadding, sizes[0], root, "reference", p, {}, sizes)[0]
@@ -296,7 +302,7 @@ def test_unpadded_encoder_equals_padded_run(p, sizes, root, threads):
         torch.testing.assert_close(grad, want_grads[name], msg=name)
 
 
-def test_unpadded_encoder_keeps_padding_that_has_labels(root):
+def test_unpadded_encoder_keeps_padding_when_labels_or_hidden_states_need_padded_positions(root):
     """With a label at padding, or with requested hidden states, no padding is left out."""
     labels = torch.randint(3, 99, (4, 12))
     for options in ({"labels": labels}, {"output_hidden_states": True}):
@@ -304,7 +310,7 @@ def test_unpadded_encoder_keeps_padding_that_has_labels(root):
         assert seen == [(2, 12), (2, 12)]
 
 
-def test_unpadded_encoder_runs_the_kernels_of_its_layers():
+def test_unpadded_encoder_accepts_other_kernels_on_its_layers():
     """The unpadded encoder calls the layers with their kernels; ALBERT's shared activation is among them."""
     config, cls = tiny_config(Case("AlbertForMaskedLM", ("tokens",)))
     sch = Outline(

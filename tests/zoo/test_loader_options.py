@@ -26,7 +26,7 @@ def root(tmp_path_factory):
 
 
 @pytest.mark.parametrize("entry", ["from_pretrained", "from_config"])
-def test_every_loader_option_is_a_documented_argument(entry):
+def test_every_loader_option_is_a_documented_argument_with_the_same_default(entry):
     arguments = inspect.signature(getattr(AutoScheduledModel, entry)).parameters
     for field in dataclasses.fields(LoaderOptions):
         assert arguments[field.name].default == field.default, field.name
@@ -72,7 +72,7 @@ def test_transformers_arguments_without_effect_are_refused(name, root):
     assert f"{name}= | this argument has no effect here | {INSTEAD[name]}" in text
 
 
-def test_config_fields_are_accepted_as_loader_arguments(root):
+def test_config_field_passed_to_from_pretrained_sets_the_field_in_the_model(root):
     folder = checkpoint(BERT, root)
     model = AutoScheduledModel.from_pretrained(
         folder, auto_class="AutoModelForSequenceClassification", num_labels=5, attention="eager"
@@ -80,14 +80,14 @@ def test_config_fields_are_accepted_as_loader_arguments(root):
     assert model.classifier.out_features == 5
 
 
-def test_dtype_argument_applies_to_a_base_model(root):
+def test_dtype_argument_sets_the_parameter_dtype_of_a_base_model(root):
     folder = checkpoint(HEADS["llama"][1], root)
     model = AutoScheduledModel.from_pretrained(folder, dtype="float64")
     assert {p.dtype for p in model.parameters()} == {torch.float64}
 
 
 @pytest.mark.parametrize("family", families())
-def test_schedule_table_declares_its_tuning_space(family):
+def test_every_schedule_table_declares_valid_values_for_tuning(family):
     space = table_for(family).tunable
     assert {"tp", "pp", "micro_batches", "checkpoint_ratio"} <= space.keys() <= KNOBS.keys()
     assert all(KNOBS[name].fits(value) for name, values in space.items() for value in values)
@@ -171,7 +171,7 @@ def test_xformers_attention_is_refused_where_it_cannot_run(root):
     assert "not installed" in text or "no kernel for cpu" in text
 
 
-def test_save_matmuls_recomputation_gives_equal_gradients(root, ranks):
+def test_recomputation_that_saves_matmuls_has_the_gradients_of_plain_transformers(root, ranks):
     """Recomputation that saves matrix products gives the same gradients; an unknown policy raises."""
     folder = checkpoint(GPT2, root)
     truth, plains = references(GPT2, folder)
@@ -188,7 +188,7 @@ def test_save_matmuls_recomputation_gives_equal_gradients(root, ranks):
     ("name", "value"),
     [("attention", "eager"), ("checkpoint_ratio", 0.5), ("sequence_parallel", True)],
 )
-def test_loader_options_beside_a_user_schedule_are_refused(name, value, root):
+def test_loader_options_that_a_user_schedule_already_decides_are_refused(name, value, root):
     text = refused(SlapoError, checkpoint(GPT2, root), schedule=[], **{name: value})
     assert f"{name}={value!r} | your own schedule decides this" in text
 
@@ -199,7 +199,7 @@ def with_options(case, folder, sizes, options):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["sdpa", "eager", "flash", "flex", "xformers"])
-def test_attention_backends_on_a_gpu_equal_eager_attention(name, root):
+def test_attention_backends_on_a_gpu_have_the_gradients_of_eager_attention(name, root):
     """Compare loss and gradients of each available back end with eager attention in float32."""
     folder = checkpoint(Case("LlamaForCausalLM", ("tokens",), (("head_dim", 16),)), root)
     ids = torch.randint(3, 99, (2, 16), device="cuda")

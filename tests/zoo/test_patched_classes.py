@@ -98,7 +98,9 @@ CELLS = [
 
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("family", "cls", "how", "tp"), CELLS)
-def test_module_patched_by_the_user_runs_as_patched(family, cls, how, tp, root, monkeypatch):
+def test_forward_patched_by_the_user_runs_in_the_scheduled_model_as_in_plain_transformers(
+    family, cls, how, tp, root, monkeypatch
+):
     case, kinds = CASES[family], {"instances": of_instances, "subclass": of_subclass}
     folder = checkpoint(case, root)
     plain = getattr(transformers, case.cls).from_pretrained(folder).train()

@@ -24,7 +24,7 @@ def outline_of(family, tp, pp, dp=1, rank=0, **options):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bert"])
 @pytest.mark.parametrize("tp,pp,dp", MESHES)
-def test_rank_plan_is_the_same_on_all_ranks_with_the_shapes_of_the_model(family, tp, pp, dp):
+def test_tensor_plan_is_equal_on_all_ranks_and_has_the_local_parameter_shapes(family, tp, pp, dp):
     digests = set()
     for rank in range(tp * pp * dp):
         outline = outline_of(family, tp, pp, dp, rank)
@@ -36,7 +36,9 @@ def test_rank_plan_is_the_same_on_all_ranks_with_the_shapes_of_the_model(family,
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "albert"])
 @pytest.mark.parametrize("tp,pp,dp", MESHES)
-def test_each_gradient_all_reduce_partitions_the_ranks(family, tp, pp, dp):
+def test_groups_of_each_planned_gradient_all_reduce_are_disjoint_and_cover_their_ranks(
+    family, tp, pp, dp
+):
     plan = outline_of(family, tp, pp, dp, sequence_parallel=tp > 1).plan
     for one in {one for row in plan.tensors.values() for one in row.sum_over}:
         of = {rank: one.ranks(replace(plan.mesh, rank=rank)) for rank in range(tp * pp * dp)}
@@ -46,7 +48,7 @@ def test_each_gradient_all_reduce_partitions_the_ranks(family, tp, pp, dp):
     assert all(len(ranks) > 1 for ranks in plan.groups())
 
 
-def test_rank_plan_lists_gradient_all_reduces_of_tied_and_replicated_tensors():
+def test_tensor_plan_lists_the_gradient_all_reduces_of_tied_and_replicated_parameters():
     gpt2 = outline_of("gpt2", 2, 2, 2, sequence_parallel=True).plan
     wte, norm = gpt2.of("transformer.wte.weight"), gpt2.of("transformer.ln_f.weight")
     assert [one.why for one in wte.sum_over] == [TIED, DATA]
@@ -65,7 +67,7 @@ def test_rank_plan_lists_gradient_all_reduces_of_tied_and_replicated_tensors():
 @pytest.mark.parametrize(
     ("family", "tp", "pp"), [("gpt2", 2, 2), ("llama", 4, 2), ("t5", 2, 3), ("albert", 2, 3)]
 )
-def test_ranks_of_a_gradient_all_reduce_list_the_same_tensors_in_order(family, tp, pp):
+def test_ranks_of_a_gradient_all_reduce_plan_the_same_tensors_in_the_same_order(family, tp, pp):
     """Ranks with another order of all-reduces would deadlock."""
     took = {}
     for rank in range(tp * pp):
@@ -80,7 +82,7 @@ def test_ranks_of_a_gradient_all_reduce_list_the_same_tensors_in_order(family, t
             assert shared == [one for one in theirs if rank in one[0]]
 
 
-def test_rank_plan_digest_depends_on_placement_shape_and_stage():
+def test_tensor_plan_digest_changes_with_shape_stage_tie_or_sharding_of_a_parameter():
     plan = outline_of("gpt2", 2, 1).plan
     row = plan.of("transformer.ln_f.weight")
     for change in ({"shape": (31,)}, {"stages": (1,)}, {"tied_to": "x"}, {"row_shards": 2}):

@@ -22,7 +22,7 @@ def loss_of(model):
     return model.train_step({"input_ids": IDS, "labels": IDS})
 
 
-def test_schedule_argument_takes_a_json_file(folder, tmp_path):
+def test_schedule_loaded_from_a_json_file_gives_the_same_schedule_and_loss(folder, tmp_path):
     model = AutoScheduledModel.from_pretrained(folder)
     file = tmp_path / "mine.json"
     file.write_text(model.schedule.to_json())
@@ -31,7 +31,7 @@ def test_schedule_argument_takes_a_json_file(folder, tmp_path):
     assert torch.equal(loss_of(again), loss_of(model))
 
 
-def test_extend_applies_a_function_after_the_zoo_schedule(folder):
+def test_extend_applies_a_user_function_after_the_default_schedule(folder):
     plain = AutoScheduledModel.from_pretrained(folder)
     model = AutoScheduledModel.from_pretrained(
         folder, schedule=extend(lambda sch: sch["transformer.h.0"].checkpoint())
@@ -43,7 +43,7 @@ def test_extend_applies_a_function_after_the_zoo_schedule(folder):
         assert torch.equal(mine.grad, theirs.grad), name
 
 
-def test_schedule_argument_takes_a_schedule_table(folder):
+def test_schedule_argument_accepts_a_table_and_applies_its_rules(folder):
     unsharded = replace(table_for("gpt2"), body=(), heads=())
     plain = AutoScheduledModel.from_pretrained(folder)
     model = AutoScheduledModel.from_pretrained(folder, schedule=table_for("gpt2"))
@@ -65,6 +65,6 @@ def test_schedule_file_with_malformed_step_raises(folder, tmp_path):
     assert "expected [pattern, primitive, arguments]" in text
 
 
-def test_pipeline_order_accepts_names_of_torch(folder):
+def test_pipeline_order_argument_accepts_the_schedule_names_of_torch(folder):
     model = AutoScheduledModel.from_pretrained(folder, pipeline_order="1F1B")
     assert torch.isfinite(loss_of(model))

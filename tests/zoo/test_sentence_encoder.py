@@ -106,7 +106,7 @@ def embed_and_save(folder, out, batch, tp, pp):
     return embed(model, batch), model.ledger, type(model).__name__
 
 
-def test_sentence_inputs_are_distinct_and_padded(tokens, plain):
+def test_sentences_of_the_encoder_tests_are_padded_and_have_distinct_embeddings(tokens, plain):
     assert len(set(sentences())) == ENOUGH >= 50
     assert tokens["attention_mask"].sum(1).min() < tokens["input_ids"].shape[1]  # padded
     found = plain[0]
@@ -144,7 +144,7 @@ def _bit_identical(folder, out, names):
         assert torch.equal(tensor, source[name]), name
 
 
-def test_ranks_of_a_sentence_encoder_together_read_each_byte_of_the_file_once(ranks, folder):
+def test_ranks_loading_a_sentence_encoder_together_read_each_byte_of_the_file_once(ranks, folder):
     """Every rank reads only its own shard: a fourth of the vocabulary rows, its own heads, and so on."""
     source = load_file(folder / "model.safetensors")
     total = sum(tensor.nbytes for name, tensor in source.items() if name not in LEFTOVERS)

@@ -142,7 +142,9 @@ OPTIONS = {
 @pytest.mark.one_in(3, 3)
 @pytest.mark.parametrize("how", OPTIONS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_predicted_collectives_equal_those_that_run(case, how, root, ranks):
+def test_collectives_predicted_by_explain_equal_those_run_in_a_step_in_kind_and_bytes(
+    case, how, root, ranks
+):
     """Each collective and its bytes are compared: forward, backward, recomputation, loss and gradient all-reduces."""
     folder, options = checkpoint(case, root), OPTIONS[how]
     for sent, explained, _ in ranks.run(sent_and_explained, 2, folder, case, options):
@@ -182,7 +184,9 @@ def explained_alone(folder, case, pp):
     ],
     ids=lambda c: c.cls,
 )
-def test_explain_of_each_pipeline_stage_lists_its_share(case, root, ranks):
+def test_explain_on_all_pipeline_stages_together_lists_the_collectives_of_one_stage(
+    case, root, ranks
+):
     """The lists of all stages together equal that of one stage with the full model."""
     folder = checkpoint(case, root)
     parts = ranks.run(explained_alone, 4, folder, case, 2)
@@ -206,7 +210,7 @@ transformer.h.*.mlp.c_fc  (each of 3)
 """
 
 
-def test_explain_prints_collectives_with_module_kind_and_bytes(root, ranks):
+def test_explain_prints_each_collective_with_module_kind_and_bytes(root, ranks):
     case = CASES[0]
     *_, text = ranks.run(sent_and_explained, 2, checkpoint(case, root), case, {})[0]
     assert EXPLAINED in text

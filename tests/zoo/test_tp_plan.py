@@ -47,7 +47,7 @@ def by_their_tp(folder, case, plan):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("cls", SAID)
-def test_transformers_tensor_parallelism_trains_with_the_exported_tp_plan(cls, ranks, tmp_path):
+def test_transformers_with_the_exported_tp_plan_has_the_losses_of_one_process(cls, ranks, tmp_path):
     case = Case(cls, ("tokens",), SAID[cls])
     folder = checkpoint(case, tmp_path)
     want = losses(getattr(transformers, cls).from_pretrained(folder).train(), case)
@@ -63,6 +63,6 @@ def test_transformers_tensor_parallelism_trains_with_the_exported_tp_plan(cls, r
         ("MixtralForCausalLM", "MixtralExperts"),
     ],
 )
-def test_tp_plan_export_of_unsupported_rules_is_refused(cls, words):
+def test_export_of_a_tp_plan_with_rules_that_transformers_lacks_is_refused(cls, words):
     with pytest.raises(ArchitectureError, match=words):
         plan_of(Case(cls, ("tokens",)))

@@ -147,12 +147,14 @@ def check_order(folder, threads, layout, micro_batches, rows, **options):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", GRID)
-def test_wideresnet_equals_one_process(folder, threads, layout):
+def test_wideresnet_on_a_mesh_has_the_losses_and_gradients_of_one_process(folder, threads, layout):
     check(folder, threads, LAYOUTS[layout])
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1)])
-def test_wideresnet_micro_batches_equal_gradient_accumulation(folder, threads, layout):
+def test_wideresnet_with_micro_batches_has_the_gradients_of_gradient_accumulation(
+    folder, threads, layout
+):
     check(folder, threads, layout, micro_batches=2)
 
 
@@ -166,18 +168,22 @@ GRID_OF_ORDERS = [(order, pp) for order in ORDERS for pp in (2, 4)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("order", "pp"), GRID_OF_ORDERS)
-def test_wideresnet_pipeline_orders_equal_gradient_accumulation(deep, threads, order, pp):
+def test_wideresnet_in_every_pipeline_order_has_the_gradients_of_gradient_accumulation(
+    deep, threads, order, pp
+):
     count = 8 if (order, pp) == ("dualpipev", 4) else 4
     check_order(deep, threads, (1, pp, 1), count, 8, pipeline_order=order)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
-def test_wideresnet_pipeline_orders_with_tp_equal_gradient_accumulation(deep, threads, order):
+def test_wideresnet_in_pipeline_orders_with_tp_has_the_gradients_of_gradient_accumulation(
+    deep, threads, order
+):
     check_order(deep, threads, (2, 2, 1), 4, 8, pipeline_order=order)
 
 
-def test_wideresnet_with_split_backward_equals_gradient_accumulation(deep, threads):
+def test_wideresnet_with_split_backward_has_the_gradients_of_gradient_accumulation(deep, threads):
     check_order(deep, threads, (1, 2, 1), 4, 8, pipeline_order="zbv")
 
 
@@ -187,7 +193,7 @@ def unsaid(folder):
         return float(model.train_step(batch_of(0)))
 
 
-def test_wideresnet_batch_norm_statistics_default_to_the_full_batch(folder, ranks):
+def test_wideresnet_batch_norm_uses_statistics_over_all_dp_ranks_by_default(folder, ranks):
     want = plain(folder, torch.float64, False).losses[0]
     assert ranks.run(unsaid, 2, folder) == pytest.approx([want] * 2, rel=1e-5)
 
@@ -200,7 +206,9 @@ def uneven_rows(folder):
     return model.consolidated_state_dict(grads=True), model.consolidated_state_dict()
 
 
-def test_wideresnet_dp_ranks_with_different_batch_sizes_equal_one_process(folder, threads):
+def test_wideresnet_on_dp_ranks_with_different_batch_sizes_has_the_gradients_of_one_process(
+    folder, threads
+):
     plain = WideResNetForImageClassification.from_pretrained(folder).train()
     plain(**batch_of(0)).loss.backward()
     grads, weights = threads.run(uneven_rows, 2, folder)[0]
@@ -215,7 +223,9 @@ def save(folder, out):
     model.save_pretrained(out)
 
 
-def test_wideresnet_is_saved_bit_exactly(folder, threads, tmp_path):
+def test_wideresnet_saved_on_a_mesh_has_the_bits_of_the_loaded_checkpoint(
+    folder, threads, tmp_path
+):
     threads.run(save, 4, folder, tmp_path / "out")
     want, found = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "out"))
     assert found.keys() == want.keys()
@@ -227,7 +237,7 @@ def test_wideresnet_is_saved_bit_exactly(folder, threads, tmp_path):
     [("wide_resnet50_2", 68.88324), ("wide_resnet101_2", 126.886696), ("wideresnet-250M", 250.3),
      ("wideresnet-1.3B", 1258.7), ("wideresnet-2.6B", 2602.0)],
 )  # fmt: skip
-def test_named_wideresnets_have_the_published_sizes(name, millions):
+def test_wideresnet_configs_by_name_have_the_published_parameter_counts(name, millions):
     with torch.device("meta"):
         model = WideResNetForImageClassification(WideResNetConfig.named(name))
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(millions * 1e6, rel=1e-3)
@@ -279,7 +289,7 @@ def train_on_digits(steps, rows=32):
 
 
 @pytest.mark.slow
-def test_wideresnet_learns_handwritten_digits(threads):
+def test_wideresnet_on_four_ranks_reaches_85_percent_accuracy_on_handwritten_digits(threads):
     (losses, right), *others = threads.run(train_on_digits, 4, 40)
     assert losses[0] > 1.8
     assert sum(losses[-5:]) / 5 < 0.7

@@ -101,7 +101,7 @@ def refusal(case, layout):
 
 
 @pytest.mark.parametrize(("family", "case", "layout"), [*cells()])
-def test_every_family_equals_plain_transformers(
+def test_every_model_family_has_the_losses_and_gradients_of_plain_transformers(
     family, case, layout, root, ranks, threads, tmp_path, record_property
 ):
     record_property("cell", (family, layout))
@@ -155,7 +155,7 @@ def save(folder, out):
 
 
 @pytest.mark.parametrize(("family", "case"), [*main_cases()])
-def test_saved_files_of_every_family_load_in_plain_transformers(
+def test_saved_files_of_every_model_family_load_in_plain_transformers(
     family, case, root, threads, tmp_path
 ):
     """Plain `from_pretrained` finds every key, and the weights are bit-equal."""
@@ -180,7 +180,9 @@ def as_saved(config):
 @pytest.mark.one_in(2, 2)
 @pytest.mark.grid
 @pytest.mark.parametrize(("case", "layout"), UNEVEN, ids=lambda x: getattr(x, "cls", str(x)))
-def test_uneven_heads_over_tp_equal_plain_transformers(case, layout, root, threads, tmp_path):
+def test_attention_heads_that_tp_does_not_divide_have_the_gradients_of_plain_transformers(
+    case, layout, root, threads, tmp_path
+):
     folder, out = checkpoint(case, root), tmp_path / "saved"
     truth, plains = references(case, folder)
     results = threads.run(scheduled, size(layout), case, folder, layout, None, 0, out)
@@ -199,7 +201,7 @@ def headless_cells():
 
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize(("family", "case", "layout"), [*headless_cells()])
-def test_base_models_without_head_equal_plain_transformers(
+def test_base_models_without_head_have_the_outputs_of_plain_transformers(
     family, case, layout, root, threads, tmp_path
 ):
     """Compare outputs on every rank and the saved file; base models have no loss to train."""
@@ -237,7 +239,7 @@ def dropout_cells():
 
 @pytest.mark.one_in(3, 3)
 @pytest.mark.parametrize(("family", "case", "layout"), [*dropout_cells()])
-def test_dropout_of_every_family_equals_one_process(
+def test_every_model_family_with_dropout_has_the_losses_of_one_process(
     family, case, layout, root, threads, record_property
 ):
     """Against the one-process run with the same seed, which for GPT-2 and BERT equals plain
@@ -300,7 +302,7 @@ def heads_of_transformers(model_type):
 
 
 @pytest.mark.parametrize("family", families())
-def test_every_transformers_head_class_of_a_family_is_tested(family):
+def test_every_transformers_head_class_of_a_model_family_has_a_test_case(family):
     covered = {case.cls for case in HEADS.get(family, ())} | {case.cls for case in HEADLESS}
     missing = heads_of_transformers(family) - covered - ELSEWHERE.keys()
     assert not missing, (
