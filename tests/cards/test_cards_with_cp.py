@@ -74,7 +74,7 @@ def on_mesh(work, *args, sizes, **options):
     ("cls", "mask", "of", "on"),
     [pytest.param(*cell, marks=pytest.mark.slow if i > 2 else ()) for i, cell in enumerate(CELLS)],
 )
-def test_card_of_a_model_trains_with_cp_as_one_process_and_as_plain_transformers(
+def test_schedule_card_with_cp_has_the_losses_of_one_process_and_plain_transformers(
     cls, mask, of, on, tmp_path
 ):
     """Losses, every gradient, the norm, and weights after three steps: with dropout as one process, without as plain."""
@@ -103,7 +103,7 @@ GPT2 = Case("GPT2LMHeadModel", ("tokens",))
 SIZES = {"tp": 1, "pp": 1, "dp": 1}
 
 
-def test_card_made_with_cp_has_the_program_of_one_made_without_and_names_its_cp(tmp_path):
+def test_schedule_card_made_with_cp_differs_from_one_made_without_only_in_the_named_cp(tmp_path):
     """The program is the same for every cp; README.md names the cp that the card was made for."""
     made(GPT2, tmp_path / "whole", Mesh())
     made(GPT2, tmp_path / "cut", Mesh(cp=2))
@@ -143,7 +143,9 @@ def said(config, **options):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_card_that_does_not_fit_a_mesh_with_cp_is_refused_on_every_rank(name, tmp_path):
+def test_schedule_card_that_does_not_allow_the_mesh_with_cp_is_refused_on_every_rank(
+    name, tmp_path
+):
     author, reader, text = REFUSED[name]
     author, config = dict(author), tiny_config(GPT2)[0]
     mesh, changes = author.pop("mesh", Mesh()), author.pop("changes", {})
@@ -155,7 +157,7 @@ def test_card_that_does_not_fit_a_mesh_with_cp_is_refused_on_every_rank(name, tm
         assert all(found.split(" | ")), found
 
 
-def test_schedule_file_and_a_class_that_cp_cannot_cut_are_refused(tmp_path):
+def test_schedule_json_files_and_vision_models_are_refused_with_cp(tmp_path):
     config = tiny_config(GPT2)[0]
     file = tmp_path / "steps.json"
     file.write_text(AutoScheduledModel.from_config(config, auto_class=GPT2.cls).schedule.to_json())
@@ -169,7 +171,7 @@ def test_schedule_file_and_a_class_that_cp_cannot_cut_are_refused(tmp_path):
         assert "the loss of ViTForImageClassification is no mean over tokens" in found
 
 
-def test_card_whose_dropout_differs_with_cp_fails_the_verification_at_the_load(tmp_path):
+def test_schedule_card_without_random_streams_fails_verification_at_load_with_cp(tmp_path):
     """Without random streams, two cp ranks do not draw the masks of one process."""
     config = tiny_config(GPT2)[0]
     card = with_steps(zoo_card(config, GPT2.cls, Mesh(), "tiny"), lambda s: s[1] != "fork_rng")
@@ -187,7 +189,7 @@ def run(*words):
 
 
 @pytest.mark.slow
-def test_card_commands_make_and_verify_a_card_with_cp(tmp_path, capsys):
+def test_card_make_and_verify_commands_accept_cp_and_report_verified(tmp_path, capsys):
     folder, model = tmp_path / "card", tmp_path / "model"
     config = tiny_config(GPT2)[0]
     config.architectures = [GPT2.cls]

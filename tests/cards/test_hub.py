@@ -59,7 +59,9 @@ def loaded(hub, folder, published):
     return run(hub, folder, "load", "reader")
 
 
-def test_push_schedule_to_hub_makes_one_commit_and_refuses_concurrent_changes(hub, published):
+def test_push_schedule_to_hub_commits_all_files_at_once_and_refuses_concurrent_changes(
+    hub, published
+):
     repository = hub.repositories[REPO]
     first = repository.commits[published["first"].partition("@")[2]]
     assert set(first) == {"README.md", "schedule.json", "verify.json", "bench.json", "tuning.json"}
@@ -68,7 +70,7 @@ def test_push_schedule_to_hub_makes_one_commit_and_refuses_concurrent_changes(hu
     assert len({published[name] for name in ("first", "second", "live")}) == 3
 
 
-def test_large_card_files_are_uploaded_by_git_lfs(hub, published):
+def test_large_files_of_a_schedule_card_are_uploaded_by_git_lfs(hub, published):
     stored = hub.repositories["me/picture"]
     files = stored.commits[stored.branches["main"]]
     assert len(files["plot.png"]) == 5004
@@ -77,7 +79,7 @@ def test_large_card_files_are_uploaded_by_git_lfs(hub, published):
 
 
 @pytest.mark.slow
-def test_new_process_loads_card_by_commit_sha_and_by_tag(loaded, published):
+def test_new_process_loads_a_schedule_card_from_the_hub_by_commit_sha_and_by_tag(loaded, published):
     found, said = loaded
     assert found["same"]
     assert published["first"].partition("@")[2] in said, "a tag is resolved to a sha and shown"
@@ -105,11 +107,13 @@ def test_weights_are_pushed_to_the_hub_together_with_their_schedule(loaded, hub)
         ("no card", "schedule.json is missing"),
     ],
 )
-def test_missing_or_mismatched_card_is_refused_with_reason(loaded, case, words):
+def test_missing_or_mismatched_schedule_card_on_the_hub_is_refused_with_the_reason(
+    loaded, case, words
+):
     assert words in loaded[0][case]
 
 
-def test_card_is_refused_when_its_tag_moved_or_a_file_was_tampered_with(
+def test_schedule_card_is_refused_when_its_tag_moved_or_a_file_was_changed(
     hub, folder, loaded, published
 ):
     repository = hub.repositories[REPO]
@@ -125,7 +129,9 @@ def test_card_is_refused_when_its_tag_moved_or_a_file_was_tampered_with(
     assert "changed after the card was made" in found["tampered"]
 
 
-def test_offline_mode_loads_cached_card_and_refuses_uncached_card(hub, folder, loaded, published):
+def test_offline_mode_loads_a_cached_schedule_card_and_refuses_an_uncached_one(
+    hub, folder, loaded, published
+):
     found, _ = run(hub, folder, "offline", "reader", offline="1")
     assert found["by sha"] == found["by tag"] == loaded[0]["hash"]
     assert "was not fetched before" in found["not there"]

@@ -165,13 +165,13 @@ def everything(folder: Path):
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_valid_card_is_accepted(card):
+def test_valid_schedule_card_is_parsed_and_resolved(card):
     assert read_card(card) == CARD
     assert Program.parse(CARD.program.to_bytes()).resolve(CONFIG, MESH)
 
 
 @pytest.mark.parametrize("case", PROGRAMS)
-def test_malicious_card_program_is_refused(case):
+def test_malicious_schedule_json_of_a_card_is_refused_with_a_short_error(case):
     with pytest.raises(CardError) as caught:
         Program.parse(PROGRAMS[case])
     assert str(caught.value).count("\n") <= 2
@@ -180,13 +180,13 @@ def test_malicious_card_program_is_refused(case):
 
 
 @pytest.mark.parametrize("case", RESOLVED)
-def test_card_program_with_invalid_arithmetic_is_refused(case):
+def test_schedule_card_with_invalid_arithmetic_expressions_is_refused(case):
     with pytest.raises(CardError):
         Program.parse(RESOLVED[case]).resolve(CONFIG, MESH)
 
 
 @pytest.mark.parametrize("case", PAGES)
-def test_malicious_card_readme_is_refused(case, card):
+def test_malicious_readme_of_a_schedule_card_is_refused(case, card):
     (card / "README.md").write_bytes(PAGES[case])
     with pytest.raises(CardError):
         read_card(card)
@@ -247,7 +247,7 @@ def _missing(card, tmp_path):
     [_link, _link_out_of_the_cache, _pipe, _folder, _pickle, _code, _tampered, _too_large,
      _report_list, _missing],
 )  # fmt: skip
-def test_card_folder_with_unexpected_files_is_refused(plant, card, tmp_path):
+def test_schedule_card_folder_with_unexpected_files_is_refused(plant, card, tmp_path):
     root = plant(card, tmp_path)
     with pytest.raises(CardError):
         read_card(card, root)
@@ -258,12 +258,12 @@ def test_card_folder_with_unexpected_files_is_refused(plant, card, tmp_path):
     ["../x", "/etc", "a/b/c", "a/../b", "a b/c", "org/name@", "org/name@a b", "org/name@../x",
      "https://x/y", "\u043e/n", "", "org/name@" + "a" * 500],
 )  # fmt: skip
-def test_malformed_card_reference_is_refused(name):
+def test_malformed_hub_reference_to_a_schedule_card_is_refused(name):
     with pytest.raises(CardError):
         Reference.parse(name)
 
 
-def test_malicious_card_corpus_has_60_entries():
+def test_corpus_of_malicious_schedule_cards_has_at_least_60_entries():
     assert len({*PROGRAMS, *RESOLVED, *(f"page: {name}" for name in PAGES)}) >= 60
 
 
@@ -297,13 +297,13 @@ def mutated():
 
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=200) | mutated().map(lambda d: json.dumps(d).encode()))
-def test_randomly_mutated_card_programs_parse_or_raise_card_error(data):
+def test_randomly_mutated_schedule_json_parses_or_raises_card_error(data):
     fuzz(data)
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.binary(max_size=300).map(lambda b: b"---\n" + b + b"\n---\n") | st.binary(max_size=50))
-def test_randomly_mutated_card_readmes_parse_or_raise_card_error(data):
+def test_randomly_mutated_schedule_card_readmes_parse_or_raise_card_error(data):
     with suppress(CardError):
         metadata_of(data)
 
@@ -314,6 +314,6 @@ def test_randomly_mutated_card_readmes_parse_or_raise_card_error(data):
     max_examples=10_000, derandomize=False, deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(st.binary(max_size=200) | mutated().map(lambda d: json.dumps(d).encode()))
-def test_hundred_thousand_mutated_card_programs_parse_or_raise_card_error(part, data):
+def test_hundred_thousand_mutated_schedule_json_files_parse_or_raise_card_error(part, data):
     """Fuzz a hundred thousand programs, in ten parts that each end before a test counts as hanging."""
     fuzz(data)

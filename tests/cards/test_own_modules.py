@@ -53,7 +53,7 @@ def card(tmp_path):
     return str(tmp_path / "card")
 
 
-def test_applied_card_equals_plain_module_in_output_and_gradients(card):
+def test_schedule_card_applied_to_a_user_module_keeps_output_and_gradients(card):
     def trained():
         model = slapo_zoo.build(slapo_zoo.apply_card(tower(), card))
         output = model(IDS)
@@ -68,14 +68,14 @@ def test_applied_card_equals_plain_module_in_output_and_gradients(card):
         assert rows == 16
 
 
-def test_card_made_on_two_ranks_applies_on_four_ranks(card):
+def test_schedule_card_made_on_two_ranks_shards_a_user_module_over_four_ranks(card):
     shapes = slapo_zoo.emulate(
         lambda: slapo_zoo.apply_card(tower(), card).model.up.weight.shape, mesh=(4, 1, 1)
     )
     assert shapes == [(8, 8)] * 4
 
 
-def test_card_readme_shows_how_to_apply_the_card(card):
+def test_readme_of_a_schedule_card_for_a_user_module_shows_the_apply_card_call(card):
     with open(f"{card}/README.md") as file:
         text = file.read()
     assert "slapo_zoo.apply_card(Tower(...), " in text
@@ -111,7 +111,9 @@ def test_apply_card_refuses_indivisible_mesh_and_leaves_module_unsharded(card):
     assert slapo_zoo.emulate(refused, mesh=(3, 1, 1)) == [True] * 3
 
 
-def test_card_used_with_the_wrong_call_raises_and_names_the_right_call(card, tmp_path):
+def test_schedule_card_used_with_the_wrong_function_raises_and_names_the_right_function(
+    card, tmp_path
+):
     config = {"n_embd": 8, "n_head": 2, "n_layer": 1, "vocab_size": 16}
     with pytest.raises(CardError, match=r"apply_card\(module, card\)"):
         AutoScheduledModel.from_config(
@@ -133,7 +135,7 @@ def test_publish_to_folder_refuses_options_of_a_hub_repository(tmp_path):
     assert not (tmp_path / "card").exists()
 
 
-def test_publish_card_refuses_schedule_with_python_hook(tmp_path):
+def test_publish_card_refuses_a_schedule_with_a_python_hook(tmp_path):
     sch = slapo_zoo.create_schedule(tower())
     sch["up"].hook("fwd_pre", print)
     with pytest.raises(CardError, match="a Python object, which JSON"):

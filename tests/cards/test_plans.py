@@ -58,21 +58,21 @@ def built(card, **given):
     return model._slapo.micro_batches, again, (mesh.tp, mesh.pp, mesh.dp)
 
 
-def test_card_plan_fills_arguments_that_were_not_passed(tmp_path, said):
+def test_layout_plan_in_a_schedule_card_sets_only_arguments_that_the_user_left_out(tmp_path, said):
     card = card_with(tmp_path / "card", plan_of())
     assert built(card) == (4, 3, (1, 1, 1))
     assert "the card's plan (simulated for 1 x cpu, 8 rows a step) is taken" in said.text
     assert built(card, micro_batches=2, checkpoint_ratio=0.0) == (2, 0, (1, 1, 1))
 
 
-def test_measured_card_plan_takes_precedence_over_simulated_card_plan(tmp_path, said):
+def test_measured_plan_in_a_schedule_card_takes_precedence_over_a_simulated_plan(tmp_path, said):
     entry = {"point": {"micro_batches": 8, "batch_size": 16}, "rows_per_s": 3.0, "model": model_name(tiny()), "setting": {}}  # fmt: skip
     card = card_with(tmp_path / "card", plan_of(), **{machine_name("cpu"): {"-": entry}})
     assert built(card) == (8, 0, (1, 1, 1))
     assert "(measured)" in said.text
 
 
-def test_card_plan_sets_the_layout_on_all_ranks(tmp_path, ranks):
+def test_layout_plan_in_a_schedule_card_sets_the_same_mesh_on_all_ranks(tmp_path, ranks):
     plan = plan_of(
         gpus=2, knobs={"tp": 1, "pp": 2, "dp": 1, "micro_batches": 4, "pipeline_order": "gpipe"}
     )
@@ -89,7 +89,9 @@ OTHER = {
 
 
 @pytest.mark.parametrize("case", OTHER)
-def test_card_plan_for_another_model_or_device_is_ignored_with_a_message(case, tmp_path, said):
+def test_plan_in_a_schedule_card_for_another_model_or_device_is_ignored_with_a_message(
+    case, tmp_path, said
+):
     changes, given, words = OTHER[case]
     folder = tmp_path / "card"
     zoo_card(tiny(), None, Mesh(), "tiny").write(folder)
@@ -100,7 +102,7 @@ def test_card_plan_for_another_model_or_device_is_ignored_with_a_message(case, t
     assert words in said.text
 
 
-def test_card_plan_is_left_out_if_the_user_passes_cp(tmp_path, said):
+def test_plan_in_a_schedule_card_is_ignored_if_the_user_passes_cp(tmp_path, said):
     folder, plan = tmp_path / "card", plan_of(gpus=2, knobs={"tp": 1, "pp": 1, "dp": 2})
     zoo_card(tiny(), None, Mesh(), "tiny").write(folder)
     replace(read_card(folder), tuning=with_plans({}, [plan])).write(folder)
@@ -108,7 +110,7 @@ def test_card_plan_is_left_out_if_the_user_passes_cp(tmp_path, said):
     assert "cp=2 was asked for" in said.text
 
 
-def test_card_program_keeps_its_recomputation_when_a_plan_is_applied(tmp_path, said):
+def test_schedule_card_keeps_its_recomputed_blocks_when_its_layout_plan_is_applied(tmp_path, said):
     """The plan sets layout and micro-batches; the program's own recomputation stays."""
     folder = tmp_path / "card"
     zoo_card(tiny(), None, Mesh(), "tiny", checkpoint_ratio=0.34).write(folder)
@@ -121,12 +123,12 @@ def test_card_program_keeps_its_recomputation_when_a_plan_is_applied(tmp_path, s
     [{"trust_remote_code": True}, {"pipeline_order": "mine.csv"}, {"tp": 0}, {"kernels": "own"}, {"tp": True}],
     ids=str,
 )  # fmt: skip
-def test_card_plan_with_invalid_loader_option_is_refused(knobs, tmp_path):
+def test_plan_in_a_schedule_card_with_an_invalid_loader_option_is_refused(knobs, tmp_path):
     with pytest.raises(CardError, match="simulated"):
         card_with(tmp_path / "card", plan_of(knobs={"tp": 1, "pp": 1, "dp": 1} | knobs))
 
 
-def test_repeated_plan_search_writes_identical_files(tmp_path, monkeypatch):
+def test_repeated_plan_search_for_a_schedule_card_writes_identical_files(tmp_path, monkeypatch):
     monkeypatch.setattr(card_collection, "SIZES", {"gpt2": ("tiny", TINY)})
     monkeypatch.setattr(card_collection, "CLUSTERS", [("a100", 2, "bf16"), ("v100", 2, "fp16")])
     shutil.copytree(CARDS / "gpt2", tmp_path / "gpt2")
@@ -147,7 +149,7 @@ def test_repeated_plan_search_writes_identical_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "family", [f.name for f in sorted(CARDS.iterdir()) if (f / "tuning.json").exists()]
 )
-def test_mesh_of_a_published_plan_has_its_gpus_and_divides_its_batch(family):
+def test_published_plan_has_a_mesh_of_its_gpu_count_that_divides_its_batch(family):
     for plan in plans_of(read_card(CARDS / family).tuning):
         knobs = plan.knobs
         assert knobs["tp"] * knobs["pp"] * knobs["dp"] == plan.gpus

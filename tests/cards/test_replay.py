@@ -43,7 +43,9 @@ def with_card(case, folder, layout, card):
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("layout", [(2, 2, 1), (1, 2, 2)])
-def test_card_made_for_tp4_pp2_trains_on_another_mesh(name, layout, tmp_path, ranks):
+def test_schedule_card_made_for_tp4_pp2_trains_on_other_meshes_as_plain_transformers(
+    name, layout, tmp_path, ranks
+):
     case = CASES[name]
     card = card_for(case, tmp_path, Mesh(tp=4, pp=2), tmp_path / "card")
     folder = checkpoint(case, tmp_path)
@@ -59,14 +61,16 @@ def refused(config, card, layout):
     return str(caught.value)
 
 
-def test_mesh_forbidden_by_card_constraints_is_refused_on_every_rank(tmp_path, ranks):
+def test_mesh_that_violates_a_constraint_of_a_schedule_card_is_refused_on_every_rank(
+    tmp_path, ranks
+):
     card = card_for(CASES["GPT2LMHeadModel"], tmp_path, Mesh(tp=4, pp=2), tmp_path / "card")
     config = transformers.AutoConfig.from_pretrained(checkpoint(CASES["GPT2LMHeadModel"], tmp_path))
     for said in ranks.run(refused, 2, config, card, (2, 1)):
         assert "constraint 'stages == 2': the constraint does not hold: found stages = 1" in said
 
 
-def test_card_refuses_another_model_size_or_class_unless_made_for_any_size(tmp_path):
+def test_schedule_card_refuses_another_model_size_or_class_unless_made_for_any_size(tmp_path):
     config = transformers.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=65, architectures=["GPT2LMHeadModel"])  # fmt: skip
     larger = transformers.GPT2Config(**{**config.to_dict(), "n_embd": 64, "n_head": 8})
     exact, free = (zoo_card(config, None, Mesh(tp=2), "gpt2", any_size=a) for a in (False, True))
@@ -85,7 +89,7 @@ def test_card_refuses_another_model_size_or_class_unless_made_for_any_size(tmp_p
 
 @pytest.mark.one_in(3, 6)  # the test of committed cards makes and reads those of all families
 @pytest.mark.parametrize("family", families())
-def test_card_written_and_read_back_equals_the_zoo_schedule(family, tmp_path):
+def test_schedule_card_written_and_read_back_has_the_schedule_of_the_family(family, tmp_path):
     """The card of every family is written, read, resolved and replayed: the program stays the same."""
     config, head = config_of(family)
     mesh = Mesh(tp=2, pp=2)
@@ -100,7 +104,7 @@ def test_card_written_and_read_back_equals_the_zoo_schedule(family, tmp_path):
     assert [(p, str(d)) for p, d in steps] == [(p, str(d)) for p, d in outline.schedule.history]
 
 
-def test_card_with_a_kernel_by_name_replays_it(tmp_path):
+def test_schedule_card_that_names_a_kernel_installs_the_kernel_at_load(tmp_path):
     config, named = tiny_config(CASES["GPT2LMHeadModel"])[0], {"kernels": ["bias_gelu"]}
     zoo_card(config, "GPT2LMHeadModel", Mesh(), "tiny", **named).write(tmp_path)
     given = {"auto_class": "GPT2LMHeadModel", "verify": "off"}
@@ -110,7 +114,7 @@ def test_card_with_a_kernel_by_name_replays_it(tmp_path):
     ]
 
 
-def test_schedule_with_live_objects_cannot_be_published():
+def test_publishing_a_schedule_that_holds_a_python_function_is_refused():
     config = transformers.GPT2Config(n_layer=2, architectures=["GPT2LMHeadModel"])
     model = transformers.GPT2LMHeadModel(config)
     sch = Schedule(model, Mesh())
@@ -127,7 +131,7 @@ def test_committed_json_schema_matches_the_primitives(request):
     assert schema() == build_schema(), "on purpose? then run with --update-golden"
 
 
-def test_card_hash_ignores_whitespace_and_key_order():
+def test_schedule_card_hash_ignores_whitespace_and_key_order_of_the_json():
     config = transformers.GPT2Config(n_layer=2, architectures=["GPT2LMHeadModel"])
     program = zoo_card(config, None, Mesh(), "gpt2").program
     text = program.to_bytes()
@@ -147,7 +151,7 @@ def without_cuts(program):
     return replace(program, steps=steps)
 
 
-def test_committed_cards_equal_cards_generated_from_the_code(monkeypatch):
+def test_schedule_cards_in_hub_cards_equal_those_generated_from_the_code(monkeypatch):
     """hub_cards/<family>: `python3 ci/run.py cards --verify` writes them, and runs what is new.
 
     Stages end by numbers of weights here, which takes no dry run; the test below compares where they end.
@@ -165,7 +169,7 @@ def test_committed_cards_equal_cards_generated_from_the_code(monkeypatch):
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", families())
-def test_pipeline_stages_of_a_committed_card_end_where_the_code_ends_them(family):
+def test_pipeline_cuts_in_committed_schedule_cards_equal_those_of_the_code(family):
     assert read_card(CARDS / family).program == card_collection.card_of(family).program
 
 
@@ -178,7 +182,7 @@ def test_pipeline_stages_of_a_committed_card_end_where_the_code_ends_them(family
     ],
     ids=str,
 )  # fmt: skip
-def test_fast_schema_check_agrees_with_jsonschema(step):
+def test_fast_json_schema_check_accepts_the_same_documents_as_jsonschema(step):
     document = json.loads(
         Path(__file__).parents[2].joinpath("hub_cards/gpt2/schedule.json").read_text()
     )

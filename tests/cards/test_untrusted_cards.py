@@ -49,7 +49,7 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("case", BOMBS)
-def test_card_parsers_take_linear_time_on_large_files(case):
+def test_schedule_card_parsers_do_not_hang_on_files_of_a_million_characters(case):
     """A parser that is quadratic in its input would need as long as the whole suite for these files."""
     parse, make = BOMBS[case]
     with contextlib.suppress(CardError):
@@ -59,7 +59,7 @@ def test_card_parsers_take_linear_time_on_large_files(case):
 
 @given(st.text(alphabet='{}[]",:\\ a1\n', max_size=60))
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-def test_json_depth_scanner_agrees_with_parsed_depth(text):
+def test_json_depth_found_by_the_scanner_before_parsing_is_at_least_the_parsed_depth(text):
     """The scanner that runs before the parser sees every bracket that the parser will."""
 
     def depth(value):
@@ -82,13 +82,13 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("name", "value"), WRONG)
-def test_card_program_with_argument_of_wrong_type_is_refused(name, value):
+def test_schedule_card_with_a_directive_argument_of_wrong_type_is_refused(name, value):
     step = [SHARD[0], "shard", {**SHARD[2], name: value}]
     with pytest.raises(CardError):
         Program.parse(changed(steps=[step]))
 
 
-def test_card_program_with_arguments_of_right_type_is_accepted():
+def test_schedule_card_with_directive_arguments_of_right_type_is_accepted():
     right = {"axis": 1, "groups": [{"=": "num_heads"}, 2], "unit": {"=": "head_dim"}, "pad": True}
     step = [SHARD[0], "shard", {**SHARD[2], **right}]
     assert Program.parse(changed(steps=[step])).steps[0][2]["axis"] == 1

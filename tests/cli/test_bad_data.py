@@ -119,7 +119,9 @@ def test_training_runs_on_labelled_rows_after_unlabelled_rows_are_dropped(name, 
 
 
 @pytest.mark.parametrize("name", ["TEXT.JSONL", "text.ndjson"])
-def test_jsonl_ndjson_and_uppercase_file_endings_train_alike(name, place, capsys):
+def test_data_files_ending_in_jsonl_ndjson_or_upper_case_give_equal_training_output(
+    name, place, capsys
+):
     run(*words_of(place, name, "--max-steps", 1, "--batch-size", 2))
     other = capsys.readouterr().out.partition("training: ")[2]
     run(*words_of(place, "text.jsonl", "--max-steps", 1, "--batch-size", 2))
@@ -134,7 +136,9 @@ EVALUATED = {
 
 
 @pytest.mark.parametrize("key", EVALUATED)
-def test_bad_evaluation_data_raises_and_is_named(key, place, capsys, monkeypatch):
+def test_train_command_with_invalid_evaluation_data_raises_and_names_the_data(
+    key, place, capsys, monkeypatch
+):
     monkeypatch.chdir(place)
     (place / "notes.txt").write_text("to be")
     sets = ("--set", "task=classify", "--set", key)
@@ -148,7 +152,9 @@ def test_bad_evaluation_data_raises_and_is_named(key, place, capsys, monkeypatch
         ("data_split=test", "have one split only"),
     ],
 )
-def test_plain_text_data_refuses_other_columns_and_splits(key, said, place, capsys):
+def test_train_command_on_plain_text_refuses_options_for_columns_and_splits(
+    key, said, place, capsys
+):
     (place / "plain.txt").write_text("to be or not " * 50)
     assert said in failure(capsys, *words_of(place, "plain.txt", "--set", key))
 
@@ -156,7 +162,7 @@ def test_plain_text_data_refuses_other_columns_and_splits(key, said, place, caps
 @pytest.mark.parametrize(
     "names", [("a.jsonl", "b.csv"), ("a.jsonl", "b.txt", "c.txt"), ("a.csv", "b.tsv")]
 )
-def test_folder_with_several_file_kinds_is_refused(names, tmp_path):
+def test_data_folder_with_several_file_formats_is_refused(names, tmp_path):
     """`datasets` reads the most frequent kind and would silently skip the others."""
     for name in names:
         (tmp_path / name).write_text("text\nto be\n")
@@ -168,7 +174,9 @@ def test_folder_with_several_file_kinds_is_refused(names, tmp_path):
 
 
 @pytest.mark.parametrize("task", ["classify", "pairs"])
-def test_pad_token_beyond_the_vocabulary_is_refused(task, place, tmp_path, capsys):
+def test_tokenizer_with_a_pad_token_beyond_the_model_vocabulary_is_refused(
+    task, place, tmp_path, capsys
+):
     """The pad token was added to the tokenizer alone, as many users do for GPT-2."""
     write_gpt2(tmp_path / "gpt2")
     words = AutoTokenizer.from_pretrained(tmp_path / "gpt2")

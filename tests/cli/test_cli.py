@@ -70,7 +70,7 @@ def run_cli(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def test_help_prints_quickly_and_lists_every_command():
+def test_help_command_prints_quickly_and_lists_every_command():
     code = "import sys, slapo_zoo.cli.main; print('torch' in sys.modules, 'transformers' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
@@ -128,7 +128,9 @@ OF_CI = {"coverage": of_ci(type_coverage.coverage), "demo": of_ci(demo.demo)}
 
 
 @pytest.mark.parametrize("command", JSON_COMMANDS)
-def test_json_option_prints_nothing_but_json(command, gpt2, tmp_path, capfd, monkeypatch):
+def test_command_with_json_option_prints_only_json_to_stdout(
+    command, gpt2, tmp_path, capfd, monkeypatch
+):
     """stdout holds only JSON, also where a library such as DeepSpeed or a child process prints."""
     place, arguments, instead = JSON_COMMANDS[command]
     module, _, name = place.rpartition(".")
@@ -212,7 +214,9 @@ def test_shell_completion_offers_commands():
 
 
 @pytest.mark.parametrize("mesh", [(), ("--tp", 2, "--pp", 2), ("--dp", 2)], ids=str)
-def test_train_saves_a_checkpoint_that_transformers_loads(mesh, gpt2, text, tmp_path, capfd):
+def test_train_command_saves_a_checkpoint_that_transformers_loads(
+    mesh, gpt2, text, tmp_path, capfd
+):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     output = tmp_path / "trained"
@@ -233,7 +237,9 @@ def losses(capfd, *arguments):
     return [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
 
 
-def test_train_resumes_on_another_mesh(gpt2, text, tmp_path, capfd):
+def test_train_command_resumed_on_another_mesh_prints_the_losses_of_one_run(
+    gpt2, text, tmp_path, capfd
+):
     """Three steps in one run equal two steps with tp=2 and a third in one process; a further start has no step left."""
     numbers = ("--data", text, "--seq-len", 16, "--batch-size", 4, "--lr", 1e-3)
     kept = ("--checkpoint", tmp_path / "kept", "--save-every", 1)
@@ -264,7 +270,7 @@ def test_train_resumes_on_another_mesh(gpt2, text, tmp_path, capfd):
     assert all(torch.equal(trained[name], kept_files[name]) for name in trained)
 
 
-def test_resume_with_another_batch_size_is_refused_before_training(gpt2, text, tmp_path, capsys, monkeypatch):  # fmt: skip
+def test_train_command_refuses_to_resume_with_another_batch_size(gpt2, text, tmp_path, capsys, monkeypatch):  # fmt: skip
     numbers = ("train", gpt2, "--data", text, "--seq-len", 16, "--checkpoint", tmp_path / "kept")
     with pytest.raises(SystemExit):
         main([*map(str, numbers), "--steps", "1", "--batch-size", "4", "--device", "cpu"])
@@ -287,14 +293,16 @@ def test_resume_with_another_batch_size_is_refused_before_training(gpt2, text, t
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", ["gpt2", "bert"])
-def test_train_prints_the_same_losses_on_every_mesh(family, request, text, capfd):
+def test_train_command_prints_the_same_losses_on_every_mesh(family, request, text, capfd):
     folder = request.getfixturevalue(family)
     alone = losses(capfd, folder, "--data", text)
     assert len(alone) == 3
     assert losses(capfd, folder, "--data", text, "--tp", 2) == alone
 
 
-def test_train_refuses_bad_arguments_before_loading(gpt2, text, tmp_path, capsys, monkeypatch):
+def test_train_command_refuses_invalid_arguments_before_loading_the_model(
+    gpt2, text, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
     start = ("train", gpt2, "--data")
     assert "found no file, folder or data set" in failure(capsys, *start, tmp_path / "none")
@@ -319,7 +327,9 @@ def test_command_with_unknown_family_prints_an_error_that_names_it(text, tmp_pat
     )
 
 
-def test_train_refuses_wrong_number_of_processes(gpt2, text, capsys, monkeypatch):
+def test_train_command_refuses_a_process_count_unlike_the_mesh_size(
+    gpt2, text, capsys, monkeypatch
+):
     names = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     for name, value in names.items():
         monkeypatch.setenv(name, value)
@@ -327,20 +337,20 @@ def test_train_refuses_wrong_number_of_processes(gpt2, text, capsys, monkeypatch
     assert "found 3 processes, expected tp * pp * dp = 2 * 1 * 1" in err
 
 
-def test_error_on_a_rank_prints_no_traceback(gpt2, text, capsys):
+def test_train_command_prints_an_error_of_a_rank_without_traceback(gpt2, text, capsys):
     own = ("--set", "load.schedule=zoo")  # is not tried before the ranks start
     err = failure(capsys, "train", gpt2, "--data", text, "--pp", 3, "--seq-len", 16, *own)
     assert "pp=3" in err
     assert err.startswith("error: rank ")
 
 
-def test_debug_option_shows_the_traceback(gpt2, text, tmp_path):
+def test_debug_option_prints_the_traceback_of_an_error(gpt2, text, tmp_path):
     with pytest.raises(DataError):  # the interpreter prints it; other commands end in SystemExit
         main(["--debug", "train", gpt2, "--data", str(tmp_path / "none")])
 
 
 @pytest.mark.slow
-def test_train_under_torchrun_joins_its_ranks(gpt2, text, tmp_path):
+def test_train_command_under_torchrun_runs_on_the_ranks_of_torchrun(gpt2, text, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += ["-m", "slapo_zoo.cli.main", "train", gpt2, "--tp=2", "--data", text, "--steps=2"]
     command += ["--seq-len=16", "--device=cpu", f"--output={tmp_path / 'trained'}"]

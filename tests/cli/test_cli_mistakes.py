@@ -60,7 +60,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("line", MISTAKES)
-def test_command_line_mistake_prints_error_without_traceback(
+def test_command_line_mistake_exits_with_2_and_prints_an_error_without_traceback(
     line, gpt2, tmp_path, capfd, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -90,7 +90,9 @@ def test_plan_command_as_json_contains_sizes_and_times(gpt2, capfd):
     assert json.loads(out)["training"]["ranks"][0]["optimizer"] < states
 
 
-def test_card_and_calibrate_commands_print_json(gpt2, tmp_path, capfd, monkeypatch):
+def test_card_and_calibrate_commands_print_json_with_their_documented_keys(
+    gpt2, tmp_path, capfd, monkeypatch
+):
     def data(*words):
         code, out, _ = run(capfd, *words, "--json")
         assert code == 0
@@ -116,7 +118,7 @@ def test_card_and_calibrate_commands_print_json(gpt2, tmp_path, capfd, monkeypat
     assert data("calibrate", tmp_path / "a.json") == json.loads((tmp_path / "a.json").read_text())
 
 
-def test_bench_kernels_prints_json(capfd, monkeypatch):
+def test_bench_kernels_command_prints_its_rows_as_json(capfd, monkeypatch):
     row = {
         "what": "bias_relu",
         "shape": "8x8",
@@ -176,7 +178,7 @@ def test_plan_command_prints_count_of_configurations_and_hardware(gpt2, capfd):
     assert f"bubble {share:.0f}%" in out
 
 
-def test_older_option_name_works_with_a_warning(gpt2, capfd):
+def test_renamed_command_line_option_gives_the_same_output_with_a_warning(gpt2, capfd):
     line = ("plan", gpt2, "--no-weights", "--json")
     _, new, _ = run(capfd, *line, "--precision", "fp32")
     _, old, err = run(capfd, *line, "--dtype=float32")

@@ -69,7 +69,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_error_names_the_mistake_in_a_config_file(text, tmp_path):
+def test_config_file_error_names_the_mistake_and_the_path_of_the_file(text, tmp_path):
     (tmp_path / "run.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         read_config(tmp_path / "run.yaml")
@@ -77,7 +77,7 @@ def test_error_names_the_mistake_in_a_config_file(text, tmp_path):
     assert caught.value.where == str(tmp_path / "run.yaml")
 
 
-def test_option_names_of_other_tools_map_to_existing_keys():
+def test_option_names_of_other_training_tools_map_to_existing_config_keys():
     known = set(described())
     assert not known & set(ELSEWHERE)
     for name, ours in ELSEWHERE.items():
@@ -85,7 +85,7 @@ def test_option_names_of_other_tools_map_to_existing_keys():
         assert key in known, f"{name}: {key}"
 
 
-def test_renamed_config_keys_still_work_with_a_message(tmp_path, capsys):
+def test_renamed_config_keys_are_accepted_with_a_message_that_names_the_new_key(tmp_path, capsys):
     """An old key works in a file, by --set and as a flag, each with a message that names the new key."""
     (tmp_path / "run.yaml").write_text("model: m\nsteps: 3\nlr: 1e-3\n")
     assert read_config(tmp_path / "run.yaml") == {"model": "m", "max_steps": 3, "learning_rate": 1e-3}  # fmt: skip
@@ -104,7 +104,7 @@ def test_renamed_config_keys_still_work_with_a_message(tmp_path, capsys):
     assert renamed(["bench", "m", "--steps", "3"]) == ["bench", "m", "--steps", "3"]
 
 
-def test_renamed_config_keys_are_fields_of_training_arguments():
+def test_new_names_of_renamed_config_keys_are_fields_of_transformers_training_arguments():
     """Every key that TrainingArguments also has means the same there, and is passed on."""
     from transformers import TrainingArguments
 
@@ -127,7 +127,7 @@ def test_every_field_of_training_arguments_is_an_option_or_refused_with_a_hint()
     assert not PASSED.keys() - TrainingArguments.__dataclass_fields__.keys()
 
 
-def test_training_arguments_are_accepted_as_keys_and_in_the_trainer_mapping(tmp_path):
+def test_transformers_training_arguments_are_accepted_as_config_keys_and_under_trainer(tmp_path):
     """The run.yaml of a checkpoint is read again."""
     given = read_sets(["run_name=a", "trainer.tf32=false", "eval_delay=2e1"])
     assert given == {"trainer": {"run_name": "a", "tf32": False, "eval_delay": 20}}
@@ -180,18 +180,18 @@ def test_config_values_are_converted_to_field_types(tmp_path):
     }  # fmt: skip
 
 
-def test_flags_override_set_options_which_override_the_config_file():
+def test_command_line_flags_override_set_options_which_override_the_config_file():
     file = {"model": "m", "max_steps": 5, "columns": {"text": "a", "label": "b"}}
     options = make_options(file, read_sets(["columns.text=c", "tp=2"]), {"max_steps": 7})
     assert options == TrainOptions("m", max_steps=7, tp=2, columns={"text": "c", "label": "b"})
 
 
-def test_train_options_survive_yaml_round_trip():
+def test_train_options_written_to_yaml_and_read_back_are_equal():
     options = TrainOptions("m", learning_rate=1e-5, report_to=("a",), columns={"text": "b"}, dp=2)
     assert make_options(checked(yaml.safe_load(as_yaml(options)), "")) == options
 
 
-def test_every_config_bound_belongs_to_an_existing_key():
+def test_every_config_limit_and_choice_list_belongs_to_an_existing_key():
     assert LEAST.keys() | ONE_OF.keys() <= TrainOptions.__dataclass_fields__.keys()
     checked({k: v for k, v in vars(TrainOptions("m")).items() if v is not None}, "")
 
@@ -211,7 +211,7 @@ def test_training_page_lists_every_config_key():
         )
 
 
-def test_init_command_writes_a_config_from_four_answers(tmp_path, monkeypatch, capsys):
+def test_init_command_writes_a_training_config_from_four_answers(tmp_path, monkeypatch, capsys):
     from typer.testing import CliRunner
 
     from slapo_zoo.cli.main import app
@@ -318,7 +318,7 @@ def test_conflicting_or_missing_config_keys_are_refused(changes, said, tmp_path,
         resolved(options)
 
 
-def test_default_sequence_length_excludes_positions_reserved_for_padding():
+def test_default_sequence_length_of_roberta_excludes_positions_reserved_for_padding():
     """RoBERTa has 66 positions, of which the first two are reserved for padding."""
     config = SimpleNamespace(model_type="roberta", max_position_embeddings=66, pad_token_id=1)
     assert row_length(None, config) == row_length(64, config) == 64
@@ -328,7 +328,7 @@ def test_default_sequence_length_excludes_positions_reserved_for_padding():
         row_length(65, config, "target_len")
 
 
-def test_train_prints_its_configuration_before_reading_data(tmp_path, capsys):
+def test_train_command_prints_its_configuration_before_reading_data(tmp_path, capsys):
     (tmp_path / "run.yaml").write_text(
         f"model: {tmp_path / 'none'}\nmax_steps: 3\nlearning_rate: 1e-3\n"
     )
@@ -361,7 +361,7 @@ def test_train_prints_its_configuration_before_reading_data(tmp_path, capsys):
     )
 
 
-def test_last_of_repeated_set_options_wins():
+def test_last_of_repeated_set_options_determines_the_value():
     """A later --set replaces an earlier one for the same key."""
     assert read_sets(["columns=null", "columns.text=body"]) == {"columns": {"text": "body"}}
     assert read_sets(["columns.text=a", "columns.label=b", "learning_rate=1", "learning_rate=2"]) == {
@@ -369,7 +369,7 @@ def test_last_of_repeated_set_options_wins():
     }  # fmt: skip
 
 
-def test_train_prints_only_options_that_differ_from_defaults():
+def test_train_command_prints_only_options_that_differ_from_defaults():
     """The full configuration would be 42 lines at the start of each run."""
     options = TrainOptions("m", max_steps=5, columns={"text": "body"}, report_to=("wandb",))
     assert yaml.safe_load(changes(options)) == {
@@ -377,7 +377,7 @@ def test_train_prints_only_options_that_differ_from_defaults():
     }  # fmt: skip
 
 
-def test_zero_stage_option_sets_the_loader_and_warns_for_deepspeed(capsys):
+def test_zero_stage_in_the_train_config_sets_the_loader_option_and_warns_with_deepspeed(capsys):
     """zero_stage is the loader's option, as in show, plan and verify; DeepSpeed's meaning still works, with a warning."""
     layout = make_options({"model": "m"}, read_sets(["zero_stage=2", "load.dp_shard=2"]))
     assert layout.load == {"dp_shard": 2, "zero_stage": 2}

@@ -97,6 +97,6 @@ def test_numbers_with_an_exponent_are_read_as_numbers_in_every_key(tmp_path):
     }
 
 
-def test_tilde_in_paths_is_expanded(monkeypatch):
+def test_tilde_in_paths_of_a_train_config_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert read_sets(["output=~/run", "task=null"]) == {"output": "/home/me/run", "task": None}

@@ -14,7 +14,7 @@ from slapo_zoo.data.tasks import DataError
 ROOT = Path(__file__).parents[2]
 
 
-def test_demo_script_prints_equal_losses_for_one_process_and_many_ranks(tmp_path):
+def test_demo_script_prints_equal_losses_for_one_process_and_several_ranks(tmp_path):
     command = [sys.executable, "-W", "error", str(ROOT / "ci" / "demo.py"), "--steps", "3"]
     result = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"COLUMNS": "80"}, capture_output=True,
@@ -35,13 +35,13 @@ def test_demo_script_prints_equal_losses_for_one_process_and_many_ranks(tmp_path
 
 
 @pytest.mark.parametrize("beside", [[5.0, 4.2], [5.0, float("nan")]])
-def test_demo_reports_losses_that_differ_from_one_process(beside, capsys):
+def test_demo_script_prints_a_message_when_losses_differ_from_one_process(beside, capsys):
     assert demo.verdict([5.0, 4.0], [5.0, 4.0])
     assert not demo.verdict([5.0, 4.0], beside)
     assert "The two columns differ" in capsys.readouterr().out
 
 
-def test_demo_exits_with_1_when_losses_differ_from_one_process(monkeypatch):
+def test_demo_script_exits_with_1_when_losses_differ_from_one_process(monkeypatch):
     monkeypatch.setattr(demo, "make_inputs", lambda folder: (demo, None))
     monkeypatch.setattr(demo, "save_pretrained", lambda folder: None, raising=False)
     monkeypatch.setattr(demo, "write_code", lambda folder: None)
@@ -52,7 +52,7 @@ def test_demo_exits_with_1_when_losses_differ_from_one_process(monkeypatch):
     assert caught.value.exit_code == 1
 
 
-def test_demo_raises_when_python_has_no_library_sources(monkeypatch, tmp_path):
+def test_demo_script_raises_when_the_standard_library_has_no_source_files(monkeypatch, tmp_path):
     monkeypatch.setattr(demo.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(DataError, match="no source"):
         demo.stdlib_sources()

@@ -20,7 +20,9 @@ def small(family):
 
 @pytest.mark.parametrize("family", sorted(TELL_APART))
 @pytest.mark.parametrize("trains", [True, False], ids=["train", "evaluate"])
-def test_packed_documents_have_the_loss_of_separate_documents(family, trains, tmp_path):
+def test_packed_documents_with_document_masks_have_the_loss_of_separate_documents(
+    family, trains, tmp_path
+):
     plain = small(family)
     plain.config.update({name: 0.0 for name in vars(plain.config) if "dropout" in name or "pdrop" in name})  # fmt: skip
     plain.save_pretrained(tmp_path)

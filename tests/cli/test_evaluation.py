@@ -99,7 +99,9 @@ def state_of(folder):
     return json.loads((folder / "training_state.json").read_text())
 
 
-def test_run_with_evaluation_resumes_exactly_on_another_layout(job, tmp_path, capfd):
+def test_training_with_evaluation_resumed_on_another_layout_equals_an_uninterrupted_run(
+    job, tmp_path, capfd
+):
     """The resumed run has the losses, evaluations, best checkpoint and final weights of an uninterrupted one."""
     run("train", "--config", job / "run.yaml", "--save-total-limit", 9, "--checkpoint", tmp_path / "one", "--dp", 2,
         "--set", f"best={tmp_path / 'best'}")  # fmt: skip
@@ -124,7 +126,7 @@ def test_run_with_evaluation_resumes_exactly_on_another_layout(job, tmp_path, ca
         torch.testing.assert_close(two[name], tensor, rtol=1e-4, atol=1e-4)
 
 
-def test_evaluate_loss_equals_transformers(job, tmp_path, capfd):
+def test_evaluation_loss_of_the_train_command_equals_that_of_transformers(job, tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     best = tmp_path / "best"
@@ -159,7 +161,9 @@ def test_early_stopping_ends_training_when_loss_stops_improving(job, tmp_path, c
         pytest.param(("--optim", "adamw_torch", "--adam-beta2", 0.9), marks=pytest.mark.slow),
     ],
 )
-def test_training_with_optim_option_resumes_on_another_layout(more, job, tmp_path):
+def test_training_with_each_optim_option_resumed_on_another_layout_equals_an_uninterrupted_run(
+    more, job, tmp_path
+):
     def losses(steps, name, *layout):
         log = ("--log-file", f"{tmp_path / name}.jsonl", "--checkpoint", tmp_path / name)
         run("train", "--config", job / "run.yaml", "--max-steps", steps, "--set", "eval_data=null", *COMMON, *log, *more, *layout)  # fmt: skip
@@ -172,7 +176,7 @@ def test_training_with_optim_option_resumes_on_another_layout(more, job, tmp_pat
     assert len(set(whole)) == 4
 
 
-def test_arguments_of_trainer_have_their_effect_on_every_layout(job, tmp_path):
+def test_sgd_momentum_and_eval_delay_options_take_effect_equally_on_every_layout(job, tmp_path):
     """Momentum changes the third loss; the first evaluation comes after `eval_delay` steps."""
 
     def log(name, *more):

@@ -31,7 +31,7 @@ def logged(path):
     return [{name: line.get(name) for name in SAME} for line in lines]
 
 
-def test_train_with_exact_resumed_on_other_meshes_logs_the_same_digests_as_one_process(
+def test_train_command_in_exact_mode_resumed_on_other_meshes_logs_equal_weight_digests(
     place, tmp_path, capfd
 ):
     exact = ("--exact", "tp=2,dp=2")

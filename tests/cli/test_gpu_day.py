@@ -25,7 +25,7 @@ def day(out, *arguments):
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_ci_run_passes_the_help_option_to_the_gpu_day_script():
+def test_ci_run_passes_the_help_option_on_to_the_script_of_gpu_measurements():
     """`ci/run.py gpu-day -h` has to print the options of ci/gpu_day.py."""
     code = "import sys; sys.path.insert(0, 'ci'); import run; print(run.parse(['gpu-day', '-h']))"
     done = subprocess.run(
@@ -35,7 +35,7 @@ def test_ci_run_passes_the_help_option_to_the_gpu_day_script():
 
 
 @pytest.mark.slow
-def test_gpu_day_resumes_after_the_time_budget_ran_out(tmp_path):
+def test_script_of_gpu_measurements_resumes_after_its_time_budget_ran_out(tmp_path):
     """No case fits a budget of one second; a later call runs the case, and a third has none left."""
     first = day(tmp_path, "--stage", "correct", "--only", "rms_norm", "--budget", "1")
     assert "go on with --resume" in first.stdout
@@ -75,7 +75,7 @@ def until(condition, seconds=60.0):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are read from /proc")
-def test_killed_gpu_day_script_leaves_no_process_and_resumes(tmp_path):
+def test_killed_script_of_gpu_measurements_leaves_no_process_and_resumes(tmp_path):
     """A truncated last line of the results is ignored: the next call, into another folder, runs that case."""
     command = [sys.executable, str(ROOT / "ci" / "gpu_day.py"), "--fake", "--out", str(tmp_path)]
     driver = subprocess.Popen([*command, "--stage", "masks"], stdout=subprocess.DEVNULL)
@@ -94,7 +94,7 @@ def test_killed_gpu_day_script_leaves_no_process_and_resumes(tmp_path):
     assert (later / "cache" / "kernels" / "fake.json").exists()
 
 
-def test_gpu_day_script_reruns_a_failed_benchmark_exactly_once(tmp_path, monkeypatch):
+def test_script_of_gpu_measurements_retries_a_failed_case_exactly_once(tmp_path, monkeypatch):
     """A case that failed once, for example on a full device, may pass later; one that failed twice is skipped."""
     ends = iter(["timeout", "failed", "never asked"])
     monkeypatch.setattr(gpu_day.Day, "one", lambda *_: (next(ends), {"seconds": 0.0}))

@@ -24,12 +24,12 @@ def cli(*words):
 
 
 @pytest.mark.parametrize("command", [plan, show, verify])
-def test_layout_flags_have_the_defaults_of_loader_options(command):
+def test_layout_flags_of_the_commands_have_the_defaults_of_from_pretrained(command):
     usual, flags = {**vars(LoaderOptions()), "dp": 1}, inspect.signature(command).parameters
     assert {name: flags[name].default for name in LAYOUT} == {name: usual[name] for name in LAYOUT}
 
 
-def test_plan_command_accepts_the_layout_flags_it_prints(capsys):
+def test_plan_command_accepts_the_layout_flags_that_it_prints(capsys):
     """The flags are those that `plan --gpus` prints: virtual stages, a recompute policy, sequence parallelism."""
     words = ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2, "--checkpoint-ratio", 1,
              "--checkpoint-policy", "save_matmuls")  # fmt: skip
@@ -55,19 +55,19 @@ def test_plan_command_accepts_the_layout_flags_it_prints(capsys):
         ("--pp", 2, "--pipeline-order", "interleaved_1f1b", "--stages-per-rank", 2),
     ],
 )
-def test_verify_command_accepts_layout_flags(words, capsys, verify_here):
+def test_verify_command_with_layout_flags_prints_verified(words, capsys, verify_here):
     assert cli("verify", "gpt2", *words) == 0
     assert "verified" in capsys.readouterr().out
 
 
-def test_verify_command_refuses_flags_fixed_by_the_card(capsys):
+def test_verify_command_refuses_flags_that_the_schedule_card_sets(capsys):
     assert (
         cli("verify", "gpt2", "--tp", 2, "--schedule", "hub_cards/gpt2", "--sequence-parallel") == 2
     )
     assert "the card given by --schedule sets this option" in capsys.readouterr().err
 
 
-def test_show_and_plan_commands_support_context_parallelism(capsys):
+def test_show_and_plan_commands_with_cp_count_its_collectives_and_halved_activations(capsys):
     """Keys and values of 12 layers are gathered over cp; half of a row's activations stay on a rank."""
     assert cli("show", "gpt2", "--cp", 2, "--seq-len", 64, "--json") == 0
     rows = json.loads(capsys.readouterr().out)["collectives"]
@@ -88,7 +88,7 @@ def test_show_and_plan_commands_support_context_parallelism(capsys):
 
 
 @pytest.mark.parametrize("command", ["plan", "show", "verify"])
-def test_commands_with_cp_refuse_unsupported_options_by_name(command, capsys):
+def test_commands_with_cp_refuse_unsupported_options_and_name_them(command, capsys):
     more = ("--training",) if command == "plan" else ()
     assert cli(command, "gpt2", "--cp", 2, "--checkpoint-policy", "save_matmuls", *more) == 2
     assert (
@@ -105,7 +105,7 @@ def test_commands_with_cp_refuse_unsupported_options_by_name(command, capsys):
         ("ulysses", 5, 'cp=5 does not divide the 12 heads of a rank hint: use cp_attention="gather"'),
     ],
 )  # fmt: skip
-def test_commands_with_cp_refuse_cp_attention_that_does_not_fit_the_model(
+def test_commands_with_cp_refuse_a_cp_attention_option_that_the_model_does_not_support(
     way, cp, words, command, capsys
 ):
     more = ("--training",) if command == "plan" else ()
@@ -114,7 +114,7 @@ def test_commands_with_cp_refuse_cp_attention_that_does_not_fit_the_model(
 
 
 @pytest.mark.parametrize("flag", ["--exact", "--layers"])
-def test_verify_exact_or_layers_command_with_cp_is_refused(flag, capsys):
+def test_verify_command_with_cp_refuses_the_exact_and_layers_flags(flag, capsys):
     assert cli("verify", "gpt2", flag, "--cp", 2) == 2
     found = " ".join(capsys.readouterr().err.split())
     assert f"verify: {flag}: not supported together with cp=2" in found

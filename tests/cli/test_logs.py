@@ -26,7 +26,7 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_log_has_one_line_per_step_after_a_kill_and_resume(job, tmp_path):
+def test_training_log_has_one_line_per_step_after_a_kill_and_resume(job, tmp_path):
     path, kept = tmp_path / "logs" / "run.jsonl", tmp_path / "kept"
     more = ["--set", f"log_file={path}", "--checkpoint", kept, "--set", "eval_share=0.2", "--set", "eval_steps=2"]  # fmt: skip
     run(*job, "--max-steps", 2, *more)
@@ -45,7 +45,7 @@ def test_log_has_one_line_per_step_after_a_kill_and_resume(job, tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
-def test_full_disk_under_the_log_raises_one_error(job, capsys):
+def test_train_command_prints_one_error_when_the_disk_of_its_log_file_is_full(job, capsys):
     said = failure(capsys, *job, "--max-steps", 1, "--set", "log_file=/dev/full")
     assert "error: disk: No space left on device\n  hint: make room there" in said
 
@@ -61,12 +61,12 @@ def test_tensorboard_files_contain_loss_and_learning_rate(job, tmp_path):
     ("name", "said"),
     [("tensorbord", "report_to: tensorbord is not supported"), ("wandb", "requires wandb")],
 )
-def test_missing_tracker_package_is_refused(name, said):
+def test_report_to_a_tracker_whose_package_is_missing_is_refused(name, said):
     with pytest.raises(ConfigError, match=said):
         records.check_trackers(TrainOptions("m", report_to=(name,)))
 
 
-def test_mfu_equals_flops_over_peak_flops(monkeypatch):
+def test_model_flops_utilization_equals_flops_over_peak_flops(monkeypatch):
     from transformers import GPT2Config
 
     from slapo_zoo import AutoScheduledModel
@@ -89,14 +89,16 @@ def test_logging_steps_option_logs_every_nth_step(job, capfd):
     assert [line.split()[2] for line in found] == ["2/6", "4/6", "6/6"]
 
 
-def test_log_reports_pipeline_bubble(job, tmp_path):
+def test_training_log_with_two_stages_and_one_micro_batch_has_a_bubble_of_at_least_half(
+    job, tmp_path
+):
     """With one micro-batch the two stages never compute at the same time, so the bubble is at least one half."""
     path = tmp_path / "run.jsonl"
     run(*job, "--max-steps", 2, "--pp", 2, "--set", "micro_batches=1", "--set", f"log_file={path}")
     assert all(0.5 <= line["bubble"] < 1 for line in lines(path))
 
 
-def test_logged_bubble_is_the_mean_over_ranks(ranks):
+def test_pipeline_bubble_in_the_training_log_is_the_mean_over_ranks(ranks):
     """The ranks wait 0.2 s of 1 s and 0.4 s of 0.9 s; the bubble is the mean over both."""
     for found in ranks.run(_waited, 2):
         assert found == [pytest.approx(0.7), None]
@@ -109,7 +111,7 @@ def _waited():
     return [busy.bubble(group), busy.bubble(group)]
 
 
-def test_progress_without_terminal_prints_a_line_at_intervals(monkeypatch, capsys):
+def test_training_progress_without_a_terminal_prints_a_line_at_intervals(monkeypatch, capsys):
     """Without a terminal a line is printed at least every PAUSE_S seconds."""
     clock = iter(range(0, 10_000, 20))
     monkeypatch.setattr("slapo_zoo.cli.training.records.time.monotonic", lambda: next(clock))

@@ -72,7 +72,9 @@ def asked_to_stop(job, out, number, *more):
         pytest.param(signal.SIGUSR1, 75, ("--tp", "2"), marks=pytest.mark.slow),
     ],
 )
-def test_stop_signal_finishes_the_step_and_saves(job, tmp_path, number, code, more):
+def test_stop_signal_makes_training_finish_the_step_and_save_a_checkpoint(
+    job, tmp_path, number, code, more
+):
     text, found = asked_to_stop(job, tmp_path / "out", number, *more)
     assert found == code, text
     step = state_of(tmp_path / "out")["step"]
@@ -80,13 +82,15 @@ def test_stop_signal_finishes_the_step_and_saves(job, tmp_path, number, code, mo
     assert f"the same command resumes from {tmp_path / 'out'}" in text
 
 
-def test_stop_without_checkpoint_reports_that_nothing_was_saved():
+def test_stop_signal_without_checkpoint_option_reports_that_nothing_was_saved():
     stopped = StoppedError(signal.SIGTERM, 3, TrainOptions("m", max_steps=9))
     assert stopped.code == 75
     assert "nothing was saved" in str(stopped)
 
 
-def test_link_last_points_to_the_newest_step_folder(job, tmp_path, capsys):
+def test_symlink_last_in_the_checkpoint_folder_points_to_the_newest_step_folder(
+    job, tmp_path, capsys
+):
     out = tmp_path / "out"
     more = ["--checkpoint", str(out), "--save-steps", "1", "--save-total-limit", "2"]
     run(*job, "--max-steps", "4", *more)
@@ -100,7 +104,7 @@ def test_link_last_points_to_the_newest_step_folder(job, tmp_path, capsys):
     assert state_of(out / "last")["optimizer"]["groups"][0]["options"]["lr"] == 0.5
 
 
-def test_resume_with_other_training_text_is_refused(job, tmp_path, capfd):
+def test_train_command_refuses_to_resume_with_other_training_text(job, tmp_path, capfd):
     out = tmp_path / "out"
     run(*job, "--max-steps", "1", "--checkpoint", str(out))
     text = Path(job[3]).read_text()
@@ -148,7 +152,7 @@ def make(folder, step):
     (folder / "config.json").write_text("{}")
 
 
-def test_newest_step_folder_is_found_without_the_link_last(tmp_path):
+def test_newest_step_folder_is_found_when_the_symlink_last_is_missing(tmp_path):
     for step in (9, 10, 100):
         make(place_of(tmp_path, step, 3), step)
         keep_newest(tmp_path, place_of(tmp_path, step, 3), 3)

@@ -7,7 +7,7 @@ import pytest
 from slapo_zoo.cli.waiting import waiting
 
 
-def test_long_work_without_output_prints_progress_lines(capsys):
+def test_long_running_command_without_output_prints_progress_lines(capsys):
     with waiting("verify gpt2", first_s=0.01, every_s=0.01):
         deadline = time.monotonic() + 30
         said = ""

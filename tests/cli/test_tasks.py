@@ -122,7 +122,7 @@ def assert_same(found, expected, rel=2e-5):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("task", "layout"), GRID)
-def test_training_task_on_every_layout_equals_one_process_and_resumes_its_checkpoint(
+def test_training_task_on_every_layout_has_the_losses_of_one_process_also_when_resumed(
     task, layout, whole, tmp_path
 ):
     folder, expected = whole(task)
@@ -138,7 +138,9 @@ SLOW = [pytest.param(task, marks=pytest.mark.slow) for task in ("packed", "class
 
 
 @pytest.mark.parametrize("task", ["masked", *SLOW])
-def test_run_interrupted_on_every_mesh_equals_an_uninterrupted_run(task, whole, tmp_path):
+def test_training_interrupted_and_resumed_on_several_meshes_equals_an_uninterrupted_run(
+    task, whole, tmp_path
+):
     """One process is interrupted after step 1, tp=2 after step 2, dp=2 after step 3; pp=2 ends it."""
     folder, expected = whole(task)
     before, end = folder / "one", weights_of(folder / "one")
@@ -157,14 +159,16 @@ def weights_of(place):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["packed", "pairs", "stream"])
-def test_spawned_ranks_have_the_losses_of_one_process(task, whole, tmp_path, monkeypatch):
+def test_training_on_spawned_ranks_has_the_losses_of_one_process(
+    task, whole, tmp_path, monkeypatch
+):
     """Ranks are spawned where each has several threads or a GPU: all that a rank reads is pickled for it."""
     folder, expected = whole(task)
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     assert_same(trained(folder, tmp_path / "mesh", dp=2), expected)
 
 
-def test_best_checkpoint_has_the_same_loss_and_accuracy_in_transformers(whole):
+def test_best_checkpoint_loaded_in_transformers_has_the_recorded_loss_and_accuracy(whole):
     """Evaluate the best checkpoint with plain transformers on the held-out rows."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 

@@ -110,7 +110,7 @@ def launched(arguments, **variables):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_train_with_local_ranks_equals_one_process(engine, job, capfd):
+def test_train_command_on_local_ranks_has_the_losses_of_one_process(engine, job, capfd):
     arguments, expected = job
     warnings.simplefilter("ignore")  # DeepSpeed's own; pytest puts the filters back
     with pytest.raises(SystemExit) as caught:
@@ -174,7 +174,7 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepspeed", "me
 
 
 @pytest.mark.parametrize("engine", ["torch", *SLOW])
-def test_train_under_srun_equals_local_ranks(engine, job, tmp_path):
+def test_train_command_under_srun_has_the_losses_of_one_process(engine, job, tmp_path):
     """The processes have only srun's variables, which include no MASTER_ADDR."""
     arguments, expected = job
     ranks = [(of_srun(rank), [*arguments, *ENGINES[engine]]) for rank in range(2)]
@@ -183,7 +183,7 @@ def test_train_under_srun_equals_local_ranks(engine, job, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_train_under_torchrun_equals_local_ranks(engine, job):
+def test_train_command_under_torchrun_has_the_losses_of_local_ranks(engine, job):
     arguments, expected = job
     run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert launched([*run, "-m", "slapo_zoo.cli.main", *arguments, *ENGINES[engine]]) == expected
@@ -191,7 +191,7 @@ def test_train_under_torchrun_equals_local_ranks(engine, job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
-def test_train_under_deepspeed_launcher_equals_local_ranks(engine, job):
+def test_train_command_under_the_deepspeed_launcher_has_the_losses_of_local_ranks(engine, job):
     """DeepSpeed's launcher puts --local_rank before the name of the command."""
     arguments, expected = job
     run = ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "29511"]
@@ -199,7 +199,7 @@ def test_train_under_deepspeed_launcher_equals_local_ranks(engine, job):
     assert launched(run, DS_ACCELERATOR="cpu") == expected
 
 
-def test_local_rank_option_of_deepspeed_launcher_is_accepted(job, capsys):
+def test_train_command_accepts_the_local_rank_option_of_the_deepspeed_launcher(job, capsys):
     """The option that the launcher adds is accepted, also where another argument is wrong."""
     err = failure(capsys, "--local_rank=1", *job[0], "--engine", "horovod")
     assert "found 'horovod'" in err
@@ -221,7 +221,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_train_with_wrong_engine_options_prints_error_without_traceback(
+def test_train_command_with_wrong_engine_options_exits_with_an_error_and_a_hint(
     wrong, job, capsys, monkeypatch
 ):
     monkeypatch.setattr("slapo_zoo.cli.training.run.run", lambda *args: pytest.fail("work began"))
@@ -232,7 +232,9 @@ def test_train_with_wrong_engine_options_prints_error_without_traceback(
 
 
 @pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
-def test_missing_engine_package_error_names_pip_install(engine, job, capsys, monkeypatch):
+def test_train_command_with_a_missing_engine_package_names_the_pip_install_command(
+    engine, job, capsys, monkeypatch
+):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     err = failure(capsys, *job[0], "--engine", engine)
     assert f"pip install slapo-zoo[{engine}]" in err
@@ -247,7 +249,9 @@ def srun(monkeypatch, rank=0, **changes):
         monkeypatch.setenv(name, value)
 
 
-def test_srun_with_wrong_task_count_is_refused(job, capsys, monkeypatch):
+def test_train_command_under_srun_with_a_task_count_unlike_the_mesh_size_is_refused(
+    job, capsys, monkeypatch
+):
     srun(monkeypatch, SLURM_STEP_NUM_TASKS="3")
     assert world_size_of_launch() == 3
     err = failure(capsys, *job[0], "--tp", 2)
@@ -277,7 +281,7 @@ def test_slurm_batch_script_and_srun_shell_are_not_a_distributed_launch(monkeypa
     assert not is_distributed_launch()
 
 
-def test_slurm_node_lists_are_parsed():
+def test_slurm_node_lists_are_expanded_to_host_names():
     hosts = ["a", "a,b", "gpu[003-005,9],login", "gpu[7,9]", "r[1-2]-ib,x", "n1.cluster,n2.cluster"]
     assert [first_host(x) for x in hosts] == ["a", "a", "gpu003", "gpu7", "r1-ib", "n1.cluster"]
     assert tasks_per_node("8(x2),4") == [8, 8, 4]

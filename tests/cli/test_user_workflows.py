@@ -36,7 +36,7 @@ def same(found, expected):
     assert all(math.isclose(found[k], expected[k], rel_tol=1e-4) for k in expected)
 
 
-def test_first_page_of_docs_runs_on_one_rank_emulated_and_under_torchrun(desk):
+def test_code_of_the_first_docs_page_runs_on_one_rank_emulated_ranks_and_torchrun(desk):
     """The first page's code runs on one rank, on four emulated ranks, under torchrun, and by the command line alone."""
     _, train, four, broken = (text for _, text in blocks("python", page("docs/index.md")))
     (desk.folder / "train.py").write_text(train + four + broken)
@@ -54,7 +54,7 @@ def test_first_page_of_docs_runs_on_one_rank_emulated_and_under_torchrun(desk):
     desk.type(f'python -c "{show}"')
 
 
-def test_training_interrupted_by_ctrl_c_resumes_on_another_layout(desk):
+def test_train_command_interrupted_by_ctrl_c_resumes_on_another_layout(desk):
     """Ctrl-C on 2x2; the same command on two ranks goes on; the losses are those of one process."""
     job = f"slapo-zoo train checkpoint {SEQUENCE} --checkpoint"
     desk.type(f"{job} whole --steps 60 --set log_file=whole.jsonl")
@@ -72,7 +72,7 @@ def test_training_interrupted_by_ctrl_c_resumes_on_another_layout(desk):
     assert list(losses(log)) == list(range(1, 61))
 
 
-def test_program_of_trainer_page_has_the_evaluation_loss_of_one_process_on_four_ranks(desk):
+def test_program_on_the_trainer_page_has_equal_evaluation_loss_on_one_and_four_ranks(desk):
     """The program of docs/trainer.md, with data from a csv file: four processes get the evaluation loss of one."""
     program = "".join(text for _, text in blocks("python", page("docs/trainer.md")))
     rows = "data = datasets.Dataset.from_dict(rows)"
@@ -97,7 +97,7 @@ def test_program_of_trainer_page_has_the_evaluation_loss_of_one_process_on_four_
     assert all(math.isclose(each, alone, rel_tol=1e-3) for each in found)
 
 
-def test_schedule_is_shown_changed_saved_and_loaded_as_card(desk):
+def test_schedule_extended_by_the_user_loads_from_json_and_from_a_card_with_equal_loss(desk):
     """Print a schedule, change an option, add a directive, save it as JSON and as a card, and load both."""
     desk.type("slapo-zoo show checkpoint --tp 2 --pp 2")
     (desk.folder / "look.py").write_text(
@@ -122,7 +122,7 @@ def test_schedule_is_shown_changed_saved_and_loaded_as_card(desk):
     assert "without a network" not in desk.type("slapo-zoo card lint card --json")
 
 
-def test_new_family_is_derived_verified_and_trained(desk):
+def test_model_type_without_a_table_is_derived_verified_and_trains_as_one_process(desk):
     """A model type without a table is derived and proven, written to a file, verified, and trains as in one process."""
     (desk.folder / "made.py").write_text(
         "from transformers import ConvBertConfig as C, ConvBertForMaskedLM as M\n"
@@ -148,7 +148,7 @@ def test_new_family_is_derived_verified_and_trained(desk):
     desk.type("python train.py")
 
 
-def test_commands_of_plan_and_tune_pages_run(desk):
+def test_commands_on_the_tuning_page_exit_without_error(desk):
     for words in commands(page("docs/tuning.md")):
         desk.type(" ".join(words))
 
@@ -164,7 +164,7 @@ MISTAKES = [
 ]  # fmt: skip
 
 
-def test_command_line_mistakes_print_hints_and_exit_with_2(desk):
+def test_mistyped_commands_and_arguments_print_hints_and_exit_with_2(desk):
     """Each mistake prints one readable error with exit status 2; every command has -h and --help."""
     desk.type("slapo-zoo card make checkpoint card --tp 1")
     for line in MISTAKES:

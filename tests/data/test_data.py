@@ -66,7 +66,7 @@ def test_binary_file_is_skipped_with_a_message(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("several", [False, True])
-def test_saved_dataset_streams_and_keeps_its_splits(several, tmp_path):
+def test_dataset_saved_to_disk_is_streamed_with_its_splits(several, tmp_path):
     data = datasets.Dataset.from_list(ROWS)
     data = datasets.DatasetDict(train=data, test=data.select([3])) if several else data
     data.save_to_disk(tmp_path / "saved")
@@ -106,7 +106,7 @@ def test_packing_keeps_every_token_and_records_document_lengths():
     assert not len(packed(Causal(Letters(), 6), "abc"))
 
 
-def test_packed_documents_get_their_own_position_ids():
+def test_packed_documents_with_document_masks_restart_position_ids_at_0():
     task = Causal(Letters(eos=0), 4, document_masks=True)
     batch = task.collate(packed(task, "ab", "cdefg")[[0, 1]], GENERATOR())
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0], [0, 1, 2, 3]]
@@ -142,7 +142,7 @@ def test_every_data_row_is_drawn_once_per_epoch():
 @pytest.mark.parametrize(
     "task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=["next", "masked"]
 )
-def test_dp_batches_concatenate_to_the_full_batch(task):
+def test_batches_of_all_dp_ranks_concatenate_to_the_batch_of_one_process(task):
     batches = Batches(ten_rows(task), task, 4, seed=3)
     for name, whole in batches.part(1).items():
         assert torch.equal(whole, torch.cat([batches.part(1, i, 2)[name] for i in (0, 1)]))
@@ -178,7 +178,7 @@ ROWS = [{"text": f"line {i} of the text", "label": ("bad", "good")[i % 2]} for i
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "folder", "saved"])
-def test_every_file_format_gives_the_same_rows(kind, tmp_path):
+def test_every_data_file_format_gives_the_same_rows(kind, tmp_path):
     words = tokenizer(eos_token=END)
     if kind == "saved":
         path = str(tmp_path / "saved")
@@ -228,7 +228,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_wrong_data_columns_raise_and_are_named(name, tmp_path):
+def test_missing_or_wrong_data_columns_raise_and_are_named(name, tmp_path):
     data = read.open_table(write_rows(tmp_path, "jsonl", ROWS), "train")
     work, said = MISTAKES[name]
     with pytest.raises(DataError, match=said):
@@ -236,7 +236,7 @@ def test_wrong_data_columns_raise_and_are_named(name, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "txt"])
-def test_evaluating_on_another_split_of_a_single_file_raises(kind, tmp_path):
+def test_evaluation_split_option_with_a_single_data_file_raises(kind, tmp_path):
     """Without the error the model would be evaluated on its training rows."""
     (tmp_path / f"a.{kind}").write_text('{"text": "to be"}\n' * 8)
     with pytest.raises(DataError, match="have one split only"):
@@ -246,7 +246,7 @@ def test_evaluating_on_another_split_of_a_single_file_raises(kind, tmp_path):
         other_rows(Causal(tokenizer(eos_token=END), 4), options)
 
 
-def test_unknown_dataset_sends_one_request_to_the_hub(monkeypatch):
+def test_unknown_dataset_name_sends_only_one_request_to_the_hub(monkeypatch):
     from huggingface_hub import HfApi
 
     asked = []
@@ -274,7 +274,7 @@ def test_broken_file_or_unknown_dataset_raises(tmp_path, monkeypatch):
         read.kind_of("gone.parquet")
 
 
-def test_tagging_translation_and_pair_tasks_collate_the_right_tensors():
+def test_tagging_translation_and_pair_tasks_collate_the_expected_labels_and_inputs():
     words = tokenizer(eos_token=END)
     tag = Tag(words, 64, names=("O", "NAME"))
     rows = tag.encode({"tokens": [["to", "bee"], ["or"]], "tags": [["NAME", "O"], ["O"]]})

@@ -43,7 +43,7 @@ def test_mlm_task_masks_at_least_one_token_of_a_small_batch():
 
 
 @pytest.mark.parametrize("seq_len", [8, 32, 100])
-def test_t5_span_corruption_keeps_every_token_once(seq_len):
+def test_t5_span_corruption_keeps_every_token_once_in_inputs_or_labels(seq_len):
     words = t5_words()
     task = Spans(words, seq_len)
     ids = torch.arange(1000, 1000 + task.row_tokens)

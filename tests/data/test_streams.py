@@ -32,7 +32,7 @@ def stream_on_a_rank(path, last):
     return Counted.times, torch.stack(batches), stream.position(last)
 
 
-def test_data_stream_is_tokenized_by_one_rank_for_all(ranks, tmp_path):
+def test_data_stream_is_tokenized_by_one_rank_and_sent_to_all_ranks(ranks, tmp_path):
     """The other ranks receive the rows of the reading rank, and have the same position in the data."""
     path = str(tmp_path / "rows.jsonl")
     Path(path).write_text(

@@ -16,7 +16,7 @@ from slapo_zoo.errors import ScheduleError
 from slapo_zoo.kernels import layer_norm  # noqa: F401 - registers itself
 
 
-def test_replace_installs_a_kernel_in_a_module():
+def test_replace_with_a_kernel_name_installs_the_kernel_and_keeps_the_output():
     from slapo_zoo import create_schedule
 
     model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
@@ -30,18 +30,20 @@ def test_replace_installs_a_kernel_in_a_module():
         sch["0"].replace("layer_norm")
 
 
-def test_layer_norm_on_cpu_runs_the_torch_implementation():
+def test_layer_norm_kernel_on_cpu_runs_torch_layer_norm():
     assert KERNELS["layer_norm"].runs("cpu") == ("F.layer_norm", "the best of what runs on a CPU")
     assert not runs_triton("layer_norm", torch.zeros(2, 8))
 
 
-def test_kernels_run_torch_operations_on_an_unmeasured_gpu():
+def test_layer_norm_kernel_runs_torch_operations_on_an_unmeasured_gpu():
     path, why = KERNELS["layer_norm"].runs("Some GPU 9000")
     assert path == "torch"
     assert why == "unmeasured on Some GPU 9000"
 
 
-def test_kernel_choice_on_a_measured_gpu_follows_the_timings(monkeypatch, tmp_path):
+def test_layer_norm_kernel_runs_triton_on_a_gpu_where_triton_was_measured_faster(
+    monkeypatch, tmp_path
+):
     table = {"layer_norm:bfloat16:1024": "triton", "layer_norm:float32:1024": "torch"}
     (tmp_path / "some-gpu-9000.json").write_text(json.dumps({"dispatch": table}))
     monkeypatch.setattr(tables, "MEASURED", tmp_path)
@@ -75,7 +77,9 @@ def test_every_kernel_imports_when_triton_is_missing():
     assert result.returncode == 0, result.stderr
 
 
-def test_kernel_benchmark_keeps_results_of_whole_training_steps(tmp_path, monkeypatch):
+def test_kernel_benchmark_keeps_stored_results_that_were_measured_in_training_steps(
+    tmp_path, monkeypatch
+):
     from slapo_zoo.dispatch import benchmark as kernel_times
 
     older = {"dispatch": {"unpadded_encoder:float32:1024": "ours", "geglu:float32:64": "ours"},

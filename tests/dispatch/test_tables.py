@@ -27,7 +27,7 @@ def measured(monkeypatch, tmp_path):
     return write
 
 
-def test_kernel_timings_apply_to_gpus_of_the_same_compute_capability(measured):
+def test_kernel_timings_measured_on_one_gpu_apply_to_gpus_of_equal_compute_capability(measured):
     measured(H100, {"rms_norm:bfloat16:4096": 2.0}, capability="9.0")
     found = decide("rms_norm", "bfloat16", 4096, H200)
     assert found.runs
@@ -35,7 +35,7 @@ def test_kernel_timings_apply_to_gpus_of_the_same_compute_capability(measured):
     assert not decide("rms_norm", "bfloat16", 4096, "NVIDIA A100-SXM4-80GB").runs
 
 
-def test_kernel_timings_are_interpolated_between_sizes_and_unmeasured_beyond(measured):
+def test_kernel_timings_are_interpolated_between_sizes_and_not_extrapolated(measured):
     measured(H100, {"rms_norm:bfloat16:1024": 0.25, "rms_norm:bfloat16:16384": 4.0})
     assert not decide("rms_norm", "bfloat16", 1500, H100).runs  # 2048: 0.25 * 16 ** 0.25 = 0.5
     assert decide("rms_norm", "bfloat16", 4096, H100).runs
@@ -51,7 +51,7 @@ def test_user_kernel_timings_override_packaged_timings(measured):
     assert decide("swiglu", "bfloat16", 1024, H100).runs
 
 
-def test_measured_kernel_timing_overrides_the_estimate(measured):
+def test_measured_kernel_timing_overrides_the_estimated_speedup(measured):
     assert decide("linear_cross_entropy", "bfloat16", 1024, H100).reason.startswith("estimated")
     tables.forget()
     measured(H100, {"linear_cross_entropy:bfloat16:1024": 0.5})

@@ -31,7 +31,9 @@ def masks():
 
 @pytest.mark.parametrize("block", [1, 200, 1 << 19])
 @pytest.mark.parametrize("kind", masks())
-def test_blockwise_attention_with_dropout_equals_explicit(kind, block, monkeypatch):
+def test_blockwise_attention_with_dropout_has_the_gradients_of_unblocked_attention(
+    kind, block, monkeypatch
+):
     q, *kv = (torch.randn(3, n, s, 8, dtype=torch.float64, requires_grad=True)
               for n, s in ((4, 9), (2, 13), (2, 13)))  # fmt: skip
     want, want_grads = run(q, *kv, masks()[kind])

@@ -40,7 +40,7 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_invalid_config_value_raises_slapo_error(source, tmp_path, case):
+def test_invalid_value_in_config_json_raises_slapo_error(source, tmp_path, case):
     config = json.loads((source / "config.json").read_text())
     for item in source.iterdir():
         (tmp_path / item.name).write_bytes(item.read_bytes())
@@ -49,7 +49,7 @@ def test_invalid_config_value_raises_slapo_error(source, tmp_path, case):
         AutoScheduledModel.from_pretrained(tmp_path)
 
 
-def test_remote_code_of_a_config_never_runs(tmp_path, monkeypatch):
+def test_remote_code_named_by_a_config_is_refused_and_never_runs(tmp_path, monkeypatch):
     config = {"model_type": "unknown_family", "auto_map": {"AutoConfig": "code.Config"}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     ran = tmp_path / "ran"
@@ -61,7 +61,7 @@ def test_remote_code_of_a_config_never_runs(tmp_path, monkeypatch):
     assert not ran.exists()
 
 
-def test_damaged_pickle_raises_slapo_error(tmp_path):
+def test_damaged_pickle_checkpoint_raises_slapo_error(tmp_path):
     path, draw = tmp_path / "pytorch_model.bin", random.Random(4)
     torch.save({"a": torch.ones(3), "b": torch.zeros(2, 2)}, path)
     new = path.read_bytes()
@@ -79,7 +79,7 @@ def test_damaged_pickle_raises_slapo_error(tmp_path):
                 continue
 
 
-def test_pickle_that_calls_a_function_is_refused(tmp_path):
+def test_pickle_checkpoint_that_calls_a_function_is_refused(tmp_path):
     class Evil:
         def __reduce__(self):
             return print, ("ran",)
@@ -89,7 +89,7 @@ def test_pickle_that_calls_a_function_is_refused(tmp_path):
         PickleFile(tmp_path / "x.bin")
 
 
-def test_tensor_name_with_lone_surrogate_is_refused(tmp_path):
+def test_checkpoint_with_a_lone_surrogate_in_a_tensor_name_is_refused(tmp_path):
     header = b'{"\\ud800":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
     path = tmp_path / "x.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))

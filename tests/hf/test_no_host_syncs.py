@@ -17,7 +17,7 @@ from slapo_zoo.parallel.known import Known, knowing
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("kind", ["global", "local"])
-def test_gpt_neo_attention_without_host_sync_equals_plain(kind, masked, dtype):
+def test_gpt_neo_attention_without_host_sync_has_the_gradients_of_transformers(kind, masked, dtype):
     config = GPTNeoConfig(hidden_size=8, num_heads=2, num_layers=1, window_size=3,
                           attention_types=[[[kind], 1]], attention_dropout=0.0)  # fmt: skip
     plain, ours = (GPTNeoSelfAttention(config, kind, 0) for _ in range(2))
@@ -36,7 +36,7 @@ def test_gpt_neo_attention_without_host_sync_equals_plain(kind, masked, dtype):
 
 @pytest.mark.parametrize("buckets, most", [(256, 512), (4, 64), (-1, 512), (256, -1)])
 @pytest.mark.parametrize("S, T", [(600, 600), (7, 7), (3, 9)])
-def test_deberta_positions_without_host_sync_equal_plain(buckets, most, S, T):
+def test_deberta_relative_positions_without_host_sync_equal_transformers(buckets, most, S, T):
     module = SimpleNamespace(
         relative_attention=True, position_buckets=buckets, max_relative_positions=most
     )
@@ -56,7 +56,7 @@ def test_deberta_positions_without_host_sync_equal_plain(buckets, most, S, T):
     [{}, {"new_decoder_architecture": True, "num_kv_heads": 2}, {"multi_query": False}],
     ids=str,
 )
-def test_falcon_head_split_without_host_sync_equals_plain(options):
+def test_falcon_head_split_without_host_sync_equals_transformers(options):
     config = FalconConfig(hidden_size=24, num_attention_heads=4, num_hidden_layers=1, **options)
     plain, ours = (FalconAttention(config, layer_idx=0) for _ in range(2))
     without_waits(ours)
@@ -67,7 +67,9 @@ def test_falcon_head_split_without_host_sync_equals_plain(options):
 
 
 @pytest.mark.parametrize("where", ["class", "module"])
-def test_method_patched_by_the_user_is_not_replaced(where, monkeypatch):
+def test_transformers_method_patched_by_the_user_is_not_replaced_by_the_sync_free_version(
+    where, monkeypatch
+):
     config = GPTNeoConfig(
         hidden_size=8, num_heads=2, num_layers=1, attention_types=[[["global"], 1]]
     )
@@ -79,7 +81,7 @@ def test_method_patched_by_the_user_is_not_replaced(where, monkeypatch):
     assert module._attn() == "patched"
 
 
-def test_packed_sequences_are_detected_without_host_sync():
+def test_packed_sequences_declared_in_advance_are_indexed_without_host_sync():
     register_attention()
     one, two = torch.tensor([[3, 4, 5, 6]]), torch.tensor([[0, 1, 0, 1]])
     find = masking_utils.find_packed_sequence_indices

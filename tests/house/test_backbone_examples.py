@@ -62,7 +62,7 @@ def among(found, samples, times=2.0):
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("name", ["ema", "embeddings"])
-def test_example_metrics_equal_plain_model_when_dropout_is_off(name, mesh, folder):
+def test_example_script_without_dropout_has_the_metrics_of_plain_transformers(name, mesh, folder):
     found, want = (
         torch.tensor(flat(x)) for x in (ours(name, folder(0.0), mesh), plain(name, folder(0.0)))
     )
@@ -70,7 +70,7 @@ def test_example_metrics_equal_plain_model_when_dropout_is_off(name, mesh, folde
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_grad_cache_gradients_equal_full_batch(mesh, folder):
+def test_grad_cache_example_has_the_gradients_of_the_full_batch(mesh, folder):
     apart, losses = ours("grad_cache", folder(0.1), mesh)
     assert apart < 1e-5
     assert losses[0] == pytest.approx(losses[1])
@@ -78,7 +78,7 @@ def test_grad_cache_gradients_equal_full_batch(mesh, folder):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_simcse_dropout_views_differ_as_in_plain_model(mesh, folder):
+def test_simcse_example_has_dropout_views_and_losses_within_the_range_of_plain_models(mesh, folder):
     losses, alike = ours("simcse", folder(0.1), mesh)
     runs = [plain("simcse", folder(0.1), seed) for seed in SEEDS]
     assert alike[0] < 0.9999
@@ -88,7 +88,9 @@ def test_simcse_dropout_views_differ_as_in_plain_model(mesh, folder):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_monte_carlo_dropout_spread_equals_plain_model(mesh, folder):
+def test_monte_carlo_dropout_example_has_mean_and_spread_within_the_range_of_plain_models(
+    mesh, folder
+):
     mean, spread = ours("mc_dropout", folder(0.1), mesh)
     runs = [plain("mc_dropout", folder(0.1), seed) for seed in SEEDS]
     among(mean, [run[0] for run in runs])

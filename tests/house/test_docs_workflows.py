@@ -38,7 +38,7 @@ def close(found, wanted, tolerance=1e-4):
 
 
 @pytest.mark.slow
-def test_readme_commands_run_after_its_python_blocks(desk):
+def test_readme_commands_run_without_error_after_its_python_blocks(desk):
     (desk.folder / "start.py").write_text(python_of("README.md"))
     desk.type("python start.py")
     lines = [words for words in commands(page("README.md")) if words[0] == "slapo-zoo"]
@@ -95,7 +95,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_mistake_in_a_user_schedule_raises_before_the_model_changes(what):
+def test_invalid_directive_in_a_user_schedule_raises_before_the_model_changes(what):
     """docs/cards.md shows the schedule; a mistake in it raises before the model changes."""
     from torch import nn
 
@@ -179,7 +179,7 @@ def test_killed_hand_written_loop_resumes_from_its_checkpoint(desk):
     assert close(rest, whole[-len(rest) :])
 
 
-def test_docs_page_on_linear_layers_names_reading_sharding_backward_and_saving():
+def test_docs_page_on_sharded_linears_mentions_loading_backward_and_saving():
     """The page covers reading slices, forward, backward and saving; test_readme.py runs its code."""
     text = page("docs/how_a_linear_is_sharded.md")
     for word in ("safetensors", "from_pretrained", "backward", "save_pretrained", "bit for bit"):

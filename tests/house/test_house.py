@@ -13,7 +13,7 @@ VAGUE = {"utils", "util", "helpers", "common", "misc"}
 EVERYTHING = (*CODE, "hub_cards", "tests", "ci")
 
 
-def test_source_files_are_short_and_not_vaguely_named():
+def test_source_files_have_at_most_400_lines_and_no_vague_names():
     long = [
         f"{label(path)}: {lines(path)}" for path in files(*EVERYTHING) if lines(path) > MOST_LINES
     ]
@@ -22,7 +22,7 @@ def test_source_files_are_short_and_not_vaguely_named():
     assert not vague, f"name these after what they hold: {vague}"
 
 
-def test_median_file_length_stays_small():
+def test_median_length_of_source_files_is_below_its_limit():
     median = statistics.median(lines(path) for path in files(*CODE))
     assert median <= 120, f"the median file has {median} lines"
 
@@ -43,7 +43,7 @@ def test_package_root_contains_only_subpackages_and_errors():
     assert loose == {"__init__.py", "errors.py"}, "every other module belongs into a package"
 
 
-def test_package_docstrings_state_contents_and_imports():
+def test_package_docstrings_state_what_the_package_imports():
     packages = (ROOT / "slapo_zoo").glob("*/__init__.py")
     silent = [label(p) for p in packages if "mports" not in (ast.get_docstring(tree(p)) or "")]
     assert not silent, f"say what lives there and what it imports: {silent}"

@@ -39,7 +39,9 @@ def embed(weight, padding_idx, ids, upstream):
 @pytest.mark.parametrize("padding_idx", [None, 0, "last", "edge"])
 @pytest.mark.parametrize("size", [5, 99, 50257])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_vocab_parallel_embedding_is_right_for_every_id_on_every_rank(n, size, padding_idx, ranks):
+def test_vocab_parallel_embedding_equals_the_plain_embedding_for_every_token_id(
+    n, size, padding_idx, ranks
+):
     """Every id of the vocabulary is tested, forward and backward: ten random ids hardly ever show the defect."""
     share = -(-size // n)
     padding_idx = {"last": size - 1, "edge": min(share, size - 1)}.get(padding_idx, padding_idx)
@@ -60,7 +62,7 @@ def test_vocab_parallel_embedding_is_right_for_every_id_on_every_rank(n, size, p
 # --- sizes and divisions -------------------------------------------------------------------------
 
 
-def test_shard_on_axis_0_keeps_in_features_of_linear():
+def test_shard_of_a_linear_weight_changes_only_the_feature_count_of_its_axis():
     sch = Schedule(nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20)), Mesh(tp=2))
     columns, rows = sch["0"].shard("weight", 0).mod, sch["1"].shard("weight", 1).mod
     assert (columns.out_features, columns.in_features) == (15, 20)
@@ -69,7 +71,7 @@ def test_shard_on_axis_0_keeps_in_features_of_linear():
 
 @pytest.mark.parametrize("second", [0, 1])
 @pytest.mark.parametrize("n", [1, 2])
-def test_sharding_a_weight_twice_is_refused(second, n):
+def test_shard_of_an_already_sharded_weight_is_refused(second, n):
     sch = Schedule(nn.Sequential(nn.Linear(8, 8)), Mesh(tp=n))
     sch["0"].shard("weight", 0)
     with pytest.raises(ScheduleError, match="sharded already, by shard"):
@@ -87,7 +89,7 @@ class Tied(nn.Module):
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")  # never run
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("on_meta", [False, True])
-def test_build_keeps_weights_tied(on_meta, n):
+def test_build_of_a_sharded_schedule_keeps_embedding_and_head_tied(on_meta, n):
     with slapo_zoo.init_empty_weights(enable=on_meta):
         sch = slapo_zoo.create_schedule(Tied(), mesh=Mesh(tp=n))
     sch["embed"].shard("weight", 0)
@@ -104,7 +106,7 @@ def scaled(x, slope=1.0):
     return functional.gelu(x) * slope
 
 
-def test_function_with_default_argument_replaces_a_subgraph():
+def test_subgraph_replaced_by_a_function_with_a_default_argument_keeps_the_logits():
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     layer = sch["bert.encoder.layer.0.intermediate"]
     layer.trace(flatten=True)
@@ -117,7 +119,7 @@ def test_function_with_default_argument_replaces_a_subgraph():
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5"])
-def test_eval_mode_disables_all_dropout(family):
+def test_model_in_eval_mode_applies_no_dropout(family):
     """eval() also disables dropout in a graph that was traced, grouped and recomputed in train mode."""
     sch, plain = Schedule(tiny_model(family).train()), tiny_model(family)
     block = {"bert": "bert.encoder.layer.0", "gpt2": "transformer.h.0"}.get(
@@ -135,7 +137,7 @@ def test_eval_mode_disables_all_dropout(family):
 
 
 @pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh"])
-def test_erf_and_tanh_gelu_are_distinguished(name):
+def test_schedule_and_fused_pattern_keep_the_erf_or_tanh_variant_of_gelu(name):
     """The two GELUs differ by up to 5e-4: the zoo and a fused pattern keep the model's own."""
     x = torch.linspace(-4, 4, 101)
     exact, tanh = functional.gelu(x), functional.gelu(x, approximate="tanh")
@@ -177,7 +179,7 @@ def parallel_loss(weight, x, labels, options):
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"ignore_index": 5}, {}], ids=str)
 @pytest.mark.parametrize("n", [2, 4])
-def test_vocab_parallel_loss_supports_smoothing_and_ignored_labels(n, options, ranks):
+def test_vocab_parallel_loss_with_smoothing_and_ignored_labels_equals_torch(n, options, ranks):
     """Label smoothing over the local vocabulary alone is off by 0.04; counting -100 as a target gives a wrong loss."""
     weight, x = torch.randn(11, 4), torch.randn(6, 4)
     labels = LABELS.masked_fill(LABELS == -100, options.get("ignore_index", -100))
@@ -203,7 +205,7 @@ def two_inputs(x, y):
     return sch["0"].mod(x.chunk(2)[dist.get_rank()], y, scale=2.0)
 
 
-def test_collective_before_a_forward_changes_only_its_first_argument(ranks):
+def test_collective_before_a_forward_changes_only_the_first_argument_of_the_forward(ranks):
     x, y = torch.randn(4, 3), torch.randn(4, 3)
     for found in ranks.run(two_inputs, 2, x, y):
         torch.testing.assert_close(found, (x * y).sum() * 2)
@@ -217,7 +219,7 @@ def resharded(x):
     return x.grad
 
 
-def test_reshard_is_differentiable(ranks):
+def test_reshard_of_a_sharded_tensor_has_the_gradient_of_the_full_tensor(ranks):
     """One form is tested here; tests/language/primitives/test_sync.py tests values and gradients of all forms."""
     x = torch.randn(4, 6)
     for grad in ranks.run(resharded, 2, x):

@@ -175,7 +175,7 @@ def test_ci_scripts_have_no_circular_imports():
     assert not (left := without_ends(below)), f"these scripts import each other: {left}"
 
 
-def test_contributing_page_lists_the_import_layers():
+def test_contributing_page_lists_the_import_layers_of_the_package():
     """CONTRIBUTING.md prints this list, top floor first."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     shown = re.findall(r"^ +(\d+)  ([a-z.]+(?: \| [a-z.]+)?)(?: |$)", text, re.MULTILINE)
@@ -184,7 +184,7 @@ def test_contributing_page_lists_the_import_layers():
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_root_folders_do_not_shadow_packages(name):
+def test_root_folders_without_init_files_do_not_shadow_installed_packages(name):
     """With an `__init__.py`, ./kernels would hide the package `kernels` that transformers imports."""
     assert not (ROOT / name / "__init__.py").exists()
     link = ROOT / LINKED[name] / name

@@ -33,7 +33,7 @@ def test_import_slapo_zoo_loads_no_heavy_package():
     assert not heavy, f"`import slapo_zoo` also imports {heavy}; import them where they are used"
 
 
-def test_mesh_and_paths_import_without_torch():
+def test_mesh_and_placement_modules_import_without_torch():
     """Ranks of a mesh can be computed without torch, so a laptop can plan for a cluster."""
     loaded = modules_after(
         "import slapo_zoo.parallel.mesh, slapo_zoo.parallel.paths, slapo_zoo.parallel.placement"

@@ -88,12 +88,12 @@ def command(words, folder, server):
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_python_blocks_of_a_page_run(name, ran):
+def test_python_blocks_of_every_docs_page_run_without_error(name, ran):
     code, said, _ = ran(name)
     assert code == 0, said
 
 
-def test_ci_run_commands_of_the_readme_exist():
+def test_ci_run_commands_named_in_the_readme_exist():
     spec = importlib.util.spec_from_file_location("ci_run", ROOT / "ci" / "run.py")
     run = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(run)
@@ -106,7 +106,7 @@ SLAPO_ZOO_LINES = [words[1:] for words in commands(README) if words[0] == "slapo
 
 
 @pytest.mark.parametrize("words", SLAPO_ZOO_LINES, ids=" ".join)
-def test_command_lines_of_the_readme_have_help_and_options(words, tmp_path, pages_server):
+def test_slapo_zoo_commands_in_the_readme_exist_with_their_options(words, tmp_path, pages_server):
     """The subcommand has a help page, and it lists every option that the README uses."""
     said = command([words[0], "--help"], tmp_path, pages_server)
     for option in (word.partition("=")[0] for word in words if word.startswith("--")):
@@ -117,7 +117,7 @@ SLOW_PAGES = [pytest.param(name, marks=pytest.mark.slow) for name in ("index.md"
 
 
 @pytest.mark.parametrize("name", ["cards.md", *SLOW_PAGES])
-def test_commands_of_a_page_run(name, tmp_path, pages_server):
+def test_slapo_zoo_commands_on_docs_pages_run_without_error(name, tmp_path, pages_server):
     text = page(f"docs/{name}")
     if name == "index.md":  # its first block makes the checkpoint
         _, first = next(blocks("python", text))
@@ -130,7 +130,7 @@ def test_commands_of_a_page_run(name, tmp_path, pages_server):
 
 
 @pytest.mark.slow
-def test_training_page_commands_run(tmp_path):
+def test_commands_on_the_training_page_run_without_error(tmp_path):
     """Run the page: its Python makes model and data, its YAML is the configuration, its commands train."""
     whole = page("docs/training.md")
     ((_, first),) = blocks("python", whole)
@@ -151,7 +151,9 @@ def test_training_page_commands_run(tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, pytest.param(99, marks=pytest.mark.slow)])
-def test_readme_blocks_and_commands_run_in_an_empty_folder(most, ran, pages_server):
+def test_readme_code_blocks_and_commands_run_in_an_empty_folder_without_error(
+    most, ran, pages_server
+):
     """Run the README's commands, in order, where its Python blocks ran; other tests run the commands of a checkout."""
     code, said, folder = ran("README.md")
     assert code == 0, said
@@ -159,11 +161,11 @@ def test_readme_blocks_and_commands_run_in_an_empty_folder(most, ran, pages_serv
         command(words, folder, pages_server)
 
 
-def test_readme_is_short():
+def test_readme_has_at_most_1600_words():
     assert len(README.split()) <= 1600
 
 
-def test_committed_pictures_equal_those_drawn_by_the_code():
+def test_committed_svg_pictures_equal_those_drawn_by_the_code():
     spec = importlib.util.spec_from_file_location("pictures", ROOT / "ci" / "pictures.py")
     drawn = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(drawn)
@@ -202,18 +204,18 @@ def test_engines_page_names_tests_that_exist_and_run_by_default():
             assert named_tests(file).get(name) == set(), f"{file}::{name}"
 
 
-def test_tests_named_by_the_pages_exist():
+def test_tests_named_by_the_docs_pages_exist():
     for text in (README, page("docs/engines.md"), page("docs/families.md")):
         for file, name in re.findall(r"`(test_\w+\.py)::(\w+)`", text):
             assert name in named_tests(file), f"{file}::{name}"
 
 
-def test_internal_links_of_the_pages_resolve():
+def test_internal_links_of_the_docs_pages_resolve():
     for target in re.findall(r"\]\((?!https?://|#)([^)#]+)", README):
         assert (ROOT / target).exists(), f"README.md points at {target}, which is not there"
 
 
-def test_messages_on_the_troubleshooting_page_occur_in_the_code():
+def test_error_messages_on_the_troubleshooting_page_occur_in_the_code():
     """Each message that the page quotes, and that people search for, occurs in the code."""
     messages = re.findall(r"^\| `([^`]+)` \|", page("docs/troubleshooting.md"), re.MULTILINE)
     assert len(messages) > 10
@@ -222,7 +224,7 @@ def test_messages_on_the_troubleshooting_page_occur_in_the_code():
     assert [text for text in messages if text not in code] == []
 
 
-def test_training_steps_page_shows_the_measured_numbers():
+def test_docs_page_on_step_times_shows_the_committed_measurements():
     spec = importlib.util.spec_from_file_location("step_page", ROOT / "ci" / "step_page.py")
     steps = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(steps)

@@ -29,35 +29,35 @@ class Defect:
 
 ALL = [
     Defect("vocabulary: an id at the edge of a shard", SHARD, "(input >= self.stop)",
-           "(input > self.stop)", f"{DEFECTS}::test_vocab_parallel_embedding_is_right_for_every_id_on_every_rank"),
+           "(input > self.stop)", f"{DEFECTS}::test_vocab_parallel_embedding_equals_the_plain_embedding_for_every_token_id"),
     Defect("vocabulary: ids of later ranks are not moved", SHARD, "ids = (input - self.start)",
-           "ids = input.clamp(max=self.stop - self.start - 1)", f"{DEFECTS}::test_vocab_parallel_embedding_is_right_for_every_id_on_every_rank"),
+           "ids = input.clamp(max=self.stop - self.start - 1)", f"{DEFECTS}::test_vocab_parallel_embedding_equals_the_plain_embedding_for_every_token_id"),
     Defect("axis 0 changes in_features", SHARD, '{0: "out_features", 1: "in_features"}',
-           '{0: "in_features", 1: "out_features"}', f"{DEFECTS}::test_shard_on_axis_0_keeps_in_features_of_linear"),
+           '{0: "in_features", 1: "out_features"}', f"{DEFECTS}::test_shard_of_a_linear_weight_changes_only_the_feature_count_of_its_axis"),
     Defect("a double shard is accepted", SHARD, "if earlier := site.placed(self.param_name):",
-           "if (earlier := site.placed(self.param_name)) and not earlier:", f"{DEFECTS}::test_sharding_a_weight_twice_is_refused"),
+           "if (earlier := site.placed(self.param_name)) and not earlier:", f"{DEFECTS}::test_shard_of_an_already_sharded_weight_is_refused"),
     Defect("ties come apart when they are sharded", SHARD, "names = site.state.set_parameter(old, nn.Parameter(part, old.requires_grad))",
-           "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_keeps_weights_tied"),
+           "setattr(site.module, self.param_name, nn.Parameter(part, old.requires_grad))", f"{DEFECTS}::test_build_of_a_sharded_schedule_keeps_embedding_and_head_tied"),
     Defect("ties come apart when they get values", "slapo_zoo/model/load/build.py", "if id(module._parameters[n]) not in tied]",
-           "]; tied.clear()", f"{DEFECTS}::test_build_keeps_weights_tied"),
+           "]; tied.clear()", f"{DEFECTS}::test_build_of_a_sharded_schedule_keeps_embedding_and_head_tied"),
     Defect("a default counts as an input", "slapo_zoo/language/graph/insert.py", "if p.default is p.empty]",
-           "]", f"{DEFECTS}::test_function_with_default_argument_replaces_a_subgraph"),
+           "]", f"{DEFECTS}::test_subgraph_replaced_by_a_function_with_a_default_argument_keeps_the_logits"),
     Defect("dropout in eval", "slapo_zoo/language/primitives/fork_rng.py", "if not module.training or module.p == 0.0:\n            return input",
-           "if module.p == 0.0:\n            return input", f"{DEFECTS}::test_eval_mode_disables_all_dropout"),
+           "if module.p == 0.0:\n            return input", f"{DEFECTS}::test_model_in_eval_mode_applies_no_dropout"),
     Defect("dropout in eval of a graph", "slapo_zoo/language/graph/modes.py", "both = (mine, theirs) if training else (theirs, mine)",
            "both = (mine, mine)", "tests/language/graph"),
     Defect("tanh for erf", "slapo_zoo/language/graph/canonical.py", 'IGNORED = {"_stacklevel",',
-           'IGNORED = {"_stacklevel", "approximate",', f"{DEFECTS}::test_erf_and_tanh_gelu_are_distinguished"),
+           'IGNORED = {"_stacklevel", "approximate",', f"{DEFECTS}::test_schedule_and_fused_pattern_keep_the_erf_or_tanh_variant_of_gelu"),
     Defect("the parallel loss drops label smoothing", LOGITS, '{"ignore_index": ignore_index, "label_smoothing": label_smoothing}',
-           '{"ignore_index": ignore_index}', f"{DEFECTS}::test_vocab_parallel_loss_supports_smoothing_and_ignored_labels"),
+           '{"ignore_index": ignore_index}', f"{DEFECTS}::test_vocab_parallel_loss_with_smoothing_and_ignored_labels_equals_torch"),
     Defect("the parallel loss smooths over local classes", LOSS, "row_losses(whole, target >= 0, smoothing, vocab_size)",
-           "row_losses(whole, target >= 0, smoothing, logits.shape[1])", f"{DEFECTS}::test_vocab_parallel_loss_supports_smoothing_and_ignored_labels"),
+           "row_losses(whole, target >= 0, smoothing, logits.shape[1])", f"{DEFECTS}::test_vocab_parallel_loss_with_smoothing_and_ignored_labels_equals_torch"),
     Defect("the parallel loss counts ignored labels", LOSS, "number = counts.sum()\n    return torch.where(number",
-           "number = torch.tensor(len(counts))\n    return torch.where(number", f"{DEFECTS}::test_vocab_parallel_loss_supports_smoothing_and_ignored_labels"),
+           "number = torch.tensor(len(counts))\n    return torch.where(number", f"{DEFECTS}::test_vocab_parallel_loss_with_smoothing_and_ignored_labels_equals_torch"),
     Defect("a pre-hook drops the other arguments", SYNC, "return (*args[:i], op(value), *args[i + 1 :]), kwargs",
-           "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_collective_before_a_forward_changes_only_its_first_argument"),
+           "return (*args[:i], op(value)), kwargs", f"{DEFECTS}::test_collective_before_a_forward_changes_only_the_first_argument_of_the_forward"),
     Defect("a reshard without a gradient", "slapo_zoo/language/primitives/sync_reshard.py", "return collectives.all_to_all(x, target, source, group)",
-           "return collectives.all_to_all(x.detach(), target, source, group)", f"{DEFECTS}::test_reshard_is_differentiable"),
+           "return collectives.all_to_all(x.detach(), target, source, group)", f"{DEFECTS}::test_reshard_of_a_sharded_tensor_has_the_gradient_of_the_full_tensor"),
     Defect("a switched off Verify runs the model", "slapo_zoo/verify/context.py", "if self.enable:",
            "if self.sch is not None:", f"{CONTEXT}::test_disabled_verify_changes_nothing"),
 ]  # fmt: skip
@@ -85,7 +85,7 @@ def run_test(sources, test):
     return subprocess.run(command, cwd=sources, env=env, capture_output=True, text=True, check=False)  # fmt: skip
 
 
-def test_source_line_that_each_reintroduced_defect_changes_occurs_once():
+def test_source_line_changed_by_each_reintroduced_defect_occurs_once_in_its_file():
     """Runs by default, so that a defect whose source line moved is noticed at once."""
     for defect in ALL:
         assert (ROOT / defect.file).read_text().count(defect.right) == 1, defect.name
@@ -93,7 +93,7 @@ def test_source_line_that_each_reintroduced_defect_changes_occurs_once():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", ALL, ids=lambda d: d.name.replace(" ", "-"))
-def test_reintroduced_defect_fails_its_test(defect, sources):
+def test_source_with_a_reintroduced_defect_fails_the_test_listed_for_it(defect, sources):
     file = sources / defect.file
     right = file.read_text()
     file.write_text(right.replace(defect.right, defect.wrong))

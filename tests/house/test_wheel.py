@@ -29,7 +29,7 @@ def names_of(requirements):
 DIRECT = names_of(PROJECT["project"]["dependencies"])
 
 
-def test_package_has_few_required_dependencies():
+def test_required_dependencies_stay_within_their_limit_and_include_no_engine():
     assert len(DIRECT) <= MOST_DEPENDENCIES, sorted(DIRECT)
     engines = names_of(r for extra in EXTRAS for r in EXTRAS[extra] if extra != "dev") - DIRECT
     assert not DIRECT & engines
@@ -57,7 +57,7 @@ def test_every_imported_package_is_a_dependency_or_in_an_extra():
     assert not strange, strange
 
 
-def test_train_command_needs_one_extra():
+def test_imports_of_the_train_command_are_covered_by_the_train_extra():
     """`slapo-zoo train` on tables, with trackers: docs/training.md."""
     train = DIRECT | names_of(EXTRAS["train"])
     cli = {path.name for path in files("slapo_zoo/cli", "slapo_zoo/data")}

@@ -70,7 +70,7 @@ def trains_on(out, tp, pp, dp):
     [(1, 1, 1), (2, 2, 1), (1, 1, 2), pytest.param(2, 1, 1, marks=pytest.mark.slow)],
     ids=str,
 )
-def test_async_save_writes_the_state_at_the_call(ranks, tmp_path, tp, pp, dp):
+def test_async_save_writes_the_weights_held_when_it_was_called(ranks, tmp_path, tp, pp, dp):
     was_done, changed = ranks.run(trains_on, tp * pp * dp, tmp_path, tp, pp, dp)[0]
     assert not was_done
     names = [{path.name for path in (tmp_path / kind).iterdir()} for kind in ("sync", "async")]
@@ -122,7 +122,7 @@ def shut_down(out):
     return (out / "training_state.json").exists()
 
 
-def test_shutdown_waits_for_async_save(ranks, tmp_path):
+def test_process_group_shutdown_waits_for_a_running_async_save(ranks, tmp_path):
     assert ranks.run(shut_down, 2, tmp_path / "out") == [True, True]
     model, _ = make(1, 1)
     assert load_checkpoint(model, tmp_path / "out").step == 2

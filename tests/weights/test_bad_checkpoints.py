@@ -239,7 +239,9 @@ def old_bert(tensors):
 @pytest.mark.parametrize(
     ("case", "old"), [(GPT2, old_gpt2), (BERT, old_bert)], ids=["gpt2", "bert"]
 )
-def test_checkpoints_with_old_key_names_load(case, old, tp, pp, folders, threads):
+def test_checkpoint_with_old_key_names_loads_with_the_logits_of_transformers(
+    case, old, tp, pp, folders, threads
+):
     name = "gpt2" if case is GPT2 else "bert"
     folder, batch = folders[name], batch_of(case)
     want, source = logits_of(case.cls, folder, batch), load_file(folder / "model.safetensors")
@@ -279,7 +281,7 @@ def test_checkpoint_whose_tied_head_has_other_values_is_refused(layout, folders,
         torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
 
 
-def test_checkpoint_with_a_tied_tensor_stored_twice_loads(folders):
+def test_checkpoint_with_a_tied_tensor_stored_twice_loads_with_the_logits_of_transformers(folders):
     batch = batch_of(GPT2)
     want = logits_of(GPT2.cls, folders["gpt2"], batch)
     rewrite(folders["gpt2"], lambda t: {**t, "lm_head.weight": t["transformer.wte.weight"].clone()})

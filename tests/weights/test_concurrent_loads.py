@@ -76,7 +76,9 @@ class Writer:
         self.thread.join()
 
 
-def test_load_during_a_save_reads_one_complete_save(tmp_path, monkeypatch):
+def test_load_concurrent_with_a_save_reads_all_weights_from_one_complete_save(
+    tmp_path, monkeypatch
+):
     """A new save is published after the load has read the state: the load reads all of the new save."""
     writer = Writer(tmp_path / "out")
     writer.save()
@@ -153,7 +155,7 @@ def race(out, writers, loads):
 @pytest.mark.parametrize(
     ("writers", "loads"), [(2, 20), pytest.param(1, 40, marks=pytest.mark.slow)]
 )
-def test_concurrent_loads_during_saves_read_one_complete_save(tmp_path, writers, loads):
+def test_several_loads_concurrent_with_saves_each_read_one_complete_save(tmp_path, writers, loads):
     mixed, saves = race(tmp_path / "out", writers, loads)
     assert mixed == 0
     assert saves > 1  # they did meet
@@ -161,7 +163,7 @@ def test_concurrent_loads_during_saves_read_one_complete_save(tmp_path, writers,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("writers", [1, 2])
-def test_five_hundred_loads_during_saves_each_read_one_complete_save(tmp_path, writers):
+def test_five_hundred_loads_concurrent_with_saves_each_read_one_complete_save(tmp_path, writers):
     mixed, saves = race(tmp_path / "out", writers, 500)
     print(f"{writers} writers: {mixed} of 500 loads mixed, {saves} saves seen")
     assert mixed == 0

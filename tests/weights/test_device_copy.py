@@ -31,7 +31,9 @@ def load_onto(device, folder, mesh):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
-def test_tensors_of_any_placement_arrive_equal_through_staging_buffers(tmp_path, monkeypatch, mesh):
+def test_weights_loaded_through_staging_buffers_equal_the_file_for_every_sharding(
+    tmp_path, monkeypatch, mesh
+):
     """The buffers work on the CPU too: `load_tensors` copies through them as it would for a GPU."""
     copies, cpu = [], torch.device("cpu")
     monkeypatch.setattr(
@@ -41,7 +43,7 @@ def test_tensors_of_any_placement_arrive_equal_through_staging_buffers(tmp_path,
     assert copies
 
 
-def test_tensors_are_cast_on_the_way_to_the_device():
+def test_copy_to_the_device_casts_tensors_to_the_parameter_dtype():
     source, target = torch.randn(5, 7)[:, 1:6], torch.empty(5, 5, dtype=torch.bfloat16)
     DeviceCopy(torch.device("cpu"), size=32).fill(target, 1, [source[:, :2], source[:, 2:]])
     assert torch.equal(target, source.bfloat16())
@@ -49,7 +51,7 @@ def test_tensors_are_cast_on_the_way_to_the_device():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
-def test_tensors_copied_to_a_gpu_are_equal(tmp_path, mesh):
+def test_weights_loaded_onto_a_gpu_equal_the_file(tmp_path, mesh):
     load_onto(torch.device("cuda"), tmp_path, mesh)
 
 

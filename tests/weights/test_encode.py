@@ -26,21 +26,21 @@ def there_and_back(value):
 
 
 @given(VALUES)
-def test_python_values_survive_json_encoding(value):
+def test_python_values_are_equal_after_json_encoding_and_decoding(value):
     found = there_and_back(value)
     assert found == value
     assert repr(found) == repr(value)  # 1 == 1.0 == True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.bfloat16])
-def test_small_tensors_survive_json_encoding(dtype):
+def test_small_tensors_are_equal_after_json_encoding_and_decoding(dtype):
     for tensor in (torch.ones((), dtype=dtype), torch.zeros(2, 3, dtype=dtype)):
         found = there_and_back({"step": tensor})["step"]
         assert found.dtype == dtype
         assert torch.equal(found, tensor)
 
 
-def test_counter_and_ordered_dict_survive_json_encoding():
+def test_counter_and_ordered_dict_are_equal_after_json_encoding_and_decoding():
     milestones = there_and_back(Counter({30: 1, 80: 2}))
     assert isinstance(milestones, Counter)
     assert sorted(milestones.elements()) == [30, 80, 80]

@@ -40,7 +40,7 @@ def resave(source, out, size):
     model.save_pretrained(out, max_shard_size=size)
 
 
-def test_save_copies_configs_and_tokenizer_and_keeps_the_shard_size(ranks, source, tmp_path):
+def test_save_writes_configs_and_tokenizer_and_obeys_max_shard_size(ranks, source, tmp_path):
     out, theirs = tmp_path / "out", tmp_path / "theirs"
     ranks.run(resave, 2, source, out, "30KB")
     config = GPT2Config.from_pretrained(source)  # a loaded one would be packed in the files' order
@@ -62,7 +62,9 @@ def test_save_copies_configs_and_tokenizer_and_keeps_the_shard_size(ranks, sourc
     assert again.generation_config.temperature == 0.7
 
 
-def test_save_keeps_an_existing_tokenizer(ranks, source, tmp_path):
+def test_save_does_not_overwrite_an_existing_tokenizer_in_the_target_folder(
+    ranks, source, tmp_path
+):
     shutil.copytree(source, tmp_path / "out")
     (tmp_path / "out" / "tokenizer.json").write_text('{"mine": 1}')
     ranks.run(resave, 2, source, tmp_path / "out", "5GB")
@@ -70,7 +72,9 @@ def test_save_keeps_an_existing_tokenizer(ranks, source, tmp_path):
     assert (tmp_path / "out" / "notes.md").exists()
 
 
-def test_save_into_a_tokenizer_folder_works_and_into_other_files_is_refused(source, tmp_path):
+def test_save_into_a_folder_with_a_tokenizer_succeeds_and_with_unrelated_files_is_refused(
+    source, tmp_path
+):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "tokenizer_config.json").write_text('{"mine": 1}')
     AutoScheduledModel.from_pretrained(source).save_pretrained(tmp_path)
@@ -83,7 +87,7 @@ def test_save_into_a_tokenizer_folder_works_and_into_other_files_is_refused(sour
         AutoScheduledModel.from_pretrained(source).save_pretrained(other)
 
 
-def test_checkpoint_of_only_nan_loads_without_warning(source, tmp_path, recwarn):
+def test_checkpoint_with_only_nan_values_loads_without_warning(source, tmp_path, recwarn):
     folder = shutil.copytree(source, tmp_path / "nan")
     full = load_file(folder / "model.safetensors")
     save_file(

@@ -54,7 +54,7 @@ def test_weight_files_in_a_subfolder_are_read(tmp_path):
         assert folder.view("a").tolist() == [1, 1]
 
 
-def test_absent_file_of_the_index_is_refused(two_files):
+def test_weight_file_listed_in_the_index_but_absent_is_refused(two_files):
     (two_files / B).unlink()
     with pytest.raises(WeightsError, match=rf"{B}.* 1 tensors in this file, but it is not there"):
         open_checkpoint(two_files)
@@ -64,7 +64,7 @@ def test_absent_file_of_the_index_is_refused(two_files):
     "name",
     ["../secret.safetensors", "/etc/passwd", "a/../../x", "C:x", "..\\x", "", "x\0y"],
 )
-def test_index_with_names_outside_the_folder_is_refused(two_files, name):
+def test_weight_index_that_names_files_outside_the_folder_is_refused(two_files, name):
     write_index(two_files, {"a": name})
     with pytest.raises(WeightsError, match="expected a name inside the folder"):
         open_checkpoint(two_files)
@@ -83,7 +83,7 @@ def test_symlinks_out_of_the_checkpoint_folder_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", A])
-def test_circular_symlinks_in_a_checkpoint_are_refused(two_files, name):
+def test_checkpoint_with_circular_symlinks_is_refused(two_files, name):
     (two_files / name).unlink(missing_ok=True)
     (two_files / name).symlink_to("circle")
     (two_files / "circle").symlink_to(name)
@@ -93,7 +93,7 @@ def test_circular_symlinks_in_a_checkpoint_are_refused(two_files, name):
         open_checkpoint(two_files / "circle")
 
 
-def test_symlinks_within_the_hub_cache_are_followed(tmp_path):
+def test_checkpoint_symlinks_within_the_hub_cache_are_followed(tmp_path):
     repo = tmp_path / "models--org--name"
     snapshot = repo / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
@@ -116,7 +116,7 @@ def test_named_pipe_in_a_checkpoint_folder_is_refused_without_hanging(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_index_that_disagrees_with_its_files_is_refused(two_files):
+def test_weight_index_that_disagrees_with_the_tensors_in_its_files_is_refused(two_files):
     write_index(two_files, {"a": A, "b": B, "c": B})
     folder = open_checkpoint(two_files)
     with pytest.raises(WeightsError, match=r"'c'.*which does not hold it"):
@@ -140,7 +140,7 @@ def test_index_that_disagrees_with_its_files_is_refused(two_files):
         ('{"weight_map": {"a": "x", "a": "y"}}', "expected one file"),
     ],
 )
-def test_malformed_index_is_refused(tmp_path, text, problem):
+def test_malformed_weight_index_json_is_refused(tmp_path, text, problem):
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(WeightsError, match=problem):
         open_checkpoint(tmp_path)
@@ -176,7 +176,7 @@ def test_pickle_weight_file_is_refused_unless_allowed(tmp_path, new_format):
         assert not folder.view("b").requires_grad
 
 
-def test_indexed_pickle_checkpoint_loads(tmp_path):
+def test_pickle_checkpoint_with_an_index_loads_only_with_allow_pickle(tmp_path):
     torch.save({"a": torch.ones(1)}, tmp_path / "x.bin")
     text = json.dumps({"weight_map": {"a": "x.bin"}})
     (tmp_path / "pytorch_model.bin.index.json").write_text(text)
@@ -199,7 +199,7 @@ def test_pickle_of_anything_but_tensors_is_refused(tmp_path, capsys, state):
     assert capsys.readouterr().out == ""
 
 
-def test_malformed_pickle_is_refused(tmp_path):
+def test_malformed_pickle_weight_file_is_refused(tmp_path):
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 nonsense")
     with pytest.raises(WeightsError, match="no plain state dict"):
         open_checkpoint(tmp_path, allow_pickle=True)

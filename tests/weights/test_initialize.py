@@ -20,7 +20,7 @@ def bart(**changes):
     return config
 
 
-def test_parameters_outside_the_blocks_are_initialized(monkeypatch):
+def test_parameters_outside_the_transformer_blocks_are_initialized_as_in_transformers(monkeypatch):
     """`final_logits_bias` belongs to the model itself; it must not keep values of freed memory."""
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty(*a, **k).fill_(7))
@@ -45,7 +45,7 @@ class Held(torch.nn.Module):
             torch.nn.init.uniform_(module.scale)
 
 
-def test_parameter_outside_the_blocks_is_initialized_once_from_the_seed():
+def test_parameter_outside_the_transformer_blocks_is_initialized_from_the_seed():
     def drawn(seed):
         found = {}
         names = {"scale", "block.weight", "block.bias"}
@@ -64,13 +64,13 @@ def test_tensor_without_an_initializer_is_refused_and_named():
 
 
 @pytest.mark.parametrize("name", ["encoder_layerdrop", "decoder_layerdrop"])
-def test_layerdrop_with_several_pipeline_stages_is_refused(name):
+def test_config_with_layerdrop_is_refused_with_several_pipeline_stages(name):
     with pytest.raises(MeshError, match=rf"{name} with pp=2.*expected 0"):
         Assembly(bart(**{name: 0.1}), None, Mesh(pp=2), torch.float32, BuildOptions())
     AutoScheduledModel.from_config(bart(**{name: 0.1}))
 
 
-def test_weight_set_by_the_constructor_keeps_its_value():
+def test_from_config_keeps_a_weight_value_that_the_model_constructor_sets():
     """CLIP's logit_scale is set by the constructor, not by `_init_weights` of transformers."""
     model = AutoScheduledModel.from_config(tiny_config(HEADS["clip"][0])[0], seed=0)
     scale = dict(model.named_parameters())["logit_scale"]
@@ -94,7 +94,7 @@ class Tables(torch.nn.Module):
                 getattr(module, name).fill_(1)
 
 
-def test_buffer_without_an_initializer_in_any_enclosing_model_is_refused():
+def test_buffer_that_no_enclosing_model_initializes_is_refused():
     """A buffer that nothing sets would hold values of freed memory, so it is refused."""
     outer = Tables()
     outer.inner = Tables("own")

@@ -50,7 +50,7 @@ def saved(source, tmp_path_factory):
     return out, made, optimizer
 
 
-def test_combined_checksums_equal_zlib_crc_of_all_bytes():
+def test_checksums_of_column_slices_combine_to_the_zlib_crc32_of_all_bytes():
     draw = random.Random(1)
     data = draw.randbytes(37 * 1000)
     for columns in ((0, 1000), (0, 300, 600, 900, 1000), (0, 1, 999, 1000)):
@@ -69,7 +69,7 @@ def save_divided(folder, tp, pp, dp):
     save_folder(folder, specs, local_tensors(specs, full, mesh), mesh, max_shard_size=300)
 
 
-def test_slice_checksums_of_all_ranks_combine_to_full_tensor_checksums(ranks, tmp_path):
+def test_checksums_saved_by_several_ranks_equal_those_of_the_unsharded_tensors(ranks, tmp_path):
     ranks.run(save_divided, 4, tmp_path / "out", 2, 2, 1)
     count, found = damages_of(tmp_path / "out")
     assert count > 5

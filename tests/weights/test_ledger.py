@@ -23,14 +23,14 @@ def growth_of_a_block():
     return peak.growth
 
 
-def test_load_ledger_peak_includes_memory_released_later(ranks):
+def test_memory_peak_reported_by_a_load_includes_memory_released_later(ranks):
     """Measured in a worker process: memory that the test process frees meanwhile would be subtracted."""
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")
     assert 32 * MIB <= ranks.run(growth_of_a_block, 1)[0] < 96 * MIB
 
 
-def test_load_ledger_without_proc_filesystem_reports_0(monkeypatch, tmp_path):
+def test_memory_peak_reported_without_a_proc_filesystem_is_0(monkeypatch, tmp_path):
     monkeypatch.setattr(ledger, "SMAPS", tmp_path / "none")
     monkeypatch.setattr(ledger, "STATM", tmp_path / "none")
     assert anonymous_bytes() == 0
@@ -39,7 +39,7 @@ def test_load_ledger_without_proc_filesystem_reports_0(monkeypatch, tmp_path):
     assert peak.growth == 0
 
 
-def test_load_ledger_prints_its_reads_in_one_line():
+def test_load_report_prints_tensors_bytes_and_files_read_in_one_line():
     text = str(Ledger(12, 1_500_000, 3_000, 1, 0.25, 10**10, ["score.weight"], []))
     assert text == (
         "12 tensors, 1.5 MB read from 1 file in 0.25 s into 3.0 KB; peak anonymous +10.0 GB; "

@@ -39,7 +39,7 @@ def placed(draw):
 
 @settings(max_examples=80, deadline=None)
 @given(placed())
-def test_loaded_slices_equal_slices_of_the_full_tensor(case):
+def test_loaded_shard_equals_the_slice_of_the_full_tensor(case):
     shape, placement, mesh = case
     full = torch.randn(shape)
     expected = cut(full, placement, mesh)
@@ -57,7 +57,7 @@ def test_loaded_slices_equal_slices_of_the_full_tensor(case):
 
 
 @pytest.mark.parametrize("mesh", [Mesh(2, 2, rank=r) for r in range(4)], ids=lambda m: m.rank)
-def test_tensors_of_every_placement_load(tmp_path, mesh):
+def test_load_of_every_kind_of_sharding_gives_the_slices_of_the_full_tensors(tmp_path, mesh):
     specs, full = model()
     save_file(full, tmp_path / "model.safetensors")
     expected = local_tensors(specs, full, mesh)
@@ -83,7 +83,7 @@ def test_loaded_tensors_are_cast_to_the_parameter_dtype(tmp_path):
     assert loaded.bytes_read == 4 * 3 * 4
 
 
-def test_load_reports_all_problems_and_changes_nothing(tmp_path):
+def test_load_with_several_errors_reports_all_and_changes_no_parameter(tmp_path):
     tensors = {"a": torch.ones(4), "b": torch.ones(3, 2), "q": torch.ones(2).to(torch.int8)}
     save_file(tensors, tmp_path / "model.safetensors")
     locals_ = {name: torch.zeros(2) for name in "abcqls"}
@@ -103,7 +103,7 @@ def test_load_reports_all_problems_and_changes_nothing(tmp_path):
     assert all(local.sum() == 0 for local in locals_.values())
 
 
-def test_load_lists_all_axes_that_do_not_divide(tmp_path):
+def test_load_error_lists_all_tensor_axes_that_the_mesh_does_not_divide(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
     targets = {f"t{i}": Target(torch.zeros(1), (3,), SPLIT) for i in range(30)}
     with open_checkpoint(tmp_path) as folder, pytest.raises(WeightsError) as caught:
@@ -113,7 +113,7 @@ def test_load_lists_all_axes_that_do_not_divide(tmp_path):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-def test_load_makes_no_extra_copy(tmp_path, axis):
+def test_load_of_a_shard_allocates_no_extra_copy_in_memory(tmp_path, axis):
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")
     placement, mesh = Placement(axis), Mesh(tp=4, rank=1)
@@ -128,7 +128,7 @@ def test_load_makes_no_extra_copy(tmp_path, axis):
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8])
 @pytest.mark.parametrize("axis", [0, 1])
-def test_8_bit_tensors_load_unchanged(tmp_path, dtype, axis):
+def test_tensors_of_8_bit_dtypes_load_bit_equal(tmp_path, dtype, axis):
     full = torch.arange(24, dtype=torch.uint8).view(4, 6).view(dtype)
     save_file({"w": full}, tmp_path / "model.safetensors")
     placement, mesh = Placement(axis), Mesh(tp=2, rank=1)
@@ -140,7 +140,7 @@ def test_8_bit_tensors_load_unchanged(tmp_path, dtype, axis):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_check_finite_warns_about_nan(tmp_path, value, recwarn):
+def test_load_with_check_finite_warns_of_tensors_with_nan_or_infinity(tmp_path, value, recwarn):
     save_file({"a": torch.ones(2), "b": torch.full((3,), value)}, tmp_path / "model.safetensors")
     targets = {name: Target(torch.zeros(n), (n,)) for name, n in (("a", 2), ("b", 3))}
     source = {"a": "a", "b": "b"}
@@ -185,7 +185,7 @@ def test_load_shows_no_progress_bar_in_a_log_file(tmp_path, monkeypatch, capsys)
     assert capsys.readouterr() == ("", "")
 
 
-def test_parse_size_reads_units_and_refuses_words():
+def test_parse_size_converts_byte_units_and_refuses_words():
     assert [parse_size(size, "x") for size in ("8GB", "2 GiB", "100b", 5, None)] == [
         8 * 10**9, 2 * 2**30, 100, 5, None,
     ]  # fmt: skip

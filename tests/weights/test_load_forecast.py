@@ -39,7 +39,7 @@ def load(folder, tp, pp, dp):
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
-def test_load_plan_lists_the_bytes_that_a_load_reads(threads, folder, sizes):
+def test_load_plan_predicts_the_bytes_that_each_rank_reads(threads, folder, sizes):
     found = threads.run(load, sizes[0] * sizes[1] * sizes[2], folder, *sizes)
     plan = plan_weights(folder, *sizes)
     tp, _, dp = sizes
@@ -51,7 +51,7 @@ def test_load_plan_lists_the_bytes_that_a_load_reads(threads, folder, sizes):
     assert plan.missing == plan.unexpected == []
 
 
-def test_load_plan_reads_no_weights(folder, monkeypatch):
+def test_load_plan_is_made_without_reading_weights(folder, monkeypatch):
     def refuse(*args):
         raise AssertionError("a weight was read")
 

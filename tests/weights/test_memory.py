@@ -49,7 +49,7 @@ def on_a_rank(folder):
     return mapped, same_loads, kept, model.ledger.mapped, model.ledger.bytes_read
 
 
-def test_row_shards_stay_memory_mapped_and_column_shards_are_copied(ranks, source):
+def test_weights_sharded_by_rows_stay_memory_mapped_and_column_shards_are_copied(ranks, source):
     sizes = {
         name: tensor.nbytes for name, tensor in load_file(source / "model.safetensors").items()
     }
@@ -71,7 +71,7 @@ def test_row_shards_stay_memory_mapped_and_column_shards_are_copied(ranks, sourc
         assert read == (sum(sizes.values()) - norms) // 2 + norms  # mapped bytes count as read
 
 
-def test_memory_mapped_weights_and_their_file_do_not_change_each_other(source, tmp_path):
+def test_memory_mapped_weights_and_their_file_are_independent_of_later_changes(source, tmp_path):
     folder = shutil.copytree(source, tmp_path / "model")
     before = (folder / "model.safetensors").read_bytes()
     model = load(folder)
@@ -89,12 +89,12 @@ def test_memory_mapped_weights_and_their_file_do_not_change_each_other(source, t
     assert load_file(folder / "model.safetensors")[name].abs().max() == 0
 
 
-def test_map_weights_false_reads_all_weights_at_load(source):
+def test_map_weights_false_maps_no_file_and_reads_all_weights_at_load(source):
     assert load(source, map_weights=False).ledger.mapped == []
     assert load(source, dtype="bfloat16").ledger.mapped == []  # another dtype is a copy anyway
 
 
-def test_memory_mapped_tensor_has_storage_of_its_own_size(source):
+def test_memory_mapped_tensor_has_a_storage_of_the_size_of_the_tensor(source):
     model = load(source)
     tensor = model.get_parameter(model.ledger.mapped[-1])
     assert tensor.untyped_storage().nbytes() == tensor.nbytes
@@ -114,7 +114,9 @@ CASES = {  # placement, shape of the target, dtype: whether it may stay in the f
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("odd", [0, 1])
-def test_only_contiguous_plain_tensors_stay_memory_mapped(tmp_path, case, odd):
+def test_tensors_stay_memory_mapped_only_if_contiguous_uncast_and_mapping_was_requested(
+    tmp_path, case, odd
+):
     placement, shape, dtype, expected = CASES[case]
     full = {"a": torch.ones(odd, dtype=torch.int8), "w": torch.randn(SIDE, SIDE)}
     save_file(full, tmp_path / "model.safetensors")
@@ -133,7 +135,7 @@ def test_only_contiguous_plain_tensors_stay_memory_mapped(tmp_path, case, odd):
 
 
 @pytest.mark.parametrize("count", [0, 1, LEAST_MAPPED, LARGE_PAGE, LARGE_PAGE + 2])
-def test_newly_allocated_tensor_is_writable(count):
+def test_newly_allocated_parameter_memory_is_writable(count):
     tensor = fresh_like(
         torch.empty(count // 2, dtype=torch.bfloat16, device="meta"), torch.device("cpu")
     )
@@ -142,6 +144,6 @@ def test_newly_allocated_tensor_is_writable(count):
     assert not tensor.requires_grad
 
 
-def test_allocation_works_on_a_system_without_huge_pages(monkeypatch):
+def test_allocation_of_large_tensors_succeeds_on_a_system_without_huge_pages(monkeypatch):
     monkeypatch.delattr("mmap.MADV_HUGEPAGE")
     assert fresh_like(torch.ones(3, LARGE_PAGE)).shape == (3, LARGE_PAGE)

@@ -18,14 +18,14 @@ def bare(names):
     return [name.removeprefix("transformer.") for name in names]
 
 
-def test_old_gpt2_keys_without_prefix_match_and_mask_buffers_are_ignored():
+def test_old_gpt2_keys_without_prefix_map_to_model_names_and_mask_buffers_are_ignored():
     found = [*bare(GPT2), "h.0.attn.bias", "h.0.attn.masked_bias"]
     names = match_names(HEAD, found, "transformer", tied=TIED)
     assert names.source == dict(zip(HEAD, [*bare(GPT2), "wte.weight"], strict=True))
     assert names.missing == names.unexpected == []
 
 
-def test_base_model_loads_from_a_checkpoint_with_head():
+def test_keys_of_a_checkpoint_with_head_map_to_the_base_model_and_the_head_is_unexpected():
     names = match_names(bare(GPT2), [*GPT2, "score.weight"], "transformer")
     assert names.source == dict(zip(bare(GPT2), GPT2, strict=True))
     assert names.missing == []
@@ -62,32 +62,32 @@ def test_tied_parameter_loads_from_the_key_of_either_name(held):
     assert {names.source[name] for name in ("lm_head.weight", GPT2[0])} == set(held)
 
 
-def test_tied_parameter_loads_from_a_key_that_is_not_in_the_model():
+def test_tied_parameter_maps_to_the_checkpoint_key_of_its_tie_that_the_model_lacks():
     names = match_names(GPT2, HEAD, "transformer", tied=TIED)
     assert names.unexpected == []
     names = match_names(GPT2, HEAD[1:], "transformer", tied=TIED)
     assert names.source[GPT2[0]] == "lm_head.weight"
 
 
-def test_chains_of_tied_names_are_followed():
+def test_chain_of_tied_parameter_names_maps_to_the_one_stored_key():
     tied = {"encoder.e": "shared", "decoder.e": "encoder.e", "lm_head": "shared"}
     expected = ["shared", *tied]
     for held in expected:
         assert match_names(expected, [held], tied=tied).source == dict.fromkeys(expected, held)
 
 
-def test_circular_tied_names_terminate():
+def test_matching_of_circular_tied_parameter_names_terminates():
     assert match_names(["a", "b"], ["a"], tied={"a": "b", "b": "a"}).source["a"] == "a"
 
 
 @pytest.mark.parametrize("found", [["h.0.w", "transformer.h.0.w"], ["transformer.h.0.w", "h.0.w"]])
-def test_exact_checkpoint_key_wins_over_renamed_key(found):
+def test_checkpoint_key_equal_to_the_parameter_name_is_preferred_to_a_renamed_key(found):
     names = match_names(["transformer.h.0.w"], found, "transformer")
     assert names.source == {"transformer.h.0.w": "transformer.h.0.w"}
     assert names.unexpected == ["h.0.w"]
 
 
-def test_key_matching_lists_missing_unexpected_and_ignored_keys():
+def test_matching_of_checkpoint_keys_lists_missing_unexpected_and_ignored_keys():
     names = match_names(["a", "b"], ["b", "c", "x.1"], ignore=[r"^x\."])
     assert names.source == {"b": "b"}
     assert names.missing == ["a"]
@@ -99,13 +99,13 @@ def test_rotary_frequency_buffers_in_a_checkpoint_are_ignored():
     assert match_names([], [key], "model").unexpected == []
 
 
-def test_tied_tensor_stored_twice_is_reported():
+def test_matching_of_checkpoint_keys_reports_a_tied_tensor_stored_twice():
     names = match_names(HEAD, HEAD, "transformer", tied=TIED)
     assert names.doubles == [("transformer.wte.weight", "lm_head.weight")]
     assert match_names(HEAD, GPT2, "transformer", tied=TIED).doubles == []
 
 
-def test_tensor_repeated_per_layer_in_old_files_maps_to_one_model_tensor():
+def test_key_rename_maps_a_tensor_repeated_per_layer_in_old_files_to_one_model_tensor():
     """ESM-2's files repeat one tensor per layer: a `*` in the rename reads it from any layer."""
     keys = KeyMap((("layer.*.rotary.", "rotary."),))
     for key in (
@@ -118,7 +118,7 @@ def test_tensor_repeated_per_layer_in_old_files_maps_to_one_model_tensor():
     assert keys.to_model("esm.layer.0.key.weight") == "esm.layer.0.key.weight"
 
 
-def test_row_shards_over_dp_are_split_at_tensor_boundaries_of_the_file():
+def test_dp_shard_of_a_fused_tensor_is_split_at_the_boundaries_of_the_file_tensors():
     """The model's tensor joins three tensors of the file along axis 0; this rank holds rows 4..7."""
     keys = KeyMap((), (Pieces("conv.weight", ("q.weight", "k.weight", "v.weight")),))
     spec = TensorSpec("conv.weight", (9, 2), "float32")

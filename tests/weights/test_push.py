@@ -39,7 +39,9 @@ def model():
     return AutoScheduledModel.from_config(CONFIG, auto_class="GPT2LMHeadModel")
 
 
-def test_push_to_hub_creates_repository_then_saves_then_uploads(hub, model, tmp_path):
+def test_push_to_hub_creates_a_repository_saves_and_uploads_with_the_given_options(
+    hub, model, tmp_path
+):
     out = tmp_path / "name"
     model.save_pretrained(out, push_to_hub=True, token="t", private=True, commit_message="first")
     (_, repo, token, options), (_, upload) = hub.calls

@@ -51,7 +51,7 @@ def folder(config, tmp_path_factory):
 
 
 @pytest.mark.parametrize("sizes", [(8, 8, 1), (8, 4, 2)], ids=str)
-def test_load_plan_of_70b_model_for_64_ranks_covers_all_bytes(folder, sizes):
+def test_load_plan_of_a_70b_model_for_64_ranks_assigns_every_byte_to_a_rank(folder, sizes):
     with AnonymousPeak() as peak:
         plan = plan_weights(folder, *sizes)
     assert plan.assigned_bytes == plan.model_bytes > 141e9
@@ -62,7 +62,7 @@ def test_load_plan_of_70b_model_for_64_ranks_covers_all_bytes(folder, sizes):
 
 
 @pytest.mark.parametrize("rank", [0, 63])
-def test_one_of_64_ranks_of_a_70b_model_is_built_on_meta(config, rank):
+def test_model_of_one_of_64_ranks_of_a_70b_model_is_built_on_meta_within_1_gib(config, rank):
     with AnonymousPeak() as peak:
         mesh = Mesh(8, 8, 1, rank)
         built = Assembly(config, None, mesh, torch.float32, BuildOptions(precision="bf16"))

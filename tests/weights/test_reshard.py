@@ -37,7 +37,7 @@ def read(folder, stem="model"):
         return {key: opened.view(key).clone() for key in opened.keys()}  # noqa: SIM118
 
 
-def test_reshard_there_and_back_gives_the_same_bits(source, tmp_path):
+def test_checkpoint_resharded_into_many_files_and_back_is_bit_equal(source, tmp_path):
     reshard(source, tmp_path / "many", max_shard_size=150)
     assert len(list((tmp_path / "many").glob("model-*.safetensors"))) > 2
     assert_same(read(tmp_path / "many"), single().full)
@@ -65,7 +65,7 @@ def main_ok(arguments):
     assert caught.value.code == 0
 
 
-def test_reshard_keeps_the_dtype_of_optimizer_states(source, tmp_path):
+def test_checkpoint_reshard_to_float16_keeps_optimizer_states_in_float32(source, tmp_path):
     with safe_open(next(source.glob("model*.safetensors")), "pt") as file:
         metadata = file.metadata()  # the id of the save: files of another are refused
     save_file({"a.exp_avg": torch.ones(3)}, source / "optimizer.safetensors", metadata)
@@ -79,7 +79,7 @@ def test_reshard_keeps_the_dtype_of_optimizer_states(source, tmp_path):
     assert read_state(tmp_path / "out")["step"] == 3
 
 
-def test_reshard_with_invalid_arguments_is_refused(source, tmp_path):
+def test_checkpoint_reshard_with_invalid_arguments_is_refused(source, tmp_path):
     with pytest.raises(WeightsError, match=r"found torch.int8, expected one of float64"):
         reshard(source, tmp_path / "out", dtype=torch.int8)
     with pytest.raises(WeightsError, match="max_shard_size: found '-5GB': expected a size above 0"):
@@ -89,7 +89,7 @@ def test_reshard_with_invalid_arguments_is_refused(source, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_reshard_holds_at_most_one_tensor_in_memory(source, tmp_path):
+def test_checkpoint_reshard_holds_at_most_one_tensor_in_memory(source, tmp_path):
     """The bound is one tensor wide: imports of a first call and the counter's delay are smaller."""
     if not anonymous_bytes():
         pytest.skip("this kernel does not tell anonymous memory")

@@ -82,7 +82,9 @@ def source(tmp_path_factory):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("layout", [(2, 2, 1), (1, 1, 1), (2, 1, 2)], ids=str)
-def test_resume_on_the_same_mesh_is_bit_exact(ranks, source, tmp_path, layout):
+def test_training_resumed_on_the_same_mesh_is_bit_equal_to_an_uninterrupted_run(
+    ranks, source, tmp_path, layout
+):
     folder = checkpoint(DROPOUT, source)
     size = layout[0] * layout[1] * layout[2]
     ranks.run(stop_and_go, size, folder, tmp_path / "out", layout)
@@ -141,7 +143,9 @@ MOVES = [
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("one", "other"), MOVES, ids=str)
-def test_training_resumes_on_another_mesh(threads, source, tmp_path, one, other):
+def test_training_resumed_on_another_mesh_equals_an_uninterrupted_run(
+    threads, source, tmp_path, one, other
+):
     folder = checkpoint(PLAIN, source)
     _, found = both_halves(threads, folder, tmp_path / "out", one, other, PLAIN)
     runs = [
@@ -159,7 +163,9 @@ def test_training_resumes_on_another_mesh(threads, source, tmp_path, one, other)
         assert error <= 2 * worst + FLOOR, f"{name}: error {error:.2e}, plain {worst:.2e}"
 
 
-def test_resumed_dropout_continues_unchanged_on_another_mesh(ranks, source, tmp_path):
+def test_training_with_dropout_resumed_on_another_mesh_has_the_losses_of_one_process(
+    ranks, source, tmp_path
+):
     """The position of the random stream is resumed, and does not depend on the mesh."""
     folder, out = checkpoint(DROPOUT, source), tmp_path / "out"
     whole = ranks.run(stop_and_go, 1, folder, tmp_path / "one", (1, 1, 1))[0]
@@ -167,7 +173,9 @@ def test_resumed_dropout_continues_unchanged_on_another_mesh(ranks, source, tmp_
     assert losses == pytest.approx(whole, rel=1e-5)
 
 
-def test_checkpoint_folder_contains_weights_optimizer_and_state(ranks, source, tmp_path):
+def test_saved_checkpoint_folder_contains_weights_optimizer_and_training_state(
+    ranks, source, tmp_path
+):
     ranks.run(first_half, 4, checkpoint(PLAIN, source), tmp_path / "out", (2, 2, 1), PLAIN)
     out = tmp_path / "out"
     index = json.loads((out / "optimizer.safetensors.index.json").read_text())["weight_map"]
@@ -264,7 +272,7 @@ def test_resume_with_another_optimizer_is_refused_and_changes_nothing(
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
 
 
-def test_checkpoint_without_optimizer_state_loads(source, tmp_path):
+def test_checkpoint_saved_without_an_optimizer_loads(source, tmp_path):
     folder, out = checkpoint(PLAIN, source), tmp_path / "out"
     model, optimizer, scheduler = start(folder, (1, 1, 1), PLAIN)
     save_checkpoint(model, out, step=7)
@@ -321,7 +329,9 @@ def load_experts(out, again, tp, pp):
     return model.consolidated_state_dict()
 
 
-def test_training_with_experts_stored_one_by_one_resumes(ranks, tmp_path):
+def test_checkpoint_of_a_mixture_of_experts_resumes_on_another_mesh_with_equal_state(
+    ranks, tmp_path
+):
     saved = ranks.run(save_experts, 2, tmp_path / "a", 2, 1)[0]
     found = ranks.run(load_experts, 2, tmp_path / "a", tmp_path / "b", 1, 2)[0]
     assert saved.keys() == found.keys()

@@ -141,13 +141,13 @@ def test_damaged_training_state_is_refused_before_anything_changes(saved, case):
         assert all(torch.equal(one[key], value) for key, value in then.items())
 
 
-def test_valid_training_state_loads(saved):
+def test_valid_training_state_loads_with_its_step_and_data_position(saved):
     out, _, made = saved
     found = load_checkpoint(made[0], out, *made[1:])
     assert (found.step, found.data_position) == (1, {"rows": 4})
 
 
-def test_python_and_numpy_random_states_resume(source, tmp_path):
+def test_checkpoint_restores_the_python_and_numpy_random_states(source, tmp_path):
     model = start(source)[0]
     random.seed(5)
     np.random.seed(6)
@@ -174,7 +174,7 @@ def load_own_place(folder, out, tp, dp):
         return str(error), found.data_positions
 
 
-def test_each_dp_rank_resumes_its_data_position(ranks, source, tmp_path):
+def test_checkpoint_restores_the_data_position_of_each_dp_rank(ranks, source, tmp_path):
     ranks.run(save_own_place, 4, source, tmp_path / "out", 2, 2)
     found = ranks.run(load_own_place, 4, source, tmp_path / "out", 2, 2)
     assert found == [({"rank": r // 2, "rows": 100 + r // 2}, [r // 2]) for r in range(4)]
@@ -188,7 +188,7 @@ def save_equal_extra(folder, out):
     save_checkpoint(model, out, data_position=4, extra={"schedule": [1, 2]})
 
 
-def test_extra_state_equal_on_all_ranks_resumes_on_any_dp(ranks, source, tmp_path):
+def test_extra_checkpoint_state_equal_on_all_ranks_loads_with_another_dp(ranks, source, tmp_path):
     """Equal state resumes on any dp; a data position does not, because another dp gives a rank other rows."""
     ranks.run(save_equal_extra, 2, source, tmp_path / "out")
     found = load_checkpoint(start(source)[0], tmp_path / "out")
@@ -205,13 +205,15 @@ def save_at_two_steps(folder, out, what):
 
 
 @pytest.mark.parametrize("what", ["step", "data_position"])
-def test_tp_peers_with_different_data_positions_are_refused(ranks, source, tmp_path, what):
+def test_checkpoint_save_refuses_different_data_positions_on_tp_peers(
+    ranks, source, tmp_path, what
+):
     with pytest.raises(WeightsError, match=rf"{what}: rank 1"):
         ranks.run(save_at_two_steps, 2, source, tmp_path / "out", what)
     assert not (tmp_path / "out").exists()
 
 
-def test_numpy_random_state_with_out_of_range_numbers_is_refused(saved):
+def test_checkpoint_with_out_of_range_numbers_in_the_numpy_random_state_is_refused(saved):
     """Found by ci/fuzz.py: NumPy raises OverflowError for such numbers."""
     out, state, made = saved
     numbers = base64.b64encode(json.dumps(["MT19937", [2**40] * 624, 1, 0, 0.0]).encode()).decode()

@@ -31,7 +31,7 @@ def test_safetensors_of_every_dtype_are_read_at_any_alignment(tmp_path, code):
         assert torch.equal(found.view(torch.uint8), values.view(torch.uint8))
 
 
-def test_files_of_the_safetensors_library_are_read(tmp_path):
+def test_files_written_by_the_safetensors_library_are_read_with_equal_values(tmp_path):
     tensors = {
         "scalar": torch.tensor(3.5),
         "empty": torch.empty(0, 4),
@@ -49,7 +49,7 @@ def test_files_of_the_safetensors_library_are_read(tmp_path):
             assert torch.equal(file.view(name), tensor)
 
 
-def test_safetensors_file_without_tensors_is_read(tmp_path):
+def test_safetensors_file_without_tensors_has_no_entries(tmp_path):
     save_file({}, tmp_path / "x.safetensors")
     with SafetensorsFile(tmp_path / "x.safetensors") as file:
         assert file.entries == {}

@@ -75,7 +75,7 @@ def test_large_model_is_saved_into_several_files_with_an_index(tmp_path):
         assert_same({key: folder.view(key) for key in one.full}, one.full)
 
 
-def test_new_save_replaces_weights_and_keeps_other_files(tmp_path):
+def test_second_save_replaces_weight_files_and_keeps_other_files(tmp_path):
     out = tmp_path / "out"
     one = single()
     save_folder(out, one.specs, one.full, one.mesh, max_shard_size=200)
@@ -145,7 +145,9 @@ def test_save_on_a_full_disk_leaves_the_older_checkpoint(tmp_path, monkeypatch, 
     assert names(tmp_path) == ["out"]
 
 
-def test_save_survives_short_writes_and_missing_fallocate(tmp_path, monkeypatch):
+def test_save_writes_correct_files_despite_short_writes_and_missing_fallocate(
+    tmp_path, monkeypatch
+):
     pwrite = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, place: pwrite(fd, data[:3], place))
     monkeypatch.delattr(os, "posix_fallocate")
@@ -232,7 +234,9 @@ def test_save_into_a_symlinked_folder_keeps_the_symlink(tmp_path):
         ([TensorSpec("w", (1,), "float32", None, 1)], {"w": torch.ones(1)}, "expected 0..0"),
     ],
 )
-def test_mismatched_tensors_are_refused_before_writing(tmp_path, specs, local, problem):
+def test_save_of_tensors_that_do_not_match_their_specs_is_refused_before_writing(
+    tmp_path, specs, local, problem
+):
     with pytest.raises(WeightsError, match=problem):
         save_folder(tmp_path / "out", specs, local, Mesh())
     assert names(tmp_path) == []
@@ -243,7 +247,7 @@ def test_invalid_max_shard_size_is_refused(tmp_path):
         save_one(tmp_path / "out", max_shard_size="5 potatoes")
 
 
-def test_ranks_together_write_every_element_once():
+def test_ranks_of_any_mesh_together_write_every_tensor_element_once():
     """The ranks of any mesh together write each element of each tensor exactly once."""
     from slapo_zoo.weights.write import shares
 
@@ -308,7 +312,7 @@ def test_failure_at_any_write_call_keeps_the_old_checkpoint(tmp_path, monkeypatc
     assert {"pwrite", "posix_fallocate", "fsync"} <= set(outcomes)
 
 
-def test_save_target_in_a_circle_of_symlinks_is_refused(tmp_path):
+def test_save_into_a_circular_symlink_is_refused(tmp_path):
     (tmp_path / "a").symlink_to("b")
     (tmp_path / "b").symlink_to("a")
     with pytest.raises(WeightsError, match=r"expected a folder|cannot be used as a folder"):
@@ -320,7 +324,7 @@ def test_save_target_in_a_circle_of_symlinks_is_refused(tmp_path):
     assert (tmp_path / "out" / "circle").is_symlink()
 
 
-def test_save_flushes_only_pages_written_by_its_rank(tmp_path, monkeypatch):
+def test_save_flushes_to_disk_only_file_pages_written_by_the_own_rank(tmp_path, monkeypatch):
     """Flushing a page shared with another rank would wait for that rank, or read the page back."""
     specs = [
         TensorSpec("columns", (512, 8192), "float32", Placement(1)),

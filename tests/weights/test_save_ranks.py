@@ -87,7 +87,7 @@ def save_other_specs(folder):
         save_folder(folder, specs, local, mesh)
 
 
-def test_save_by_ranks_with_different_models_is_refused(ranks, tmp_path):
+def test_save_by_ranks_that_hold_different_models_is_refused(ranks, tmp_path):
     ranks.run(save_other_specs, 2, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
