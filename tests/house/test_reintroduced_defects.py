@@ -59,7 +59,7 @@ ALL = [
     Defect("a reshard without a gradient", "slapo_zoo/language/primitives/sync_reshard.py", "return collectives.all_to_all(x, target, source, group)",
            "return collectives.all_to_all(x.detach(), target, source, group)", f"{DEFECTS}::test_reshard_of_a_sharded_tensor_has_the_gradient_of_the_full_tensor"),
     Defect("a switched off Verify runs the model", "slapo_zoo/verify/context.py", "if self.enable:",
-           "if self.sch is not None:", f"{CONTEXT}::test_disabled_verify_changes_nothing"),
+           "if self.sch is not None:", f"{CONTEXT}::test_verify_context_with_enable_false_makes_no_report_and_runs_no_model"),
 ]  # fmt: skip
 
 

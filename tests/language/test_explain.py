@@ -49,7 +49,7 @@ in one training step, on this rank:
     forward: 3 all_reduce over tp, 240 bytes"""
 
 
-def test_explain_groups_modules_that_are_alike():
+def test_explain_prints_modules_with_equal_directives_as_one_group():
     sch = scheduled(Mesh(tp=2, rank=1))
     x = torch.randn(5, 4, requires_grad=True)
     found = sch.explain({"x": x})
@@ -67,7 +67,7 @@ def test_explain_on_one_rank_lists_no_communication():
     assert text.endswith("    no collectives")
 
 
-def test_failed_explain_dry_run_leaves_the_model_unchanged():
+def test_explain_whose_dry_run_fails_leaves_the_model_unchanged():
     sch = scheduled(Mesh(tp=2))
     sch.model.eval()
     with pytest.raises(TypeError):
@@ -78,7 +78,7 @@ def test_failed_explain_dry_run_leaves_the_model_unchanged():
         sch.explain()
 
 
-def test_explain_of_a_replaced_module_omits_directives_of_the_old_module():
+def test_explain_omits_directives_applied_to_a_module_before_it_was_replaced():
     """A module installed by a later directive was not sharded by the earlier one."""
     sch = Schedule(Net())
     sch["layers.0.*:Linear"].annotate("weight", "note", 1)

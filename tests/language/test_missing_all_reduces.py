@@ -64,7 +64,7 @@ def summed_by_a_function(sch):
         (without_backward, ["transformer.h.0.mlp.c_fc (and 1 more): the gradient of its input"]),
     ],
 )
-def test_missing_all_reduce_is_reported_with_its_directive(write, said):
+def test_check_for_missing_all_reduces_reports_each_with_its_directive(write, said):
     sch = gpt2()
     write(sch)
     found = missing_sums(sch)
@@ -75,7 +75,7 @@ def test_missing_all_reduce_is_reported_with_its_directive(write, said):
     assert not missing_sums(alone)
 
 
-def test_no_zoo_schedule_misses_an_all_reduce():
+def test_schedule_of_every_model_family_has_no_missing_all_reduce():
     for family, cases in HEADS.items():
         config, cls = tiny_config(cases[0])
         found = missing_sums(Outline(config, cls, Mesh(tp=2), torch.float32).schedule)
@@ -89,7 +89,7 @@ def built(write):
     return [str(each.message) for each in caught if each.category is ScheduleWarning]
 
 
-def test_build_warns_about_a_missing_all_reduce(ranks):
+def test_build_warns_of_a_missing_all_reduce_and_names_the_module(ranks):
     for found in ranks.run(built, 2, without_forward):
         (text,) = found
         assert "transformer.h.0.mlp.c_proj" in text
@@ -130,7 +130,9 @@ def run_two(write):
         (of_outputs, "transformer.h.0.mlp.c_proj", "the input has 16 features"),
     ],
 )
-def test_weight_sharded_on_the_wrong_axis_raises_and_names_its_input_size(write, path, said):
+def test_forward_with_a_weight_sharded_on_the_wrong_axis_raises_and_names_the_input_size(
+    write, path, said
+):
     with pytest.raises(ScheduleError) as caught:
         emulate(run_two, write, mesh=(2, 1, 1))
     assert caught.value.where == path
@@ -139,5 +141,5 @@ def test_weight_sharded_on_the_wrong_axis_raises_and_names_its_input_size(write,
 
 
 @pytest.mark.filterwarnings("ignore::slapo_zoo.model.missing_sums.ScheduleWarning")
-def test_sharded_weight_with_sharded_input_raises_no_missing_sum_error():
+def test_forward_with_sharded_weight_and_sharded_input_raises_no_error():
     assert emulate(run_two, given_a_part, mesh=(2, 1, 1)) == [11, 11]

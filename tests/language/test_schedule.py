@@ -68,7 +68,7 @@ def same_state(a, b):
 # --- the view -----------------------------------------------------------------------------------
 
 
-def test_schedule_selections_follow_the_module_tree():
+def test_schedule_indexing_selects_modules_by_path_and_by_child():
     model = Model()
     sch = Schedule(model)
     assert sch.mod is model
@@ -112,7 +112,7 @@ def test_misspelled_primitive_error_names_the_nearest_method():
     assert "'shard'" in str(caught.value)
 
 
-def test_schedule_selection_sees_a_replaced_module():
+def test_schedule_indexing_after_replace_selects_the_new_module():
     model = Model()
     sch = Schedule(model)
     new = nn.Sequential(nn.Linear(8, 8))
@@ -125,7 +125,7 @@ def test_schedule_selection_sees_a_replaced_module():
 # --- check all, then apply ----------------------------------------------------------------------
 
 
-def test_directive_failing_at_one_module_changes_no_module():
+def test_directive_that_fails_at_one_matched_module_changes_no_module():
     """The directive fits the first block and not the second, so neither is sharded."""
     model = Model(second=7)
     sch, before = Schedule(model, TP2), state_of(model)
@@ -139,7 +139,7 @@ def test_directive_failing_at_one_module_changes_no_module():
     assert model.layers[0].attention.query.weight.shape == (4, 8)
 
 
-def test_failed_directive_keeps_earlier_directives():
+def test_failed_directive_leaves_earlier_directives_and_the_model_unchanged():
     model = Model()
     sch = Schedule(model, TP2)
     sch["embed"].shard("weight", 0, pad=True)
@@ -156,7 +156,7 @@ def test_failed_directive_keeps_earlier_directives():
         assert str(sch) == text
 
 
-def test_weights_stay_tied_after_directives():
+def test_tied_weights_stay_tied_after_shard_directives():
     model = Model()
     sch = Schedule(model, TP2)
     sch["embed"].shard("weight", 0, pad=True)
@@ -197,7 +197,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_schedule_error_has_where_what_problem_and_hint(name):
+def test_schedule_error_states_module_directive_problem_and_hint(name):
     pattern, primitive, args, options, where, problem, hint = ERRORS[name]
     model = Model()
     sch, before = Schedule(model, TP2), state_of(model)
@@ -213,7 +213,7 @@ def test_schedule_error_has_where_what_problem_and_hint(name):
     assert (sch.history, str(sch)) == ([], "")
 
 
-def test_directive_applied_twice_raises():
+def test_shard_or_checkpoint_applied_twice_to_a_module_raises():
     sch = Schedule(Model(), TP2)
     sch["layers.0.attention.query"].shard("weight", 0)
     with pytest.raises(ScheduleError, match=r"sharded already, by shard\(.*axis=0") as caught:
@@ -277,7 +277,7 @@ def test_schedule_replayed_on_a_new_model_gives_the_same_model(mesh):
     assert Schedule(Model(), mesh).replay(sch).history == sch.history
 
 
-def test_schedule_diff_shows_the_differing_lines():
+def test_schedule_diff_prints_added_and_removed_directives():
     a, b = program(Schedule(Model(), TP2)), program(Schedule(Model(), TP2))
     assert a.diff(b) == ""
     b["layers.0"].checkpoint()
@@ -285,7 +285,7 @@ def test_schedule_diff_shows_the_differing_lines():
     assert b.diff(a).splitlines()[-1] == "-sch['layers.0'].checkpoint()"
 
 
-def test_schedule_json_is_canonical():
+def test_schedule_json_has_a_fixed_format_that_is_equal_on_every_rank():
     text = program(Schedule(Model(), TP2)).to_json()
     document = json.loads(text)
     assert document["format"] == FORMAT
@@ -297,7 +297,7 @@ def test_schedule_json_is_canonical():
     assert text == program(Schedule(Model(), Mesh(tp=2, rank=0))).to_json()  # the same on each rank
 
 
-def test_to_json_refuses_live_python_objects():
+def test_to_json_refuses_directives_that_hold_python_objects():
     """Directives with live objects run and are recorded; to_json names the line and the reason."""
     calls = []
     for use, why in (
@@ -352,7 +352,7 @@ def test_invalid_schedule_json_error_names_the_step(name):
     assert caught.value.problem
 
 
-def test_schedule_replay_stops_at_an_invalid_step():
+def test_schedule_replay_stops_at_an_invalid_step_and_keeps_earlier_steps():
     """The steps before the invalid one stay applied; the invalid one changes nothing."""
     steps = [["embed", "shard", {"param_name": "weight", "axis": 1}], ["heda", "checkpoint", {}]]
     model = Model()

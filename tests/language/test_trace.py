@@ -29,7 +29,9 @@ def recorded(folder, order):
 
 
 @pytest.mark.parametrize("order", ["1f1b", "gpipe", "interleaved_1f1b", "zbv", "dualpipev"])
-def test_recorded_step_runs_the_actions_of_its_pipeline_order(order, folder, ranks):
+def test_executed_pipeline_step_runs_the_simulated_actions_of_its_order_on_every_rank(
+    order, folder, ranks
+):
     """The simulated list of `actions` equals what torch's pipeline runtime executes, rank by rank."""
     spans, same = ranks.run(recorded, 2, folder, order)
     assert spans == same
@@ -38,7 +40,7 @@ def test_recorded_step_runs_the_actions_of_its_pipeline_order(order, folder, ran
     assert 0.0 <= bubble(spans) < 1.0
 
 
-def test_bench_command_writes_a_pipeline_trace_and_a_picture(folder, tmp_path, capsys):
+def test_bench_command_writes_a_pipeline_trace_as_json_and_a_picture(folder, tmp_path, capsys):
     arguments = ["bench", str(folder), "--pp", "2", "--batch-size", "4", "--seq-len", "8",
                  "--steps", "1", "--device", "cpu", "--pipeline-trace", str(tmp_path / "out")]  # fmt: skip
     with pytest.raises(SystemExit) as caught:

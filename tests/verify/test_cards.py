@@ -43,7 +43,9 @@ def load(card, **options):
     return str(len(model.schedule.history))
 
 
-def test_wrong_card_fails_verification_on_every_rank(tmp_path, ranks):
+def test_schedule_card_with_a_wrong_schedule_fails_verification_at_load_on_every_rank(
+    tmp_path, ranks
+):
     broken(zoo_card(CONFIG, None, Mesh(2), "gpt2")).write(tmp_path / "card")
     for said in ranks.run(load, 2, str(tmp_path / "card")):
         assert "the schedule of this card is wrong" in said
@@ -56,7 +58,7 @@ def load_unverified(card):
 
 
 @pytest.mark.slow
-def test_correct_card_passes_verification_and_is_replayed(tmp_path, ranks):
+def test_correct_schedule_card_loaded_with_verification_builds_the_model(tmp_path, ranks):
     zoo_card(CONFIG, None, Mesh(2), "gpt2").write(tmp_path / "card")
     assert all(said.isdigit() for said in ranks.run(load, 2, str(tmp_path / "card")))
 
@@ -67,7 +69,9 @@ def test_unknown_verification_level_is_refused(tmp_path):
         AutoScheduledModel.from_config(CONFIG, schedule=str(tmp_path / "card"), verify="fast")
 
 
-def test_verify_command_writes_its_result_into_the_card(tmp_path, capsys, verify_here):
+def test_card_verify_command_writes_the_verdict_into_the_schedule_card(
+    tmp_path, capsys, verify_here
+):
     folder = tmp_path / "card"
     CONFIG.save_pretrained(tmp_path / "model")
     zoo_card(CONFIG, None, Mesh(2), "gpt2").write(folder)
@@ -81,7 +85,7 @@ def test_verify_command_writes_its_result_into_the_card(tmp_path, capsys, verify
 
 
 @pytest.mark.slow
-def test_verify_command_prints_json(capsys, verify_here):
+def test_verify_command_with_json_option_prints_model_and_verdict(capsys, verify_here):
     assert run("verify", "bert", "--tp", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["model"] == "BertForPreTraining"

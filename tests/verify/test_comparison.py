@@ -48,7 +48,7 @@ def right_table(search):
 
 
 @IN_FP64
-def test_correct_schedule_table_passes_the_proof(case, search):
+def test_verification_reports_no_difference_for_a_correct_schedule_table(case, search):
     """The table passes in fp32 too: the tolerance depends on the dtype."""
     found = judge(Trial(case, MESH, right_table(search), SP))
     assert not found.findings
@@ -56,7 +56,7 @@ def test_correct_schedule_table_passes_the_proof(case, search):
 
 
 @IN_FP32
-def test_verify_detects_equal_dropout_masks_on_ranks_with_different_tokens(case, search):
+def test_verification_detects_equal_dropout_masks_on_ranks_with_different_tokens(case, search):
     """Each rank alone is plausible: it drops the same elements of its tokens as the others of theirs."""
     table = right_table(search)
     rows = [
@@ -71,7 +71,7 @@ def test_verify_detects_equal_dropout_masks_on_ranks_with_different_tokens(case,
 
 
 @IN_FP64
-def test_verify_detects_replicated_weights_that_drift_apart(case, search):
+def test_verification_detects_replicated_weights_that_drift_apart(case, search):
     """Without an all-reduce of the gradient before a sharded product, each rank trains different norms."""
     table = right_table(search)
     unsummed = tuple(
@@ -85,7 +85,7 @@ def test_verify_detects_replicated_weights_that_drift_apart(case, search):
     assert drifts[0].problem == "differs from that of rank 0, as its gradient does"
 
 
-def test_verify_accepts_equal_infinities_of_a_mask_and_rejects_nan():
+def test_verification_accepts_equal_infinities_of_a_mask_and_rejects_nan():
     """Only minus infinity is right where the expected value is minus infinity; NaN never is."""
     truth = torch.tensor([1.0, -torch.inf], dtype=torch.float64)
     near = FixedTolerance(Result(outputs={"logits": truth}), 1e-4)

@@ -54,7 +54,7 @@ def step(blocks, **options):
 
 
 @pytest.mark.parametrize("eval_mode", [True, False])
-def test_correct_schedule_passes_verification(eval_mode):
+def test_verify_context_passes_a_correct_column_and_row_parallel_schedule(eval_mode):
     for report in emulate(step, [(column, row)], eval_mode=eval_mode, mesh=(2, 1, 1)):
         assert report.ok
         assert report.checks["outputs"]["compared"] == 2
@@ -66,7 +66,7 @@ def test_correct_schedule_passes_verification(eval_mode):
     [((no_backward, row), "backward", "0"), ((column, no_forward), "forward", "3")],
     ids=["backward", "forward"],
 )
-def test_verify_names_the_module_of_a_missing_collective(parts, phase, suspect):
+def test_verify_context_names_the_module_of_a_missing_collective(parts, phase, suspect):
     for report in emulate(step, [parts], mesh=(2, 1, 1)):
         assert not report.ok
         assert report.divergence.phase == phase
@@ -74,7 +74,7 @@ def test_verify_names_the_module_of_a_missing_collective(parts, phase, suspect):
         assert f"sch['{suspect}'].shard" in str(report)
 
 
-def test_second_verify_context_compares_with_the_result_of_the_first():
+def test_two_successive_verify_contexts_pass_for_correct_directives():
     steps = [(column, row), (lambda sch: sch["1"].checkpoint(),)]
     assert all(report.ok for report in emulate(step, steps, mesh=(2, 1, 1)))
 
@@ -106,7 +106,7 @@ class Refuses:
         raise AssertionError(f"touched {name}")
 
 
-def test_no_dropout_context_disables_dropout_of_fused_attention():
+def test_no_dropout_context_disables_functional_dropout_and_dropout_of_sdpa():
     x, attention = torch.randn(1, 2, 8, 4), nn.functional.scaled_dot_product_attention
     with NoDropout():
         torch.testing.assert_close(attention(x, x, x, dropout_p=0.9), attention(x, x, x))
@@ -114,7 +114,7 @@ def test_no_dropout_context_disables_dropout_of_fused_attention():
     assert not torch.equal(attention(x, x, x, dropout_p=0.9), attention(x, x, x))
 
 
-def test_disabled_verify_changes_nothing():
+def test_verify_context_with_enable_false_makes_no_report_and_runs_no_model():
     """The original Slapo deep-copied the model and left a trace function behind."""
     trace = sys.gettrace()
     with Verify(Refuses(), Refuses(), enable=False) as verify:  # pyright: ignore[reportArgumentType]
@@ -123,7 +123,7 @@ def test_disabled_verify_changes_nothing():
     assert set(vars(verify)) == {"sch", "inputs", "device", "eval_mode", "enable", "report"}
 
 
-def test_verify_restores_the_model():
+def test_verify_context_leaves_the_model_state_and_gradients_unchanged():
     model = two_layers()
     model(INPUTS[0]).sum().backward()
     grads = {n: p.grad for n, p in model.named_parameters()}
@@ -135,7 +135,7 @@ def test_verify_restores_the_model():
     assert all(p.grad is grads[n] for n, p in model.named_parameters())
 
 
-def test_verify_raises_errors_of_its_with_block_unchanged():
+def test_verify_context_raises_errors_of_its_with_block_unchanged():
     sch = slapo_zoo.create_schedule(two_layers())
     with pytest.raises(slapo_zoo.ScheduleError, match="no parameter"), Verify(sch, INPUTS):
         sch["0"].shard("nothing", 0)
@@ -175,7 +175,7 @@ CAUSAL = torch.ones(5, 5, dtype=torch.bool).tril()
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("least", [float("-inf"), torch.finfo(torch.float32).min, -1e4, None])
-def test_verify_accepts_a_missing_gradient_of_attention_masks(least):
+def test_verify_accepts_a_missing_gradient_for_constant_attention_masks(least):
     mask = CAUSAL if least is None else torch.zeros(5, 5).masked_fill(~CAUSAL, least)
     for report in emulate(attend, mask, True, mesh=(2, 1, 1)):
         assert report.ok, str(report)
@@ -198,14 +198,14 @@ def on_meta(parts):
     return verify.report, {n: tuple(p.shape) for n, p in sch.model.named_parameters()}
 
 
-def test_verify_initializes_a_meta_model_temporarily():
+def test_verify_of_a_meta_model_initializes_a_temporary_copy_and_passes():
     for report, shapes in emulate(on_meta, (column, row), mesh=(2, 1, 1)):
         assert report.ok
         assert shapes["0.weight"] == (8, 8)
     assert not emulate(on_meta, (column, no_forward), mesh=(2, 1, 1))[0][0].ok
 
 
-def test_verify_loss_factors_do_not_depend_on_the_global_random_generator(monkeypatch):
+def test_random_loss_weights_of_verify_do_not_depend_on_the_global_generator(monkeypatch):
     """Another rank's thread may reset torch's generator between a seed and a draw."""
     draw, seeds = torch.randn, iter(range(100))
 

@@ -37,7 +37,7 @@ OPTIONAL = {"dropout", "collectives"}  # a family without dropout; one rank of t
 
 @pytest.mark.one_in(4, 2)
 @pytest.mark.parametrize(("family", "layout"), GRID)
-def test_correct_schedules_pass_verification(family, layout):
+def test_verify_passes_the_schedule_of_every_model_family_on_every_layout(family, layout):
     config, head = config_of(family)
     sizes, knobs = LAYOUTS[layout]
     if family in ("wideresnet", "swin") and knobs:
@@ -55,7 +55,7 @@ def test_correct_schedules_pass_verification(family, layout):
 
 
 @pytest.mark.parametrize(("family", "seed"), [("mt5", 1), ("wideresnet", 3)])
-def test_verify_accepts_differences_within_rounding(family, seed):
+def test_verify_accepts_differences_within_rounding_error(family, seed):
     """One rank may round a gradient exactly; a ReLU's input may be 1e-7 on one rank and -1e-7 on another."""
     config, head = config_of(family)
     report = verify(
@@ -85,7 +85,7 @@ def test_verify_report_converts_to_json_and_text(capfd):
      ("LlamaConfig", {"num_attention_heads": 8, "num_key_value_heads": 1}, (8, 1)),
      ("BertConfig", {}, (4, 4))],
 )  # fmt: skip
-def test_reduced_config_keeps_proportions(cls, fields, heads):
+def test_config_shrunk_for_verification_keeps_head_ratio_and_vocabulary_parity(cls, fields, heads):
     config = getattr(transformers, cls)(**fields)
     before = config.to_dict()
     small = tiny_like(config, Mesh(2))
@@ -97,7 +97,7 @@ def test_reduced_config_keeps_proportions(cls, fields, heads):
 
 
 @pytest.mark.parametrize("family", families())
-def test_every_reduced_model_runs_in_float64(family):
+def test_model_of_every_family_shrunk_for_verification_runs_in_float64(family):
     """The reference is finite: each row has a real token, and rotary dims fit the reduced heads."""
     config, head = config_of(family)
     small = tiny_like(config, Mesh(4), num_stages=2)
@@ -115,7 +115,7 @@ def test_every_reduced_model_runs_in_float64(family):
 
 
 @pytest.mark.parametrize("family", ["whisper", "clip", "vit", "bert"])
-def test_collectives_are_predicted_for_any_kind_of_model_input(family):
+def test_collectives_are_predicted_for_text_image_and_audio_models(family):
     config, head = config_of(family)
     small = tiny_like(config, Mesh(2))
     cls = hf.resolve_class(small, hf.resolve_class(config, usual_head(config, head)).__name__)
@@ -125,14 +125,14 @@ def test_collectives_are_predicted_for_any_kind_of_model_input(family):
     assert counts["reduce_scatter"] > 0
 
 
-def test_verify_of_schedule_auto_uses_the_zoo_schedule_or_is_refused():
+def test_verify_with_schedule_auto_uses_the_family_schedule_or_is_refused():
     small = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
     assert known_schedule(small, "auto") == known_schedule(small, "zoo") == "zoo"
     with pytest.raises(ArchitectureError, match="slapo-zoo derive MODEL"):
         verify(transformers.ConvBertConfig(), "AutoModelForMaskedLM", schedule="auto")
 
 
-def test_verify_hint_refers_to_directives_only_when_some_are_named():
+def test_verify_error_hint_mentions_directives_only_when_the_report_lists_some():
     wrong = Report("m", {}, "small", {}, error="it differs")
     with pytest.raises(VerifyError, match="hint: add the directive that is missing"):
         wrong.raise_if_wrong("m")

@@ -115,14 +115,14 @@ def caught(search, kinds=None):
     return len(found), [name for name, table in found if not problem_of(Trial(search.case, (2, 1, 1), table))]  # fmt: skip
 
 
-def test_wrong_derived_schedule_is_rejected(searches):
+def test_verification_rejects_wrong_automatically_derived_schedules(searches):
     """A few of each kind; all of them in the slow test."""
     count, passed = caught(searches("bloom"), {"no gradient sum", "no attribute"})
     assert count >= 4
     assert passed == []
 
 
-def test_derived_schedule_with_different_dropout_on_replicas_is_rejected(searches):
+def test_verification_rejects_a_schedule_whose_dropout_differs_between_replicated_tensors(searches):
     """The fault shows only with dropout."""
     search = searches("distilbert")
     table, width = table_of(search), search.case.config.dim
@@ -134,13 +134,13 @@ def test_derived_schedule_with_different_dropout_on_replicas_is_rejected(searche
 
 
 @pytest.mark.slow
-def test_forty_wrong_derived_schedules_are_rejected(searches):
+def test_verification_rejects_forty_wrong_automatically_derived_schedules(searches):
     counts = [caught(searches(name)) for name in MUTATED]
     assert sum(count for count, _ in counts) >= 40
     assert [name for _, passed in counts for name in passed] == []
 
 
-def test_derived_schedule_is_correct_on_a_pipeline():
+def test_automatically_derived_schedule_passes_verification_on_a_pipeline():
     config = tiny(transformers.ElectraConfig())
     proof = derive(config, transformers.ElectraForSequenceClassification, (1, 2, 1))
     assert proof.table.blocks == ("encoder.layer.*",)
@@ -148,7 +148,7 @@ def test_derived_schedule_is_correct_on_a_pipeline():
     assert "proven on tp=1, pp=2" in proof.words()[0]
 
 
-def test_derived_schedule_without_block_stacks_refuses_a_pipeline(searches):
+def test_automatically_derived_schedule_without_a_list_of_blocks_refuses_a_pipeline(searches):
     search = searches("bloom")
     table = dataclasses.replace(table_of(search), blocks=())
     assert "2 stages, but the model has 0 blocks" in problem_of(
@@ -156,7 +156,7 @@ def test_derived_schedule_without_block_stacks_refuses_a_pipeline(searches):
     )
 
 
-def test_failed_derivation_is_refused_with_the_first_reason(searches):
+def test_failed_automatic_schedule_derivation_raises_with_the_cause(searches):
     """The error names the first problem where no module's sharding causes the fault."""
     search = searches("distilbert")
     broken = Search(search.config, search.case, (2, 1, 1), {"pipeline_order": "no such order"})
@@ -166,7 +166,7 @@ def test_failed_derivation_is_refused_with_the_first_reason(searches):
         broken.run()
 
 
-def test_derived_schedule_survives_a_card_round_trip(searches):
+def test_automatically_derived_schedule_is_equal_after_writing_to_and_reading_from_json(searches):
     from slapo_zoo.zoo.derivation.table_document import freeze
 
     for name in ("bloom", "qwen2_moe"):
@@ -175,7 +175,7 @@ def test_derived_schedule_survives_a_card_round_trip(searches):
         assert from_document(to_document(frozen)) == frozen
 
 
-def test_python_source_of_a_derived_schedule_recreates_it(searches):
+def test_python_source_written_for_a_derived_schedule_recreates_the_schedule(searches):
     from slapo_zoo.zoo.table import ZOO
 
     search = searches("distilbert")
@@ -189,7 +189,7 @@ def test_python_source_of_a_derived_schedule_recreates_it(searches):
         ZOO.pop("another", None)
 
 
-def test_tiny_config_keeps_head_ratios_and_layer_kinds():
+def test_tiny_config_for_schedule_derivation_keeps_the_ratio_of_query_to_kv_heads():
     config = transformers.Qwen2Config(num_attention_heads=28, num_key_value_heads=4)
     small = tiny(config)
     assert (small.num_attention_heads, small.num_key_value_heads) == (4, 1)
@@ -200,7 +200,7 @@ def test_tiny_config_keeps_head_ratios_and_layer_kinds():
     assert swin.embed_dim == 32
 
 
-def test_block_stacks_are_detected_inside_stages_and_towers():
+def test_lists_of_equal_blocks_are_detected_inside_resnet_stages_and_bart_towers():
     with torch.device("meta"):
         resnet = transformers.ResNetForImageClassification(tiny(transformers.ResNetConfig()))
         bart = transformers.BartModel(tiny(transformers.BartConfig()))
@@ -208,7 +208,9 @@ def test_block_stacks_are_detected_inside_stages_and_towers():
     assert find_stacks(bart) == ["encoder.layers.*", "decoder.layers.*"]
 
 
-def test_derivation_keeps_a_tower_that_cannot_be_split_on_one_stage(searches, monkeypatch):
+def test_schedule_derivation_cuts_only_the_decoder_when_encoder_cuts_fail_verification(
+    searches, monkeypatch
+):
     """Each of several block stacks is tried alone; here all together, and the first alone, are wrong."""
     config = tiny(transformers.BartConfig())
     with tempfile.TemporaryDirectory() as scratch:
@@ -237,7 +239,7 @@ def test_derivation_keeps_a_tower_that_cannot_be_split_on_one_stage(searches, mo
         "falcon_h1",
     ],
 )
-def test_derivation_handles_unusual_model_classes(name):
+def test_schedule_derivation_passes_verification_for_unusual_model_classes(name):
     """Heads defined before their embedding; a constructor that looks at its numbers; rows of padding;
     experts that are chosen in a block; a forward that looks at its inputs; weights that are read, and parts
     that are called, beside their modules; other masks without a cache; buffers that a module above sets."""
@@ -248,7 +250,7 @@ def test_derivation_handles_unusual_model_classes(name):
         assert problem_of(Trial(case, (1, 2, 1), found._gathered(case.config, found.small))) == ""
 
 
-def test_derivation_ignores_a_tp_plan_that_does_not_fit_the_real_config():
+def test_schedule_derivation_ignores_a_transformers_tp_plan_that_lacks_the_dropout_of_the_config():
     """transformers' tp_plan cannot express the dropout of the real config, which the tiny model lacks."""
     config = tiny(transformers.SeedOssConfig(residual_dropout=0.1))
     proof = derive(config, transformers.SeedOssForCausalLM, (2, 1, 1))
@@ -257,7 +259,9 @@ def test_derivation_ignores_a_tp_plan_that_does_not_fit_the_real_config():
 
 
 @pytest.mark.parametrize("name", ["T5", "Dinov2", "CLIP"])
-def test_tiny_model_of_each_tested_class_trains(name, tmp_path):
+def test_tiny_model_for_schedule_derivation_has_finite_gradients_in_each_tested_class(
+    name, tmp_path
+):
     """The tiny config sets a decoder's first token, a backbone's last stage and an image's size."""
     cls = getattr(
         transformers,
@@ -270,7 +274,7 @@ def test_tiny_model_of_each_tested_class_trains(name, tmp_path):
     assert case.truth.loss > 0
 
 
-def test_derived_schedule_does_not_shard_a_single_expert():
+def test_automatically_derived_schedule_does_not_shard_a_single_expert():
     config = tiny(transformers.HunYuanMoEV1Config())
     assert config.num_experts == 1
     with torch.device("meta"):
@@ -279,7 +283,7 @@ def test_derived_schedule_does_not_shard_a_single_expert():
     assert rows["model.layers.*.mlp.experts"] == ()
 
 
-def test_small_block_stacks_are_used_when_there_is_no_large_one():
+def test_lists_of_small_blocks_are_detected_in_a_model_without_large_blocks():
     with torch.device("meta"):
         small = torch.nn.ModuleDict(
             {"h": torch.nn.ModuleList([torch.nn.Linear(2, 2) for _ in range(2)])}
@@ -288,7 +292,7 @@ def test_small_block_stacks_are_used_when_there_is_no_large_one():
     assert find_stacks(small) == ["h.*"]
 
 
-def test_checkpoint_key_renames_are_detected_from_tensor_values():
+def test_renamed_checkpoint_keys_are_detected_by_comparing_tensor_values():
     g = torch.Generator().manual_seed(0)
     experts, gate = torch.randn(2, 6, 4, generator=g), torch.randn(2, 4, generator=g)
     model = {"layers.0.mlp.experts.gate_up_proj": experts, "layers.0.mlp.gate.weight": gate}
@@ -304,12 +308,12 @@ def test_checkpoint_key_renames_are_detected_from_tensor_values():
     assert piece.names == (".experts.{}.gate_proj.weight", ".experts.{}.up_proj.weight")
 
 
-def test_checkpoint_keys_without_a_rename_are_named():
+def test_checkpoint_key_that_matches_no_parameter_by_value_is_reported_as_unknown():
     tensor = torch.arange(6.0).view(2, 3)
     assert find_spelling({"w_t": tensor.t()}, {"w": tensor}).unknown == ("w_t",)
 
 
-def test_checkpoint_keys_are_renamed_in_full_when_parts_are_ambiguous():
+def test_checkpoint_key_renames_use_full_keys_when_parts_of_keys_are_ambiguous():
     """Two parts of one key map to two parts of model names that other keys share."""
     g = torch.Generator().manual_seed(0)
     pairs = [
@@ -347,7 +351,7 @@ def test_checkpoint_tensor_stored_in_slices_of_its_first_axis_is_detected():
 
 
 @pytest.mark.parametrize("name", ["Lilt", "RecurrentGemma", "Gemma4", "ProphetNet"])
-def test_tiny_config_search_takes_the_first_size_that_trains(name, tmp_path):
+def test_search_for_a_tiny_config_takes_the_first_size_whose_loss_is_finite(name, tmp_path):
     """Classes need widths that divide each other, deeper layers or other head sizes; one class has no size that trains."""
     ends = {"Lilt": "ForSequenceClassification"}
     cls = getattr(transformers, name + ends.get(name, "ForCausalLM"))
@@ -361,7 +365,7 @@ def test_tiny_config_search_takes_the_first_size_that_trains(name, tmp_path):
     assert 0 < sum(grad.numel() for grad in case.truth.grads.values()) < 4e6
 
 
-def test_derived_schedule_shards_tokens_between_submodules_of_a_block():
+def test_automatically_derived_schedule_with_sequence_parallelism_shards_tokens_within_blocks():
     """The residual that ERNIE passes beside a submodule's input is sharded with it; a class without shardable tokens raises."""
     asked = {"sequence_parallel": True}
     found = derive(transformers.ErnieConfig(), transformers.ErnieForMaskedLM, (2, 1, 1), **asked)
@@ -374,7 +378,7 @@ def test_derived_schedule_shards_tokens_between_submodules_of_a_block():
         derive(transformers.ConvNextConfig(), transformers.ConvNextForImageClassification, (2, 1, 1), **asked)  # fmt: skip
 
 
-def test_derived_schedule_all_reduces_gradients_of_parameters_on_sharded_tokens():
+def test_derived_schedule_all_reduces_gradients_of_parameters_applied_to_sharded_tokens():
     """Parameters of any name count, also those that the block itself holds."""
     config = tiny(transformers.Dinov2Config())
     with torch.device("meta"):
@@ -390,7 +394,9 @@ def test_derived_schedule_all_reduces_gradients_of_parameters_on_sharded_tokens(
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
-def test_derivation_handles_encoder_decoder_of_two_families(mesh, caplog):
+def test_schedule_derivation_of_an_encoder_decoder_of_two_families_shards_over_80_percent(
+    mesh, caplog
+):
     """The derivation logs no warning of a failed dry run."""
     encoder, decoder = transformers.BertConfig(), transformers.GPT2Config()
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)

@@ -50,7 +50,9 @@ def divided(config, cls, table):
 
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("family", sorted(set(families()) - {WIDERESNET}))
-def test_derived_schedule_shards_the_same_weights_as_the_hand_written_one(family, tmp_path):
+def test_automatically_derived_schedule_shards_the_weights_of_the_hand_written_schedule(
+    family, tmp_path
+):
     name = family if family in model_types() else family.replace("_", "-")
     cls = getattr(transformers, model_types()[name][0])
     case = tiny_case(default_config(name, cls), cls, tmp_path, Sizes())

@@ -30,7 +30,9 @@ def step(folder, config, cls, batch, given, tp):
 
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize("cls", CLASSES)
-def test_derived_schedule_dropout_on_several_ranks_equals_one_rank(cls, tmp_path, ranks):
+def test_automatically_derived_schedule_draws_the_same_dropout_on_one_and_several_ranks(
+    cls, tmp_path, ranks
+):
     known = getattr(transformers, cls)
     case = tiny_case(default_config(known.config_class.model_type, known), known, tmp_path, Sizes())
     config = transformers.AutoConfig.from_pretrained(tmp_path)
@@ -58,7 +60,9 @@ WRONG = [("FocalNetForImageClassification", {}, "after"), ("XLNetForSequenceClas
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("cls", "knobs", "said"), WRONG)
-def test_verify_detects_dropout_of_other_elements_than_on_one_rank(cls, knobs, said, tmp_path):
+def test_verify_detects_ranks_whose_dropout_masks_differ_from_those_of_one_rank(
+    cls, knobs, said, tmp_path
+):
     """Replicated tensors agree: the fault is in the dropout of each rank's own shard."""
     known, mesh = getattr(transformers, cls), (2, 1, 1)
     config = known.config_class()
@@ -91,7 +95,7 @@ def trained(mesh):
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
-def test_torch_attention_dropout_is_independent_for_each_row_on_every_mesh(mesh):
+def test_training_with_sdpa_dropout_on_emulated_ranks_has_the_losses_of_one_rank(mesh):
     """Emulated ranks share torch's generator, so dropout that reads it would differ in each run."""
     wanted = trained((1, 1, 1))
     for found in emulate(trained, mesh, mesh=mesh):

@@ -36,7 +36,7 @@ def verified(monkeypatch):
     return seen
 
 
-def test_layerwise_verify_checks_equal_layers_once(verified):
+def test_layerwise_verify_of_nine_equal_layers_runs_one_pair_of_layers(verified):
     report = verify_layers(config_of("gpt2", n_layer=9))
     assert report.ok, str(report)
     assert report.config == "layer by layer"
@@ -52,7 +52,9 @@ def test_layerwise_verify_checks_equal_layers_once(verified):
         pytest.param(8, 2, marks=pytest.mark.slow),
     ],
 )
-def test_layerwise_verify_names_the_wrong_layer(layer, runs, verified):
+def test_layerwise_verify_names_the_one_layer_of_nine_that_lacks_an_all_reduce(
+    layer, runs, verified
+):
     """One layer of nine lacks one all-reduce in the backward."""
     config = config_of("gpt2", n_layer=9)
     every = [(f"transformer.h.{i}.mlp", d) for p, d in steps_of(config)
@@ -68,7 +70,7 @@ def test_layerwise_verify_names_the_wrong_layer(layer, runs, verified):
     assert f"transformer.h.{layer}." in named
 
 
-def test_layerwise_verify_checks_each_kind_of_layer(verified):
+def test_layerwise_verify_runs_each_kind_of_gpt_neo_attention_layer_once(verified):
     """Pairs of GPT-Neo layers that begin with global and with local attention are each verified."""
     kinds = [["global", "local"], 3]
     report = verify_layers(
@@ -79,18 +81,18 @@ def test_layerwise_verify_checks_each_kind_of_layer(verified):
 
 
 @pytest.mark.slow
-def test_layerwise_verify_shards_tokens_in_every_group_of_layers(verified):
+def test_layerwise_verify_passes_with_sequence_parallelism(verified):
     report = verify_layers(config_of("llama", num_hidden_layers=6), sequence_parallel=True)
     assert report.ok, str(report)
 
 
-def test_layerwise_verify_checks_a_shared_block_once(verified):
+def test_layerwise_verify_of_albert_runs_its_shared_block_once(verified):
     report = verify_layers(config_of("albert", num_hidden_layers=6))
     assert report.ok, str(report)
     assert len(verified) == 1
 
 
-def test_layerwise_config_keeps_all_widths():
+def test_config_for_layerwise_verify_has_two_layers_of_full_width():
     config = transformers.T5Config(num_layers=24, num_decoder_layers=24)
     few = few_layers(config, 10)
     assert (few.num_layers, few.num_decoder_layers, few.d_model) == (2, 2, config.d_model)
@@ -102,7 +104,7 @@ def test_layerwise_verify_of_layers_larger_than_memory_is_refused():
         verify_layers(transformers.LlamaConfig(hidden_size=16384, intermediate_size=65536))
 
 
-def test_unsupported_layerwise_verify_is_refused():
+def test_layerwise_verify_refuses_pipeline_stages_and_models_without_a_layer_count():
     with pytest.raises(SlapoError, match="have no pipeline stages"):
         verify_layers(config_of("gpt2"), mesh=(1, 2, 1))
     from slapo_zoo.hf import models as hf

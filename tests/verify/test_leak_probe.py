@@ -27,7 +27,7 @@ def derived(name):
     return derive(cls.config_class(), cls, (1, 1, 1), cp=2).table
 
 
-def test_leak_probe_finds_positions_that_count_real_tokens():
+def test_cp_probe_detects_that_camembert_counts_positions_over_real_tokens():
     assert probed("CamembertForMaskedLM").cut_tokens == {"CamembertForMaskedLM": "counted real"}
 
 
@@ -36,7 +36,7 @@ def test_leak_probe_finds_positions_that_count_real_tokens():
     ("name", "positions"),
     [("GPTNeoForCausalLM", "counted"), ("MBartForConditionalGeneration", "placed"), ("GPTNeoXForCausalLM", "counted")],
 )  # fmt: skip
-def test_leak_probe_finds_how_each_class_counts_positions(name, positions):
+def test_cp_probe_detects_how_each_model_class_numbers_its_positions(name, positions):
     assert probed(name).cut_tokens[name] == positions
 
 
@@ -48,12 +48,14 @@ def test_leak_probe_finds_how_each_class_counts_positions(name, positions):
         pytest.param("MBartForConditionalGeneration", "placed", marks=pytest.mark.slow),
     ],
 )
-def test_leak_probe_finds_how_positions_are_counted_for_each_cp_attention(name, positions):
+def test_cp_probe_detects_how_positions_are_numbered_with_ulysses_and_ring_attention(
+    name, positions
+):
     assert probed(name, way="ulysses").cut_tokens[name] == positions
     assert probed(name, way="ring").cut_tokens[name] == positions
 
 
-def test_leak_probe_names_the_module_that_mixes_tokens():
+def test_cp_probe_refuses_bloom_and_names_the_first_module_that_differs_with_sharded_tokens():
     with pytest.raises(ArchitectureError) as raised:
         probed("BloomForCausalLM")
     assert (
@@ -66,7 +68,7 @@ def test_leak_probe_names_the_module_that_mixes_tokens():
 @pytest.mark.parametrize(
     ("name", "module"), [("FNetForMaskedLM", "fourier"), ("ConvBertForMaskedLM", "conv"), ("MambaForCausalLM", "mixer")]
 )  # fmt: skip
-def test_leak_probe_refuses_convolutions_state_spaces_and_fourier_transforms(name, module):
+def test_cp_probe_refuses_models_with_convolutions_state_spaces_or_fourier_transforms(name, module):
     cls = getattr(transformers, name)
     config = cls.config_class()
     probe = probed if config.model_type in families() else derived
@@ -76,11 +78,11 @@ def test_leak_probe_refuses_convolutions_state_spaces_and_fourier_transforms(nam
 
 
 @pytest.mark.slow
-def test_derived_table_says_how_positions_of_tokens_sharded_over_cp_are_found():
+def test_automatically_derived_schedule_records_how_positions_are_numbered_with_cp():
     assert derived("GraniteForCausalLM").cut_tokens == {"GraniteForCausalLM": "counted"}
 
 
-def test_derived_table_puts_our_attention_where_transformers_calls_its_interface():
+def test_automatically_derived_schedule_replaces_attention_once_per_attention_module():
     table = derived("BioGptForCausalLM")
     assert ("biogpt.layers.*.self_attn", attention_of_all) in table.heads
     assert sum(rule == attention_of_all for _, rule in table.heads) == 1
@@ -89,7 +91,7 @@ def test_derived_table_puts_our_attention_where_transformers_calls_its_interface
 
 
 @pytest.mark.slow
-def test_load_with_cp_probes_an_unknown_class_in_another_process(ranks):
+def test_cp_probe_of_an_unknown_class_on_two_ranks_gives_both_the_same_result(ranks):
     """Two processes load a class that no table names, and refuse another with its module."""
     for found, said in ranks.run(both, 2):
         assert found == "counted real"
@@ -107,7 +109,7 @@ def both():
     return model._slapo.table.cut_tokens["CamembertForMaskedLM"], ""
 
 
-def test_leak_error_counts_the_positions_that_a_token_changes():
+def test_cp_probe_error_counts_the_positions_changed_by_one_token():
     """A causal model whose second rank does not see the first one's tokens."""
     plain, cut = torch.zeros(5, 4, 2), torch.zeros(5, 4, 2)
     for token in range(4):
@@ -124,6 +126,6 @@ def test_leak_error_counts_the_positions_that_a_token_changes():
     assert leaks(Seen(cut, {}), ranks) == ""
 
 
-def test_windows_of_a_probed_model_are_shorter_than_a_ranks_tokens():
+def test_cp_probe_shrinks_sliding_windows_below_the_tokens_of_one_rank():
     config = nearer(transformers.MistralConfig(sliding_window=4096))
     assert config.sliding_window == 6

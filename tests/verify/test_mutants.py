@@ -39,14 +39,14 @@ def every_other(mutants):
     return [m if i % 2 else pytest.param(m, marks=pytest.mark.slow) for i, m in enumerate(mutants)]
 
 
-def test_broken_schedule_corpus_is_large():
+def test_corpus_of_broken_schedules_has_40_entries_over_10_model_classes():
     assert len(MUTANTS) >= 40
     assert len({mutant.cls for mutant in MUTANTS}) >= 10
 
 
 @pytest.mark.one_in(5, 2)
 @pytest.mark.parametrize("mutant", every_other(MUTANTS), ids=label)
-def test_broken_schedule_is_detected_and_its_module_named(mutant):
+def test_verify_detects_each_broken_schedule_and_names_its_module(mutant):
     report = verified(mutant)
     assert not report.ok, f"not caught: {mutant}"
     place = named(mutant, report)
@@ -54,7 +54,7 @@ def test_broken_schedule_is_detected_and_its_module_named(mutant):
     assert place <= 4, f"named late: {report}"
 
 
-def test_schedule_that_loses_a_weight_tie_is_refused_and_named():
+def test_verify_fails_a_schedule_that_unties_a_weight_and_names_the_weight():
     report = verified(next(m for m in MUTANTS if m.name == "head untied"))
     assert "lm_head.weight: the parameter was tied to transformer.wte.weight" in report.error
     assert report.divergence.path == "lm_head"

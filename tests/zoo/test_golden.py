@@ -253,7 +253,7 @@ def test_config_options_unsupported_with_sequence_parallelism_are_accepted_witho
         apply_table(sch, table, options)
 
 
-def test_schedule_diff_shows_the_changed_directives():
+def test_schedule_diff_between_two_option_sets_prints_the_changed_directives():
     family = "gpt2"
     a = scheduled(on_meta(family), family, Mesh(tp=2, pp=2), ratio=0.0)
     b = scheduled(on_meta(family), family, Mesh(tp=2, pp=2), ratio=1.0)

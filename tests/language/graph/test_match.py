@@ -51,7 +51,7 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_graph_pattern_matches_all_spellings_of_an_operation(spelling):
+def test_graph_pattern_matches_function_method_and_module_forms_of_an_operation(spelling):
     def forward(m, x):
         return SPELLINGS[spelling](m, x * 1)
 
@@ -65,7 +65,7 @@ def softmax_of(x, q, k):
     return torch.softmax(q @ k.transpose(-2, -1) / 2, dim=-1) @ x
 
 
-def test_graph_match_compares_edges_not_node_order():
+def test_graph_pattern_does_not_match_equal_operations_with_exchanged_inputs():
     """The same operations in the same order with q and k exchanged are another computation."""
     args = (X, X + 1, X + 2)
 
@@ -87,12 +87,12 @@ def test_graph_match_compares_edges_not_node_order():
     assert count(lambda m, x: x.exp() + x.tanh(), lambda x: x.tanh() + x.exp()) == 1
 
 
-def test_graph_pattern_argument_matches_one_value_everywhere():
+def test_graph_pattern_argument_used_twice_matches_only_one_value():
     assert count(lambda m, x: x.exp() + x, lambda x: x.exp() + x) == 1
     assert count(lambda m, x: x.exp() + m.bias, lambda x: x.exp() + x) == 0
 
 
-def test_pattern_matches_only_where_constants_are_equal():
+def test_graph_pattern_matches_only_operations_with_equal_constants():
     def gelu(m, x):
         return F.gelu(x, approximate="tanh")
 
@@ -128,7 +128,7 @@ def test_graph_pattern_argument_matches_constants_and_parameters():
     assert count(lambda m, x: m.fc(x), pattern, fc=nn.Linear(8, 8, bias=False)) == 1
 
 
-def test_graph_match_is_refused_when_an_inner_value_is_used_outside():
+def test_graph_match_is_rejected_when_an_inner_value_is_used_outside_the_match():
     def twice(m, x):
         y = x.exp()
         return y.tanh() + y
@@ -140,7 +140,7 @@ def test_graph_match_is_refused_when_an_inner_value_is_used_outside():
     assert count(twice, lambda x: (lambda y: y.tanh() + y)(x.exp())) == 1
 
 
-def test_graph_match_is_refused_when_its_output_feeds_its_own_input():
+def test_graph_match_is_rejected_when_an_outside_operation_lies_between_its_nodes():
     """An operation outside the match lies between two of its nodes, so the match cannot run as one."""
 
     def forward(m, x):
@@ -154,7 +154,7 @@ def test_graph_match_is_refused_when_its_output_feeds_its_own_input():
     assert "on the way to an input" in found.rejected[0][1]
 
 
-def test_overlapping_graph_matches_keep_the_first_and_report_the_rest():
+def test_overlapping_graph_matches_keep_the_first_and_report_the_others_as_rejected():
     found = search(lambda m, x: x.exp().exp().exp(), lambda x: x.exp().exp())
     assert len(found) == 1
     assert len(found.overlapping) == 1
@@ -171,7 +171,7 @@ class ConvNormRelu(Pattern):
         return self.act(self.norm(self.conv(x)))
 
 
-def test_pattern_class_matches_module_types_of_any_size():
+def test_pattern_class_matches_modules_of_its_types_with_any_sizes():
     modules = {"a": nn.Conv2d(3, 4, 3), "b": nn.BatchNorm2d(4), "c": nn.Conv2d(4, 4, 1)}
     image = torch.rand(2, 3, 5, 5)
 
@@ -185,7 +185,7 @@ def test_pattern_class_matches_module_types_of_any_size():
     assert count(forward, ConvNormRelu(), image, **modules) == 0
 
 
-def test_graph_pattern_matches_modules_by_name():
+def test_graph_pattern_with_call_module_matches_modules_by_regular_expression():
     modules = {"query": nn.Linear(8, 8), "key": nn.Linear(8, 8), "keys": nn.Linear(8, 8)}
 
     def forward(m, x):
@@ -208,7 +208,7 @@ def test_graph_pattern_matches_modules_by_name():
     assert len(predicate) == 2
 
 
-def test_graph_pattern_ignores_arithmetic_on_sizes():
+def test_graph_pattern_for_a_product_does_not_match_products_of_tensor_sizes():
     assert count(lambda m, x: x.reshape(x.shape[0] * x.shape[1], -1), lambda a, b: a * b) == 0
 
 

@@ -42,7 +42,7 @@ def assert_same(new, old):
     torch.testing.assert_close(x.grad, z.grad)
 
 
-def test_replacement_inputs_are_bound_by_name_position_and_default():
+def test_subgraph_replacement_binds_inputs_by_name_position_and_default():
     def by_name(right, left, slope=0.0):
         return F.leaky_relu(left - right, slope)
 
@@ -59,7 +59,7 @@ def test_replacement_inputs_are_bound_by_name_position_and_default():
     assert "ByPosition_0" not in dict(traced()[1].named_modules())
 
 
-def test_replacement_with_wrong_number_of_arguments_is_refused():
+def test_subgraph_replacement_with_a_wrong_number_of_arguments_is_refused():
     net, graph = traced()
     (match,) = find(graph, "", lambda left, right: F.relu(left - right))
     code = graph.code
@@ -71,7 +71,7 @@ def test_replacement_with_wrong_number_of_arguments_is_refused():
     assert_same(graph, net)
 
 
-def test_parallel_linears_replaced_by_one_module_keep_their_parameters():
+def test_parallel_linears_replaced_by_one_fused_module_keep_their_parameter_values():
     class Fused(nn.Module):
         def __init__(self):
             super().__init__()
@@ -96,14 +96,14 @@ def test_replacing_modules_with_different_inputs_by_one_is_refused():
         replace_horizontal([*first, *other], lambda x: (x, x))
 
 
-def test_subgraph_with_several_outputs_is_replaced():
+def test_replaced_subgraph_with_several_outputs_keeps_the_output_of_the_graph():
     net, graph = traced()
     (match,) = find(graph, "", lambda x: (call_module("a", x), call_module("b", x)))
     replace_vertical(match, lambda x: (net.a(x), net.b(x)))
     assert_same(graph, net)
 
 
-def test_replaced_graph_node_passes_its_arguments_on():
+def test_function_that_replaces_a_graph_node_gets_the_arguments_of_the_node():
     net, graph = traced()
     (node,) = (n for n in graph.graph.nodes if n.name == "relu")
     replace_node(graph, node, lambda input, inplace: torch.clamp_min(input, 0))
@@ -113,7 +113,7 @@ def test_replaced_graph_node_passes_its_arguments_on():
         replace_node(graph, node, F.relu)
 
 
-def test_replacing_a_hooked_module_is_refused():
+def test_subgraph_replacement_of_a_module_with_hooks_is_refused():
     _, graph = traced()
     graph.a.register_forward_hook(lambda m, args, y: y * 2)
     (match,) = find(graph, "", lambda x: call_module("a", x))
@@ -121,7 +121,7 @@ def test_replacing_a_hooked_module_is_refused():
         replace_vertical(match, lambda x: x)
 
 
-def test_graph_match_is_refused_when_its_inputs_are_computed_later():
+def test_graph_match_is_refused_for_replacement_when_an_input_is_computed_after_a_use():
     class Late(nn.Module):
         def forward(self, x):
             y = x.exp()
@@ -135,7 +135,7 @@ def test_graph_match_is_refused_when_its_inputs_are_computed_later():
     assert_same(graph, Late())
 
 
-def test_grouped_subgraph_keeps_parameter_names_and_uses_replaced_modules():
+def test_subgraph_grouped_into_a_module_keeps_parameter_names_and_sees_replaced_children():
     net, graph = traced()
     names = list(graph.state_dict())
     (match,) = find(graph, "", lambda x, y: F.relu(call_module("a", x) - y))

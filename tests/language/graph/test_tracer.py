@@ -32,7 +32,7 @@ def assert_exact(mine, theirs):
 @pytest.mark.parametrize("flatten", [True, False], ids=["flat", "tree"])
 @pytest.mark.parametrize("part", ["attention", "block"])
 @pytest.mark.parametrize("family", MODELS)
-def test_traced_module_equals_plain_on_another_input_size(family, part, flatten):
+def test_traced_module_equals_the_untraced_module_on_another_input_size(family, part, flatten):
     model = shared_model(family)
     path = MODELS[family][2 if part == "attention" else 3]
     if not path:
@@ -50,7 +50,7 @@ def test_traced_module_equals_plain_on_another_input_size(family, part, flatten)
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", MODELS)
-def test_traced_model_equals_plain_with_a_padding_mask(family):
+def test_traced_model_equals_the_untraced_model_with_a_padding_mask(family):
     model = shared_model(family)
     args, kwargs = capture(model, "")
     traced = trace_module(model, args, kwargs, flatten=True)
@@ -62,7 +62,9 @@ def test_traced_model_equals_plain_with_a_padding_mask(family):
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "t5", "opt", "llama"])
-def test_traced_model_follows_train_and_eval_mode(family):
+def test_model_traced_in_eval_mode_has_dropout_and_gradients_of_the_untraced_model_in_train_mode(
+    family,
+):
     """The model is traced in eval mode; in train mode its dropout and gradients equal the plain model's."""
     model = tiny_model(family)
     traced = trace_module(model, *capture(model, ""), flatten=True)
@@ -81,7 +83,7 @@ def test_traced_model_follows_train_and_eval_mode(family):
     assert_exact(traced(**batch), model(**batch))
 
 
-def test_trace_with_submodules_keeps_the_module_tree():
+def test_trace_keeps_module_paths_and_the_identity_of_parameters():
     model = tiny_model("bert")
     before = dict(model.named_parameters())
     layers = model.bert.encoder.layer
@@ -99,7 +101,7 @@ def test_trace_with_submodules_keeps_the_module_tree():
     assert twin.bert.encoder.layer[0].attention.self.query is not layers[0].attention.self.query
 
 
-def test_module_traced_on_meta_runs_on_real_tensors():
+def test_module_traced_on_meta_runs_on_real_tensors_with_equal_output():
     with torch.device("meta"):
         meta = tiny_model("gpt2")
     args, kwargs = capture(meta, "transformer.h.1")
@@ -170,7 +172,7 @@ class Doubled(torch.autograd.Function):
         ("function", "calls the autograd function Doubled"),
     ],
 )
-def test_untraceable_forward_raises(how, cause):
+def test_untraceable_forward_raises_with_its_cause_and_source_line(how, cause):
     module = Odd(how)
     patched = (torch.arange, torch.rand, isinstance, nn.Module.__setattr__, nn.Module.__call__)
     draws = torch.get_rng_state()
@@ -184,7 +186,7 @@ def test_untraceable_forward_raises(how, cause):
     assert set(module.__dict__) == set(Odd("").__dict__)
 
 
-def test_trace_error_names_the_inner_module_and_declaring_it_a_leaf_fixes_it():
+def test_trace_error_names_an_inner_module_that_traces_when_declared_a_leaf():
     module, x = Odd("inner"), torch.ones(2, 3, 4)
     with pytest.raises(ScheduleError, match=r"leaves=\('inner',\)") as caught:
         trace_module(module, (x,), flatten=True, where="h.3")
@@ -193,7 +195,7 @@ def test_trace_error_names_the_inner_module_and_declaring_it_a_leaf_fixes_it():
         assert_exact((trace_module(module, (x,), leaves=(leaf,), flatten=True)(x),), (module(x),))
 
 
-def test_traced_branch_on_a_size_is_checked_in_each_call():
+def test_traced_module_raises_when_a_branch_on_a_tensor_size_changes():
     traced = trace_module(Odd("shape"), (torch.ones(2, 3, 4),))
     assert_exact((traced(torch.ones(5, 7, 4)),), (traced(torch.ones(5, 7, 4)),))
     with pytest.raises(ScheduleError, match="was True during the trace, this call has False"):
@@ -216,7 +218,7 @@ def test_traced_module_raises_when_none_or_literal_arguments_change():
         trace_module(Odd("flag"), ())
 
 
-def test_trace_restores_buffers_and_training_modes():
+def test_trace_leaves_buffers_and_training_modes_unchanged():
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
     net[1].eval()
     traced = trace_module(net, (torch.rand(2, 3, 5, 5),), flatten=True)
@@ -226,7 +228,7 @@ def test_trace_restores_buffers_and_training_modes():
     assert traced.get_submodule("1") is net[1]
 
 
-def test_trace_keeps_module_with_patched_forward_as_a_leaf():
+def test_trace_keeps_a_module_with_patched_forward_or_hooks_as_a_leaf():
     net = nn.Sequential(Odd(""), Odd(""))
     net[0].forward = net[0].forward  # an instance attribute, as checkpoint and fork_rng set it
     net[1].register_forward_hook(lambda m, args, y: y * 3)  # as sync does
@@ -241,7 +243,7 @@ def test_trace_keeps_module_with_patched_forward_as_a_leaf():
 
 
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama"])
-def test_traced_model_runs_in_another_dtype(family):
+def test_traced_model_converted_to_another_dtype_equals_the_untraced_model(family):
     """The model is traced in float32 and runs in bfloat16, under autocast and under torch.compile."""
     model = tiny_model(family)
     traced = trace_module(model, *capture(model, ""), flatten=True)
@@ -255,7 +257,7 @@ def test_traced_model_runs_in_another_dtype(family):
         assert_exact(compiled(**batch), model(**batch))
 
 
-def test_traced_branch_on_a_dtype_is_checked_in_each_call():
+def test_traced_module_raises_when_a_branch_on_a_dtype_changes():
     model = tiny_model("t5")
     traced = trace_module(model, *capture(model, ""), flatten=True)
     batch = batch_for(model, 3, 11)

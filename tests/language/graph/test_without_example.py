@@ -42,7 +42,7 @@ class Unpacked(nn.Module):
         return [part + 1 for part in x]
 
 
-def test_find_works_without_example_inputs():
+def test_find_matches_operations_and_modules_without_example_inputs():
     schedule = create_schedule(Pair())
     assert len(schedule.find(lambda x: nnf.relu(x + 1))) == 2
     assert [path for path, _ in schedule["a"].find("out")] == ["a"]
@@ -53,7 +53,7 @@ def test_find_works_without_example_inputs():
     "options", [{}, {"flatten": True}, {"leaves": ["a"]}, {"recursive": False}]
 )
 @pytest.mark.parametrize("rows", [2, 3])
-def test_module_traced_without_example_inputs_equals_the_module(options, rows):
+def test_module_traced_without_example_inputs_equals_the_untraced_module(options, rows):
     torch.manual_seed(0)
     model, x = Pair().eval(), torch.randn(rows, 5, 8)
     want = model(x, y=x)
@@ -66,7 +66,7 @@ def test_module_traced_without_example_inputs_equals_the_module(options, rows):
 
 
 @pytest.mark.parametrize("model", [Decides(), Unpacked()])
-def test_trace_of_value_dependent_forward_raises_and_requests_example_inputs(model):
+def test_trace_of_a_value_dependent_forward_raises_and_requests_example_inputs(model):
     with pytest.raises(ScheduleError, match="which has no example value") as caught:
         create_schedule(model).trace()
     assert "pass example_inputs" in str(caught.value)
@@ -81,7 +81,7 @@ class Gelu(nn.Module):
         return nnf.gelu(self.linear(x))
 
 
-def test_find_matches_the_bias_of_a_decomposed_linear():
+def test_find_matches_the_bias_addition_of_a_decomposed_linear():
     """An addition of tensors of unknown shape is not taken for arithmetic on sizes."""
     sch = create_schedule(Gelu())
     sch["linear"].decompose()

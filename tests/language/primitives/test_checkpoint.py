@@ -30,14 +30,14 @@ def flops(model):
     [{}, {"policy": "save_matmuls"}, {"offload": True}, {"policy": "offload"}],
     ids=["all", "policy", "offload", "kept there"],
 )
-def test_recomputed_module_has_the_same_gradients(options):
+def test_recomputed_module_has_the_gradients_of_the_module_without_recomputation(options):
     sch = Schedule(tiny_model("bert"))
     sch[BLOCKS].checkpoint(**options)
     assert_same_step(sch.model, tiny_model("bert"))
     assert str(Schedule(tiny_model("bert")).replay(from_json(sch.to_json()))) == str(sch)
 
 
-def test_save_matmuls_policy_does_not_recompute_matmuls():
+def test_save_matmuls_recompute_policy_adds_no_matmul_flops():
     plain, whole, selective = (Schedule(tiny_model("bert")) for _ in range(3))
     whole[BLOCKS].checkpoint()
     selective[BLOCKS].checkpoint(policy="save_matmuls")
@@ -48,7 +48,9 @@ LAYERS = ["bert.encoder.layer.0", "bert.encoder.layer.1"]
 
 
 @pytest.mark.parametrize("options", [{"offload": True}, {"policy": "offload"}], ids=str)
-def test_offloaded_activations_are_prefetched_one_module_ahead(options):
+def test_checkpoint_with_offload_copies_activations_out_in_forward_and_back_in_reverse_order(
+    options,
+):
     sch = Schedule(tiny_model("bert"))
     sch[BLOCKS].checkpoint(**options)
     sch.state.offloads.notes = notes = []
@@ -60,7 +62,7 @@ def test_offloaded_activations_are_prefetched_one_module_ahead(options):
     assert (flops(sch.model) == flops(tiny_model("bert"))) == ("policy" in options)
 
 
-def test_offloaded_views_of_a_tensor_share_one_host_copy(monkeypatch):
+def test_views_of_one_tensor_offloaded_to_the_host_share_one_copy(monkeypatch):
     """The host copy is made as on a GPU: another tensor with the same values and strides."""
     made = []
 
@@ -82,7 +84,7 @@ def test_offloaded_views_of_a_tensor_share_one_host_copy(monkeypatch):
     assert made
 
 
-def test_checkpoint_directive_does_nothing_in_eval_mode():
+def test_checkpoint_directive_leaves_logits_in_eval_mode_bit_equal():
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     sch[BLOCKS].checkpoint(policy="save_matmuls", offload=True)
     batch = batch_for(plain, 3, 11)
@@ -90,7 +92,7 @@ def test_checkpoint_directive_does_nothing_in_eval_mode():
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_recomputed_subgraph_has_the_same_gradients(by_name):
+def test_recomputed_subgraph_of_a_traced_module_has_unchanged_gradients(by_name):
     sch = Schedule(tiny_model("bert"))
     part = sch[INTERMEDIATE]
     part.trace(flatten=True)
@@ -108,7 +110,7 @@ def test_recomputed_subgraph_has_the_same_gradients(by_name):
             sch.to_json()
 
 
-def test_checkpoint_directive_errors_give_a_hint():
+def test_invalid_checkpoint_directive_raises_an_error_with_a_hint():
     sch = Schedule(tiny_model("bert"))
     with pytest.raises(ScheduleError, match="found policy 'all'"):
         sch[BLOCKS].checkpoint(policy="all")
@@ -122,7 +124,7 @@ def test_checkpoint_directive_errors_give_a_hint():
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoint_function_restores_the_dropout_random_stream(use_reentrant):
+def test_checkpoint_function_recomputes_with_the_dropout_mask_of_the_first_forward(use_reentrant):
     stream = RandomStream(seed=3)
     x = torch.ones(4, 32, requires_grad=True)
     y = checkpoint(
@@ -147,7 +149,7 @@ class Forks(torch.nn.Module):
 
 
 @pytest.mark.parametrize("way", ["directive", True, False], ids=str)
-def test_forked_rng_draws_the_same_in_recomputation(way):
+def test_cuda_rng_tracker_fork_draws_the_same_numbers_in_recomputation(way):
     set_random_seed(123, None, None, 0)
     run, x = Forks(), torch.ones(1000, requires_grad=True)
     if way == "directive":

@@ -41,20 +41,20 @@ def traced():
 # --- the two tables of primitives ----------------------------------------------------------------
 
 
-def test_replace_accepts_the_documented_new_keyword():
+def test_replace_accepts_the_module_as_the_documented_keyword_new():
     sch = bert()
     sch[f"{LAYER}.intermediate.intermediate_act_fn"].replace(new=nn.GELU())
     assert_same_step(slapo_zoo.build(sch), tiny_model("bert"))
 
 
-def test_shard_accepts_documented_param_name_and_axis():
+def test_shard_accepts_the_documented_keywords_param_name_and_axis():
     s = slapo_zoo.create_schedule(nn.Sequential(nn.Linear(4, 6)), mesh=Mesh(tp=2))["0"]
     s.shard(param_name="weight", axis=0)
     s.shard("bias", axis=0)
     assert s.mod.weight.shape == (3, 4)
 
 
-def test_sync_accepts_documented_modes_ops_and_keywords():
+def test_sync_accepts_the_documented_modes_ops_and_keywords():
     sch = slapo_zoo.create_schedule(nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)))
     sch["0"].sync(mode="fwd_pre", sync_op_or_fn="all_gather", axis=1)
     sch["0"].sync(mode="fwd_post", sync_op_or_fn="all_gather", axis=1, tensor_parallel_output_grad=False)  # fmt: skip
@@ -75,7 +75,7 @@ def older_modes(x):
     return y.detach(), net[0].weight.grad
 
 
-def test_sync_accepts_older_mode_names(ranks):
+def test_sync_with_older_mode_names_has_the_output_and_gradient_of_one_rank(ranks):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4, bias=False)))  # fmt: skip
     x = torch.randn(3, 4)
@@ -101,7 +101,7 @@ def test_checkpoint_fork_rng_annotate_and_hook_accept_documented_arguments():
     assert len(sch.history) == 6
 
 
-def test_trace_find_and_fuse_accept_documented_arguments():
+def test_trace_find_and_fuse_with_documented_arguments_keep_outputs_and_gradients():
     sch, s = traced()
     subgraph = s.find(gelu)
     s.fuse(compiler="TorchScript", subgraph=subgraph)
@@ -131,7 +131,7 @@ def test_replace_checkpoint_and_decompose_of_a_subgraph_keep_gradients():
     assert_same_step(sch.model, tiny_model("bert"))
 
 
-def test_pipeline_split_and_cut_pipeline_stage_make_equal_stages():
+def test_pipeline_split_and_cut_pipeline_stage_each_add_one_pipeline_cut():
     sch = bert()
     sch[LAYER].cut_pipeline_stage()
     sch["bert.encoder.layer.1"].pipeline_split()
@@ -181,7 +181,7 @@ def row_convolution(x):
     return y.detach(), x.grad, net[2].bias.grad
 
 
-def test_row_parallel_convolution_adds_its_bias_once(ranks):
+def test_row_parallel_convolution_adds_its_bias_once_after_the_all_reduce(ranks):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Conv2d(4, 6, 3), nn.ReLU(), nn.Conv2d(6, 3, 1))
     x = torch.randn(2, 4, 5, 5, requires_grad=True)
@@ -205,7 +205,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_shard_updates_the_size_attribute_of_its_axis(name):
+def test_shard_updates_only_the_module_attribute_that_holds_the_size_of_the_axis(name):
     make, axis, attribute, size = SIZES[name]
     sch = Schedule(nn.Sequential(make()), Mesh(tp=2))
     before = {k: v for k, v in vars(sch["0"].mod).items() if isinstance(v, int | tuple)}
@@ -229,7 +229,7 @@ def registries():
 
 
 @pytest.mark.usefixtures("registries")
-def test_new_primitive_is_registered_by_one_decorator():
+def test_decorator_register_primitive_adds_a_schedule_method():
     @slapo_zoo.register_primitive()
     @dataclass(frozen=True)
     class Scale(Directive):
@@ -250,7 +250,7 @@ def test_new_primitive_is_registered_by_one_decorator():
 
 
 @pytest.mark.usefixtures("registries")
-def test_shard_rule_for_a_user_class_is_registered_by_one_decorator():
+def test_decorator_shard_rule_makes_shard_accept_a_user_module_class():
     seen = []
 
     @slapo_zoo.shard_rule(
@@ -283,7 +283,7 @@ def mean_over_ranks(x):
     return sch.model(x + dist.get_rank()), [(t.kind, t.bytes, t.path) for t in explained]
 
 
-def test_new_sync_op_is_registered_by_one_decorator(ranks):
+def test_decorator_sync_op_makes_sync_accept_the_new_op(ranks):
     for y, explained in ranks.run(mean_over_ranks, 2, torch.ones(3, 2)):
         assert torch.equal(y, torch.full((3, 2), 1.5))
         assert explained == [("all_reduce", 24, "0")]  # explain lists its communication too

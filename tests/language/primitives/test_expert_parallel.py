@@ -20,7 +20,7 @@ def schedule(rank=0):
 
 
 @pytest.mark.parametrize(("rank", "local"), [(0, 3), (1, 2)])
-def test_expert_parallel_sets_the_local_number_of_experts(rank, local):
+def test_expert_parallel_sets_num_experts_to_the_number_of_local_experts(rank, local):
     sch = schedule(rank)
     sch["0"].shard("up", 0, uneven=True).expert_parallel()
     assert sch["0"].mod.num_experts == local == len(sch["0"].mod.up)
@@ -31,12 +31,12 @@ def test_expert_parallel_on_unsharded_parameters_is_refused():
         schedule()["0"].expert_parallel()
 
 
-def test_expert_parallel_with_unknown_attribute_is_refused():
+def test_expert_parallel_with_a_name_that_is_no_integer_attribute_is_refused():
     with pytest.raises(ScheduleError, match="expected an integer attribute 'experts'"):
         schedule()["0"].expert_parallel("experts")
 
 
-def test_expert_parallel_dry_run_works_on_meta_tensors():
+def test_expert_parallel_forward_on_meta_tensors_returns_the_full_output_shape():
     sch = Schedule(nn.Sequential(Experts()), Mesh(tp=2, dry_run=True))
     sch["0"].shard("up", 0, uneven=True).expert_parallel()
     with torch.device("meta"):

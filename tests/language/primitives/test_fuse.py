@@ -29,7 +29,7 @@ def scheduled_bias_gelu(**fuse):
     return sch
 
 
-def test_fuse_without_compiler_groups_bias_gelu_into_a_module():
+def test_fuse_without_compiler_groups_bias_gelu_into_a_module_with_equal_gradients():
     sch = scheduled_bias_gelu(compiler=None, name="BiasGelu")
     assert "BiasGelu_0" in dict(sch[f"{LAYER}.intermediate"].mod.named_children())
     assert_same_step(sch.model, tiny_model("bert"))
@@ -37,14 +37,14 @@ def test_fuse_without_compiler_groups_bias_gelu_into_a_module():
         sch.to_json()
 
 
-def test_bias_gelu_fused_by_torchscript_equals_plain():
+def test_bias_gelu_fused_by_torchscript_keeps_outputs_and_gradients():
     sch = scheduled_bias_gelu(compiler="TorchScript")
     assert_same_step(sch.model, tiny_model("bert"))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # dynamo and inductor warn about their own code
-def test_bias_gelu_fused_by_inductor_equals_plain():
+def test_bias_gelu_fused_by_inductor_keeps_outputs_and_gradients():
     sch = scheduled_bias_gelu()
     assert_same_step(sch.model, tiny_model("bert"))
 
@@ -62,13 +62,13 @@ def kernel():
     del FUSED_KERNELS["test_bias_gelu"]
 
 
-def test_bias_gelu_fused_by_a_kernel_equals_plain(kernel):
+def test_bias_gelu_fused_by_a_registered_kernel_keeps_outputs_and_gradients(kernel):
     sch = scheduled_bias_gelu(compiler="kernel")
     assert_same_step(sch.model, tiny_model("bert"))
     assert kernel == [(3, 11, 48)] * 2
 
 
-def test_fuse_with_a_named_kernel_survives_json(kernel):
+def test_fuse_with_a_named_kernel_replayed_from_json_keeps_outputs_and_gradients(kernel):
     sch = Schedule(tiny_model("bert"))
     sch[f"{LAYER}.intermediate.dense"].decompose()
     sch[f"{LAYER}.intermediate"].trace(flatten=True)
@@ -80,7 +80,7 @@ def test_fuse_with_a_named_kernel_survives_json(kernel):
         again[f"{LAYER}.intermediate"].fuse(compiler="kernel", name="test_bias_gelu")
 
 
-def test_fused_bias_dropout_residual_layer_norm_equals_plain():
+def test_fused_bias_dropout_residual_layer_norm_keeps_outputs_and_gradients():
     sch = Schedule(tiny_model("bert"))
     out = sch[f"{LAYER}.output"]
     sch[f"{LAYER}.output.dense"].decompose()
@@ -100,7 +100,7 @@ def test_fused_bias_dropout_residual_layer_norm_equals_plain():
     assert_same_step(sch.model, tiny_model("bert"))
 
 
-def test_fused_conv_norm_relu_equals_plain():
+def test_fused_conv_norm_relu_of_resnet_keeps_outputs_and_gradients():
     sch = Schedule(tiny_model("resnet"))
     path = "resnet.encoder.stages.1.layers.1.layer.0"
     sch[path].trace(flatten=True)
@@ -128,7 +128,7 @@ class FusedQKV(nn.Module):
 
 
 @pytest.mark.parametrize("by_name", [True, False])
-def test_query_key_value_fused_into_one_matmul_equal_plain(by_name):
+def test_query_key_and_value_fused_into_one_matmul_keep_outputs_and_gradients(by_name):
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     attention = sch[f"{LAYER}.attention.self"]
     attention.trace(flatten=True)
@@ -150,7 +150,7 @@ def attention_of(query, key, value, mask, scale, p):
     return torch.matmul(probabilities, value), probabilities
 
 
-def test_explicit_softmax_attention_replaced_by_sdpa_equals_plain():
+def test_explicit_softmax_attention_replaced_by_sdpa_keeps_outputs_and_gradients():
     model, plain = (tiny_model("bert") for _ in range(2))
     for m in (model, plain):
         m.set_attn_implementation("eager")
@@ -177,7 +177,7 @@ def test_explicit_softmax_attention_replaced_by_sdpa_equals_plain():
     assert_same_step(sch.model, plain)
 
 
-def test_invalid_fuse_and_subgraph_replace_raise():
+def test_invalid_arguments_of_fuse_and_subgraph_replace_raise():
     sch = Schedule(tiny_model("bert"))
     layer = sch[f"{LAYER}.intermediate"]
     with pytest.raises(ScheduleError, match="the module has no graph"):
@@ -203,7 +203,7 @@ def test_invalid_fuse_and_subgraph_replace_raise():
         other.replace(F.gelu, found)
 
 
-def test_replaced_single_nodes_equal_the_plain_model():
+def test_single_graph_nodes_replaced_by_equal_functions_keep_outputs_and_gradients():
     sch, plain = Schedule(tiny_model("bert")), tiny_model("bert")
     layer = sch[f"{LAYER}.intermediate"]
     layer.trace(flatten=True)
@@ -219,7 +219,7 @@ def test_replaced_single_nodes_equal_the_plain_model():
 
 @pytest.mark.parametrize(("family", "path"), [("bert", f"{LAYER}.intermediate.dense"),
                                               ("gpt2", "transformer.h.0.mlp.c_fc")])  # fmt: skip
-def test_decompose_splits_a_linear_into_product_and_bias(family, path):
+def test_decompose_splits_a_linear_into_matmul_and_bias_and_keeps_gradients(family, path):
     sch, plain = Schedule(tiny_model(family)), tiny_model(family)
     names = list(sch.model.state_dict())
     sch[path].decompose()
@@ -231,7 +231,7 @@ def test_decompose_splits_a_linear_into_product_and_bias(family, path):
     assert str(Schedule(tiny_model(family)).replay(from_json(sch.to_json()))) == str(sch)
 
 
-def test_decompose_without_bias_equals_plain_and_refuses_other_modules():
+def test_decompose_of_a_linear_without_bias_keeps_the_output_and_refuses_other_modules():
     sch = Schedule(nn.Sequential(nn.Linear(4, 6, bias=False), nn.ReLU(), nn.Linear(6, 2)))
     x = torch.randn(3, 4)
     y = sch.model(x)

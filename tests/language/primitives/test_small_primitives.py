@@ -45,7 +45,7 @@ def round_trip(sch, mesh=None):
     return again
 
 
-def test_annotate_keeps_its_attribute_after_shard():
+def test_attribute_set_by_annotate_stays_on_the_parameter_after_shard():
     sch = Schedule(net(), Mesh(tp=2, rank=1))
     sch["0"].annotate("weight", "foo", 7).shard("weight", 0)
     assert sch["0"].mod.weight.foo == 7
@@ -58,7 +58,7 @@ def test_annotate_keeps_its_attribute_after_shard():
 
 
 @pytest.mark.parametrize("prefix", ["fw", "fwd"])
-def test_hook_directive_runs_before_and_after_a_module(prefix):
+def test_hook_directive_runs_functions_before_and_after_forward_and_backward(prefix):
     model, seen = net().eval(), []
     x = torch.randn(3, 4)
     plain = model(x)
@@ -79,7 +79,7 @@ def test_hook_directive_runs_before_and_after_a_module(prefix):
         sch["0"].hook("fw_pre", "print")
 
 
-def test_pipeline_split_equals_cut_pipeline_stage():
+def test_pipeline_split_records_the_same_cut_as_cut_pipeline_stage():
     sch, other = Schedule(net()), Schedule(net())
     sch["0"].pipeline_split()
     other["0"].cut_pipeline_stage()
@@ -91,7 +91,7 @@ def test_pipeline_split_equals_cut_pipeline_stage():
         sch.pipeline_split()
 
 
-def test_replace_installs_a_module_and_refuses_functions():
+def test_replace_with_a_module_installs_the_module_and_with_a_function_is_refused():
     model = net().eval()
     sch = Schedule(model)
     new = nn.Linear(4, 6)
@@ -136,7 +136,7 @@ def test_replace_all_replaces_every_matching_module():
     assert sch.model[0] is before
 
 
-def test_list_primitives_gives_every_primitive_with_help():
+def test_list_primitives_returns_every_primitive_with_a_docstring():
     assert set(NAMES) <= set(list_primitives())
     assert list_primitives(name_only=False)["shard"] is PRIMITIVES["shard"]
     shard = Schedule(net())["0"].shard
@@ -155,7 +155,7 @@ def registered():
 
 
 @pytest.mark.usefixtures("registered")
-def test_third_party_directive_is_registered_and_callable():
+def test_directive_class_registered_by_a_user_becomes_a_schedule_method():
     @register_primitive()
     @dataclass(frozen=True)
     class Scale(Directive):
@@ -175,7 +175,7 @@ def test_third_party_directive_is_registered_and_callable():
 
 
 @pytest.mark.usefixtures("registered")
-def test_third_party_primitive_class_with_static_methods_is_registered():
+def test_primitive_class_with_static_methods_registered_by_a_user_becomes_a_schedule_method():
     @register_primitive()
     class Halve:
         """Primitive of a third party that shards a linear layer over two ranks."""
@@ -241,7 +241,7 @@ class Drops(nn.Module):
 
 
 @pytest.mark.parametrize("per_rank", [False, True])
-def test_fork_rng_draws_functional_dropout_per_rank_when_requested(per_rank):
+def test_fork_rng_with_per_rank_draws_different_functional_dropout_on_each_rank(per_rank):
     masks = []
     for rank in (0, 1):
         sch = Schedule(nn.Sequential(Drops()), Mesh(tp=2, rank=rank, dry_run=True))
@@ -259,7 +259,7 @@ FORMS = {
 
 @pytest.mark.parametrize("heads", [None, 2])
 @pytest.mark.parametrize("form", FORMS)
-def test_fork_rng_draws_sdpa_dropout_independently_for_each_sample(form, heads):
+def test_fork_rng_draws_sdpa_dropout_independently_of_the_other_samples_in_the_batch(form, heads):
     """At p = 1e-9 the result equals torch's; at p = 0.5 a row has the same mask in any batch."""
     attention, options, p = nn.functional.scaled_dot_product_attention, FORMS[form], [1e-9]
     shape = (2, 6, 8) if heads is None else (2, heads, 6, 8)
@@ -284,7 +284,7 @@ def test_fork_rng_draws_sdpa_dropout_independently_for_each_sample(form, heads):
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_shard_attribute_changes_the_config_of_one_module_only():
+def test_shard_attribute_divides_a_config_value_for_one_module_only():
     """The model's config keeps its number of heads, and so do modules without a directive."""
     from types import SimpleNamespace
 

@@ -49,7 +49,7 @@ def moved(op, mode, x, upstream, is_part):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("mode", ["fwd_pre", "fwd_post"])
 @pytest.mark.parametrize("op", FORMS)
-def test_reshard_moves_values_forward_and_gradients_backward(op, mode, shape, ranks):
+def test_reshard_redistributes_values_in_forward_and_gradients_in_backward(op, mode, shape, ranks):
     source, target = op.split("->")
     x, upstream = torch.randn(shape), torch.randn(2, *shape)
     for r, (y, dx) in enumerate(ranks.run(moved, 2, op, mode, x, upstream, False)):
@@ -58,7 +58,7 @@ def test_reshard_moves_values_forward_and_gradients_backward(op, mode, shape, ra
 
 
 @pytest.mark.parametrize("op", ["RR->RR", "RS->RR", "SR->RR"])
-def test_reshard_all_reduces_partial_gradients(op, ranks):
+def test_reshard_with_partial_gradients_all_reduces_them_in_backward(op, ranks):
     source, target = op.split("->")
     x, upstream = torch.randn(4, 6), torch.randn(2, 4, 6)
     for r, (y, dx) in enumerate(ranks.run(moved, 2, op, "fwd_post", x, upstream, True)):
@@ -98,7 +98,7 @@ def chained(x):
     return y.detach(), x.grad, [p.grad for p in net.parameters()]
 
 
-def test_chained_reshards_equal_the_plain_model(ranks):
+def test_model_with_several_reshards_has_the_output_and_gradients_of_one_rank(ranks):
     x, net = torch.randn(3, 2, 4), mlp()
     plain = x.clone().requires_grad_()
     y = net(plain)
@@ -129,7 +129,7 @@ def test_reshard_of_uneven_axis_is_refused_before_communication(op, ranks):
         assert "pad the axis" in text
 
 
-def test_invalid_or_misplaced_reshard_is_refused():
+def test_reshard_with_an_invalid_layout_mode_or_input_is_refused():
     sch = Schedule(nn.Sequential(Twice()), Mesh(tp=2, dry_run=True))
     with pytest.raises(ScheduleError, match="mode fwd_pre with 'RR->RS' does this to the gradient"):
         sch["0"].sync("bwd_post", "RS->RR")
@@ -152,13 +152,13 @@ def divided(axis):
 
 
 @pytest.mark.parametrize("op", ["all_gather", "scatter", "RR->RS", "RS->RR"])
-def test_reshard_of_partial_sums_is_refused(op):
+def test_reshard_of_an_output_that_is_a_partial_sum_is_refused(op):
     with pytest.raises(ScheduleError, match="each rank holds a partial sum of the output"):
         divided(1).sync("fwd_post", op)
 
 
 @pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "RR->RS"])
-def test_all_reduce_of_column_shards_is_refused(op):
+def test_all_reduce_of_an_output_sharded_by_columns_is_refused(op):
     with pytest.raises(ScheduleError, match="each rank holds different columns of the output"):
         divided(0).sync("fwd_post", op)
 
@@ -177,7 +177,7 @@ def test_all_reduce_of_a_replicated_output_is_refused(module, op):
     assert Schedule(nn.Sequential(module), Mesh())["0"].sync("fwd_post", op)
 
 
-def test_unsharded_bias_on_sharded_output_is_refused():
+def test_sync_that_shards_the_output_of_a_module_with_unsharded_bias_is_refused():
     with pytest.raises(
         ScheduleError, match="the bias is unsharded, but the collective shards the output"
     ):
@@ -195,7 +195,7 @@ def two_ops(x):
     return net(lay(x, "RS", 2, dist.get_rank())).detach()
 
 
-def test_second_sync_op_runs_after_the_first(ranks):
+def test_second_sync_on_a_module_runs_on_the_result_of_the_first(ranks):
     x = torch.randn(4, 4)
     torch.manual_seed(5)
     want = nn.Linear(4, 6)(x).detach()

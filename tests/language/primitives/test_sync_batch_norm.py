@@ -17,7 +17,7 @@ def test_sync_batch_norm_on_one_rank_equals_batch_norm():
     assert all(torch.equal(a, b) for a, b in zip(mine.buffers(), plain.buffers(), strict=True))
 
 
-def test_recomputation_does_not_update_batch_norm_statistics():
+def test_recomputation_updates_batch_norm_statistics_only_once():
     norm = nn.BatchNorm2d(3)
     sch = Schedule(nn.Sequential(nn.Sequential(norm)))
     sch["0.0"].sync_batch_norm()
@@ -30,6 +30,6 @@ def test_recomputation_does_not_update_batch_norm_statistics():
     ("module", "problem"),
     [(nn.Linear(3, 3), "found Linear"), (nn.BatchNorm2d(3, momentum=None), "momentum is None")],
 )
-def test_sync_batch_norm_refuses_other_layers(module, problem):
+def test_sync_batch_norm_refuses_layers_other_than_batch_norm(module, problem):
     with pytest.raises(ScheduleError, match=problem):
         Schedule(nn.Sequential(module))["0"].sync_batch_norm()

@@ -21,7 +21,7 @@ def outputs(model, batch):
 
 
 @pytest.mark.parametrize("flatten", [True, False])
-def test_traced_model_equals_the_plain_one(flatten):
+def test_model_with_traced_blocks_has_the_outputs_of_the_untraced_model(flatten):
     model, plain = tiny_model("gpt2"), tiny_model("gpt2")
     sch = Schedule(model)
     sch["transformer.h.*"].trace(flatten=flatten)
@@ -34,7 +34,7 @@ def test_traced_model_equals_the_plain_one(flatten):
     assert sch["**:GPT2Block"].paths == ["transformer.h.0", "transformer.h.1"]
 
 
-def test_traced_schedule_survives_json():
+def test_trace_directive_replayed_from_json_gives_the_same_code():
     sch = Schedule(tiny_model("gpt2"))
     sch[BLOCK].trace(leaves=["attn", "GPT2MLP"], flatten=True)
     again = Schedule(tiny_model("gpt2")).replay(from_json(sch.to_json()))
@@ -49,7 +49,7 @@ def test_traced_schedule_survives_json():
             other.to_json()
 
 
-def test_trace_of_the_full_model_equals_plain():
+def test_trace_of_the_full_model_keeps_its_outputs():
     model, plain = tiny_model("gpt2"), tiny_model("gpt2")
     sch = Schedule(model)
     sch.trace(flatten=True)
@@ -60,7 +60,7 @@ def test_trace_of_the_full_model_equals_plain():
     assert sch.model.get_input_embeddings() is sch.model.transformer.wte
 
 
-def test_directive_on_inlined_module_is_refused():
+def test_directive_on_a_module_inlined_by_a_trace_is_refused():
     sch = Schedule(tiny_model("gpt2"))
     sch[BLOCK].trace(flatten=True)
     with pytest.raises(ScheduleError, match=f"inlined into the graph of '{BLOCK}'"):
@@ -92,7 +92,7 @@ def test_shard_attribute_is_refused_when_a_trace_recorded_the_value():
         sch[f"{BLOCK}.attn"].shard_attribute("num_heads")
 
 
-def test_trace_records_the_attention_core_as_one_node():
+def test_trace_records_attention_between_heads_as_one_graph_node():
     register_attention()
     model, plain = tiny_model("gpt2"), tiny_model("gpt2")
     model.set_attn_implementation(NAME)
@@ -124,7 +124,7 @@ def column_row(seed):
     return y.detach(), x.grad, net[1].weight.grad
 
 
-def test_sharded_module_can_be_traced(ranks):
+def test_module_traced_after_sharding_has_the_output_and_gradients_of_one_rank(ranks):
     torch.manual_seed(5)
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4)), nn.Linear(4, 2))
     x = torch.randn(3, 4, requires_grad=True)
@@ -140,7 +140,7 @@ class DataDependent(nn.Module):
         return x if x.sum() > 0 else -x
 
 
-def test_trace_accepts_example_inputs_for_a_plain_module():
+def test_trace_of_a_torch_module_with_example_inputs_keeps_its_output():
     net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 2))
     sch = Schedule(net)
     x = torch.randn(3, 4)
@@ -149,7 +149,7 @@ def test_trace_accepts_example_inputs_for_a_plain_module():
     torch.testing.assert_close(net(x), y, rtol=0, atol=0)
 
 
-def test_trace_until_stops_at_the_given_modules():
+def test_trace_until_keeps_the_given_modules_as_untraced_leaves():
     sch = Schedule(tiny_model("gpt2"))
     sch.trace_until(["transformer.h.0", "transformer.h.1"])
     graph = sch["transformer"].mod.graph

@@ -17,7 +17,7 @@ class Mixer(nn.Module):
 
 
 @pytest.mark.parametrize(("tp", "flag"), [(1, True), (2, False)])
-def test_unfused_directive_clears_the_training_flag_of_its_module_only(tp, flag):
+def test_unfused_directive_clears_the_training_flag_only_during_the_forward_of_its_module(tp, flag):
     sch = Schedule(nn.Sequential(Mixer()), Mesh(tp=tp))
     sch["0"].unfused()
     mixer = sch["0"].mod.train()
