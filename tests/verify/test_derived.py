@@ -208,9 +208,7 @@ def test_lists_of_equal_blocks_are_detected_inside_resnet_stages_and_bart_towers
     assert find_stacks(bart) == ["encoder.layers.*", "decoder.layers.*"]
 
 
-def test_schedule_derivation_cuts_only_the_decoder_when_encoder_cuts_fail_verification(
-    searches, monkeypatch
-):
+def test_schedule_derivation_cuts_only_the_decoder_if_other_cuts_fail(searches, monkeypatch):
     """Each of several block stacks is tried alone; here all together, and the first alone, are wrong."""
     config = tiny(transformers.BartConfig())
     with tempfile.TemporaryDirectory() as scratch:
@@ -259,9 +257,7 @@ def test_schedule_derivation_ignores_a_transformers_tp_plan_that_lacks_the_dropo
 
 
 @pytest.mark.parametrize("name", ["T5", "Dinov2", "CLIP"])
-def test_tiny_model_for_schedule_derivation_has_finite_gradients_in_each_tested_class(
-    name, tmp_path
-):
+def test_tiny_model_for_schedule_derivation_has_finite_gradients(name, tmp_path):
     """The tiny config sets a decoder's first token, a backbone's last stage and an image's size."""
     cls = getattr(
         transformers,
@@ -394,9 +390,7 @@ def test_derived_schedule_all_reduces_gradients_of_parameters_applied_to_sharded
 
 
 @pytest.mark.parametrize("mesh", [(2, 1, 1), pytest.param((2, 2, 1), marks=pytest.mark.slow)])
-def test_schedule_derivation_of_an_encoder_decoder_of_two_families_shards_over_80_percent(
-    mesh, caplog
-):
+def test_schedule_derivation_of_a_bert_gpt2_encoder_decoder_shards_over_80_percent(mesh, caplog):
     """The derivation logs no warning of a failed dry run."""
     encoder, decoder = transformers.BertConfig(), transformers.GPT2Config()
     config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
