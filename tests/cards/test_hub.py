@@ -89,7 +89,7 @@ def test_new_process_loads_a_schedule_card_from_the_hub_by_commit_sha_and_by_tag
     assert "plot.png" not in found["pictures"], "only the files that a card needs are fetched"
 
 
-def test_weights_are_pushed_to_the_hub_together_with_their_schedule(loaded, hub):
+def test_push_to_hub_uploads_the_weights_together_with_their_schedule(loaded, hub):
     stored = hub.repositories["me/model"]
     files = stored.commits[stored.branches["main"]]
     assert {"model.safetensors", "config.json", "schedule.json", "README.md"} <= set(files)
@@ -138,7 +138,7 @@ def test_offline_mode_loads_a_cached_schedule_card_and_refuses_an_uncached_one(
     assert "take one from the cache" in found["no sha"]
 
 
-def test_python_schedule_runs_only_with_trust_remote_code_and_pinned_sha(loaded):
+def test_python_file_of_a_schedule_card_runs_only_with_trust_remote_code_and_a_pinned_sha(loaded):
     found, said = loaded[0]["python"], loaded[1]
     assert "trust_remote_code=True" in found["main"]
     assert "schedule.json is missing" in found["untrusted"]

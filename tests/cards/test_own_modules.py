@@ -92,7 +92,7 @@ def test_readme_of_a_schedule_card_for_a_user_module_shows_the_apply_card_call(c
         (Other(), "the card was made for Tower, the module is Other"),
     ],
 )
-def test_apply_card_refuses_module_of_other_shapes_or_class_and_leaves_it_unchanged(
+def test_apply_card_refuses_a_module_of_other_shapes_or_class_and_leaves_it_unchanged(
     card, module, words
 ):
     before = {name: p.shape for name, p in module.named_parameters()}
@@ -101,7 +101,7 @@ def test_apply_card_refuses_module_of_other_shapes_or_class_and_leaves_it_unchan
     assert {name: p.shape for name, p in module.named_parameters()} == before
 
 
-def test_apply_card_refuses_indivisible_mesh_and_leaves_module_unsharded(card):
+def test_apply_card_refuses_a_mesh_that_does_not_divide_the_module_and_leaves_it_unsharded(card):
     def refused():
         module = tower()
         with pytest.raises(ScheduleError, match=r"32 .*3|3 .*32"):
@@ -128,7 +128,7 @@ def test_schedule_card_used_with_the_wrong_function_raises_and_names_the_right_f
         slapo_zoo.apply_card(tower(), family)
 
 
-def test_publish_to_folder_refuses_options_of_a_hub_repository(tmp_path):
+def test_publish_card_to_a_folder_refuses_options_for_a_hub_repository(tmp_path):
     sch = schedule(slapo_zoo.create_schedule(tower()))
     with pytest.raises(CardError, match="tag is for a repository of the Hub"):
         slapo_zoo.publish_card(sch, tmp_path / "card", tag="v1")

@@ -123,7 +123,7 @@ def test_publishing_a_schedule_that_holds_a_python_function_is_refused():
         make_program(sch, config, type(model))
 
 
-def test_committed_json_schema_matches_the_primitives(request):
+def test_committed_json_schema_of_schedule_files_equals_the_one_built_from_the_primitives(request):
     if request.config.getoption("update_golden"):
         file = Path(cards.__file__).with_name("schedule.schema.json")
         file.write_text(json.dumps(build_schema(), indent=1) + "\n", encoding="utf-8")

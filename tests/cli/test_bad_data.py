@@ -83,7 +83,7 @@ def test_unusable_training_data_is_refused_with_reason(name, stream, place, caps
 
 
 @pytest.mark.parametrize("name", LABELLED)
-def test_dataset_without_usable_labels_is_refused_with_reason(name, place, capsys):
+def test_dataset_without_usable_labels_is_refused_with_the_reason(name, place, capsys):
     task, wanted = LABELLED[name]
     said = failure(capsys, *words_of(place, name, "--set", f"task={task}"))
     assert wanted in said
@@ -200,7 +200,7 @@ def test_tokenizer_with_a_pad_token_beyond_the_model_vocabulary_is_refused(
     )
 
 
-def test_class_label_ids_follow_the_checkpoint_config(place, tmp_path, capsys):
+def test_class_label_ids_in_training_are_those_of_the_checkpoint_config(place, tmp_path, capsys):
     """Label ids come from the checkpoint's config, not from the order of the data; a class may be missing in the data."""
     run(
         *words_of(

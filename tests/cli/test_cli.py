@@ -177,14 +177,14 @@ def test_every_command_with_json_option_has_a_test():
         (["bench", "m", "--tp", "2", "--beside", "r"], "ci/run.py beside m r --tp 2"),
     ],
 )
-def test_removed_command_names_its_replacement(old, new, capsys):
+def test_removed_command_exits_with_an_error_that_names_its_replacement(old, new, capsys):
     with pytest.raises(SystemExit) as caught:
         main(old)
     assert caught.value.code == 2
     assert new in capsys.readouterr().err
 
 
-def test_list_and_version_commands_print_families_and_package_versions(capsys):
+def test_list_command_prints_model_families_and_version_command_prints_package_versions(capsys):
     for arguments, words in ((["list"], ("gpt2", "bert")), (["version"], ("torch 2.", "python"))):
         with pytest.raises(SystemExit) as caught:
             main(arguments)
@@ -193,7 +193,7 @@ def test_list_and_version_commands_print_families_and_package_versions(capsys):
         assert all(word in out for word in words)
 
 
-def test_version_as_json_names_the_packages(capfd):
+def test_version_command_as_json_lists_the_versions_of_python_torch_and_slapo_zoo(capfd):
     with pytest.raises(SystemExit):
         main(["version", "--json"])
     found = json.loads(capfd.readouterr().out)
@@ -201,7 +201,7 @@ def test_version_as_json_names_the_packages(capfd):
     assert set(found) > {"python", "slapo-zoo"}
 
 
-def test_shell_completion_offers_commands():
+def test_bash_completion_of_a_command_prefix_offers_the_matching_command():
     environment = os.environ | {"_SLAPO_ZOO_COMPLETE": "complete_bash", "COMP_WORDS": "slapo-zoo pl",
                                 "COMP_CWORD": "1"}  # fmt: skip
     command = [

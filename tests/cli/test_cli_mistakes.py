@@ -203,7 +203,7 @@ def test_unreachable_hub_prints_one_error_without_traceback(line):
 
 
 @pytest.mark.parametrize("word", ["--version", "-h"])
-def test_help_and_version_options_exit_with_0(word, capfd):
+def test_help_and_version_options_of_the_main_command_exit_with_0(word, capfd):
     code, out, _ = run(capfd, word)
     assert code == 0
     assert ("slapo-zoo 0." if word == "--version" else "Usage") in out
@@ -215,7 +215,7 @@ def test_show_command_limits_default_sequence_length_to_model_positions(gpt2, ca
     assert "1 x 64" in out
 
 
-def test_library_logs_do_not_reach_stdout_of_the_derive_command(tmp_path):
+def test_log_lines_of_other_libraries_do_not_reach_stdout_of_the_command_line(tmp_path):
     """DeepSpeed, which transformers imports, once wrote its warning as line 1 of `slapo-zoo derive X > x.py`."""
     (tmp_path / "deepspeed.py").write_text(
         "import logging, sys\n"

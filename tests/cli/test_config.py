@@ -111,7 +111,7 @@ def test_new_names_of_renamed_config_keys_are_fields_of_transformers_training_ar
     assert set(RENAMED.values()) <= TrainingArguments.__dataclass_fields__.keys()
 
 
-def test_every_field_of_training_arguments_is_an_option_or_refused_with_a_hint():
+def test_every_field_of_transformers_training_arguments_is_an_option_or_refused_with_a_hint():
     """None is ignored in silence; what another release of transformers adds is seen here."""
     from transformers import TrainingArguments
 
@@ -138,7 +138,7 @@ def test_transformers_training_arguments_are_accepted_as_config_keys_and_under_t
         read_sets(["tf32=3"])
 
 
-def test_train_layout_flags_set_loader_options_beside_the_config_file(
+def test_train_command_flags_add_loader_options_to_those_of_the_config_file(
     capsys, tmp_path, monkeypatch
 ):
     """The flags become entries of `load`, added to those of the file; names and defaults are the loader's."""
@@ -152,7 +152,7 @@ def test_train_layout_flags_set_loader_options_beside_the_config_file(
     assert said["load"] == {"kernels": "reference", "checkpoint_ratio": 0.5, "sequence_parallel": True}  # fmt: skip
 
 
-def test_unknown_flag_error_names_the_nearest_flag(capsys):
+def test_unknown_train_command_flag_raises_and_names_the_nearest_flag(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["train", "m", "--max-stps", "3"])
     assert ended.value.code == 2
@@ -162,7 +162,7 @@ def test_unknown_flag_error_names_the_nearest_flag(capsys):
     assert "data: found none" in failure(capsys, "train", "m", "--max_steps", "3")
 
 
-def test_config_values_are_converted_to_field_types(tmp_path):
+def test_train_config_values_are_converted_to_the_types_of_their_fields(tmp_path):
     (tmp_path / "run.yaml").write_text(
         "learning_rate: 1e-4\nmax_grad_norm: 1\nreport_to: [a, b]\nsave_total_limit: null\nmax_steps: 1e5\n"
     )
@@ -196,7 +196,7 @@ def test_every_config_limit_and_choice_list_belongs_to_an_existing_key():
     checked({k: v for k, v in vars(TrainOptions("m")).items() if v is not None}, "")
 
 
-def test_training_page_lists_every_config_key():
+def test_docs_page_on_training_lists_every_config_key():
     page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
     found = re.findall(
         r"^\| `(\w+)` \| (?:`(.*)`)? \| (.+) \|$", page.partition("## All keys")[2], re.MULTILINE
@@ -249,7 +249,7 @@ def test_train_command_parses_arguments_without_importing_torch(tmp_path):
     assert result.stdout.split() == ["False"]
 
 
-def test_unknown_loader_argument_error_names_the_nearest_argument():
+def test_unknown_key_under_load_in_the_train_config_raises_and_names_the_nearest_key():
     config = SimpleNamespace(resid_pdrop=0.1)
     check_load({"sequence_parallel": True, "resid_pdrop": 0.2}, config)
     with pytest.raises(SlapoError, match=r"nearest: load\.sequence_parallel"):
@@ -308,7 +308,9 @@ def test_unknown_loader_argument_error_names_the_nearest_argument():
         ({"log_file": "notes/log"}, "log_file: .*notes cannot be written to"),
     ],
 )
-def test_conflicting_or_missing_config_keys_are_refused(changes, said, tmp_path, monkeypatch):
+def test_train_config_with_conflicting_or_missing_keys_is_refused(
+    changes, said, tmp_path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "old" / "step-00000001").mkdir(parents=True)
     for name in ("d.txt", "e", "notes"):

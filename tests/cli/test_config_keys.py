@@ -31,7 +31,7 @@ def trained(folder, *sets):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def test_train_command_applies_options_for_optimizer_lr_schedule_and_trackers(tmp_path):
+def test_train_command_with_optimizer_and_lr_options_has_the_losses_of_a_plain_torch_loop(tmp_path):
     """Losses, norms and rates are those of a plain loop with the same AdamW and schedule."""
     write_gpt2(tmp_path / "model")
     (tmp_path / "text.txt").write_text(". ".join(sentences(60)))
@@ -64,7 +64,7 @@ def test_train_command_applies_options_for_optimizer_lr_schedule_and_trackers(tm
         optimizer.zero_grad()
 
 
-def test_train_command_applies_options_for_data_config_split_and_target_length(
+def test_train_command_obeys_options_for_data_config_split_and_target_length(
     tmp_path, capfd, monkeypatch
 ):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -84,7 +84,7 @@ def test_train_command_applies_options_for_data_config_split_and_target_length(
     assert few[-1]["eval_loss"] != whole[-1]["eval_loss"]
 
 
-def test_numbers_with_an_exponent_are_read_as_numbers_in_every_key(tmp_path):
+def test_numbers_with_an_exponent_are_read_as_numbers_in_every_config_key(tmp_path):
     """YAML 1.1 reads 4e-3, without a point, as text."""
     text = "lr_scheduler_kwargs: {min_lr: 4e-3, power: -1E2}\ncolumns: {text: 1e3x}\nlearning_rate: 1e-4"
     (tmp_path / "run.yaml").write_text(text)

@@ -19,7 +19,7 @@ SCHEDULES = {"linear": {}, "cosine": {"num_cycles": 1.5}, "constant": {}, "polyn
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_learning_rate_schedules_equal_transformers(name):
+def test_learning_rates_of_every_lr_scheduler_type_equal_those_of_transformers(name):
     from transformers import get_scheduler
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
@@ -46,7 +46,7 @@ def test_unknown_lr_scheduler_type_raises(name):
         make_schedule(TrainOptions("m", lr_scheduler_type=name))
 
 
-def test_weight_decay_applies_to_matrices_only():
+def test_weight_decay_applies_to_matrices_and_not_to_biases_and_norms():
     model = torch.nn.Sequential(torch.nn.Embedding(3, 4), torch.nn.Linear(4, 2), torch.nn.LayerNorm(2))  # fmt: skip
     decays, others = parameter_groups(model.parameters(), 0.1)
     assert decays["weight_decay"] == 0.1
@@ -55,7 +55,7 @@ def test_weight_decay_applies_to_matrices_only():
     assert [p.ndim for p in others["params"]] == [1, 1, 1]
 
 
-def test_best_checkpoint_tracker_keeps_the_best_metric_and_breaks_ties_by_loss():
+def test_best_checkpoint_is_chosen_by_metric_and_ties_are_broken_by_loss():
     best = Best("loss")
     found = [best.judge(step, {"loss": loss}) for step, loss in enumerate([3.0, 2.0, 2.0, 2.5])]
     assert found == [True, True, False, False]

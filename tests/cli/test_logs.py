@@ -83,7 +83,7 @@ def test_model_flops_utilization_equals_flops_over_peak_flops(monkeypatch):
     assert found["mfu"] == pytest.approx(6 * meter.parameters * 32 / 1e12)
 
 
-def test_logging_steps_option_logs_every_nth_step(job, capfd):
+def test_logging_steps_option_writes_a_log_line_every_nth_step(job, capfd):
     run(*job, "--max-steps", 6, "--set", "logging_steps=2")
     found = [line for line in capfd.readouterr().out.splitlines() if line.startswith("training:")]
     assert [line.split()[2] for line in found] == ["2/6", "4/6", "6/6"]

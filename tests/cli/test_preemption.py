@@ -119,7 +119,7 @@ def test_train_command_refuses_to_resume_with_other_training_text(job, tmp_path,
     ("loss", "norm", "stops"),
     [(1.0, 1.0, False), (math.nan, 1.0, True), (1.0, math.inf, True), (1.0, math.nan, True)],
 )
-def test_nan_loss_ends_the_training(loss, norm, stops):
+def test_train_command_stops_with_an_error_when_loss_or_gradient_norm_is_nan(loss, norm, stops):
     options = TrainOptions("m", checkpoint="out")
     if not stops:
         check_finite(3, loss, norm, options)
@@ -128,7 +128,9 @@ def test_nan_loss_ends_the_training(loss, norm, stops):
         check_finite(3, loss, norm, options)
 
 
-def test_nan_loss_does_not_replace_a_good_checkpoint(job, tmp_path, monkeypatch, capfd):
+def test_train_command_with_nan_loss_does_not_overwrite_the_last_checkpoint(
+    job, tmp_path, monkeypatch, capfd
+):
     out = tmp_path / "out"
     run(*job, "--max-steps", "2", "--checkpoint", str(out))
     good = (out / "model.safetensors").read_bytes()
@@ -162,7 +164,7 @@ def test_newest_step_folder_is_found_when_the_symlink_last_is_missing(tmp_path):
     assert history.is_history(tmp_path)
 
 
-def test_checkpoint_survives_a_kill_between_two_renames(tmp_path, monkeypatch):
+def test_checkpoint_of_a_save_killed_between_two_renames_is_restored(tmp_path, monkeypatch):
     """Without RENAME_EXCHANGE, as on NFS, the checkpoint that was moved away is found and restored."""
     make(tmp_path / "out", 4)
     monkeypatch.setattr(staging, "_renameat2", lambda *_: False)
@@ -187,7 +189,9 @@ def test_checkpoint_survives_a_kill_between_two_renames(tmp_path, monkeypatch):
     assert (tmp_path / "out" / "training_state.json").read_text() == "4"
 
 
-def test_running_save_is_not_deleted_on_a_filesystem_without_locks(tmp_path, monkeypatch):
+def test_temporary_folder_of_a_running_save_is_kept_on_a_filesystem_without_locks(
+    tmp_path, monkeypatch
+):
     def none(*_):
         raise OSError(95, "Operation not supported")
 

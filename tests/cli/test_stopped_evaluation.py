@@ -54,7 +54,7 @@ def ranks_of(launcher):
     ("number", "code", "says"),
     [(signal.SIGKILL, 2, "killed by SIGKILL"), (signal.SIGTERM, 75, "the same command resumes")],
 )
-def test_training_stopped_during_evaluation_saves_and_resumes_on_another_layout(
+def test_train_command_stopped_during_evaluation_saves_and_resumes_on_another_layout(
     folder, tmp_path, number, code, says
 ):
     """A killed rank ends all ranks at once; a stop signal lets the evaluation finish and saves its result."""

@@ -119,7 +119,9 @@ def test_train_command_on_local_ranks_has_the_losses_of_one_process(engine, job,
     assert losses(capfd.readouterr().out) == expected
 
 
-def test_train_command_with_cp_saves_and_resumes_on_another_mesh(job, tmp_path, capfd):
+def test_train_command_with_cp_saves_a_checkpoint_that_resumes_on_another_mesh(
+    job, tmp_path, capfd
+):
     """Two steps on cp=2 and two on tp=2, with evaluations, have the losses of four steps of one process."""
     from transformers import GPT2LMHeadModel
 
@@ -272,7 +274,7 @@ def test_slurm_variables_are_converted_to_torchrun_variables(monkeypatch):
     assert is_distributed_launch()
 
 
-def test_slurm_batch_script_and_srun_shell_are_not_a_distributed_launch(monkeypatch):
+def test_slurm_batch_script_and_srun_shell_are_not_treated_as_a_distributed_run(monkeypatch):
     """A batch script has the variables of the job but of no step; `srun --pty` is a step of one task."""
     srun(monkeypatch)
     monkeypatch.delenv("SLURM_STEP_NUM_TASKS")

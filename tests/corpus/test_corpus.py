@@ -53,7 +53,7 @@ def test_training_without_injected_bug_equals_the_reference_and_no_checker_repor
     assert not first_to_find(bug, root).checker
 
 
-def test_every_bug_in_the_corpus_has_a_unique_name_and_a_known_checker():
+def test_every_injected_bug_has_a_unique_name_and_an_existing_checker():
     assert len({bug.name for bug in BUGS}) == len(BUGS)
     assert all(bug.threads and bug.met and bug.wrong and bug.layout in LAYOUTS for bug in BUGS)
     assert {bug.checker for bug in BUGS} <= {*CHECKERS, ""}
@@ -66,7 +66,7 @@ def test_at_least_95_percent_of_the_published_bugs_have_a_checker_that_detects_t
     assert all(bug.named for bug in found)
 
 
-def test_bug_corpus_page_lists_every_bug():
+def test_docs_page_on_injected_bugs_lists_every_bug():
     """The page equals the generated one but for the seconds, which depend on the machine."""
     text = corpus_page.PAGE.read_text(encoding="utf-8")
     seconds = corpus_page.measured(text)

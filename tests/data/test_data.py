@@ -54,7 +54,7 @@ def test_text_files_are_read_in_name_order_and_binaries_are_skipped(tmp_path):
     assert documents(tmp_path / "b.txt") == ["second"]
 
 
-def test_binary_file_is_skipped_with_a_message(tmp_path, capsys):
+def test_binary_file_among_training_texts_is_skipped_with_a_message(tmp_path, capsys):
     folder = tmp_path / "texts"
     folder.mkdir()
     (folder / "a.txt").write_text("first\r\nline", encoding="utf-8-sig", newline="")
@@ -82,7 +82,7 @@ def test_dataset_saved_to_disk_is_streamed_with_its_splits(several, tmp_path):
     assert len(read.open_table(path, "test" if several else "train")) == (1 if several else 20)
 
 
-def test_missing_or_empty_data_raises(tmp_path):
+def test_missing_or_empty_training_data_raises(tmp_path):
     with pytest.raises(DataError, match="found no file, folder or data set"):
         read.kind_of(str(tmp_path / "none"))
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
@@ -90,7 +90,7 @@ def test_missing_or_empty_data_raises(tmp_path):
         documents(tmp_path)
 
 
-def test_packed_rows_are_full_and_each_document_ends_with_the_eos_token():
+def test_packed_token_rows_are_full_and_every_document_ends_with_the_eos_token():
     rows = packed(Causal(Letters(eos=0), 3), "ab", "cde")[[0, 1]]
     assert rows["input_ids"] == [[97, 98, 0], [99, 100, 101]]
     assert rows["lengths"] == [[3], [3]]
@@ -99,7 +99,7 @@ def test_packed_rows_are_full_and_each_document_ends_with_the_eos_token():
     assert batch["input_ids"].tolist() == [[1, 97, 98, 2], [1, 99, 100, 2]]
 
 
-def test_packing_keeps_every_token_and_records_document_lengths():
+def test_packing_of_documents_keeps_every_token_and_records_document_lengths():
     rows = packed(Causal(Letters(), 6), "abc", "de", "", "fghijklmn", "opqrst")
     assert [t for row in rows["input_ids"] for t in row] == list(range(97, 97 + 18))
     assert rows["lengths"] == [[3, 2, 1], [6], [2, 4]]
@@ -113,7 +113,7 @@ def test_packed_documents_with_document_masks_restart_position_ids_at_0():
     assert batch["labels"].tolist() == [[IGNORED, 98, 0, IGNORED], [IGNORED, 101, 102, 103]]
 
 
-def test_too_little_text_raises_and_names_the_number_of_rows():
+def test_text_too_short_for_one_batch_raises_and_names_the_number_of_rows():
     rows = packed(Masked(Letters(cls=1, sep=2), 4), "abcde")
     with pytest.raises(DataError, match="found 2 rows of up to 4 tokens; expected at least 3"):
         require_rows(rows, 3, TrainOptions("m", seq_len=4))
@@ -128,7 +128,7 @@ def ten_rows(task):
     return datasets.Dataset.from_dict({"input_ids": ids, "lengths": [[task.row_tokens]] * 10})
 
 
-def test_every_data_row_is_drawn_once_per_epoch():
+def test_training_batches_draw_every_data_row_once_per_epoch():
     task = Causal(Letters(), 2)
     batches = Batches(ten_rows(task), task, 4, seed=3)
     first = torch.cat([batches.part(step)["input_ids"] for step in (0, 1)])
@@ -151,7 +151,7 @@ def test_batches_of_all_dp_ranks_concatenate_to_the_batch_of_one_process(task):
 @pytest.mark.parametrize(
     "task", [Causal(Letters(), 2), Masked(Letters(), 2, rate=0.5)], ids=["next", "masked"]
 )
-def test_evaluation_reads_each_row_once_on_every_layout(task):
+def test_evaluation_batches_contain_each_row_once_for_every_number_of_dp_ranks(task):
     rows = divided(ten_rows(task), 0.1, seed=0)[0]
     batches = Batches(rows, task, 4, seed=3)
     assert len(rows) == 9
@@ -204,7 +204,7 @@ def test_every_data_file_format_gives_the_same_rows(kind, tmp_path):
     assert checksum(stream) == checksum(packed(Causal(words, 16), *(r["text"] for r in ROWS)))
 
 
-def test_tokenized_rows_are_cached_between_processes(tmp_path, monkeypatch):
+def test_tokenized_data_is_cached_for_later_processes(tmp_path, monkeypatch):
     """A second process reads the cached rows of the first; another task or length tokenizes anew."""
     path, calls = write_rows(tmp_path, "jsonl", ROWS), []
     encode = Classify.encode
@@ -262,7 +262,7 @@ def test_unknown_dataset_name_sends_only_one_request_to_the_hub(monkeypatch):
     assert asked == ["nobody/nothing"]
 
 
-def test_broken_file_or_unknown_dataset_raises(tmp_path, monkeypatch):
+def test_broken_data_file_or_unknown_dataset_name_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     (tmp_path / "a.jsonl").write_text("{not json")
@@ -298,7 +298,7 @@ def test_tagging_translation_and_pair_tasks_collate_the_expected_labels_and_inpu
 
 
 @pytest.mark.parametrize("task", [Causal, Translate])
-def test_streamed_data_resumes_where_it_stopped(task, tmp_path):
+def test_data_stream_restarted_at_a_saved_position_yields_the_following_batches(task, tmp_path):
     """The stream resumes at any step, past the end of an epoch, with only one block of rows in memory."""
     rows = [{"text": "word " * (i % 7), "source": f"{i} in", "target": f"{i}"} for i in range(20)]
     path, words = write_rows(tmp_path, "jsonl", rows), tokenizer(eos_token=END)

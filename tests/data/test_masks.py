@@ -11,7 +11,7 @@ from slapo_zoo.data.tasks import IGNORED, DataError, Masked, Spans
 GENERATOR = torch.Generator
 
 
-def test_mlm_task_masks_fifteen_percent_of_tokens():
+def test_masked_language_model_task_masks_fifteen_percent_of_tokens():
     ids = torch.randint(10, 1000, (200, 100))
     task = Masked(Letters(cls=1, sep=0), 102)
     batch = task.collate({"input_ids": ids.tolist()}, GENERATOR())
@@ -32,7 +32,7 @@ def t5_words():
     return tokenizer(marks, eos_token="</s>", pad_token="<pad>", unk_token="<unk>")
 
 
-def test_mlm_task_masks_at_least_one_token_of_a_small_batch():
+def test_masked_language_model_task_masks_at_least_one_token_of_a_small_batch():
     """A batch of two tokens still has at least one masked token."""
     for seed in range(20):
         task = Masked(Letters(cls=1, sep=0), 4)

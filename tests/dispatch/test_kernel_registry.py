@@ -52,14 +52,14 @@ def test_layer_norm_kernel_runs_triton_on_a_gpu_where_triton_was_measured_faster
     assert bucket("layer_norm", torch.zeros(5, 768, dtype=torch.bfloat16)) in table
 
 
-def test_duplicate_kernel_name_is_refused():
+def test_registering_a_kernel_under_an_existing_name_is_refused():
     assert slug("NVIDIA H200") == "nvidia-h200"
     assert bucket("x", torch.zeros(3, 1025)) == "x:float32:2048"
     with pytest.raises(ScheduleError, match="already registered"):
         kernel.kernel("layer_norm", len, dict, [])(len)
 
 
-def test_every_kernel_imports_when_triton_is_missing():
+def test_every_kernel_file_imports_without_triton_installed():
     """Each kernel imports, and runs on a CPU, without Triton."""
     code = (
         "import importlib, pathlib, sys, torch\n"

@@ -53,13 +53,13 @@ def resolve(path):
     raise AssertionError(f"the reference names {path}, which is not there")
 
 
-def test_every_docs_page_is_in_the_menu():
+def test_every_docs_page_is_listed_in_the_menu_of_the_site():
     named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
     assert sorted(named) == [page_name(page) for page in PAGES]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
-def test_docs_links_lead_to_pages_of_the_site(page):
+def test_links_in_docs_pages_lead_to_existing_pages_of_the_site(page):
     for target, anchor in LINK.findall(text_of(page)):
         place = (page.parent / target).resolve() if target else page
         assert place.is_file(), f"{page_name(page)} points at {target}"
@@ -68,14 +68,14 @@ def test_docs_links_lead_to_pages_of_the_site(page):
             assert anchor in anchors(place), f"{page_name(page)} points at {target}#{anchor}"
 
 
-def test_api_reference_lists_every_public_name():
+def test_api_reference_page_lists_every_public_name():
     found = [id(thing) for thing in documented().values()]
     found.append(id(slapo_zoo.verify))  # a callable package: its function is documented
     missing = [n for n in slapo_zoo.__all__ if id(getattr(slapo_zoo, n)) not in found]
     assert missing == []
 
 
-def test_api_reference_lists_every_primitive():
+def test_api_reference_page_lists_every_schedule_primitive():
     found = {id(thing) for thing in documented().values()}
     ours = [
         c for c in PRIMITIVES.values() if c.__module__.startswith("slapo_zoo.language.primitives.")

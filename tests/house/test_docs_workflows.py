@@ -48,7 +48,7 @@ def test_readme_commands_run_without_error_after_its_python_blocks(desk):
 
 
 @pytest.mark.slow
-def test_classifier_training_from_csv_is_stopped_and_resumes(desk):
+def test_classifier_training_from_csv_stopped_by_a_signal_resumes(desk):
     """docs/training.md with its data as csv, on tp=2: Ctrl-C, the same command, plain transformers reads `best`."""
     (desk.folder / "make.py").write_text(python_of("docs/training.md"))
     desk.type("python make.py")
@@ -78,7 +78,7 @@ def test_classifier_training_from_csv_is_stopped_and_resumes(desk):
 
 
 @pytest.mark.slow
-def test_trl_lora_training_on_two_ranks_equals_one_rank(desk):
+def test_trl_training_with_lora_on_two_ranks_prints_the_results_of_one_rank(desk):
     (desk.folder / "lora.py").write_text(python_of("docs/lora.md"))
     alone, two = (
         [float(number) for number in desk.type(f"{start} lora.py").splitlines()[-1].split()]
@@ -149,7 +149,7 @@ def loop(tmp_path, monkeypatch):
     del sys.modules["loop"]
 
 
-def test_hand_written_loop_resumes_on_another_mesh(loop, tmp_path):
+def test_hand_written_loop_resumed_on_another_mesh_has_the_losses_of_one_run(loop, tmp_path):
     """Ten steps on tp=2 dp=2, then ten in one process, give the losses and learning rates of one process."""
     whole, rate = loop.train()
     os.rename("last", "of_whole")
@@ -161,7 +161,7 @@ def test_hand_written_loop_resumes_on_another_mesh(loop, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed_hand_written_loop_resumes_from_its_checkpoint(desk):
+def test_hand_written_loop_killed_during_training_resumes_from_its_checkpoint(desk):
     """Run the page's command, kill its ranks after a checkpoint, and resume in one process."""
     program = python_of("docs/your_own_loop.md", 0, 1)
     (desk.folder / "loop.py").write_text(program)

@@ -76,7 +76,7 @@ def test_dpo_example_has_equal_losses_on_all_ranks(tmp_path, ranks):
 
 
 @pytest.mark.slow
-def test_sampled_reward_example_trains_under_torchrun(tmp_path):
+def test_example_with_rewards_of_sampled_text_runs_under_torchrun_without_error(tmp_path):
     """Start the example by torchrun: its sampler is a process of its own, which imports its function by name."""
     folder = checkpoint(CASES["gpt2"], tmp_path)
     script = ROOT / "post_training" / "sampled_reward.py"
@@ -114,7 +114,7 @@ TASKS = [("classify_bert.py", 2, 120, "code_or_comment", "AutoModelForSequenceCl
 @pytest.mark.parametrize(
     ("name", "nprocs", "steps", "folder", "auto"), TASKS, ids=[t[0] for t in TASKS]
 )
-def test_example_task_has_equal_results_on_all_ranks_and_loads_in_transformers(
+def test_example_script_has_equal_results_on_all_ranks_and_saves_a_transformers_checkpoint(
     name, nprocs, steps, folder, auto, whole, tmp_path, ranks
 ):
     found = ranks.run(run_task, nprocs, name, steps if whole else 8, tmp_path, timeout=300)
@@ -138,7 +138,7 @@ NOTEBOOKS = {
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(ROOT.glob("*.ipynb"))])
-def test_notebook_runs_without_error(name, tmp_path, monkeypatch):
+def test_every_example_notebook_runs_without_error(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "notebook"}
     for cell in json.loads((ROOT / f"{name}.ipynb").read_text())["cells"]:

@@ -27,7 +27,7 @@ def test_median_length_of_source_files_is_below_its_limit():
     assert median <= 120, f"the median file has {median} lines"
 
 
-def test_package_stays_within_its_line_budget():
+def test_package_has_at_most_the_allowed_number_of_lines():
     """Fail above the line budget: unused code is removed before a feature is added."""
     count = sum(lines(path) for path in files(*CODE))
     assert count <= LINE_BUDGET, (
@@ -76,7 +76,7 @@ def bare_arguments(function):
     ]
 
 
-def test_public_names_have_docstrings():
+def test_every_public_name_has_a_docstring():
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     silent = [
         f"{label(path)}: {node.name}" for path in files(*CODE)
@@ -85,7 +85,7 @@ def test_public_names_have_docstrings():
     assert not silent, f"no docstring: {silent}"
 
 
-def test_public_names_have_type_annotations():
+def test_every_public_name_has_type_annotations():
     bare = [
         f"{label(path)}: {f.name}({', '.join(bare_arguments(f))})" for path in files(*CODE)
         for f in functions(tree(path)) if bare_arguments(f)

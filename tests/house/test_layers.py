@@ -91,7 +91,7 @@ def test_every_source_file_belongs_to_an_import_layer():
     )
 
 
-def test_imports_reach_only_lower_layers():
+def test_package_imports_point_only_to_lower_layers():
     up = [
         f"{label(path)} imports {target or 'slapo_zoo'}" for path in SOURCES
         for target in imported_units(path) - {unit(path)}
@@ -100,7 +100,7 @@ def test_imports_reach_only_lower_layers():
     assert not up, f"not from a lower package that defines the name: {up}"
 
 
-def test_modules_named_in_strings_lie_in_lower_packages():
+def test_modules_imported_by_a_name_in_a_string_lie_in_lower_layers():
     """A module named in a string is a dependency too, even if another module imports it."""
     up = [
         f"{label(path)} names {name}" for path in SOURCES for name in modules_by_string(path)
@@ -110,7 +110,7 @@ def test_modules_named_in_strings_lie_in_lower_packages():
     assert not up, f"not in a lower package: {up}"
 
 
-def test_no_module_imports_a_schedule_table_statically():
+def test_no_module_imports_a_schedule_table_file_by_an_import_statement():
     """`zoo` imports a table by its name at run time, so that unused tables cost no import."""
     named = [
         label(path) for path in SOURCES
@@ -137,7 +137,7 @@ MOST_FLOORS = 5
 TALLER = {"kernels": 7}  # losses of a language model, each computed by a simpler one
 
 
-def test_packages_have_at_most_five_import_floors():
+def test_longest_import_chain_within_a_package_has_at_most_five_files():
     """Count the longest chain of imports among the files of each folder; `cli` counts with its folders."""
     inside = {}
     for name, path in MODULES.items():

@@ -26,7 +26,7 @@ def modules_after(statement):
     return set(json.loads(result.stdout))
 
 
-def test_import_slapo_zoo_loads_no_heavy_package():
+def test_import_of_slapo_zoo_loads_no_large_optional_package():
     loaded = modules_after("import slapo_zoo")
     assert "slapo_zoo" in loaded
     heavy = [name for name in HEAVY if name in loaded]

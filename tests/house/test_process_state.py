@@ -65,7 +65,7 @@ def kept_by(path):
                 yield owner.id
 
 
-def test_docs_page_lists_all_process_wide_state():
+def test_docs_page_on_global_state_lists_every_global_of_the_package():
     found = {f"{path.stem}.{name}" for path in files(*CODE) for name in kept_by(path)}
     rows = [
         line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")

@@ -193,7 +193,7 @@ def named_tests(file):
     }  # fmt: skip
 
 
-def test_engines_page_names_tests_that_exist_and_run_by_default():
+def test_tests_named_on_the_engines_page_exist_and_run_by_default():
     """Each line of the table of engines names tests; all exist and run by default."""
     lines = page("docs/engines.md").splitlines()
     rows = [line.split("|")[1:-1] for line in lines if line.startswith("| ")]

@@ -51,7 +51,7 @@ def offences(syntax):
             yield f"{name} with trust_remote_code=True"
 
 
-def test_source_code_contains_no_unsafe_calls():
+def test_source_code_contains_no_eval_pickle_or_other_unsafe_calls():
     found = {label(path): set(offences(tree(path))) for path in files(*CODE)}
     wrong = {name: uses - ALLOWED.get(name, set()) for name, uses in found.items()}
     assert not {name: uses for name, uses in wrong.items() if uses}
@@ -76,13 +76,13 @@ def test_unsafe_calls_on_the_allow_list_still_exist_in_the_source():
         assert uses <= set(offences(ast.parse((ROOT / name).read_text()))), name
 
 
-def test_every_test_named_by_the_security_page_exists():
+def test_every_test_file_named_on_the_security_page_exists():
     named = re.findall(r"`(tests/[\w/]+\.py)`", (ROOT / "docs" / "security.md").read_text())
     assert len(named) > 8
     assert [name for name in named if not (ROOT / name).is_file()] == []
 
 
-def test_every_package_installed_for_tests_has_a_pinned_hash():
+def test_every_package_in_the_ci_constraints_has_a_pinned_sha256_hash():
     def named(file):
         lines = (ROOT / "ci" / file).read_text().splitlines()
         return {line.split()[0].lower(): line for line in lines if line[:1] not in ("#", "")}

@@ -48,7 +48,7 @@ def imported():
     return found
 
 
-def test_every_imported_package_is_a_dependency_or_in_an_extra():
+def test_every_package_that_the_source_imports_is_a_dependency_or_in_an_extra():
     offered = DIRECT | names_of(r for name, rs in EXTRAS.items() if name != "dev" for r in rs)
     strange = {
         top: paths for top, paths in imported().items()
@@ -68,7 +68,7 @@ def test_imports_of_the_train_command_are_covered_by_the_train_extra():
     assert not missing
 
 
-def test_wheel_contains_every_file_that_the_package_reads():
+def test_wheel_contains_every_data_file_that_the_package_reads():
     """Cards are not in the wheel: they are on the Hub and in a checkout, and the package reads none."""
     patterns = PROJECT["tool"]["setuptools"]["package-data"]["slapo_zoo.zoo.hub_cards"]
     held = {p for pattern in patterns for p in (ROOT / "hub_cards").glob(pattern)}

@@ -16,7 +16,7 @@ OTHER_WORDS = {
 }
 
 
-def test_pages_and_sources_use_standard_terms():
+def test_pages_and_sources_use_no_project_slang():
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     code = files("slapo_zoo", "kernels", "schedules", "ci")
     found = [
@@ -30,7 +30,7 @@ def test_pages_and_sources_use_standard_terms():
 OPENINGS = r"(Of|What|Whether|Which|Where|How|Why|As|In which)\b"
 
 
-def test_docstrings_begin_with_a_verb_or_a_noun():
+def test_docstrings_do_not_begin_with_of_what_whether_or_how():
     """CONTRIBUTING, How we write."""
     paths = files("slapo_zoo", "kernels", "schedules", "ci", "tests", "examples")
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef)
@@ -44,7 +44,7 @@ def test_docstrings_begin_with_a_verb_or_a_noun():
 PRIVATE = r"test_(an?|the)_|\w*_(anew|asked|knobs?|pieces?|said|seam|told)(_|$)"
 
 
-def test_names_of_tests_use_standard_terms():
+def test_names_of_tests_have_three_words_and_no_project_slang():
     """CONTRIBUTING, How we write: a name says subject, verb and outcome, without words of our own."""
     found = [
         f"{label(path)}: {node.name}" for path in files("tests") for node in ast.walk(tree(path))

@@ -73,7 +73,7 @@ def check_all_columns():
         check_columns(C, stride)
 
 
-def test_loss_kernels_at_any_vocabulary_size_equal_the_reference(interpreter):
+def test_loss_kernels_equal_their_reference_at_every_vocabulary_size(interpreter):
     check_all_columns()
     interpreter.run(check_all_columns)
 
@@ -103,7 +103,7 @@ def check_real_heads():
     check_attention("t5_attention", attention_inputs(40, 70, 64, weight=weight, bidirectional=True))
 
 
-def test_attention_kernel_over_several_tiles_equals_the_reference(interpreter):
+def test_attention_kernel_on_sequences_of_several_tiles_equals_its_reference(interpreter):
     check_real_heads()
     interpreter.run(check_real_heads)
 
@@ -144,6 +144,6 @@ def check_pairs():
 
 
 @pytest.mark.parametrize("check", [check_nothing_seen, check_pairs])
-def test_attention_kernel_ignores_masked_keys(interpreter, check):
+def test_attention_kernel_output_does_not_depend_on_masked_keys(interpreter, check):
     check()
     interpreter.run(check)

@@ -63,7 +63,7 @@ def test_kernel_gives_bit_equal_results_in_two_runs(interpreter, name):
 
 @pytest.mark.one_in(4, 2)
 @pytest.mark.parametrize("name", CHEAP)
-def test_kernel_passes_torch_opcheck(interpreter, name):
+def test_every_kernel_operator_passes_torch_library_opcheck(interpreter, name):
     if name in COMPOSED:
         pytest.skip("it is made of operations of torch")
     shape = KERNELS[name].shapes[1]
@@ -73,7 +73,7 @@ def test_kernel_passes_torch_opcheck(interpreter, name):
 
 @pytest.mark.one_in(3, 2)
 @pytest.mark.parametrize("name", CHEAP)
-def test_kernel_compiles_to_one_graph(interpreter, name):
+def test_every_kernel_compiles_with_torch_compile_to_one_graph(interpreter, name):
     shape = KERNELS[name].shapes[1]
     check_one_graph(name, shape)
     interpreter.run(check_one_graph, name, shape)

@@ -42,7 +42,7 @@ def matrices(M, K, N, layout):
 
 @pytest.mark.parametrize("layout", ["plain", "transposed", "strided"])
 @pytest.mark.parametrize("size", [(5, 8, 3), (1, 64, 40), (70, 129, 33), (4, 1, 4)])
-def test_onednn_matmuls_are_as_accurate_as_fp32(size, layout):
+def test_onednn_matmuls_have_at_most_about_twice_the_error_of_torch_matmuls(size, layout):
     a, b = matrices(*size, layout)
     want = a.double() @ b.double()
     own = float((a @ b - want).abs().max())

@@ -58,7 +58,7 @@ def test_vocabulary_parallel_losses_and_gradients_equal_those_of_one_rank(ranks,
             torch.testing.assert_close(got.double(), want.detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_loss_with_labels_beyond_the_vocabulary_raises():
+def test_loss_kernel_with_labels_beyond_the_vocabulary_raises():
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     with pytest.raises(RuntimeError, match="labels: found one beyond"):
@@ -125,7 +125,7 @@ def sizes():
     return hidden.requires_grad_(), weight.requires_grad_(), labels, 4 * 500 * 20_000 * 4
 
 
-def test_linear_cross_entropy_needs_less_memory_than_the_logits(sizes):
+def test_linear_cross_entropy_kernel_has_a_smaller_memory_peak_than_the_logits(sizes):
     from slapo_zoo.kernels.linear_cross_entropy import linear_cross_entropy
 
     hidden, weight, labels, logits = sizes
@@ -141,7 +141,7 @@ def test_linear_cross_entropy_needs_less_memory_than_the_logits(sizes):
     assert ours < 0.4 * logits, f"{ours / logits:.2f} of the logits, plain {plain / logits:.2f}"
 
 
-def test_sparse_mlm_head_loss_needs_less_memory_than_the_logits(sizes):
+def test_sparse_mlm_head_kernel_has_a_smaller_memory_peak_than_the_logits(sizes):
     from slapo_zoo.kernels.sparse_mlm_head_loss import sparse_mlm_head_loss
 
     hidden, weight, labels, logits = sizes

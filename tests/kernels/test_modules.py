@@ -250,7 +250,7 @@ def test_t5_attention_kernel_draws_dropout_from_the_random_stream_of_the_model()
     torch.testing.assert_close(t5_attention(q, k, v), (q @ k.mT).softmax(-1) @ v)
 
 
-def test_kernel_refuses_unsupported_module_and_names_the_reason():
+def test_kernel_refuses_an_unsupported_module_with_the_reason():
     cases = {
         "layer_norm": (nn.LayerNorm((3, 4)), "2 axes"),
         "rms_norm": (nn.LayerNorm(4), "T5LayerNorm"),

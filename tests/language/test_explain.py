@@ -87,7 +87,7 @@ def test_explain_omits_directives_applied_to_a_module_before_it_was_replaced():
     assert sch.explain().done["layers.0.1"][0].startswith("replace(")
 
 
-def test_undo_removes_the_last_pipeline_cut():
+def test_undo_removes_the_last_pipeline_cut_and_refuses_directives_applied_in_place():
     sch = scheduled(Mesh())
     before, lines = list(sch.state.cuts), str(sch)
     sch["layers.*"].cut_pipeline_stage()

@@ -103,7 +103,7 @@ def test_named_schedules_lists_the_named_modules():
     assert not any("layers.0" in name for name in below)
 
 
-def test_misspelled_primitive_error_names_the_nearest_method():
+def test_misspelled_primitive_raises_and_names_the_nearest_method():
     here = Schedule(Model())["layers.0"]
     assert {*PRIMITIVES} <= {*dir(here)}
     assert here.shard.__doc__ == PRIMITIVES["shard"].__doc__
@@ -250,7 +250,7 @@ def program(sch):
     return sch
 
 
-def test_schedule_history_prints_as_python_calls():
+def test_printed_schedule_is_python_code_that_recreates_the_schedule():
     sch = program(Schedule(Model(), TP2))
     lines = str(sch).splitlines()
     assert lines[0] == "sch['embed'].shard(param_name='weight', axis=0, pad=True)"
@@ -263,7 +263,7 @@ def test_schedule_history_prints_as_python_calls():
 
 
 @pytest.mark.parametrize("mesh", [Mesh(), Mesh(tp=2), TP2, Mesh(tp=2, pp=2, rank=3)])
-def test_schedule_replayed_on_a_new_model_gives_the_same_model(mesh):
+def test_schedule_replayed_from_json_on_a_new_model_gives_equal_weights(mesh):
     torch.manual_seed(3)
     first = Model()
     second = Model()

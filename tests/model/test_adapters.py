@@ -174,7 +174,7 @@ def load_saved(case, folder, layout, adapter, dropout):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["GPT2LMHeadModel", "LlamaForCausalLM"])
-def test_adapter_saved_by_plain_peft_loads_on_a_sharded_model(threads, root, tmp_path, name):
+def test_adapter_saved_by_plain_peft_loads_into_a_sharded_model(threads, root, tmp_path, name):
     case, dropout = CASES[name], 0.3
     folder = checkpoint(case, root)
     base = getattr(transformers, name).from_pretrained(folder)
@@ -207,7 +207,9 @@ def draw(case, folder, layout, out, init):
 
 
 @pytest.mark.parametrize("init", [True, False, "gaussian"], ids=str)
-def test_lora_matrices_are_initialized_alike_on_every_layout(ranks, root, tmp_path, init):
+def test_lora_matrices_are_initialized_with_equal_values_on_every_layout(
+    ranks, root, tmp_path, init
+):
     case = CASES["LlamaForCausalLM"]
     folder = checkpoint(case, root)
     for i, layout in enumerate([(1, 1, 1), (2, 1, 1), (1, 2, 2)]):
@@ -312,7 +314,7 @@ BESIDE = {
 @pytest.mark.one_in(2)
 @pytest.mark.filterwarnings("ignore:.*alpha:UserWarning")
 @pytest.mark.parametrize("options", BESIDE.values(), ids=BESIDE)
-def test_one_process_saves_every_parameter_trained_by_peft(root, tmp_path, options):
+def test_save_adapter_on_one_process_saves_every_parameter_trained_by_peft(root, tmp_path, options):
     """DoRA's magnitudes, biases and modules_to_save are in the file too."""
     case = Case("GPT2ForSequenceClassification", ("two",))
     folder = checkpoint(case, root)
@@ -365,7 +367,7 @@ def stages(case, folder, layout, targets, options):
 
 
 @pytest.mark.parametrize("targets", [["lm_head", "q_proj"], "all-linear"], ids=str)
-def test_each_pipeline_stage_holds_the_adapters_of_its_layers(root, targets):
+def test_each_pipeline_stage_holds_only_the_adapters_of_its_layers(root, targets):
     case = CASES["LlamaForCausalLM"]
     folder = checkpoint(case, root)
     ((loss, norm, want),) = emulate(stages, case, folder, (1, 1, 1), targets, {}, mesh=(1, 1, 1))
@@ -385,7 +387,7 @@ def test_each_pipeline_stage_holds_the_adapters_of_its_layers(root, targets):
      ("GPT2LMHeadModel", ["lm_head"], {}, r"found none of these modules on stages \[0\] of pp=2"),
      ("GPT2LMHeadModel", ["lm_head", "c_fc"], {}, "weight that several pipeline stages share")],
 )  # fmt: skip
-def test_adapter_without_target_modules_on_a_stage_is_refused(
+def test_adapter_whose_target_modules_all_lie_on_other_pipeline_stages_is_refused(
     root, name, targets, options, problem
 ):
     case = CASES[name]

@@ -51,7 +51,9 @@ def folders(sources, tmp_path):
         (2, {"tp": 1, "dp": 1}, "found 2 processes, expected tp * pp * dp = 1 * 1 * 1"),
     ],
 )
-def test_mesh_of_wrong_world_size_is_refused(n, options, found, sources, ranks):
+def test_mesh_whose_size_differs_from_the_number_of_processes_is_refused(
+    n, options, found, sources, ranks
+):
     text = refused(MeshError, sources["gpt2"], ranks, n, **options)
     assert "world size" in text
     assert found in text
@@ -60,7 +62,7 @@ def test_mesh_of_wrong_world_size_is_refused(n, options, found, sources, ranks):
 
 @pytest.mark.parametrize("bad", [0, -2, 1.5, "two"])
 @pytest.mark.parametrize("name", ["tp", "pp", "dp"])
-def test_mesh_size_must_be_a_positive_integer_or_is_refused(name, bad, sources):
+def test_mesh_size_that_is_not_a_positive_integer_is_refused(name, bad, sources):
     text = refused(MeshError, sources["gpt2"], **{name: bad})
     assert f"mesh | {name} | found {bad!r}, expected an integer of at least 1" in text
 
@@ -75,13 +77,13 @@ def test_tp_larger_than_the_number_of_heads_is_refused(name, sources, ranks):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
-def test_more_pipeline_stages_than_blocks_are_refused(name, sources, ranks):
+def test_more_pipeline_stages_than_transformer_blocks_are_refused(name, sources, ranks):
     text = refused(MeshError, sources[name], ranks, 4, pp=4)
     assert "mesh | pp=4 | 4 stages, but the model has 3 blocks" in text
     assert "choose pp between 1 and 3" in text
 
 
-def test_unknown_architecture_is_refused(folders):
+def test_model_type_without_a_schedule_is_refused(folders):
     """The architecture exists in transformers and has no table in the zoo."""
     path = folders["bert"] / "config.json"
     config = json.loads(path.read_text())
@@ -109,19 +111,19 @@ def test_unknown_or_mismatched_auto_class_is_refused(auto_class, problem, source
 
 
 @pytest.mark.parametrize("dtype", ["float33", "int8", "nn", 16, torch.int64])
-def test_unknown_dtype_is_refused(dtype, sources):
+def test_dtype_argument_with_an_unknown_name_is_refused(dtype, sources):
     text = refused(SlapoError, sources["gpt2"], dtype=dtype)
     assert f"dtype={dtype!r}" in text
     assert '"bfloat16"' in text
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5])
-def test_checkpoint_ratio_out_of_range_is_refused(ratio, sources):
+def test_checkpoint_ratio_argument_out_of_range_is_refused(ratio, sources):
     text = refused(MeshError, sources["gpt2"], checkpoint_ratio=ratio)
     assert f"checkpoint_ratio={ratio} | expected a number from 0 to 1" in text
 
 
-def test_missing_checkpoint_folder_is_refused(monkeypatch, tmp_path):
+def test_from_pretrained_with_a_missing_folder_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "no such folder" in refused(SlapoError, "no_such_org/no_such_model")
     assert "no such folder" in refused(SlapoError, str(tmp_path / "nowhere"))
@@ -186,7 +188,7 @@ def without_a_head(tp, pp):
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (1, 2)])
-def test_train_step_of_a_model_without_head_raises(tp, pp, ranks):
+def test_train_step_of_a_base_model_without_head_raises(tp, pp, ranks):
     ranks.run(without_a_head, tp * pp, tp, pp)
 
 
@@ -267,18 +269,18 @@ def test_unknown_argument_of_save_pretrained_raises(sources, tmp_path):
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "gpu", 3.5])
-def test_unavailable_device_is_refused(device, sources):
+def test_device_argument_that_names_an_unavailable_device_is_refused(device, sources):
     assert "device=" in refused(SlapoError, sources["gpt2"], device=device)
 
 
-def test_checkpoint_folder_without_config_is_refused(folders, tmp_path):
+def test_model_folder_without_config_json_is_refused(folders, tmp_path):
     (folders["gpt2"] / "config.json").unlink()
     assert "no config can be read" in refused(SlapoError, folders["gpt2"])
     (tmp_path / "empty").mkdir()
     assert "pass a folder with config.json" in refused(SlapoError, tmp_path / "empty")
 
 
-def test_seed_that_is_no_integer_is_refused(sources):
+def test_seed_argument_that_is_not_an_integer_is_refused(sources):
     assert "expected an integer, or None" in refused(SlapoError, sources["gpt2"], seed="one")
 
 
@@ -309,7 +311,7 @@ def test_token_ids_beyond_the_vocabulary_raise_and_are_named(family):
     assert model(input_ids=long[:, :-1]).logits.shape == (1, longest, 31)
 
 
-def test_unrelated_torch_errors_are_raised_unchanged():
+def test_torch_errors_in_the_forward_with_other_causes_are_raised_unchanged():
     model = AutoScheduledModel.from_config(SHORT["gpt2"][0], seed=0)
     ids = torch.ones(1, 8, dtype=torch.long)  # as many as there are positions
     with pytest.raises(RuntimeError, match="size of tensor") as caught:
@@ -317,6 +319,6 @@ def test_unrelated_torch_errors_are_raised_unchanged():
     assert not isinstance(caught.value, SlapoError)
 
 
-def test_unknown_from_config_argument_error_names_the_nearest_argument():
+def test_unknown_argument_of_from_config_raises_and_names_the_nearest_argument():
     with pytest.raises(SlapoError, match=r"from_config: sequence_parallell=[\s\S]*nearest: sequence_parallel"):  # fmt: skip
         AutoScheduledModel.from_config(transformers.GPT2Config(), sequence_parallell=True)

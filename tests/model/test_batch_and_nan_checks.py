@@ -39,17 +39,17 @@ def fed(kind, interval, tp, pp, dp):
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
-def test_different_batches_on_tp_peers_raise_on_every_rank(layout):
+def test_different_batches_on_ranks_of_a_tp_group_raise_on_every_rank(layout):
     for said in emulate(fed, "by rank", None, *layout, mesh=layout):
         assert "were fed another batch than rank" in said
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 1), (1, 2, 1), (2, 1, 2)])
-def test_equal_batches_on_tp_peers_are_accepted(layout):
+def test_equal_batches_on_ranks_of_a_tp_group_raise_nothing(layout):
     assert set(emulate(fed, "by dp", None, *layout, mesh=layout)) == {"ok"}
 
 
-def test_same_batch_on_all_dp_ranks_warns():
+def test_train_step_with_the_same_batch_on_all_dp_ranks_warns():
     with pytest.warns(InputWarning, match="fed the same rows"):
         assert set(emulate(fed, "same", None, 1, 1, 2, mesh=(1, 1, 2))) == {"ok"}
 
@@ -65,13 +65,13 @@ def test_check_for_different_batches_on_tp_peers_can_be_switched_off():
     [lambda x: x.flip(0), lambda x: x + 1, lambda x: x[:, :-1], lambda x: x.roll(1, 1),
      lambda x: x.float()],
 )  # fmt: skip
-def test_batch_hash_depends_on_order_values_and_shape(change):
+def test_batch_hash_changes_with_order_values_and_shape_of_tensors(change):
     x = torch.arange(24).reshape(4, 6) % 5
     assert int(digest({"input_ids": x})) == int(digest({"input_ids": x.clone()}))
     assert int(digest({"input_ids": x})) != int(digest({"input_ids": change(x)}))
 
 
-def test_batch_hash_depends_on_names_and_samples_large_tensors():
+def test_batch_hash_changes_with_tensor_names_and_with_values_of_large_tensors():
     x, y = torch.arange(6), torch.arange(6) + 1
     assert int(digest({"a": x, "b": y})) != int(digest({"a": y, "b": x}))
     large = torch.zeros(4 * SAMPLE)

@@ -45,7 +45,7 @@ def test_dp_sampler_resumed_on_another_mesh_continues_with_the_next_sample(first
     assert read(Mesh(dp=2, rank=1), 10 - first, first) == [rows[2:] for rows in whole[first:]]
 
 
-def test_batch_size_that_dp_does_not_divide_is_refused():
+def test_sampler_batch_size_that_dp_does_not_divide_is_refused():
     with pytest.raises(SlapoError, match="expected a multiple of dp=2"):
         MeshSampler(range(9), Mesh(dp=2), batch_size=3)
     with pytest.raises(SlapoError, match="fewer than one batch"):

@@ -63,7 +63,7 @@ def test_models_made_on_meta_are_initialized_with_the_same_weights_on_every_layo
     assert all(torch.equal(p.blocks[1].weight, whole.blocks[1].weight) for p in parts)
 
 
-def test_parameter_without_an_initializer_raises():
+def test_build_of_a_meta_model_whose_parameter_has_no_initializer_raises():
     class Bare(nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,7 +82,7 @@ def _ones(module):
         parameter.fill_(1.0)
 
 
-def test_analyze_tie_weights_returns_tied_names_and_is_module_list_detects_lists():
+def test_analyze_tie_weights_lists_tied_names_and_is_module_list_detects_module_lists():
     model = Net()
     (names,) = slapo_zoo.analyze_tie_weights(model, False).values()
     assert names == {("embed.weight", 0), ("head.weight", 0)}
@@ -110,7 +110,7 @@ def test_set_random_seed_gives_tp_ranks_a_shared_stream_and_streams_of_their_own
         pass
 
 
-def test_get_dialect_cls_refuses_unknown_engines_and_get_logger_sets_the_level():
+def test_get_dialect_cls_refuses_unknown_engines_and_get_logger_sets_the_log_level():
     sch = slapo_zoo.create_schedule(Net())
     engine, optimizer = slapo_zoo.init_target_engine(sch, "torch", optimizer="mine")
     assert engine is sch.model

@@ -241,7 +241,7 @@ def head_alone(folder):
     return model.lm_head(model.transformer(IDS).last_hidden_state).tolist()  # on all ranks alike
 
 
-def test_lm_head_called_alone_returns_unsharded_logits(folder):
+def test_lm_head_called_directly_on_a_sharded_model_returns_unsharded_logits(folder):
     """docs/your_own_loop.md recommends this call instead of reading the head's weight, which is a shard."""
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder)
     for found in emulate(head_alone, folder, mesh=(2, 1, 1)):

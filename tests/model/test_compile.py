@@ -150,7 +150,7 @@ def _graphs(family, tp, blocks):
 @pytest.mark.parametrize("family, tp", [
     ("gpt2", 2), *(pytest.param(f, tp, marks=pytest.mark.slow) for f, tp in (("bert", 1), ("bart", 2), ("t5", 2), ("llama", 2), ("opt", 1))),
 ])  # fmt: skip
-def test_identical_blocks_share_one_compiled_graph(ranks, family, tp):
+def test_identical_transformer_blocks_share_one_compiled_graph(ranks, family, tp):
     """torch.compile recompiles one function at most eight times."""
     for blocks, graphs in ranks.run(_graphs, tp, family, tp, 10):
         assert blocks >= 10

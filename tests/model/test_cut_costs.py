@@ -61,7 +61,7 @@ def test_bytes_sent_by_attention_with_cp_equal_the_documented_formula(cp, way, c
         for cls in MODELS for padded in (False, True) for cell in ((cls, padded, way) for way in WAYS)
     ],
 )  # fmt: skip
-def test_peak_memory_of_a_step_shrinks_with_cp(cls, padded, way, costs):
+def test_peak_memory_of_a_train_step_shrinks_with_cp(cls, padded, way, costs):
     """At most 1.1 / cp of one rank's peak."""
     one = costs.peak(cls, padded, 1)
     for cp in (2, 4):

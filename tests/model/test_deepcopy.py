@@ -220,7 +220,7 @@ def test_deepcopied_wideresnet_shares_no_tensor_with_the_original():
     assert emulate(copied_after_a_step, config, (2, 1, 1), {}, mesh=(2, 1, 1)) == [[], []]
 
 
-def test_pickling_a_scheduled_model_is_refused(tmp_path):
+def test_pickle_of_a_scheduled_model_is_refused(tmp_path):
     from slapo_zoo import AutoScheduledModel, SlapoError
 
     model = AutoScheduledModel.from_pretrained(checkpoint(CASES[0], tmp_path))

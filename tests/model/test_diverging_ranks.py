@@ -142,7 +142,7 @@ def of_inputs_alone():
     torch.autograd.grad(model(inputs_embeds=embeds).logits.sum(), embeds)
 
 
-def test_autograd_grad_of_inputs_is_not_averaged_over_dp():
+def test_autograd_grad_of_inputs_over_dp_is_allowed_and_not_averaged():
     emulate(of_inputs_alone, mesh=(1, 1, 2))
 
 
@@ -262,7 +262,7 @@ def wait_alone(what):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("what", ["logits", "backward"])
-def test_timeout_error_names_the_source_line_of_every_rank(what, monkeypatch):
+def test_error_of_a_timed_out_collective_names_the_source_line_of_every_rank(what, monkeypatch):
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.1)
     monkeypatch.setattr(lost_rank, "ERROR_WAIT_S", 0.2)
     monkeypatch.setattr(lost_rank, "SILENT_S", 0.2)

@@ -122,7 +122,7 @@ MORE_PAIRS = [
     PAIRS + [pytest.param(*pair, marks=pytest.mark.slow) for pair in MORE_PAIRS],
     ids=str,
 )
-def test_dp_shard_checkpoint_resumes_on_any_layout(
+def test_training_with_dp_shard_resumed_on_another_layout_equals_an_uninterrupted_run(
     wrote, with_, reads, then, root, ranks, tmp_path
 ):
     folder, worlds = checkpoint(GPT2, root), [a * b * c for a, b, c in (wrote, reads)]
@@ -145,7 +145,9 @@ def read_parts(folder, tp, map_weights):
 
 @pytest.mark.parametrize("map_weights", [True, False])
 @pytest.mark.parametrize(("cls", "tp"), [("GPT2LMHeadModel", 2), ("MixtralForCausalLM", 1)])
-def test_dp_shard_load_reads_only_the_rows_of_its_rank(cls, tp, map_weights, root, ranks):
+def test_load_with_dp_shard_reads_only_the_file_bytes_of_the_shard_of_the_rank(
+    cls, tp, map_weights, root, ranks
+):
     case = Case(cls, ("tokens",))
     folder = checkpoint(case, root)
     plain = getattr(transformers, cls).from_pretrained(folder).state_dict()
@@ -198,7 +200,7 @@ def saved_by_rows(folder, layout, saved, size):
     [("GPT2LMHeadModel", {"n_embd": 240}, (2, 1, 2), 2),
      ("MixtralForCausalLM", {"intermediate_size": 1024}, (1, 1, 4), 2)],
 )  # fmt: skip
-def test_dp_shard_save_writes_only_the_rows_of_its_rank(
+def test_save_with_dp_shard_runs_no_gather_and_writes_the_files_of_one_rank(
     cls, sizes, layout, size, root, ranks, tmp_path
 ):
     case = Case(cls, ("tokens",), tuple(sizes.items()))
@@ -302,7 +304,9 @@ IN_STAGES = [pytest.param(name, "interleaved_1f1b", marks=[pytest.mark.slow] * (
 
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("recomputed", "order"), [(name, "") for name in RECOMPUTED] + IN_STAGES)
-def test_zero3_gathers_a_block_only_while_it_runs(recomputed, order, root, ranks):
+def test_zero3_has_the_gradients_of_zero2_with_a_smaller_memory_peak(
+    recomputed, order, root, ranks
+):
     for two, three in ranks.run(stages_of_zero, 4 if order else 2, checkpoint(DEEP, root), recomputed, order):  # fmt: skip
         assert torch.equal(two[0], three[0])
         assert torch.equal(two[2], three[2])

@@ -168,7 +168,7 @@ def wrapped(options, folder, impl, loop):
 @pytest.mark.parametrize("impl", CheckpointImpl)
 @pytest.mark.parametrize("loop", ["whole", "part", "step"])
 @pytest.mark.parametrize("layout", ["1", pytest.param("tp2-sp", marks=pytest.mark.slow)])
-def test_layers_recomputed_by_torch_checkpoint_wrapper_draw_the_same_dropout(
+def test_layers_recomputed_by_torch_checkpoint_wrapper_have_unchanged_dropout_and_gradients(
     layout, loop, impl, root
 ):
     for mine, again in on(layout, wrapped, checkpoint(BERT, root), impl, loop):
@@ -201,7 +201,7 @@ def test_torch_manual_seed_with_the_same_seed_repeats_the_dropout_masks(root):
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_hand_written_loop_draws_the_same_dropout_as_train_step(root):
+def test_forward_in_a_hand_written_loop_draws_the_dropout_masks_of_train_step(root):
     one, other = (trained(checkpoint(BERT, root), {}) for _ in range(2))
     batch = tokens(one)
     one.bert(**text(one))  # a part does not move the step

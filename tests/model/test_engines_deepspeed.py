@@ -140,7 +140,9 @@ MICRO = {"torch": 1, "fsdp2": 1, "zero2": 1, "zero3": 1, "pipeline": 2}
 PAIRS = [("torch", "zero2"), ("zero2", "torch"), ("zero3", "fsdp2"), ("fsdp2", "zero3"), ("pipeline", "fsdp2")]  # fmt: skip
 
 
-def test_deepspeed_checkpoint_resumes_under_another_engine(root, ranks, tmp_path):
+def test_training_saved_under_deepspeed_and_resumed_under_another_engine_equals_one_process(
+    root, ranks, tmp_path
+):
     """Weights, optimizer and its step: as if one engine had run all four steps."""
     case, folder = CASES["gpt2"], checkpoint(CASES["gpt2"], root)
     found = ranks.run(one_after_the_other, 2, case, folder, PAIRS, tmp_path)[0]
@@ -179,7 +181,7 @@ def moved(folder):
     return found
 
 
-def test_private_deepspeed_names_used_here_still_exist(root, ranks):
+def test_private_deepspeed_names_that_the_package_uses_exist(root, ranks):
     """A new DeepSpeed that fails here needs another slapo_zoo/model/integrations/dialects/zero_state.py."""
     assert ranks.run(moved, 1, checkpoint(CASES["gpt2"], root))[0] == []
 

@@ -129,7 +129,7 @@ def wrong_groups():
         state.destroy_model_parallel()
 
 
-def test_megatron_process_groups_of_another_mesh_are_refused(ranks):
+def test_megatron_process_groups_of_another_mesh_size_are_refused(ranks):
     assert "found ranks [0] in Megatron's group, expected [0, 1]" in ranks.run(wrong_groups, 2)[0]
 
 

@@ -30,7 +30,9 @@ def root(tmp_path_factory):
     pytest.param(family, layout, marks=() if (family, layout) in ALWAYS else pytest.mark.slow)
     for family in CASES for layout in LAYOUTS
 ])  # fmt: skip
-def test_torch_ddp_and_fsdp2_equal_one_process(family, layout, root, ranks):
+def test_training_under_torch_ddp_or_fsdp2_has_the_losses_of_one_process(
+    family, layout, root, ranks
+):
     tp, pp, dp, data_parallel = LAYOUTS[layout]
     case, folder = CASES[family], checkpoint(CASES[family], root)
     options = {"data_parallel": data_parallel, "clip": 1.0}

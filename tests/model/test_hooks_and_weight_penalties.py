@@ -121,7 +121,9 @@ LINEAR = (
 @pytest.mark.one_in(27, 2)
 @pytest.mark.parametrize(("family", "layout", "by_hand"), CELLS)
 @pytest.mark.parametrize("name", HOOKS)
-def test_user_gradient_hook_gets_the_unsharded_gradient(name, family, layout, by_hand, tmp_path):
+def test_gradient_hook_of_the_user_on_a_sharded_weight_gets_the_unsharded_gradient(
+    name, family, layout, by_hand, tmp_path
+):
     if by_hand and layout == "dp2" and name not in LINEAR:
         pytest.skip("over dp a hook in a loop by hand sees the gradient of its rank")
     compare(family, layout, by_hand, tmp_path, HOOKS[name])
@@ -204,6 +206,8 @@ MIXED = {
 @pytest.mark.parametrize(
     ("name", "layout"), [("mean", "tp2"), ("norm", "dp2-shard"), ("root", "tp2")]
 )
-def test_weight_penalty_that_needs_the_unsharded_weight_is_refused(name, layout, tmp_path):
+def test_weight_penalty_that_mixes_elements_of_the_unsharded_weight_is_refused(
+    name, layout, tmp_path
+):
     with pytest.raises(MeshError, match="needs the unsharded weight"):
         compare("gpt2", layout, False, tmp_path, term=MIXED[name])

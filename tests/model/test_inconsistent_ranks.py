@@ -53,7 +53,9 @@ def other_config(source, folder, **changes):
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}], ids=str)
-def test_ranks_with_different_weights_are_refused(ranks, source, tmp_path, mesh):
+def test_from_pretrained_with_different_weight_values_on_ranks_is_refused(
+    ranks, source, tmp_path, mesh
+):
     folders = [source, stale(source, tmp_path / "stale")]
     found = ranks.run(outcome, 2, folders, mesh, [{}, {}])
     for text in found:
@@ -61,14 +63,14 @@ def test_ranks_with_different_weights_are_refused(ranks, source, tmp_path, mesh)
         assert "than rank 0" in text
 
 
-def test_ranks_with_different_files_are_refused(ranks, source, tmp_path):
+def test_from_pretrained_with_different_weight_files_on_ranks_is_refused(ranks, source, tmp_path):
     made = AutoScheduledModel.from_config(GPT2Config(n_layer=3, n_embd=32, n_head=2, vocab_size=50))
     made.save_pretrained(tmp_path / "three")
     found = ranks.run(outcome, 2, [source, tmp_path / "three"], {"tp": 2}, [{}, {}])
     assert all("ranks [1] read other files than rank 0" in text for text in found)
 
 
-def test_ranks_with_different_configs_are_refused(ranks, source, tmp_path):
+def test_from_pretrained_with_different_configs_on_ranks_is_refused(ranks, source, tmp_path):
     folders = [source, other_config(source, tmp_path / "other", resid_pdrop=0.3)]
     found = ranks.run(outcome, 2, folders, {"tp": 2}, [{}, {}])
     assert all("config.resid_pdrop: rank 1 has 0.3, rank 0 has" in text for text in found)
@@ -85,7 +87,7 @@ GIVEN = {
 
 
 @pytest.mark.parametrize("case", GIVEN)
-def test_ranks_with_different_arguments_are_refused(ranks, source, case):
+def test_from_pretrained_with_different_arguments_on_ranks_is_refused(ranks, source, case):
     one, other, problem = GIVEN[case]
     mesh = {} if case == "layout" else {"tp": 2}
     found = ranks.run(outcome, 2, [source, source], mesh, [one, other])
@@ -106,7 +108,7 @@ def other_schedule(source):
     return "accepted"
 
 
-def test_ranks_with_different_schedules_are_refused(ranks, source):
+def test_from_pretrained_with_different_schedules_on_ranks_is_refused(ranks, source):
     found = ranks.run(other_schedule, 2, source)
     assert all("the schedule of ranks [1] differs from rank 0's" in text for text in found), found
 
@@ -130,14 +132,14 @@ def different_devices(source):
     return model.mesh.rank
 
 
-def test_device_and_paths_may_differ_between_ranks(ranks, source, tmp_path):
+def test_load_with_different_devices_and_paths_on_ranks_is_accepted(ranks, source, tmp_path):
     copy = shutil.copytree(source, tmp_path / "copy")  # a node's own copy
     assert ranks.run(outcome, 2, [source, copy], {"tp": 2}, [{}, {}]) == ["accepted"] * 2
     assert ranks.run(different_devices, 2, source) == [0, 1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 19_299_072])
-def test_sampled_elements_of_huge_weights_have_valid_indices(count):
+def test_elements_sampled_from_huge_weights_for_comparison_have_valid_indices(count):
     assert set(_samples({"w": torch.ones(1).expand(count)})["w"]) == {1.0}
 
 

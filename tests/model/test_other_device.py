@@ -103,7 +103,7 @@ def _on_both(family, layout, folder):
      *(pytest.param(family, layout, marks=pytest.mark.slow) for family in FAMILIES
        for layout in [(1, 1, 2), (2, 1, 1), (1, 2, 2), (2, 2, 1)])],
 )  # fmt: skip
-def test_process_groups_without_cpu_backend_give_the_losses_of_cpu(
+def test_training_in_process_groups_without_cpu_backend_has_the_losses_of_cpu(
     device_ranks, tmp_path, family, layout
 ):
     world = layout[0] * layout[1] * layout[2]
@@ -122,7 +122,7 @@ def _cpu_tensor_in_a_collective():
         dist.all_reduce(torch.ones(2))
 
 
-def test_cpu_tensor_in_a_device_process_group_raises(device_ranks):
+def test_collective_with_a_cpu_tensor_in_a_process_group_without_cpu_backend_raises(device_ranks):
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
         device_ranks.run(_cpu_tensor_in_a_collective, 2)
 
@@ -160,7 +160,7 @@ GRID = [(family, LAYOUTS.get(family, (2, 1, 2)), OPTIONS.get(family, {}))
     "family, layout, options",
     [*WAITS, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in GRID)],
 )
-def test_step_syncs_host_and_device_at_most_once_and_not_in_layers(
+def test_train_step_syncs_host_and_device_at_most_once_and_never_inside_layers(
     device_ranks, family, layout, options
 ):
     world = layout[0] * layout[1] * layout[2]
@@ -189,7 +189,7 @@ def _waits_of_steps(family, layout, count):
 
 
 @pytest.mark.parametrize(("family", "layout"), [("bert", (1, 1, 2)), pytest.param("gpt2", (2, 1, 2), marks=pytest.mark.slow)])  # fmt: skip
-def test_later_steps_sync_host_and_device_at_most_once(device_ranks, family, layout):
+def test_train_steps_after_warm_up_sync_host_and_device_at_most_once(device_ranks, family, layout):
     world = layout[0] * layout[1] * layout[2]
     for found in device_ranks.run(_waits_of_steps, world, family, layout, 20):
         assert max(found[17:]) <= 1, found
@@ -219,7 +219,7 @@ def _read_by_some(device):
     return tuple(zip(*found, strict=True))
 
 
-def test_gradient_that_only_some_dp_ranks_have_is_averaged_without_extra_host_sync(device_ranks):
+def test_gradient_that_only_some_dp_ranks_have_is_averaged_with_no_extra_host_sync(device_ranks):
     from other_device import DEVICE
 
     on_cpu = device_ranks.run(_read_by_some, 2, "cpu")

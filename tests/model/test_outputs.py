@@ -114,7 +114,9 @@ def broadcast(folder, case, layout):
 
 
 @pytest.mark.parametrize("layout", [{"tp": 2}, {"pp": 2}], ids=["tp2", "pp2"])
-def test_position_ids_of_one_row_broadcast_to_all_micro_batches(layout, tmp_path, threads):
+def test_position_ids_of_one_row_are_broadcast_to_every_row_of_each_micro_batch(
+    layout, tmp_path, threads
+):
     case = CASES[0]
     folder = checkpoint(case, tmp_path)
     plain = transformers.GPT2LMHeadModel.from_pretrained(folder).train()

@@ -25,7 +25,7 @@ WHISPER = transformers.WhisperConfig(
     [("LlamaForCausalLM", LLAMA, "position_ids", 4), ("LlamaForCausalLM", LLAMA, "position_ids", 1),
      ("WhisperForConditionalGeneration", WHISPER, "decoder_position_ids", 4)],
 )  # fmt: skip
-def test_packed_position_ids_separate_sequences_as_in_plain_model(
+def test_packed_position_ids_separate_sequences_as_in_plain_transformers(
     cls, config, name, rows, tmp_path
 ):
     torch.manual_seed(0)

@@ -139,7 +139,7 @@ def overflow(folder):
     return before, model._slapo.precision.scale, same
 
 
-def test_overflow_on_one_rank_skips_the_step_on_all_ranks(root, ranks):
+def test_fp16_overflow_on_one_rank_skips_the_optimizer_step_on_all_ranks(root, ranks):
     """After an overflow all ranks keep the gradients of before it and halve the loss scale."""
     for before, after, same in ranks.run(overflow, 2, checkpoint(GPT2, root)):
         assert same
@@ -157,7 +157,7 @@ def resumed(folder, out):
     return again._slapo.precision.scale, again._slapo.precision.good_steps
 
 
-def test_saved_files_contain_fp32_master_weights(root):
+def test_save_under_mixed_precision_writes_the_fp32_master_weights(root):
     """The fp32 masters are saved, or another dtype on request; the loss scale is resumed."""
     folder, out = checkpoint(GPT2, root), root / "files"
     assert resumed(folder, out) == (64.0, 7)

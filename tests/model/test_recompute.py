@@ -72,7 +72,7 @@ def test_gradient_checkpointing_enable_leaves_losses_and_gradients_unchanged(
     assert found[0] == [1, 2, 2, 2, 1]
 
 
-def test_gradient_checkpointing_of_unsupported_models_raises(tmp_path):
+def test_gradient_checkpointing_enable_with_unsupported_arguments_or_models_raises(tmp_path):
     from slapo_zoo import AutoScheduledModel
 
     gpt2 = AutoScheduledModel.from_pretrained(checkpoint(CASES["gpt2"], tmp_path))

@@ -156,7 +156,7 @@ def test_scheduled_trainer_pushes_the_unsharded_model_to_the_hub(tmp_path, ranks
             )
 
 
-def test_scheduled_trainer_refuses_an_unscheduled_model(tmp_path):
+def test_scheduled_trainer_refuses_a_plain_transformers_model(tmp_path):
     from slapo_zoo import SlapoError
     from slapo_zoo.model.integrations.trainer import ScheduledTrainer
 

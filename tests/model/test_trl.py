@@ -114,7 +114,7 @@ def model_on(*sizes):
     return found
 
 
-def test_grpo_generation_batch_size_counts_dp_ranks_only():
+def test_grpo_generation_batch_size_counts_dp_ranks_and_not_tp_ranks():
     args = asked()
     refuse_options(model_on(2, 1, 3), args, "")
     assert args.generation_batch_size == 4 * 3 * 2

@@ -165,7 +165,7 @@ def fed_unlike(folder):
     model(IDS.roll(model.mesh.rank, 0)).last_hidden_state.sum().backward()
 
 
-def test_hand_written_loop_with_different_batches_on_tp_ranks_raises(folder):
+def test_hand_written_loop_with_different_batches_on_ranks_of_a_tp_group_raises(folder):
     with pytest.raises(MeshError, match=r"ranks \[1\] were fed another batch than rank 0"):
         emulate(fed_unlike, folder, mesh=(2, 1, 1))
 

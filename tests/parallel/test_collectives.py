@@ -122,6 +122,6 @@ def test_all_reduce_gives_bit_equal_results_on_all_ranks(ranks):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_collectives_without_process_group_are_the_identity(name):
+def test_collectives_without_a_process_group_return_their_input(name):
     x = torch.randn(4, 2, requires_grad=True)
     assert OURS[name](x, 0, None) is x

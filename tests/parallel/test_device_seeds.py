@@ -30,7 +30,9 @@ def kept(seeds, x):
 @pytest.mark.parametrize("heads", [(), (0,), range(3, 7), (1, 4, 2)], ids=str)
 @pytest.mark.parametrize("num_rows", [0, 2])
 @pytest.mark.parametrize("step", [0, 1, 12345])
-def test_dropout_seeds_made_on_the_device_equal_host_seeds(heads, num_rows, step):
+def test_dropout_seeds_computed_on_the_device_equal_those_computed_on_the_host(
+    heads, num_rows, step
+):
     at = stream(step=step, num_rows=num_rows, seed=2**40 + 1)
     shape = (4, len(heads), 5) if heads else (4, 5)  # two choices per row are flattened
     for first_row in (0, 6):
@@ -114,7 +116,7 @@ def test_dropout_seeds_of_30_layers_take_as_many_kernel_launches_as_those_of_one
     assert one.from_host == many.from_host == 0
 
 
-def test_dry_run_leaves_dropout_seeds_unchanged():
+def test_dry_run_on_fake_tensors_leaves_later_dropout_seeds_unchanged():
     at, x = stream(), torch.empty(2, 5)
     want = at.cells(2, SITE)
     with FakeTensorMode(allow_non_fake_inputs=True):

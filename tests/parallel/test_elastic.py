@@ -77,7 +77,7 @@ def meet(store, number, rank, answers):
     answers[number, rank] = agree_on_round(store, rank, 3, 20)
 
 
-def test_elastic_restart_ignores_store_entries_of_earlier_starts():
+def test_elastic_restart_of_ranks_ignores_store_entries_of_earlier_starts():
     """Start three times over one store, with the ranks in another order each time."""
     store, answers = dist.HashStore(), {}
     for number, order in enumerate([(0, 1, 2), (2, 1, 0), (1, 0, 2)]):

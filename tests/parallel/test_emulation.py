@@ -82,7 +82,7 @@ def raised_within_itself():
     raise first
 
 
-def test_emulate_raises_an_error_whose_causes_form_a_circle():
+def test_emulate_raises_a_rank_error_whose_exception_causes_are_circular():
     with pytest.raises(ValueError, match="first"):
         emulate(raised_within_itself, mesh=(1, 1, 1))
 
@@ -105,7 +105,7 @@ def fail_in_the_last_stage(said):
         raise
 
 
-def test_waiting_pipeline_stage_gets_the_error_of_a_failed_stage():
+def test_pipeline_stage_that_waits_for_a_failed_stage_raises_the_error_of_that_stage():
     said = {}
     with pytest.raises(StageError, match="found one beyond") as raised:
         emulate(fail_in_the_last_stage, said, mesh=(1, 2, 1), timeout_s=5)
@@ -143,7 +143,7 @@ def changes_in_a_step(changed):
     return before > 0, len(changed) - before
 
 
-def test_emulated_step_keeps_the_default_dtype(monkeypatch):
+def test_pipeline_step_on_emulated_ranks_never_changes_the_default_dtype(monkeypatch):
     """With another default dtype the other stage would send that dtype, and gloo would abort the process."""
     changed, change = [], torch.set_default_dtype
     monkeypatch.setattr(torch, "set_default_dtype", lambda d: (changed.append(d), change(d))[1])
@@ -259,7 +259,7 @@ def test_rank_start_up_raises_when_a_peer_connection_is_lost_twice(monkeypatch):
         emulate(summed, mesh=(2, 1, 1), timeout_s=5)
 
 
-def test_called_once_runs_the_body_once_when_threads_call_it_at_the_same_time():
+def test_called_once_decorator_runs_a_function_once_when_threads_call_it_together():
     """functools.cache alone ran it in each thread: hooks of optimizers were installed twice, and steps taken twice."""
     gate, ran = threading.Barrier(4), []
 

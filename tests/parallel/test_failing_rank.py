@@ -65,7 +65,7 @@ def sabotage(model, how):
 @pytest.mark.parametrize(
     ("tp", "pp", "guilty"), [(2, 1, 1), (1, 2, 0), (1, 2, 1), (2, 2, 1), (2, 2, 2)]
 )
-def test_error_on_one_rank_stops_all_ranks_with_that_error(tp, pp, guilty, how, sources):
+def test_error_in_train_step_on_one_rank_is_raised_on_all_ranks(tp, pp, guilty, how, sources):
     arguments = (sources["gpt2"], tp, pp, guilty, how)
     results = run_local(error_of_step, tp * pp, arguments, threads=1, timeout=60)
     for rank, (kind, text, seconds) in enumerate(results):
@@ -129,7 +129,7 @@ train_until_it_fails(sys.argv[1])
 
 
 @pytest.mark.slow
-def test_torchrun_shows_the_error_of_the_failed_rank(sources, tmp_path):
+def test_torchrun_prints_the_error_of_the_failed_rank(sources, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", "--redirects=3", f"--log-dir={tmp_path / 'log'}", "train.py"]

@@ -79,7 +79,7 @@ def assert_nothing_is_left():
             assert Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
 
 
-def test_run_local_results_come_in_rank_order():
+def test_run_local_returns_results_in_rank_order():
     results = run_local(rank_sum, 3, (10,), threads=1)
     assert [(rank, value.item()) for rank, value, _, _ in results] == [(0, 33), (1, 33), (2, 33)]
     assert [threads for *_, threads in results] == [1, 1, 1]
@@ -103,7 +103,7 @@ def test_run_local_stops_all_ranks_at_the_first_error(guilty):
     assert_nothing_is_left()
 
 
-def test_slapo_error_of_a_rank_keeps_where_and_hint():
+def test_run_local_raises_the_slapo_error_of_a_rank_with_its_where_and_hint():
     with pytest.raises(RankError, match=r"ScheduleError: h\.0: shard: found 1, exp") as caught:
         run_local(fail_on, 2, (1, raise_schedule_error), threads=1)
     assert (caught.value.where, caught.value.hint) == ("rank 1", "do this")
@@ -113,7 +113,7 @@ def test_slapo_error_of_a_rank_keeps_where_and_hint():
     ("how", "problem"),
     [(kill_self, "killed by SIGKILL"), (give_up, "ended with exit code 3 and no result")],
 )
-def test_run_local_stops_all_ranks_when_one_dies(how, problem):
+def test_run_local_raises_and_leaves_no_process_when_a_rank_dies(how, problem):
     with pytest.raises(RankError, match=f"rank 0: fail_on: {problem}"):
         run_local(fail_on, 2, (0, how), threads=1)
     assert_nothing_is_left()
@@ -220,7 +220,7 @@ def vanish():
     return None
 
 
-def test_rank_exiting_without_error_raises_on_its_peers(ranks):
+def test_train_step_raises_when_a_peer_rank_exits_without_error(ranks):
     text, nothing = ranks.run(vanish, 2)
     assert text.startswith("rank 0: step: lost contact with ")
     assert nothing is None

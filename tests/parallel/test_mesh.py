@@ -77,7 +77,7 @@ def timeouts():
     return [group._get_backend(cpu).options._timeout for group in groups]
 
 
-def test_mesh_groups_have_the_timeout_of_the_default_group(ranks):
+def test_process_groups_of_a_mesh_have_the_timeout_of_the_default_group(ranks):
     """torch's own default would be 30 minutes."""
     for world, tp, pp in ranks.run(timeouts, 4):
         assert world == tp == pp == timedelta(seconds=COLLECTIVE_TIMEOUT_S)
@@ -103,7 +103,7 @@ def test_invalid_mesh_sizes_and_ranks_are_refused(arguments, what, problem):
     assert caught.value.hint
 
 
-def test_mesh_refuses_unknown_dim_and_missing_process_group():
+def test_mesh_refuses_unknown_dim_names_and_missing_process_groups():
     with pytest.raises(MeshError, match="expected one of") as caught:
         Mesh().size("ep")
     assert "mesh_dim='ep'" in str(caught.value)

@@ -25,7 +25,7 @@ def indices(runs):
 
 @settings(max_examples=200, deadline=None)
 @given(divided())
-def test_placement_shards_partition_the_axis(case):
+def test_placement_shards_of_all_ranks_partition_the_axis(case):
     placement, size, n = case
     assert placement.problem(size, n) == ""
     held = [indices(placement.runs(size, n, r)) for r in range(n)]
@@ -88,7 +88,7 @@ def test_placement_replicates_kv_heads_on_neighbouring_ranks(units, unit, n):
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 6), st.integers(2, 6), st.integers(1, 3), RANKS)
-def test_placement_keeps_query_heads_with_their_kv_head(kv_heads, together, unit, n):
+def test_placement_keeps_query_heads_on_the_rank_of_their_kv_head(kv_heads, together, unit, n):
     """Each rank holds full groups of query heads, or an equal part of one group, with the KV head of the group."""
     queries = Placement(0, unit=unit, together=together)
     keys = Placement(0, unit=unit, replicate=True)
@@ -109,7 +109,7 @@ def test_placement_keeps_query_heads_with_their_kv_head(kv_heads, together, unit
         ]
 
 
-def test_placement_keeps_fused_qkv_keys_with_their_queries():
+def test_placement_of_fused_grouped_query_qkv_keeps_kv_heads_with_their_query_heads():
     """Phi-3: [q | k | v] of 6 query heads over 3 KV heads, each of 2 columns."""
     fused = Placement(0, groups=(12, 6, 6), unit=2, together=2)
     assert [fused.runs(24, 2, r) for r in range(2)] == [
@@ -147,7 +147,7 @@ def test_placement_with_one_kv_head_shards_query_heads_and_kv_columns_separately
         (Placement(0, groups=(8, 8, 8), together=4), 24, 2, "the groups after the first (k, v) have [8, 8] heads, expected 2"),
     ],
 )  # fmt: skip
-def test_placement_on_an_indivisible_axis_is_refused(placement, size, n, problem):
+def test_placement_on_an_axis_that_tp_does_not_divide_is_refused(placement, size, n, problem):
     assert problem in placement.problem(size, n)
 
 

@@ -77,13 +77,13 @@ def assert_works(ranks, nprocs=2):
     assert [result[0] for result in ranks.run(all_reduce, nprocs, Box(0))] == list(range(nprocs))
 
 
-def test_rank_pool_results_come_in_rank_order(ranks):
+def test_rank_pool_returns_results_in_rank_order(ranks):
     results = ranks.run(all_reduce, 3, Box(10))
     assert [result[:3] for result in results] == [(0, 3, 33.0), (1, 3, 33.0), (2, 3, 33.0)]
     assert [result[3] for result in results] == ranks.pids[:3]
 
 
-def test_rank_pool_reuses_its_workers(ranks):
+def test_rank_pool_runs_later_jobs_in_the_same_worker_processes(ranks):
     ranks.run(all_reduce, 2, Box(0))
     before, begin = ranks.pids, time.perf_counter()
     for _ in range(20):
@@ -121,7 +121,7 @@ def test_warnings_in_rank_pool_workers_obey_the_warning_filters_of_the_caller(ra
         ranks.run(warn, 1)
 
 
-def test_rank_pool_names_a_killed_rank(ranks):
+def test_rank_pool_raises_an_error_that_names_a_killed_rank(ranks):
     ranks.run(all_reduce, 3, Box(0))
     pids = ranks.pids
     with pytest.raises(RankError, match=r"rank 2: fail_on: killed by SIGKILL"):
@@ -149,7 +149,7 @@ def test_rank_pool_stops_a_hanging_job_and_shows_its_stack(ranks):
     assert_works(ranks)
 
 
-def test_rank_pool_survives_an_unpicklable_function(ranks):
+def test_rank_pool_raises_for_an_unpicklable_function_and_keeps_its_workers(ranks):
     assert_works(ranks)
     before = ranks.pids
     with pytest.raises((AttributeError, TypeError), match="local object"):

@@ -188,7 +188,7 @@ def compare_losses(full, targets, n, r, found):
 
 @pytest.mark.parametrize("scale", [1.0, 1e4])
 @pytest.mark.parametrize("n", [1, 2, 4])
-def test_vocab_parallel_loss_and_gradient_equal_torch(n, scale, ranks):
+def test_vocab_parallel_loss_and_gradient_equal_torch_cross_entropy(n, scale, ranks):
     """Huge logits do not overflow, and padded columns that hold 1e9 do not enter the loss."""
     full = torch.randn(2, 5, 11) * scale
     for r, found in enumerate(ranks.run(parallel_losses, n, full, TARGETS)):
@@ -196,7 +196,7 @@ def test_vocab_parallel_loss_and_gradient_equal_torch(n, scale, ranks):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_vocab_loss_with_all_labels_ignored_is_nan(n, ranks):
+def test_vocab_parallel_loss_with_all_labels_ignored_is_nan(n, ranks):
     full, ignored = torch.randn(2, 5, 11), torch.full((2, 4), -100)
     assert plain_losses(full, ignored)["mean"][0].isnan()
     for r, found in enumerate(ranks.run(parallel_losses, n, full, ignored)):
@@ -212,7 +212,7 @@ def backward_twice(full, targets):
     assert torch.equal(local.grad, 2 * once)
 
 
-def test_vocab_loss_backward_runs_twice_with_retain_graph(ranks):
+def test_vocab_parallel_loss_backward_runs_twice_with_retain_graph(ranks):
     ranks.run(backward_twice, 2, torch.randn(6, 11), torch.arange(6))
 
 
@@ -224,7 +224,7 @@ def gathered_gradient(full, upstream):
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_gathered_logits_have_the_gradient_of_full_logits(n, ranks):
+def test_logits_gathered_from_vocabulary_shards_have_the_gradient_of_full_logits(n, ranks):
     full, upstream = torch.randn(3, 11), torch.randn(3, 11)
     leaf = full.clone().requires_grad_()
     (leaf.softmax(-1) * upstream).sum().backward()
@@ -255,7 +255,9 @@ def with_huge_padding(folder, batch):
 
 
 @pytest.mark.parametrize("cls", ["GPT2LMHeadModel", "BertForMaskedLM"])
-def test_padded_vocabulary_rows_never_win_argmax(cls, threads, tmp_path):
+def test_argmax_of_sharded_logits_never_selects_padding_rows_of_the_vocabulary(
+    cls, threads, tmp_path
+):
     case = Case(cls, ("tokens",))
     folder, batch = checkpoint(case, tmp_path), batch_of(case)
     model = tiny_config(case)[1].from_pretrained(folder).eval()

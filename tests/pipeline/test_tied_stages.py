@@ -186,7 +186,7 @@ def test_tied_weight_frozen_on_one_pipeline_stage_is_frozen_on_all_stages(tmp_pa
     assert emulate(frozen_on_one_stage, checkpoint(GPT2, tmp_path), mesh=PP2) == [[False, None]] * 2
 
 
-def test_frozen_tied_weight_with_dp_shard_does_not_train(tmp_path):
+def test_frozen_tied_weight_with_dp_shard_keeps_its_value_in_training(tmp_path):
     def frozen(model):
         model.get_output_embeddings().requires_grad_(False)
 

@@ -51,7 +51,7 @@ def test_simulated_bubble_of_interleaved_1f1b_with_three_stages_per_rank_equals_
     assert bubble(simulate(places.actions(8), cost)) == pytest.approx(1 / (3 * 8 + 1))
 
 
-def test_each_pipeline_order_holds_the_expected_micro_batches_in_flight():
+def test_gpipe_1f1b_and_zbv_hold_the_known_numbers_of_micro_batches_in_flight():
     """1F1B holds as many micro-batches as there are later stages; GPipe holds all."""
     flights = {name: [most_in_flight(a) for a in StageMap.make(name, 4, None).actions(8)]
                for name in ("1f1b", "gpipe", "zbv")}  # fmt: skip

@@ -56,7 +56,7 @@ for i in range(100000):
 """
 
 
-def test_tuning_database_keeps_commits_of_killed_writers(tmp_path):
+def test_tuning_database_keeps_results_committed_by_killed_writers(tmp_path):
     """Two processes write to one file and are killed in the middle of it."""
     path = tmp_path / "db.jsonl"
     command = [sys.executable, "-c", WRITER, str(path)]

@@ -50,7 +50,7 @@ def test_forecast_flops_equal_those_of_the_torch_flop_counter(case, monkeypatch)
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CASES[:4], ids=lambda case: case.cls)
-def test_forecast_activations_equal_those_saved_by_autograd(case):
+def test_forecast_activation_bytes_equal_the_bytes_saved_by_autograd(case):
     """Equal within 10 %: fused attention on real tensors may copy where it makes a view on fake ones."""
     config, cls = tiny_config(case)
     config.architectures = [cls.__name__]
@@ -130,7 +130,7 @@ def test_forecast_of_one_layout_equals_that_layout_in_the_plan_search(
     assert [s.rank for s in stages] == [places_of(at).rank_of(i) for i in range(len(stages))]
 
 
-def test_expensive_head_or_decoder_moves_the_pipeline_cuts():
+def test_expensive_head_or_deeper_decoder_moves_the_pipeline_cuts_to_later_blocks():
     plain = outline_of(GPT2, Mesh(pp=2)).state.cuts
     dear = Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 8), ("vocab_size", 6000)))
     assert plain == [("transformer.h.3", 0)]

@@ -23,7 +23,7 @@ def test_tuning_symbol_without_a_fixed_value_compares_false():
         symbol.fix_at(3)
 
 
-def test_create_symbol_keeps_the_value_of_a_fixed_symbol():
+def test_create_symbol_of_a_tuning_space_keeps_the_value_of_a_fixed_symbol():
     space = Space()
     space.create_symbol("a", [1, 2]).fix_at(1)
     assert space.create_symbol("a", [7]).value == 2
@@ -90,7 +90,7 @@ def test_invalid_tuning_space_raises_space_error():
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=4, unique=True), min_size=1, max_size=3),
        st.integers(0, 12))  # fmt: skip
-def test_tuning_space_points_are_the_product_filtered_by_the_constraint(values, most):
+def test_tuning_space_points_are_the_product_of_values_filtered_by_the_constraint(values, most):
     from itertools import product
 
     names, space = "abc", Space()

@@ -32,7 +32,7 @@ def test_tuned_configuration_whose_loss_differs_from_the_plain_schedule_is_repor
     assert differs(2.05, Job("gpt2", {}, probe=2.0, dtype="bfloat16")) == ""
 
 
-def test_fastest_configuration_of_each_device_is_written_to_tuning_json(tmp_path):
+def test_fastest_tuned_configuration_of_each_device_is_written_to_tuning_json(tmp_path):
     card = tmp_path / "gpt2"
     shutil.copytree(Path(__file__).parents[2] / "hub_cards" / "gpt2", card)
     scope = Scope("a cpu x2", "gpt2 1a", versions={"torch": "2"}, setting={"seq_len": 16})

@@ -99,7 +99,7 @@ def test_tuner_finds_the_fastest_of_all_batch_sizes_with_every_seed(name):
 
 
 @pytest.mark.parametrize("search", STRATEGIES)
-def test_every_tuner_strategy_terminates_and_measures_nothing_twice(search):
+def test_every_tuner_strategy_terminates_and_measures_no_configuration_twice(search):
     found = tune(SURFACES["half"], 20, 91, search)
     numbers = [trial.number for trial in found.trials]
     assert len(set(numbers)) == len(numbers)
@@ -110,7 +110,7 @@ def test_every_tuner_strategy_terminates_and_measures_nothing_twice(search):
         assert len(numbers) + sum(found.pruned.values()) == 91
 
 
-def test_tuner_skips_configurations_larger_than_an_out_of_memory_one():
+def test_tuner_skips_configurations_larger_than_one_that_ran_out_of_memory():
     grid = Grid(space().all_points())
     found = tune(SURFACES["little"], 0, 91, "exhaustive", grid)
     failed = [t for t in found.trials if t.outcome.kind == OUT_OF_MEMORY]
@@ -146,7 +146,7 @@ def test_tuner_stops_slow_configurations_after_a_few_steps():
     assert found.best.outcome.throughput == truth(SURFACES["flat"], grid)
 
 
-def test_tuner_does_not_measure_a_stored_result_again(tmp_path):
+def test_tuner_does_not_measure_a_configuration_with_a_stored_result(tmp_path):
     path, scope = tmp_path / "db.jsonl", Scope("cpu", "gpt2")
     first = tune(SURFACES["half"], database=Database(path), scope=scope)
     again = tune(lambda *_: pytest.fail("measured"), database=Database(path).load(), scope=scope)
@@ -156,7 +156,7 @@ def test_tuner_does_not_measure_a_stored_result_again(tmp_path):
     assert not any(trial.was_known for trial in other.trials)
 
 
-def test_tuner_skips_a_configuration_that_killed_it_twice(tmp_path):
+def test_tuner_skips_a_configuration_that_killed_the_tuner_twice(tmp_path):
     class Dead(BaseException):
         pass
 

@@ -83,7 +83,7 @@ def replaced(sch):
     sch["1"].replace(nn.GELU(approximate="tanh"))
 
 
-def test_verify_names_a_module_that_computes_another_function():
+def test_verify_names_the_module_that_was_replaced_by_another_function():
     report = step([(replaced,)])
     assert report.divergence.path == "1"
     assert "replace" in str(report)

@@ -64,7 +64,7 @@ def test_verify_accepts_differences_within_rounding_error(family, seed):
     assert report.ok, str(report)
 
 
-def test_verify_report_converts_to_json_and_text(capfd):
+def test_verify_report_as_json_and_text_contains_verdict_mesh_and_checks(capfd):
     config = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
     transformers.logging.enable_progress_bar()  # a command that ran before may have put them out
     report = verify(config)

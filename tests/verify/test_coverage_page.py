@@ -3,7 +3,7 @@
 from type_coverage import EQUAL, Outcome, page
 
 
-def test_coverage_page_marks_untested_entries_as_unmeasured():
+def test_coverage_page_marks_untested_models_as_unmeasured():
     found = [
         Outcome(
             "gpt2",

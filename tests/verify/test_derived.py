@@ -328,7 +328,7 @@ def test_checkpoint_key_renames_use_full_keys_when_parts_of_keys_are_ambiguous()
     assert keys.to_file("layers.17.post_norm.weight") == "llm.layers.17.norm.weight"
 
 
-def test_checkpoint_tensor_stored_in_slices_of_its_first_axis_is_detected():
+def test_checkpoint_tensor_stored_as_slices_along_its_first_axis_is_matched_to_its_parameter():
     g = torch.Generator().manual_seed(0)
     whole = torch.randn(6, 1, 4, generator=g)
     files = {

@@ -98,7 +98,7 @@ def test_config_for_layerwise_verify_has_two_layers_of_full_width():
     assert (few.num_layers, few.num_decoder_layers, few.d_model) == (2, 2, config.d_model)
 
 
-def test_layerwise_verify_of_layers_larger_than_memory_is_refused():
+def test_layerwise_verify_is_refused_when_its_layers_exceed_the_free_memory():
     """The error comes before any allocation."""
     with pytest.raises(SlapoError, match=r"needs about \d+ GB of memory, \d+ GB are free"):
         verify_layers(transformers.LlamaConfig(hidden_size=16384, intermediate_size=65536))

@@ -60,7 +60,7 @@ def test_verify_fails_a_schedule_that_unties_a_weight_and_names_the_weight():
     assert report.divergence.path == "lm_head"
 
 
-def test_verify_reports_a_tensor_of_another_shape():
+def test_verify_report_names_a_tensor_of_another_shape_with_both_shapes():
     """The checks go on after the shape, and the report names the place."""
     plain, found = Result(loss=1.0, weights={"w": torch.zeros(3)}), Comparison()
     near = Tolerance(plain, [plain])

@@ -100,7 +100,7 @@ def test_checkpoint_with_wrong_shapes_is_refused_and_names_the_keys(
     assert "of this architecture, size and vocabulary" in text
 
 
-def test_checkpoint_of_another_family_is_refused(sources, folders):
+def test_checkpoint_of_another_model_type_is_refused(sources, folders):
     shutil.copy(sources["bert"] / "model.safetensors", folders["gpt2"] / "model.safetensors")
     text = refused(WeightsError, folders["gpt2"])
     assert "missing" in text
@@ -120,13 +120,13 @@ def test_truncated_safetensors_file_is_refused(keep, folders, ranks):
     assert all("found" in p[3] for p in parts)
 
 
-def test_text_file_named_safetensors_is_refused(folders):
+def test_text_file_with_a_safetensors_name_is_refused(folders):
     path = folders["gpt2"] / "model.safetensors"
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12\n")
     assert attempt(folders["gpt2"], {})[0] is WeightsError
 
 
-def test_pickle_checkpoint_is_refused_unless_requested(folders, ranks):
+def test_pickle_checkpoint_is_refused_unless_the_user_allows_pickle(folders, ranks):
     folder = folders["gpt2"]
     want = logits_of("GPT2LMHeadModel", folder, batch_of(GPT2))
     torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
@@ -188,7 +188,7 @@ NEW_HEADS = {
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("cls", NEW_HEADS)
-def test_head_missing_in_checkpoint_is_initialized_equally_on_every_layout(cls, sources, threads):
+def test_head_that_a_checkpoint_lacks_is_initialized_equally_on_every_layout(cls, sources, threads):
     name, new = NEW_HEADS[cls]
     layouts = [(1, 1), (2, 1), (1, 2), (2, 2)]
     fulls = []
@@ -268,7 +268,7 @@ def with_own_head(tensors):
 
 
 @pytest.mark.parametrize("layout", [{}, {"tp": 2}, {"pp": 2}], ids=["one", "tp2", "pp2"])
-def test_checkpoint_whose_tied_head_has_other_values_is_refused(layout, folders, ranks):
+def test_checkpoint_whose_tied_head_differs_from_its_embedding_is_refused(layout, folders, ranks):
     """The file is refused; with tie_word_embeddings=False it loads as in plain transformers."""
     folder, batch, n = folders["gpt2"], batch_of(GPT2), 2 if layout else 1
     rewrite(folder, with_own_head)

@@ -96,7 +96,9 @@ def test_load_concurrent_with_a_save_reads_all_weights_from_one_complete_save(
     assert found == {2.0}
 
 
-def test_from_pretrained_reads_config_and_weights_of_one_save(tmp_path, monkeypatch):
+def test_from_pretrained_during_a_save_reads_config_and_weights_of_the_same_save(
+    tmp_path, monkeypatch
+):
     sizes = []
 
     def save(layers):
@@ -178,14 +180,14 @@ def save_and_load(out, rounds):
     return found
 
 
-def test_all_ranks_load_the_same_save_while_another_is_written(ranks, tmp_path):
+def test_all_ranks_load_the_same_complete_save_while_another_save_is_written(ranks, tmp_path):
     with Writer(tmp_path / "out"):
         found = ranks.run(save_and_load, 2, tmp_path / "out", 15)
     assert found[0] == found[1]
     assert all(len(seen) == 1 for seen in found[0])
 
 
-def test_concurrent_saves_keep_all_other_files_of_the_folder(tmp_path):
+def test_concurrent_saves_keep_the_user_files_of_the_folder(tmp_path):
     """Each save makes a temporary folder while others remove old ones; files of the user are kept in every save."""
     out, failed = tmp_path / "out", []
     kept = {f"notes/{n}.txt": f"mine {n}" for n in range(20)}

@@ -122,7 +122,7 @@ def half_way(source):
     return None, ""
 
 
-def test_failed_read_on_one_rank_stops_all_ranks(ranks, source):
+def test_save_whose_file_read_fails_on_one_rank_raises_on_all_ranks(ranks, source):
     before = {path.name: path.read_bytes() for path in source.iterdir()}
     kinds, texts = zip(*ranks.run(half_way, 2, source), strict=True)
     assert kinds == (RankError, WeightsError)

@@ -26,7 +26,7 @@ def two_files(tmp_path):
     return tmp_path
 
 
-def test_checkpoint_folder_opens_only_needed_files(two_files):
+def test_checkpoint_reader_opens_only_the_weight_files_that_are_needed(two_files):
     with open_checkpoint(two_files) as folder:
         assert folder.keys() == ["a", "b"]
         assert folder.key_to_file == {"a": A, "b": B}
@@ -46,7 +46,7 @@ def test_single_weight_file_takes_precedence_over_an_index(two_files):
         assert folder.files_opened == 1
 
 
-def test_weight_files_in_a_subfolder_are_read(tmp_path):
+def test_weight_files_that_the_index_places_in_a_subfolder_are_read(tmp_path):
     (tmp_path / "part").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "part" / A)
     write_index(tmp_path, {"a": f"part/{A}"})
@@ -192,7 +192,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("state", [{"a": Evil()}, {"a": 3}, [torch.ones(1)]])
-def test_pickle_of_anything_but_tensors_is_refused(tmp_path, capsys, state):
+def test_pickle_weight_file_that_holds_more_than_tensors_is_refused(tmp_path, capsys, state):
     torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsError, match="found"):
         open_checkpoint(tmp_path, allow_pickle=True)

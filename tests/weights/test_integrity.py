@@ -111,16 +111,16 @@ def check_flips(folder, count):
         assert any(path.name in str(error) for error in found), (path.name, bit, str(found[0]))
 
 
-def test_checksum_detects_every_flipped_bit(saved):
+def test_checkpoint_checksums_detect_every_flipped_bit(saved):
     check_flips(saved[0], FLIPS)
 
 
 @pytest.mark.slow
-def test_checksum_detects_a_thousand_random_flipped_bits(saved):
+def test_checkpoint_checksums_detect_a_thousand_random_flipped_bits(saved):
     check_flips(saved[0], 1000)
 
 
-def test_resume_refuses_a_flipped_bit_and_changes_nothing(saved):
+def test_resume_from_a_checkpoint_with_a_flipped_bit_is_refused_and_changes_nothing(saved):
     out, made, optimizer = saved
     before = [p.detach().clone() for p in made.parameters()]
     for path, bit in flips(out, 40, seed=5):
@@ -138,7 +138,7 @@ def resume(folder, out):
     return load_checkpoint(made, out, optimizer).step
 
 
-def test_resume_on_several_ranks_refuses_a_flipped_bit_on_every_rank(
+def test_resume_from_a_checkpoint_with_a_flipped_bit_is_refused_on_every_rank(
     ranks, source, saved, tmp_path
 ):
     out = saved[0]
@@ -151,7 +151,7 @@ def test_resume_on_several_ranks_refuses_a_flipped_bit_on_every_rank(
     assert ranks.run(resume, 2, source, out) == [1, 1]
 
 
-def test_check_command_names_damaged_file_and_tensor(saved):
+def test_check_command_on_a_damaged_checkpoint_names_the_file_and_the_tensor(saved):
     out = saved[0]
     run = CliRunner().invoke
     assert run(app, ["check", str(out)], obj=SimpleNamespace()).exit_code == 0
@@ -164,7 +164,7 @@ def test_check_command_names_damaged_file_and_tensor(saved):
     assert f"{path.name}: tensor 'transformer." in found.output.replace("\n", "")
 
 
-def test_checkpoint_mixed_from_two_saves_is_refused(source, saved, tmp_path):
+def test_checkpoint_with_files_mixed_from_two_saves_is_refused(source, saved, tmp_path):
     out, made, optimizer = saved
     other = tmp_path / "other"
     save_checkpoint(made, other, optimizer, step=2, max_shard_size="60KB")

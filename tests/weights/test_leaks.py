@@ -67,6 +67,6 @@ def check(runs, most):
 
 
 @pytest.mark.slow
-def test_two_thousand_steps_leak_no_memory_files_or_threads(ranks, tmp_path):
+def test_two_thousand_train_steps_leak_no_memory_files_or_threads(ranks, tmp_path):
     folder = checkpoint(GPT2, tmp_path)
     check(ranks.run(long_run, 4, folder, tmp_path / "out", 2000, 20, timeout=1500), most=1024)

@@ -16,7 +16,7 @@ def folder(tmp_path_factory):
     return path
 
 
-def test_max_load_memory_below_the_shard_size_is_refused(folder):
+def test_max_load_memory_argument_below_the_shard_size_is_refused(folder):
     size = AutoScheduledModel.from_pretrained(folder).ledger.shard_bytes
     AutoScheduledModel.from_pretrained(folder, max_load_memory=size)
     with pytest.raises(WeightsError, match=r"max_load_memory: found .*: 1 B more[\s\S]*more ranks"):
@@ -28,7 +28,7 @@ def load(folder, limit):
         AutoScheduledModel.from_pretrained(folder, pp=2, max_load_memory=limit)
 
 
-def test_max_load_memory_exceeded_on_one_rank_stops_all_ranks(ranks, folder):
+def test_max_load_memory_argument_exceeded_on_one_rank_raises_on_all_ranks(ranks, folder):
     """The first stage holds the embeddings, the second only a head tied to them."""
     plain = AutoScheduledModel.from_pretrained(folder)
     sizes = {name: p.nbytes for name, p in plain.named_parameters()}
@@ -46,7 +46,7 @@ def load_shared(folder):
     return size
 
 
-def test_max_load_memory_counts_only_the_dp_shard_of_a_rank(ranks, folder):
+def test_max_load_memory_argument_counts_only_the_dp_shard_of_a_rank(ranks, folder):
     """Each of two ranks holds half of the fp32 master weights."""
     plain = sum(p.nbytes for p in GPT2LMHeadModel(CONFIG).parameters())
     for size in ranks.run(load_shared, 2, folder):

@@ -38,7 +38,7 @@ def test_gpt_neo_mask_buffers_are_ignored_unless_the_model_has_them():
     assert match_names([mask], [mask], "transformer").source == {mask: mask}
 
 
-def test_bert_gamma_and_beta_map_to_weight_and_bias():
+def test_checkpoint_keys_gamma_and_beta_of_bert_map_to_weight_and_bias():
     expected = [f"bert.embeddings.LayerNorm.{leaf}" for leaf in ("weight", "bias")]
     found = ["bert.embeddings.LayerNorm.gamma", "bert.embeddings.LayerNorm.beta"]
     names = match_names(expected, [*found, "bert.embeddings.position_ids"], "bert")
@@ -50,12 +50,12 @@ def test_bert_gamma_and_beta_map_to_weight_and_bias():
     )
 
 
-def test_gamma_key_of_another_module_is_not_renamed():
+def test_checkpoint_key_gamma_of_a_module_that_is_no_norm_is_not_renamed():
     assert match_names(["ls.weight"], ["ls.gamma"]).unexpected == ["ls.gamma"]
 
 
 @pytest.mark.parametrize("held", [TIED.keys(), TIED.values(), [*TIED.keys(), *TIED.values()]])
-def test_tied_parameter_loads_from_the_key_of_either_name(held):
+def test_tied_parameter_maps_to_the_checkpoint_key_of_either_name(held):
     rest = GPT2[1:]
     names = match_names(HEAD, [*held, *rest], "transformer", tied=TIED)
     assert names.missing == names.unexpected == []

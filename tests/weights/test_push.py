@@ -62,7 +62,7 @@ def test_push_to_hub_without_write_access_saves_nothing(hub, model, tmp_path, mo
     assert not (tmp_path / "out").exists()
 
 
-def test_failed_upload_to_the_hub_leaves_the_saved_model(hub, model, tmp_path, monkeypatch):
+def test_failed_upload_to_the_hub_keeps_the_model_saved_locally(hub, model, tmp_path, monkeypatch):
     def fail(self, **options):
         raise OSError("broken line")
 

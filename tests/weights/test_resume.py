@@ -260,7 +260,7 @@ def a_stranger(model):
         (a_stranger, "that is not in the model"),
     ],
 )
-def test_resume_with_another_optimizer_is_refused_and_changes_nothing(
+def test_resume_with_another_optimizer_class_is_refused_and_changes_nothing(
     source, tmp_path, make, problem
 ):
     folder = checkpoint(PLAIN, source)
@@ -292,7 +292,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_malformed_training_state_is_refused(source, tmp_path, case):
+def test_malformed_training_state_json_is_refused(source, tmp_path, case):
     model = start(checkpoint(PLAIN, source), (1, 1, 1), PLAIN)[0]
     save_checkpoint(model, tmp_path / "out")
     (tmp_path / "out" / "training_state.json").write_text(BROKEN[case][0])

@@ -120,7 +120,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("case", EDITS)
-def test_damaged_training_state_is_refused_before_anything_changes(saved, case):
+def test_damaged_training_state_is_refused_before_model_or_optimizer_change(saved, case):
     out, state, (model, optimizer, scheduler) = saved
     file = out / "training_state.json"
     before = [p.detach().clone() for p in model.parameters()]

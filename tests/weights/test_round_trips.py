@@ -119,7 +119,7 @@ def as_bytes(tensors):
 
 @settings(max_examples=60, deadline=None)
 @given(models(), LAYOUTS, LAYOUTS, LAYOUTS)
-def test_checkpoint_of_any_layout_loads_on_any_other_layout(case, a, b, c):
+def test_checkpoint_saved_on_any_layout_loads_on_any_other_with_equal_weights(case, a, b, c):
     specs, full = case
     with tempfile.TemporaryDirectory() as name:
         folders = [Path(name, step) for step in "abc"]

@@ -45,7 +45,7 @@ def test_small_model_is_saved_into_one_file(tmp_path):
     assert_same(load_file(tmp_path / "new" / "out" / "model.safetensors"), one.full)
 
 
-def test_saved_files_equal_those_of_the_safetensors_library(tmp_path):
+def test_saved_weight_files_equal_those_of_the_safetensors_library(tmp_path):
     full = {name: torch.randn(3, 5) for name in ("h.10.w", "h.2.w", "é")}
     full |= {"flags": torch.tensor([True] * 3), "half": torch.ones(3).half()}
     specs = [TensorSpec(n, tuple(t.shape), str(t.dtype).split(".")[1]) for n, t in full.items()]
@@ -110,7 +110,7 @@ def fail(path):
     raise KeyError("broken tokenizer")
 
 
-def test_save_whose_extra_writer_fails_keeps_the_old_folder(tmp_path):
+def test_save_whose_callback_for_extra_files_fails_keeps_the_old_folder(tmp_path):
     save_one(tmp_path / "out", write_extras=lambda path: (path / "config.json").write_text("old"))
     with pytest.raises(KeyError, match="broken tokenizer"):
         save_one(tmp_path / "out", 2.0, write_extras=fail)
@@ -119,7 +119,7 @@ def test_save_whose_extra_writer_fails_keeps_the_old_folder(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_extra_writer_that_changes_weight_files_is_refused(tmp_path):
+def test_save_callback_for_extra_files_that_changes_weight_files_is_refused(tmp_path):
     def overwrite(path):
         save_file({"other": torch.ones(1)}, path / "model.safetensors")
 
@@ -172,7 +172,7 @@ def test_temporary_folders_of_killed_saves_are_removed(tmp_path, monkeypatch, ha
     assert value_in(tmp_path / "out") == 2
 
 
-def test_checkpoint_is_restored_after_an_interrupted_rename(tmp_path):
+def test_save_after_an_interrupted_rename_restores_the_files_of_the_older_checkpoint(tmp_path):
     """Without renameat2 a kill may come between two renames: the old files are restored."""
     save_one(tmp_path / "out")
     (tmp_path / "out" / "README.md").write_text("mine")
@@ -191,7 +191,7 @@ def test_temporary_folder_of_a_running_save_is_not_removed(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_save_into_a_folder_of_other_files_is_refused(tmp_path):
+def test_save_into_a_folder_of_unrelated_files_is_refused(tmp_path):
     (tmp_path / "thesis").mkdir()
     save_one(tmp_path / "thesis")  # empty: fine
     (tmp_path / "thesis" / "model.safetensors").rename(tmp_path / "thesis" / "chapter1.tex")
@@ -270,7 +270,7 @@ def test_save_on_a_mesh_without_process_group_raises(tmp_path):
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_failure_at_any_write_call_keeps_the_old_checkpoint(tmp_path, monkeypatch, code):
+def test_save_that_fails_at_any_write_call_keeps_the_old_checkpoint(tmp_path, monkeypatch, code):
     """Whichever call fails, the folder holds the old or the new checkpoint, and no other files."""
     one, calls = single(), []
     originals = {

@@ -40,7 +40,7 @@ def save_and_load(folder, tp, pp, dp):
 
 
 @pytest.mark.parametrize(("tp", "pp", "dp"), [(2, 2, 1), (2, 1, 2), (1, 2, 1)])
-def test_files_saved_by_many_ranks_equal_those_of_one_rank(ranks, tmp_path, tp, pp, dp):
+def test_weight_files_saved_by_many_ranks_equal_those_of_one_rank(ranks, tmp_path, tp, pp, dp):
     ranks.run(save_and_load, tp * pp * dp, tmp_path / "out", tp, pp, dp)
     assert_same(load_file(tmp_path / "out" / "model.safetensors"), model()[1])
     one = tmp_path / "one"
@@ -102,7 +102,7 @@ def save_with_failing_extras(folder):
         save(folder, 2, 1, 1, write_extras=extras)
 
 
-def test_failing_extra_writer_on_one_rank_stops_the_save_on_all_ranks(ranks, tmp_path):
+def test_failing_callback_for_extra_files_on_one_rank_stops_the_save_on_all_ranks(ranks, tmp_path):
     ranks.run(save_with_failing_extras, 2, tmp_path / "out")
     assert not list(tmp_path.iterdir())
 
@@ -121,7 +121,7 @@ def save_elsewhere(folder):
             Path.open = opened
 
 
-def test_save_folder_not_shared_between_ranks_is_refused(ranks, tmp_path):
+def test_save_into_a_folder_that_ranks_do_not_share_is_refused(ranks, tmp_path):
     errors = ranks.run(save_elsewhere, 2, tmp_path / "out")
     assert all("do all ranks see it" in text for text in errors)
     assert not list(tmp_path.iterdir())

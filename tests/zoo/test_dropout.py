@@ -237,7 +237,7 @@ def _masks_are_slices(results, whole):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dropout_masks_differ_between_heads_rows_steps_layers_and_seeds(name, root, ranks):
+def test_dropout_masks_differ_between_heads_rows_train_steps_layers_and_seeds(name, root, ranks):
     """Heads on two tp ranks, two rows, two steps, two dropouts and two seeds never have the same mask."""
     first, second = (r[1] for r in run(name, "tp2", checkpoint(CASES[name], root), ranks))
     attention = [

@@ -62,7 +62,7 @@ def test_checkpoint_with_experts_fused_into_one_tensor_loads_with_equal_paramete
         assert torch.equal(model.get_parameter(name), parameter), name
 
 
-def test_checkpoint_with_a_missing_expert_raises(folder, tmp_path):
+def test_load_of_a_checkpoint_with_a_missing_expert_raises(folder, tmp_path):
     weights = load_file(folder / FILE)
     gone = next(key for key in weights if ".experts.3.w3" in key)
     save_file({key: tensor for key, tensor in weights.items() if key != gone}, tmp_path / FILE)

@@ -108,7 +108,9 @@ def saved(folder, out, layout, options):
 
 
 @pytest.mark.parametrize("size", ["5GB", 9000], ids=["one file", "sharded"])
-def test_checkpoint_variant_and_subfolder_are_loaded_and_saved(size, root, tmp_path, ranks):
+def test_arguments_variant_and_subfolder_select_the_files_that_are_loaded_and_saved(
+    size, root, tmp_path, ranks
+):
     folder, out = checkpoint(GPT2, root), tmp_path / "all" / "inner"
     options = {"variant": "fp16", "is_main_process": True, "safe_serialization": True,
                "state_dict": None, "max_shard_size": size}  # fmt: skip
@@ -140,7 +142,7 @@ def test_unsupported_save_pretrained_argument_is_refused_with_hint(options, word
     assert not (tmp_path / "out").exists()
 
 
-def test_resize_token_embeddings_is_refused(root):
+def test_resize_token_embeddings_of_a_scheduled_model_is_refused(root):
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root))
     assert model.resize_token_embeddings() is model.get_input_embeddings()
     assert model.resize_token_embeddings(99) is model.get_input_embeddings()
@@ -148,7 +150,7 @@ def test_resize_token_embeddings_is_refused(root):
         model.resize_token_embeddings(120)
 
 
-def test_quantized_checkpoint_is_refused_and_named_quantized(root, tmp_path):
+def test_quantized_checkpoint_is_refused_with_an_error_that_says_quantized(root, tmp_path):
     folder = shutil.copytree(checkpoint(GPT2, root), tmp_path / "fp8")
     config = json.loads((folder / "config.json").read_text())
     named = {**config, "quantization_config": {"quant_method": "fp8"}}

@@ -76,7 +76,7 @@ def with_kernels(case, folder, sizes, names):
     return scheduled(case, folder, sizes, kernels=names)
 
 
-def test_kernels_option_with_one_name_enables_only_that_kernel(root):
+def test_kernels_option_with_one_name_enables_only_the_named_kernel(root):
     """Only the requested kernel is enabled; the others give "not asked for" as the reason."""
     model = AutoScheduledModel.from_pretrained(checkpoint(GPT2, root), kernels="bias_gelu")
     verdicts = {choice.kernel: choice for choice in model.schedule.kernels}
@@ -108,7 +108,7 @@ def test_kernels_option_reference_disables_all_kernels(root):
         (GPT2, 3, "expected auto, reference, the name of a kernel or a list of them"),
     ],
 )
-def test_unknown_or_unsupported_kernel_is_refused(case, asked, said, root):
+def test_kernels_option_with_an_unknown_or_unsupported_kernel_is_refused(case, asked, said, root):
     assert said in refused(SlapoError, checkpoint(case, root), kernels=asked)
 
 

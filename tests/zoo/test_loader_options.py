@@ -67,7 +67,7 @@ def test_unknown_loader_option_error_names_the_nearest_option(name, near, root):
 
 
 @pytest.mark.parametrize("name", INSTEAD)
-def test_transformers_arguments_without_effect_are_refused(name, root):
+def test_transformers_arguments_that_would_have_no_effect_are_refused(name, root):
     text = refused(SlapoError, checkpoint(GPT2, root), **{name: "x"})
     assert f"{name}= | this argument has no effect here | {INSTEAD[name]}" in text
 
@@ -95,7 +95,7 @@ def test_every_schedule_table_declares_valid_values_for_tuning(family):
     assert bool(space.get("attention")) == (family not in ("mamba", "wideresnet"))
 
 
-def test_tuning_space_refuses_unknown_loader_options():
+def test_tuning_space_of_a_table_with_unknown_loader_options_is_refused():
     with pytest.raises(SlapoError, match=r"nearest: attention"):
         tunable(atention=("eager",))
 
@@ -114,7 +114,7 @@ QUICK = ("bert", "t5", "llama")
         ),
     ],
 )  # fmt: skip
-def test_eager_attention_is_as_accurate_as_plain_transformers(family, layout, root, threads):
+def test_eager_attention_is_as_close_to_fp64_as_plain_transformers(family, layout, root, threads):
     """attention="eager" is as near to fp64 as plain transformers with eager attention."""
     case, sizes = HEADS[family][0], LAYOUTS[layout]
     folder = checkpoint(case, root)
@@ -162,11 +162,11 @@ def eager(case, folder, sizes):
         (GPT2, "spda", "nearest: ['sdpa'"),
     ],
 )
-def test_unsupported_attention_backend_is_refused(case, name, found, root):
+def test_attention_option_with_an_unsupported_backend_is_refused(case, name, found, root):
     assert found in refused(SlapoError, checkpoint(case, root), attention=name)
 
 
-def test_xformers_attention_is_refused_where_it_cannot_run(root):
+def test_attention_option_xformers_is_refused_without_xformers_or_on_cpu(root):
     text = refused(ArchitectureError, checkpoint(GPT2, root), attention="xformers")
     assert "not installed" in text or "no kernel for cpu" in text
 

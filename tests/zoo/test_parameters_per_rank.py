@@ -45,7 +45,7 @@ def share(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_each_of_four_tp_ranks_holds_about_a_quarter_of_the_parameters(name, record_property):
+def test_each_of_four_tp_ranks_holds_close_to_a_quarter_of_the_parameters(name, record_property):
     found = share(name)
     record_property("share", found)
     print(f"{name}: {found:.4f}")

@@ -53,12 +53,12 @@ def test_schedule_argument_accepts_a_table_and_applies_its_rules(folder):
     assert torch.allclose(loss_of(bare), loss_of(plain))
 
 
-def test_schedule_extend_without_a_function_raises():
+def test_extend_of_a_schedule_without_a_function_raises():
     with pytest.raises(SlapoError, match="pass a function of one argument"):
         extend([])
 
 
-def test_schedule_file_with_malformed_step_raises(folder, tmp_path):
+def test_schedule_json_file_with_a_malformed_step_raises(folder, tmp_path):
     file = tmp_path / "other.json"
     file.write_text('{"format": "slapo-zoo-schedule/1", "steps": [["wte", "shard"]]}')
     text = refused(SlapoError, folder, schedule=str(file))

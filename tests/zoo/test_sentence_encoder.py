@@ -117,7 +117,7 @@ def test_sentences_of_the_encoder_tests_are_padded_and_have_distinct_embeddings(
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sentence_encoder_embeddings_and_files_equal_plain_transformers(
+def test_sentence_encoder_on_a_mesh_has_the_embeddings_and_files_of_plain_transformers(
     layout, threads, folder, tokens, plain, tmp_path
 ):
     tp, pp = LAYOUTS[layout]

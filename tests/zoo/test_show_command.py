@@ -39,7 +39,7 @@ def run(*arguments):
     return stop.value.code
 
 
-def test_list_command_as_json_names_every_family(capsys):
+def test_list_command_as_json_names_every_model_family(capsys):
     assert run("list", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found) == families()
@@ -48,7 +48,7 @@ def test_list_command_as_json_names_every_family(capsys):
     assert all(has["tp"] and has["pp"] for has in features().values())
 
 
-def test_show_command_prints_shards_and_collectives_of_a_family(capsys):
+def test_show_command_prints_shards_and_collectives_of_a_model_family(capsys):
     assert run("show", "gpt2", "--tp", "4", "--pp", "2", "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert found["total_parameters"] == 124_439_808
@@ -66,7 +66,7 @@ def test_show_command_prints_shards_and_collectives_of_a_family(capsys):
     }  # fmt: skip
 
 
-def test_show_command_prints_shards_of_a_checkpoint_folder(root, capsys):
+def test_show_command_on_a_checkpoint_folder_prints_its_shards(root, capsys):
     folder = checkpoint(CASES[0], root)
     assert run("show", str(folder), "--tp", "2", "--sequence-parallel") == 0
     printed = capsys.readouterr().out
@@ -74,7 +74,7 @@ def test_show_command_prints_shards_of_a_checkpoint_folder(root, capsys):
     assert "reduce_scatter" in printed
 
 
-def test_show_command_on_a_missing_folder_exits_with_hint(capsys):
+def test_show_command_on_a_missing_folder_exits_with_a_hint(capsys):
     assert run("show", "no/such/folder") == 2
     assert "slapo-zoo list" in capsys.readouterr().err
 
@@ -87,7 +87,7 @@ def held(folder, case, layout):
 
 @pytest.mark.one_in(2, 2)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_show_command_counts_parameters_per_rank(case, root, threads):
+def test_show_command_prints_the_number_of_parameters_per_rank(case, root, threads):
     """Uneven shards, tensors tied over two stages and sharded experts are counted on each rank that holds them."""
     folder = checkpoint(case, root)
     outline = Outline(tiny_config(case)[0], case.cls, Mesh(2, 2, 1), torch.float32)

@@ -159,7 +159,9 @@ def test_wideresnet_with_micro_batches_has_the_gradients_of_gradient_accumulatio
 
 
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 1, 2)])
-def test_wideresnet_recomputation_does_not_update_batch_norm_statistics(folder, threads, layout):
+def test_wideresnet_with_recomputation_has_the_losses_and_batch_norm_statistics_of_one_process(
+    folder, threads, layout
+):
     check(folder, threads, layout, checkpoint_ratio=1.0)
 
 

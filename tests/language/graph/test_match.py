@@ -111,7 +111,7 @@ def test_graph_pattern_matches_only_operations_with_equal_constants():
     assert count(lambda m, x: m.soft(x), lambda x: torch.softmax(x, -1), soft=nn.Softmax(-1)) == 1
 
 
-def test_graph_pattern_argument_matches_constants_and_parameters():
+def test_argument_of_a_graph_pattern_matches_constants_and_parameters():
     (match,) = search(lambda m, x: F.dropout(x, 0.25, True), lambda x, p: F.dropout(x, p))
     assert match.inputs["p"] == 0.25
     norm = nn.LayerNorm(8, eps=1e-6)

@@ -88,7 +88,7 @@ def test_parallel_linears_replaced_by_one_fused_module_keep_their_parameter_valu
     torch.testing.assert_close(graph.Fused_0.weight[8:16], net.b.weight)
 
 
-def test_replacing_modules_with_different_inputs_by_one_is_refused():
+def test_replacement_of_modules_with_different_inputs_by_one_module_is_refused():
     _, graph = traced()
     first = find(graph, "", lambda x: call_module("a", x))
     other = find(graph, "", lambda x: x.tanh())

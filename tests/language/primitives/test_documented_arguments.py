@@ -89,7 +89,7 @@ def test_sync_with_older_mode_names_has_the_output_and_gradient_of_one_rank(rank
     assert [d.mode for _, d in sch.history] == ["fwd_post", "bwd_post"]
 
 
-def test_checkpoint_fork_rng_annotate_and_hook_accept_documented_arguments():
+def test_checkpoint_fork_rng_annotate_and_hook_accept_their_documented_arguments():
     sch = bert()
     sch[LAYER].checkpoint()
     sch[f"{LAYER}.output.dropout"].fork_rng()
@@ -112,7 +112,7 @@ def test_trace_find_and_fuse_with_documented_arguments_keep_outputs_and_gradient
     assert [node.target for _, node in s.find("dense")] == ["dense"]
 
 
-def test_find_searches_a_pattern_in_modules_of_matching_name():
+def test_find_with_a_path_pattern_searches_only_modules_of_matching_path():
     sch = bert()
     found = sch["bert.encoder"].find("layer.*.intermediate", gelu)
     assert [s.path for s in found] == [f"bert.encoder.layer.{i}.intermediate.intermediate_act_fn" for i in (0, 1)]  # fmt: skip
@@ -154,7 +154,7 @@ def test_wrong_directive_argument_raises_and_shows_the_signature():
         sch["0"].shard("weight")
 
 
-def test_every_documented_primitive_is_listed_with_help():
+def test_list_primitives_contains_every_documented_primitive_with_its_docstring():
     assert set(slapo_zoo.list_primitives()) >= {"shard", "sync", "trace", "fuse", "decompose"}
     assert slapo_zoo.list_primitives(name_only=False)["shard"] is PRIMITIVES["shard"]
     page = pydoc.plain(pydoc.render_doc(bert()["bert"].shard))

@@ -292,7 +292,7 @@ INDEX = {f"{use.primitive} {use.variant}".strip(): use for use in USES}
 OURS = {n for n, cls in PRIMITIVES.items() if cls.__module__.startswith("slapo_zoo.")}
 
 
-def test_every_primitive_has_a_test_example():
+def test_every_schedule_primitive_has_a_row_in_the_table_of_tests():
     assert {use.primitive for use in USES} == OURS, "add a row to USES"
     assert len(INDEX) == len(USES)
 

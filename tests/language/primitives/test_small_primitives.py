@@ -229,7 +229,7 @@ def test_directive_argument_of_wrong_type_in_json_raises():
         from_json(text)
 
 
-def test_unknown_module_path_error_names_existing_paths():
+def test_directive_on_an_unknown_module_path_raises_and_names_the_nearest_paths():
     sch = Schedule(nn.Sequential(nn.Linear(4, 4)))
     with pytest.raises(ScheduleError, match=r"nearest paths: \['0'\]"):
         sch["zzz"].checkpoint()

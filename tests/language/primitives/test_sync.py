@@ -67,7 +67,7 @@ def test_reshard_with_partial_gradients_all_reduces_them_in_backward(op, ranks):
 
 
 @pytest.mark.parametrize("op", FORMS)
-def test_reshard_is_the_identity_on_one_rank(op):
+def test_reshard_on_one_rank_leaves_values_and_gradients_unchanged(op):
     x = torch.randn(4, 6, requires_grad=True)
     sch = Schedule(nn.Sequential(Twice()))
     sch["0"].sync("fwd_pre", op).sync("fwd_post", op)

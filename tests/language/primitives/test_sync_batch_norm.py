@@ -8,7 +8,7 @@ from slapo_zoo import Schedule
 from slapo_zoo.errors import ScheduleError
 
 
-def test_sync_batch_norm_on_one_rank_equals_batch_norm():
+def test_sync_batch_norm_on_one_rank_is_bit_equal_to_batch_norm():
     plain, mine = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
     Schedule(nn.Sequential(mine))["0"].sync_batch_norm()
     for training in (True, True, False):

@@ -69,7 +69,7 @@ def test_directive_on_a_module_inlined_by_a_trace_is_refused():
     assert sch["transformer.h.0.attn"].checkpoint()
 
 
-def test_failed_trace_leaves_the_model_unchanged():
+def test_trace_that_fails_leaves_the_model_unchanged():
     model = tiny_model("gpt2")
     model.transformer.h[1].mlp.act = DataDependent()
     modules = dict(model.named_modules())

@@ -176,6 +176,6 @@ def test_planner_refuses_cp_for_a_model_class_not_known_to_train_right_with_cp()
         planner.profile(1, False, 2)
 
 
-def test_planner_counts_no_mask_for_causal_rows_without_padding():
+def test_planner_counts_no_attention_mask_for_causal_rows_without_padding():
     masked, bare = (planner_of(p).profile(1).units[2].few.kept for p in (True, False))
     assert masked - bare >= 2 * TOKENS * TOKENS * torch.bfloat16.itemsize  # of two rows

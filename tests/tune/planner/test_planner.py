@@ -98,7 +98,7 @@ def test_planner_weight_bytes_and_pipeline_cuts_equal_those_of_the_built_model(c
     assert {r: rank.weights for r, rank in enumerate(found.ranks)} == sizes
 
 
-def test_planner_activation_bytes_equal_those_saved_by_autograd():
+def test_planner_activation_bytes_equal_the_bytes_saved_by_autograd():
     """Compare with the bytes that a forward on real tensors, with dropout, keeps alive."""
     config = config_for(Case("GPT2LMHeadModel", ("tokens",), (("n_layer", 4),), dropout=0.1))
     model = AutoScheduledModel.from_config(config, kernels="reference").train()
@@ -248,7 +248,7 @@ def test_planner_search_finds_a_layout_or_reports_memory_for_every_family_name(f
     assert len(found.feasible) <= found.looked_at
 
 
-def test_planning_a_model_without_loss_raises():
+def test_planner_raises_for_a_model_without_loss():
     planner = Planner(config_for(GPT2), CPU, 8, auto_class="AutoModel")
     with pytest.raises(
         MeshError, match=r"every tp size was refused; tp=1: GPT2Model has no loss.*\n.*names a head"
@@ -263,7 +263,7 @@ def test_every_spelling_of_float32_selects_the_same_precision():
         assert next(model.parameters()).dtype == to_dtype(name) == torch.float32
 
 
-def test_calibrated_hardware_file_is_read_back_unchanged(tmp_path, monkeypatch):
+def test_hardware_profile_written_by_calibration_is_read_back_unchanged(tmp_path, monkeypatch):
     monkeypatch.setattr(calibrate, "SIZE", 64)  # a product of 1024 takes some CPUs 2 s in bf16
     found = calibrate.measure("cpu", ranks=1)
     found.write(tmp_path / "here.json")
@@ -292,7 +292,7 @@ def test_planner_counts_full_attention_scores_on_gpu_and_blocks_of_scores_on_cpu
     assert peak > 2 * scores if name == "v100" else peak < scores
 
 
-def test_planner_zero_stage_lowers_memory_and_adds_time():
+def test_planner_forecast_with_a_zero_stage_has_less_memory_and_more_time():
     planner = Planner(config_for(GPT2), HARDWARE["a100"], 16)
     plain = Layout(1, 1, 4, 1, 2)
     whole = planner.forecast(plain)

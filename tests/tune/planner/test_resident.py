@@ -156,7 +156,7 @@ def test_planner_predicts_that_the_largest_published_runs_fit_in_memory(
     assert max(r.buffers for r in whole) > 4 * 2**30
 
 
-def test_planner_counts_the_input_of_the_first_recomputed_block():
+def test_planner_memory_includes_the_input_of_the_first_recomputed_block():
     """The sum of the embeddings is computed before the first block, and no recomputation frees it."""
     profile = Planner(config_of(TINY), HARDWARE["cpu"], 64, "fp32").profile(1)
     pairs = zip(profile.units, profile.uses(4), strict=True)
