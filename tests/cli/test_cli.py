@@ -70,7 +70,7 @@ def run_cli(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
-def test_help_command_prints_quickly_and_lists_every_command():
+def test_command_line_module_imports_without_torch_and_help_lists_every_command():
     code = "import sys, slapo_zoo.cli.main; print('torch' in sys.modules, 'transformers' in sys.modules)"
     result = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True

@@ -31,7 +31,7 @@ def logged(path):
     return [{name: line.get(name) for name in SAME} for line in lines]
 
 
-def test_train_command_in_exact_mode_resumed_on_other_meshes_logs_equal_weight_digests(
+def test_train_command_in_bit_exact_mode_resumed_on_other_meshes_logs_equal_weight_digests(
     place, tmp_path, capfd
 ):
     exact = ("--exact", "tp=2,dp=2")
@@ -63,5 +63,5 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("more", REFUSED, ids=" ".join)
-def test_train_command_refuses_invalid_exact_options_before_reading_data(more, place, capsys):
+def test_train_command_refuses_invalid_bit_exact_options_before_reading_data(more, place, capsys):
     assert REFUSED[more] in failure(capsys, *words(place, *more))

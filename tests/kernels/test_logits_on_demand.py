@@ -111,7 +111,7 @@ def test_model_with_loss_kernel_materializes_logits_only_when_they_are_read():
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_lm_loss_kernel_divides_by_the_targets_inside_the_gradient_kernel(
+def test_lm_loss_kernel_applies_the_loss_scale_while_it_computes_gradients(
     family, micro_batches, monkeypatch
 ):
     """Dividing afterwards would take another pass over the gradient of the whole vocabulary."""

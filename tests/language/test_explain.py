@@ -61,7 +61,7 @@ def test_explain_prints_modules_with_equal_directives_as_one_group():
     assert sch.state.forward.tape is None
 
 
-def test_explain_on_one_rank_lists_no_communication():
+def test_explain_of_a_schedule_on_one_rank_lists_no_communication():
     text = str(scheduled(Mesh()).explain())
     assert "    checkpoint()" in text
     assert text.endswith("    no collectives")

@@ -78,7 +78,7 @@ TOGETHER = [
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("cls", "mask", "sizes", "options"), TOGETHER)
-def test_context_parallel_with_tp_dp_micro_batches_or_recomputation_equals_one_rank(
+def test_context_parallel_with_tp_dp_micro_batches_or_recomputation_has_the_losses_of_one_rank(
     cls, mask, sizes, options
 ):
     """Over tp and dp, in micro-batches, recomputed, and by the family's own attention."""

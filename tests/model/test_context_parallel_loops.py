@@ -196,7 +196,7 @@ MESHES = [({"cp": 2}, {"tp": 2}), ({"cp": 2, "pp": 2}, {"cp": 2}), ({"cp": 2, "d
         for i, meshes in enumerate(MESHES)
     ],
 )  # fmt: skip
-def test_checkpoint_moved_from_cp_2_to_another_mesh_and_back_trains_as_one_process(
+def test_checkpoint_moved_from_cp_2_to_another_mesh_and_back_has_the_losses_of_one_process(
     cls, first, second, tmp_path
 ):
     """Saved at cp=2, resumed on another mesh and saved, resumed at cp=2: weights, optimizer and dropout go on."""

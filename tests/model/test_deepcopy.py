@@ -67,7 +67,9 @@ def copied(folder, case, layout):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("case", "layout"), CELLS)
-def test_deepcopied_model_is_independent_of_the_original(case, layout, tmp_path, threads):
+def test_deepcopied_model_with_zeroed_weights_outputs_zeros_and_the_original_does_not(
+    case, layout, tmp_path, threads
+):
     folder = checkpoint(case, tmp_path)
     for logits, zeroed in threads.run(copied, 2, folder, case, layout, timeout=200):
         assert logits.abs().max() > 0

@@ -55,7 +55,7 @@ def on_two_ranks_of_dp(folder, out):
     return [(before + after, weights), (before + again, same)]
 
 
-def test_checkpoint_saved_under_torch_or_megatron_resumes_under_the_other_as_one_process(
+def test_training_saved_under_torch_or_megatron_and_resumed_under_the_other_equals_one_process(
     root, ranks, tmp_path
 ):
     folder = checkpoint(CASES["gpt2"], root)

@@ -100,7 +100,7 @@ def train_rank(folder, case, virtual, options, count):
 
 
 @pytest.mark.parametrize(("case", "options", "virtual", "real"), SEVERAL)
-def test_exact_mode_training_on_several_ranks_is_bit_equal_to_one_rank(
+def test_bit_exact_mode_training_on_several_ranks_is_bit_equal_to_one_rank(
     case, options, virtual, real, root, ranks
 ):
     folder = checkpoint(case, root)
@@ -115,7 +115,7 @@ def test_exact_mode_training_on_several_ranks_is_bit_equal_to_one_rank(
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("case", "options", "virtual"), RUNS)
-def test_ten_exact_mode_training_steps_are_bit_equal_on_all_meshes(
+def test_ten_bit_exact_mode_training_steps_are_bit_equal_on_all_meshes(
     case, options, virtual, root, ranks
 ):
     folder = checkpoint(case, root)
@@ -156,7 +156,7 @@ def loop(folder, case, real, virtual, exact):
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", [GPT2, BERT], ids=lambda case: case.cls)
-def test_hand_written_loop_in_exact_mode_is_bit_equal_on_several_meshes(case, root, ranks):
+def test_hand_written_loop_in_bit_exact_mode_is_bit_equal_on_several_meshes(case, root, ranks):
     folder, virtual = checkpoint(case, root), (2, 1, 2) if case is GPT2 else (4, 1, 1)
     ((one, shape),) = ranks.run(loop, 1, folder, case, (1, 1, 1), virtual, True)
     assert shape[0] == case.rows
@@ -194,7 +194,7 @@ def loop_with_a_head(folder, cls):
     return found, head.weight.tolist(), seen, steps, len(optimizer.state)
 
 
-def test_exact_mode_step_of_torch_adamw_on_threads_is_bit_equal_to_a_user_subclass_of_adamw(
+def test_bit_exact_mode_step_of_torch_adamw_on_threads_is_bit_equal_to_a_user_subclass_of_adamw(
     root, ranks
 ):
     folder = checkpoint(GPT2, root)
@@ -221,7 +221,9 @@ def train_on(folder, case, real, virtual, saved, first, last, kill):
     return found
 
 
-def test_exact_mode_training_killed_and_resumed_on_another_mesh_is_bit_equal(root, tmp_path, ranks):
+def test_bit_exact_mode_training_killed_and_resumed_on_another_mesh_is_bit_equal(
+    root, tmp_path, ranks
+):
     folder, virtual = checkpoint(GPT2, root), (2, 2, 2)
     (whole,) = ranks.run(train, 1, folder, GPT2, (1, 1, 1), virtual, {}, 3)
     saved = tmp_path / "saved"
@@ -317,7 +319,7 @@ def adafactor(model):
         ({"tp": 2}, {}, adafactor, "element by element"),
     ],
 )
-def test_exact_mode_raises_for_unsupported_sizes_options_batches_and_optimizers(
+def test_bit_exact_mode_raises_for_unsupported_sizes_options_batches_and_optimizers(
     exact, options, act, words, root, ranks
 ):
     (found,) = ranks.run(refused, 1, checkpoint(GPT2, root), exact, options, act)
@@ -325,7 +327,7 @@ def test_exact_mode_raises_for_unsupported_sizes_options_batches_and_optimizers(
     assert ranks.run(torch.are_deterministic_algorithms_enabled, 1) == [False]
 
 
-def test_exact_mode_refuses_a_mesh_that_does_not_divide_its_virtual_mesh(root, ranks):
+def test_bit_exact_mode_refuses_a_mesh_that_does_not_divide_its_virtual_mesh(root, ranks):
     with pytest.raises(
         (MeshError, RankError), match="virtual tp=3 is not a multiple of the real tp=2"
     ):

@@ -38,7 +38,7 @@ def test_verify_exact_command_reports_equal_digests_of_each_step_on_tp_2_and_one
 
 
 @pytest.mark.slow
-def test_exact_verification_names_the_operation_that_differs_between_meshes(monkeypatch):
+def test_bit_exact_verification_names_the_operation_that_differs_between_meshes(monkeypatch):
     monkeypatch.setattr(exact_check, "_train", train_another_way_on_a_mesh)
     config, cls = transformers.GPT2Config(), transformers.GPT2LMHeadModel
     found = exact_check.compare_meshes(config, cls, (2, 1, 1), {"kernels": "reference"})

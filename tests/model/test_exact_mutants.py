@@ -132,7 +132,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_exact_mode_digest_detects_a_changed_sum_in_the_first_step_and_names_the_sum(
+def test_bit_exact_mode_digest_detects_a_changed_sum_in_the_first_step_and_names_the_sum(
     mutant, folder, ranks
 ):
     sharded = "token shards" in mutant
@@ -143,7 +143,7 @@ def test_exact_mode_digest_detects_a_changed_sum_in_the_first_step_and_names_the
     assert MUTANTS[mutant][1] in found, found
 
 
-def test_two_identical_exact_mode_runs_have_equal_digests_and_records(folder, ranks):
+def test_two_identical_bit_exact_mode_runs_have_equal_digests_and_records(folder, ranks):
     (one,), (other,) = (ranks.run(train, 1, folder, None) for _ in range(2))
     assert one[0] == other[0]
     assert ExactTrace(one[1]).first_difference(ExactTrace(other[1])) == ""

@@ -45,7 +45,9 @@ def train(folder, out, tp, dp, resume):
         model.close()
 
 
-def test_trainer_in_exact_mode_resumed_on_another_mesh_is_bit_equal_to_one_process(tmp_path, ranks):
+def test_trainer_in_bit_exact_mode_resumed_on_another_mesh_is_bit_equal_to_one_process(
+    tmp_path, ranks
+):
     folder = checkpoint(CASE, tmp_path)
     ((steps, digest, judged),) = ranks.run(train, 1, folder, tmp_path / "one", 1, 1, None)
     assert len(steps) == 4
@@ -66,7 +68,7 @@ REFUSED = {
 }
 
 
-def test_trainer_in_exact_mode_refuses_options_whose_results_depend_on_the_mesh(tmp_path):
+def test_trainer_in_bit_exact_mode_refuses_options_whose_results_depend_on_the_mesh(tmp_path):
     model = AutoScheduledModel.from_pretrained(checkpoint(CASE, tmp_path), exact={"tp": 2}, seed=3)
     try:
         for name, (value, words) in REFUSED.items():

@@ -65,7 +65,7 @@ def stepped(folder, tp, name):
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.cls)
-def test_matrix_optimizers_on_sharded_weights_step_to_the_weights_of_one_process(
+def test_optimizers_of_whole_matrices_on_sharded_weights_give_the_weights_of_one_process(
     case, name, tmp_path, threads
 ):
     folder = checkpoint(case, tmp_path)

@@ -272,7 +272,7 @@ QUICK = {"compute_loss": (1, 1, 2), "compute_loss_func": (2, 1, 1), "bf16": (2, 
         if (option, name) != ("neftune", "dp2")
     ],
 )  # dp ranks draw NEFTune's noise for other rows than one process does, as under DDP
-def test_scheduled_trainer_with_an_option_has_the_losses_and_weights_of_the_plain_trainer(
+def test_scheduled_trainer_with_each_tested_option_has_the_losses_of_the_plain_trainer(
     option, layout, tmp_path, ranks
 ):
     folder = checkpoint(CASE, tmp_path)

@@ -188,7 +188,7 @@ def set_aside(fail):
 
 
 @pytest.mark.parametrize("fail", [False, True])
-def test_emulate_excludes_objects_from_garbage_collection_only_while_it_runs(fail):
+def test_emulate_freezes_objects_for_the_garbage_collector_and_unfreezes_them_at_its_end(fail):
     """The collector skips objects of torch and transformers meanwhile; objects frozen by the caller stay frozen."""
     expected = pytest.raises(ZeroDivisionError) if fail else nullcontext()
     assert gc.get_freeze_count() == 0

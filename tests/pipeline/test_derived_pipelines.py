@@ -17,7 +17,7 @@ KINDS = [("DebertaForMaskedLM", (1, 2, 1)), ("MobileBertForMaskedLM", (2, 2, 1))
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(("cls", "mesh"), KINDS, ids=[cls for cls, _ in KINDS])
-def test_schedule_derived_by_schedule_auto_passes_its_proof_on_a_pipeline(cls, mesh, tmp_path):
+def test_schedule_derived_by_schedule_auto_passes_verification_on_a_pipeline(cls, mesh, tmp_path):
     known = getattr(transformers, cls)
     config = default_config(known.config_class.model_type, known)
     case = tiny_case(config, known, tmp_path, Sizes())

@@ -51,7 +51,7 @@ def test_simulated_bubble_of_interleaved_1f1b_with_three_stages_per_rank_equals_
     assert bubble(simulate(places.actions(8), cost)) == pytest.approx(1 / (3 * 8 + 1))
 
 
-def test_gpipe_1f1b_and_zbv_hold_the_known_numbers_of_micro_batches_in_flight():
+def test_micro_batches_in_flight_on_four_stages_are_4_3_2_1_with_1f1b_and_8_with_gpipe():
     """1F1B holds as many micro-batches as there are later stages; GPipe holds all."""
     flights = {name: [most_in_flight(a) for a in StageMap.make(name, 4, None).actions(8)]
                for name in ("1f1b", "gpipe", "zbv")}  # fmt: skip

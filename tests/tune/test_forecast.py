@@ -95,7 +95,7 @@ def test_forecast_of_gpipe_and_1f1b_has_equal_bubbles_and_in_flight_activations_
     assert sum(rank.weights for rank in found.ranks) == one.ranks[0].weights + tied
 
 
-def test_forecast_recomputation_saves_memory_and_adds_flops():
+def test_forecast_with_recomputation_has_less_memory_and_more_flops():
     planner, at = planner_of(GPT2), Layout(pp=2, micro_batches=4)
     (kept, before), (again, after) = (
         forecast(planner, replace(at, checkpoint_ratio=ratio)) for ratio in (0.0, 1.0)

@@ -125,7 +125,7 @@ def test_collectives_are_predicted_for_text_image_and_audio_models(family):
     assert counts["reduce_scatter"] > 0
 
 
-def test_verify_with_schedule_auto_uses_the_family_schedule_or_is_refused():
+def test_verify_with_schedule_auto_uses_a_family_schedule_and_is_refused_without_one():
     small = transformers.GPT2Config(architectures=["GPT2LMHeadModel"])
     assert known_schedule(small, "auto") == known_schedule(small, "zoo") == "zoo"
     with pytest.raises(ArchitectureError, match="slapo-zoo derive MODEL"):

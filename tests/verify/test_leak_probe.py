@@ -27,7 +27,7 @@ def derived(name):
     return derive(cls.config_class(), cls, (1, 1, 1), cp=2).table
 
 
-def test_cp_probe_detects_that_camembert_counts_positions_over_real_tokens():
+def test_cp_support_probe_detects_that_camembert_counts_positions_over_real_tokens():
     assert probed("CamembertForMaskedLM").cut_tokens == {"CamembertForMaskedLM": "counted real"}
 
 
@@ -36,7 +36,7 @@ def test_cp_probe_detects_that_camembert_counts_positions_over_real_tokens():
     ("name", "positions"),
     [("GPTNeoForCausalLM", "counted"), ("MBartForConditionalGeneration", "placed"), ("GPTNeoXForCausalLM", "counted")],
 )  # fmt: skip
-def test_cp_probe_detects_how_each_model_class_numbers_its_positions(name, positions):
+def test_cp_support_probe_detects_how_each_model_class_numbers_its_positions(name, positions):
     assert probed(name).cut_tokens[name] == positions
 
 
@@ -48,14 +48,14 @@ def test_cp_probe_detects_how_each_model_class_numbers_its_positions(name, posit
         pytest.param("MBartForConditionalGeneration", "placed", marks=pytest.mark.slow),
     ],
 )
-def test_cp_probe_detects_how_positions_are_numbered_with_ulysses_and_ring_attention(
+def test_cp_support_probe_detects_how_positions_are_numbered_with_ulysses_and_ring_attention(
     name, positions
 ):
     assert probed(name, way="ulysses").cut_tokens[name] == positions
     assert probed(name, way="ring").cut_tokens[name] == positions
 
 
-def test_cp_probe_refuses_bloom_and_names_the_first_module_that_differs_with_sharded_tokens():
+def test_cp_support_probe_refuses_bloom_and_names_the_first_module_that_differs_with_sharded_tokens():
     with pytest.raises(ArchitectureError) as raised:
         probed("BloomForCausalLM")
     assert (
@@ -68,7 +68,9 @@ def test_cp_probe_refuses_bloom_and_names_the_first_module_that_differs_with_sha
 @pytest.mark.parametrize(
     ("name", "module"), [("FNetForMaskedLM", "fourier"), ("ConvBertForMaskedLM", "conv"), ("MambaForCausalLM", "mixer")]
 )  # fmt: skip
-def test_cp_probe_refuses_models_with_convolutions_state_spaces_or_fourier_transforms(name, module):
+def test_cp_support_probe_refuses_models_with_convolutions_state_spaces_or_fourier_transforms(
+    name, module
+):
     cls = getattr(transformers, name)
     config = cls.config_class()
     probe = probed if config.model_type in families() else derived
@@ -91,7 +93,7 @@ def test_automatically_derived_schedule_replaces_attention_once_per_attention_mo
 
 
 @pytest.mark.slow
-def test_cp_probe_of_an_unknown_class_on_two_ranks_gives_both_the_same_result(ranks):
+def test_cp_support_probe_of_an_unknown_class_on_two_ranks_gives_both_the_same_result(ranks):
     """Two processes load a class that no table names, and refuse another with its module."""
     for found, said in ranks.run(both, 2):
         assert found == "counted real"
@@ -109,7 +111,7 @@ def both():
     return model._slapo.table.cut_tokens["CamembertForMaskedLM"], ""
 
 
-def test_cp_probe_error_counts_the_positions_changed_by_one_token():
+def test_cp_support_probe_error_counts_the_positions_changed_by_one_token():
     """A causal model whose second rank does not see the first one's tokens."""
     plain, cut = torch.zeros(5, 4, 2), torch.zeros(5, 4, 2)
     for token in range(4):
@@ -126,6 +128,6 @@ def test_cp_probe_error_counts_the_positions_changed_by_one_token():
     assert leaks(Seen(cut, {}), ranks) == ""
 
 
-def test_cp_probe_shrinks_sliding_windows_below_the_tokens_of_one_rank():
+def test_cp_support_probe_shrinks_sliding_windows_below_the_tokens_of_one_rank():
     config = nearer(transformers.MistralConfig(sliding_window=4096))
     assert config.sliding_window == 6

@@ -102,7 +102,7 @@ def test_printed_schedule_of_a_model_family_equals_its_golden_file(family, reque
 
 
 @pytest.mark.parametrize("family", families())
-def test_printed_tensor_plan_of_the_last_rank_equals_its_golden_file(family, request):
+def test_printed_sharding_plan_of_the_last_rank_equals_its_golden_file(family, request):
     """It costs little here: what its pipeline stages cost was estimated for the schedule above."""
     tp, pp = (1, 1) if family in ("mamba", "wideresnet") else (2, 2)
     mesh = Mesh(tp, pp, 2, rank=2 * tp * pp - 1)
@@ -202,7 +202,7 @@ def _every_parameter_has_a_row(model, found, cls):
 
 @pytest.mark.one_in(5, 2)
 @pytest.mark.parametrize("family", families())
-def test_schedule_table_applies_to_every_head_class_and_config_variant(family):
+def test_schedule_table_shards_every_head_class_and_config_variant_without_error(family):
     """The table applies to every head class and variant without error, and every shard is at most as large as its tensor."""
     for changes in [{}, *VARIANTS.get(family, [])]:
         for cls in classes_of(family):

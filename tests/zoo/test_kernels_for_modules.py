@@ -222,7 +222,9 @@ def of(case, root, kernels):
 
 
 @pytest.mark.parametrize(("case", "name"), [(GPT2, "linear_cross_entropy"), (BERT, "sparse_mlm_head_loss")])  # fmt: skip
-def test_lazy_logits_are_computed_when_read_and_have_plain_gradients(case, name, root):
+def test_lazy_logits_are_computed_when_read_and_have_the_gradients_of_eager_logits(
+    case, name, root
+):
     """In a plain forward the loss computes no logits; they are right when read and usable in a user's loss."""
     plain, model = of(case, root, "reference"), of(case, root, name)
     batch = batch_of(case)
@@ -310,7 +312,7 @@ def test_unpadded_encoder_keeps_padding_when_labels_or_hidden_states_need_padded
         assert seen == [(2, 12), (2, 12)]
 
 
-def test_unpadded_encoder_accepts_other_kernels_on_its_layers():
+def test_kernels_on_the_layers_of_an_unpadded_encoder_are_accepted():
     """The unpadded encoder calls the layers with their kernels; ALBERT's shared activation is among them."""
     config, cls = tiny_config(Case("AlbertForMaskedLM", ("tokens",)))
     sch = Outline(

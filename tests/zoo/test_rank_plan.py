@@ -24,7 +24,7 @@ def outline_of(family, tp, pp, dp=1, rank=0, **options):
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "t5", "bert"])
 @pytest.mark.parametrize("tp,pp,dp", MESHES)
-def test_tensor_plan_is_equal_on_all_ranks_and_has_the_local_parameter_shapes(family, tp, pp, dp):
+def test_sharding_plan_is_equal_on_all_ranks_and_has_the_local_parameter_shapes(family, tp, pp, dp):
     digests = set()
     for rank in range(tp * pp * dp):
         outline = outline_of(family, tp, pp, dp, rank)
@@ -48,7 +48,7 @@ def test_groups_of_each_planned_gradient_all_reduce_are_disjoint_and_cover_their
     assert all(len(ranks) > 1 for ranks in plan.groups())
 
 
-def test_tensor_plan_lists_the_gradient_all_reduces_of_tied_and_replicated_parameters():
+def test_sharding_plan_lists_the_gradient_all_reduces_of_tied_and_replicated_parameters():
     gpt2 = outline_of("gpt2", 2, 2, 2, sequence_parallel=True).plan
     wte, norm = gpt2.of("transformer.wte.weight"), gpt2.of("transformer.ln_f.weight")
     assert [one.why for one in wte.sum_over] == [TIED, DATA]
@@ -82,7 +82,7 @@ def test_ranks_of_a_gradient_all_reduce_plan_the_same_tensors_in_the_same_order(
             assert shared == [one for one in theirs if rank in one[0]]
 
 
-def test_tensor_plan_digest_changes_with_shape_stage_tie_or_sharding_of_a_parameter():
+def test_sharding_plan_digest_changes_with_shape_stage_tie_or_sharding_of_a_parameter():
     plan = outline_of("gpt2", 2, 1).plan
     row = plan.of("transformer.ln_f.weight")
     for change in ({"shape": (31,)}, {"stages": (1,)}, {"tied_to": "x"}, {"row_shards": 2}):

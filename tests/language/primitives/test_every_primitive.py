@@ -330,12 +330,12 @@ def compare(key, n=1):
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_every_primitive_keeps_outputs_and_gradients_on_one_rank(key):
+def test_every_schedule_primitive_keeps_outputs_and_gradients_on_one_rank(key):
     compare(key)
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_every_primitive_keeps_outputs_and_gradients_on_two_ranks(key, ranks):
+def test_every_schedule_primitive_keeps_outputs_and_gradients_on_two_ranks(key, ranks):
     ranks.run(compare, 2, key, 2)
 
 
@@ -359,7 +359,7 @@ def test_pipeline_cut_over_two_ranks_keeps_loss_and_gradients(primitive, ranks):
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_every_primitive_that_fails_leaves_the_model_unchanged(key):
+def test_every_schedule_primitive_that_fails_leaves_the_model_unchanged(key):
     use = INDEX[key]
     sch = Schedule(MODELS[use.model]())
     before = {path: type(module) for path, module in sch.model.named_modules()}
@@ -372,7 +372,7 @@ def test_every_primitive_that_fails_leaves_the_model_unchanged(key):
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_every_primitive_replays_equally_from_json_or_is_refused_by_to_json(key):
+def test_every_schedule_primitive_replays_equally_from_json_or_is_refused_by_to_json(key):
     """The schedule stays the same when written, read and replayed; a live Python object is refused with a reason."""
     use = INDEX[key]
     sch = Schedule(MODELS[use.model]())

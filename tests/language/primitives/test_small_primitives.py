@@ -108,7 +108,7 @@ def test_replace_with_a_module_installs_the_module_and_with_a_function_is_refuse
         sch["0"].replace("fast")
 
 
-def test_replace_all_replaces_every_matching_module():
+def test_replace_all_replaces_every_module_of_the_given_class():
     sch = Schedule(net())
     made = []
 

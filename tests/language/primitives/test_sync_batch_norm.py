@@ -17,7 +17,7 @@ def test_sync_batch_norm_on_one_rank_is_bit_equal_to_batch_norm():
     assert all(torch.equal(a, b) for a, b in zip(mine.buffers(), plain.buffers(), strict=True))
 
 
-def test_recomputation_updates_batch_norm_statistics_only_once():
+def test_step_with_recomputation_updates_batch_norm_statistics_only_once():
     norm = nn.BatchNorm2d(3)
     sch = Schedule(nn.Sequential(nn.Sequential(norm)))
     sch["0.0"].sync_batch_norm()

@@ -80,7 +80,7 @@ SENT = {  # way --> bytes of a block over cp=4: forward, backward, those in all-
 
 
 @pytest.mark.parametrize("way", SENT)
-def test_planner_counts_the_bytes_that_attention_sends_over_cp(way):
+def test_planner_bytes_sent_over_cp_equal_the_known_bytes_of_each_attention_option(way):
     planner, cp = Planner(llama(), HARDWARE["h100"], 512, "fp32", padding=False), 4
     block, expected = planner.profile(1, False, cp, way).units[2].few, SENT[way]
     found = block.forward.cut_comm, block.backward.cut_comm, block.forward.exchanged

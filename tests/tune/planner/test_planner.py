@@ -167,7 +167,7 @@ def test_planner_layouts_use_every_gpu_and_every_sample_of_the_batch():
     assert len(set(found)) == len(found)
 
 
-def test_planner_with_less_memory_fits_fewer_layouts_and_gives_reasons():
+def test_planner_with_less_memory_finds_fewer_layouts_and_says_why_others_are_refused():
     planner = Planner(config_for(GPT2), CPU, 16, "fp32")
     wide = planner.search(4, 32)
     assert wide.feasible

@@ -18,7 +18,7 @@ def tables():
         sys.path.remove(CI)
 
 
-def test_report_beside_published_results_marks_simulated_rows_as_not_measured(tables):
+def test_planner_report_beside_published_results_marks_simulated_rows_as_not_measured(tables):
     _, speed, growth, layouts, _ = tables.values()
     names = ["Megatron-LM", "DeepSpeed", "Slapo", "simulated, tp=8 pp=2", "simulated, fastest"]
     assert [row["what"] for row in speed] == [row["what"] for row in growth] == names
