@@ -35,7 +35,7 @@ def test_kernel_timings_measured_on_one_gpu_apply_to_gpus_of_equal_compute_capab
     assert not decide("rms_norm", "bfloat16", 4096, "NVIDIA A100-SXM4-80GB").runs
 
 
-def test_kernel_timings_are_interpolated_between_sizes_and_not_extrapolated(measured):
+def test_kernel_timings_are_interpolated_between_sizes_and_unmeasured_below_the_smallest(measured):
     measured(H100, {"rms_norm:bfloat16:1024": 0.25, "rms_norm:bfloat16:16384": 4.0})
     assert not decide("rms_norm", "bfloat16", 1500, H100).runs  # 2048: 0.25 * 16 ** 0.25 = 0.5
     assert decide("rms_norm", "bfloat16", 4096, H100).runs

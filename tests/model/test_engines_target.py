@@ -60,7 +60,7 @@ def each_target(folder, out):
     return found
 
 
-def test_every_target_engine_has_the_losses_and_gradients_of_one_process(root, ranks, tmp_path):
+def test_every_target_engine_has_the_losses_and_weights_of_one_process(root, ranks, tmp_path):
     """Losses and weights equal one process; the engine has the attributes of the model."""
     folder = checkpoint(CASE, root)
     both = ranks.run(each_target, 2, folder, tmp_path, timeout=300)

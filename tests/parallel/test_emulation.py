@@ -82,7 +82,7 @@ def raised_within_itself():
     raise first
 
 
-def test_emulate_raises_a_rank_error_whose_exception_causes_are_circular():
+def test_emulate_raises_an_error_of_a_rank_whose_exception_causes_are_circular():
     with pytest.raises(ValueError, match="first"):
         emulate(raised_within_itself, mesh=(1, 1, 1))
 

@@ -115,7 +115,7 @@ def test_model_of_every_family_shrunk_for_verification_runs_in_float64(family):
 
 
 @pytest.mark.parametrize("family", ["whisper", "clip", "vit", "bert"])
-def test_collectives_are_predicted_for_text_image_and_audio_models(family):
+def test_predicted_collectives_include_all_gathers_for_text_image_and_audio_models(family):
     config, head = config_of(family)
     small = tiny_like(config, Mesh(2))
     cls = hf.resolve_class(small, hf.resolve_class(config, usual_head(config, head)).__name__)

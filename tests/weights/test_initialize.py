@@ -20,7 +20,7 @@ def bart(**changes):
     return config
 
 
-def test_parameters_outside_the_transformer_blocks_are_initialized_as_in_transformers(monkeypatch):
+def test_final_logits_bias_outside_the_transformer_blocks_is_initialized_to_zero(monkeypatch):
     """`final_logits_bias` belongs to the model itself; it must not keep values of freed memory."""
     empty = torch.empty_like
     monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty(*a, **k).fill_(7))
