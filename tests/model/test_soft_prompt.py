@@ -224,5 +224,5 @@ def with_peft(folder, pp):
 
 @pytest.mark.parametrize("pp", [1, 2])
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_soft_prompt_that_the_loss_does_not_use_is_refused(folder, pp):
+def test_train_step_through_a_peft_wrapper_that_skips_its_prompt_is_refused(folder, pp):
     emulate(with_peft, folder, pp, mesh=(1, pp, 1))
