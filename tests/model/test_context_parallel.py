@@ -39,7 +39,7 @@ def test_context_parallel_training_has_the_losses_and_gradients_of_one_process(c
     ],
 )  # fmt: skip
 def test_schedule_auto_training_with_cp_has_the_losses_and_gradients_of_one_process(cls, mask, way):
-    """Its attention goes through the interface of transformers, where a derived table puts ours."""
+    """Attention of the model goes through the attention interface of transformers, where cp replaces it."""
     case = case_of(cls)
     alone = trained(case, mask, schedule="auto")
     options = {"cp": 2, "cp_attention": way, "schedule": "auto"}
@@ -260,7 +260,7 @@ def one_pattern(case, tokens, **layout):
 
 @pytest.mark.parametrize("tokens", [12, 11])
 def test_position_ids_of_one_row_separate_documents_with_cp_as_in_one_process(tokens):
-    """Also where padding is added, which cp=2 needs for eleven tokens."""
+    """Parametrized with eleven tokens too, which cp=2 pads to twelve."""
     case = case_of("LlamaForCausalLM", dropout=0.0)
     found = emulate(one_pattern, case, tokens, cp=2, mesh=(1, 1, 2))
     assert found == pytest.approx([one_pattern(case, tokens)] * 2, rel=1e-6)

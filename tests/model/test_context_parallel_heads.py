@@ -187,7 +187,7 @@ def said(cls, batch, auto_class=None):
 
 
 def test_head_that_reads_hidden_states_of_inner_layers_is_refused_with_cp():
-    """They are those of a rank's own tokens."""
+    """With cp the hidden states of inner layers cover only the tokens of the rank."""
     batch = batch_of(case_of("BertForSequenceClassification"))
     for found in emulate(said, "BertForSequenceClassification", batch, LayersForSequenceClassification, mesh=(1, 1, 2)):  # fmt: skip
         assert "a batch with cp > 1: output_hidden_states=True" in found

@@ -154,7 +154,7 @@ def test_model_that_the_cp_attention_option_does_not_support_is_refused_at_load(
 
 
 def test_ulysses_attention_refuses_heads_that_cp_does_not_divide_in_the_forward():
-    """Their number is known in the forward: the probe at the load takes 4 of the 6 heads."""
+    """The load probes a shrunken model of 4 heads; the 6 heads of the model are seen first in the forward."""
     case = case_of("BioGptForCausalLM", num_attention_heads=6, hidden_size=24)
     with pytest.raises(MeshError, match='cp_attention="ulysses": cp=4 does not divide the 6 heads'):
         emulate(trained, case, "bare", mesh=(1, 1, 4), cp=4, cp_attention="ulysses", schedule="auto")  # fmt: skip

@@ -59,7 +59,7 @@ LAYOUTS = [{"tp": 2}, {"pp": 2}, {"tp": 2, "precision": "bf16-pure"}]
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @pytest.mark.parametrize("change", [clip_all, clip_some, clip_each])
 def test_gradients_clipped_by_norms_of_local_shards_raise(change, layout, ranks, tmp_path):
-    """Under pp clipping each parameter by its own norm is right, and clipping some of a stage looks the same."""
+    """With pp, clipping each parameter by its own norm is legitimate, so clipping a part of a stage raises nothing."""
     folder = checkpoint(GPT2, tmp_path)
     fine = layout.get("tp", 1) == 1 and change is not clip_all
     for said in ranks.run(step, 2, folder, change, layout):

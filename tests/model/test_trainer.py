@@ -70,7 +70,7 @@ def evaluated(folder, out, layout):
 
 
 def test_scheduled_trainer_eval_loss_of_a_user_loss_is_equal_on_every_layout(tmp_path, ranks):
-    """Under tp2 and dp2, where one rank's last row is there for the count alone."""
+    """Evaluate on tp=2 and on dp=2; on dp=2 one rank repeats a row so that both have equally many."""
     folder = checkpoint(CASE, tmp_path)
     want = evaluated(folder, tmp_path, None)
     assert len({*want}) == len(OWN_LOSSES)

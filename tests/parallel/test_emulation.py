@@ -174,7 +174,7 @@ def load_plain(folder):
 
 
 def test_transformers_loads_on_two_emulated_ranks_restore_patched_attributes(tmp_path):
-    """Each empties PreTrainedModel.tie_weights for its time, and puts back what it found there."""
+    """Each load replaces PreTrainedModel.tie_weights while it runs, and restores the method after it."""
     before = dict(vars(transformers.PreTrainedModel))
     transformers.GPT2LMHeadModel(CONFIG).save_pretrained(tmp_path)
     assert emulate(load_plain, tmp_path, mesh=(2, 1, 1)) == [True, True]

@@ -57,7 +57,7 @@ def test_verification_reports_no_difference_for_a_correct_schedule_table(case, s
 
 @IN_FP32
 def test_verification_detects_equal_dropout_masks_on_ranks_with_different_tokens(case, search):
-    """Each rank alone is plausible: it drops the same elements of its tokens as the others of theirs."""
+    """The ranks hold different tokens and drop the same elements of them, which no rank alone can notice."""
     table = right_table(search)
     rows = [
         (pattern, any(getattr(d, "tokens", "") for d in rule), rule)

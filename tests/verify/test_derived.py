@@ -116,7 +116,7 @@ def caught(search, kinds=None):
 
 
 def test_verification_rejects_wrong_automatically_derived_schedules(searches):
-    """A few of each kind; all of them in the slow test."""
+    """Try a few wrong schedules of each kind; the slow test tries all."""
     count, passed = caught(searches("bloom"), {"no gradient sum", "no attribute"})
     assert count >= 4
     assert passed == []
@@ -209,7 +209,7 @@ def test_lists_of_equal_blocks_are_detected_inside_resnet_stages_and_bart_towers
 
 
 def test_schedule_derivation_cuts_only_the_decoder_if_other_cuts_fail(searches, monkeypatch):
-    """Each of several block stacks is tried alone; here all together, and the first alone, are wrong."""
+    """Cuts in all lists of blocks, then in each list alone, are tried; here only cuts in the decoder pass."""
     config = tiny(transformers.BartConfig())
     with tempfile.TemporaryDirectory() as scratch:
         cls = transformers.BartForConditionalGeneration

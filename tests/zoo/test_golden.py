@@ -103,7 +103,7 @@ def test_printed_schedule_of_a_model_family_equals_its_golden_file(family, reque
 
 @pytest.mark.parametrize("family", families())
 def test_printed_sharding_plan_of_the_last_rank_equals_its_golden_file(family, request):
-    """It costs little here: what its pipeline stages cost was estimated for the schedule above."""
+    """The test is fast, because the costs of the pipeline stages were estimated in the test of the schedule."""
     tp, pp = (1, 1) if family in ("mamba", "wideresnet") else (2, 2)
     mesh = Mesh(tp, pp, 2, rank=2 * tp * pp - 1)
     plan = Outline(config_of(family), main_class(family), mesh, torch.float32).plan

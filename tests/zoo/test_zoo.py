@@ -242,7 +242,7 @@ def dropout_cells():
 def test_every_model_family_with_dropout_has_the_losses_of_one_process(
     family, case, layout, root, threads, record_property
 ):
-    """Against the one-process run with the same seed, which for GPT-2 and BERT equals plain
+    """Compare with the one-process run of the same seed, which for GPT-2 and BERT equals plain
     `transformers` under the same masks (tests/zoo/test_dropout.py), and without dropout everywhere.
     """
     record_property("cell", (f"{family} dropout", layout))

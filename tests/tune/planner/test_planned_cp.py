@@ -145,7 +145,7 @@ def test_planner_activation_memory_is_halved_by_cp_2_and_weights_stay_replicated
 
 
 def test_planner_search_chooses_cp_when_tp_pp_and_dp_cannot_shard_the_model():
-    """One head and one block leave no tp and no pp, one row no dp; two devices fit what one does not."""
+    """A model of one head and one block cannot use tp or pp, and one row cannot use dp; only cp=2 fits the memory."""
     config = llama(num_attention_heads=1, num_key_value_heads=1, num_hidden_layers=1)
     planner = Planner(config, HARDWARE["h100"], TOKENS, "bf16")
     one, two = (planner.most_memory(Layout(cp=cp, checkpoint_ratio=1.0)) for cp in (1, 2))
