@@ -55,7 +55,7 @@ def calls_of(mask):
     return found_for(mask)[0]
 
 
-def test_dry_run_holds_for_another_batch_only_if_the_forward_reads_the_same_values():
+def test_dry_run_is_reused_for_another_batch_only_if_the_forward_reads_equal_values():
     _, reads = found_for(torch.tensor([True, True, False]))
     assert reads
     assert len(reads.operations) == 3, "sum, item and the number of marked rows; not all operators"

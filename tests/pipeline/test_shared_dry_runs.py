@@ -57,7 +57,7 @@ def losses_of_t5():
     return losses
 
 
-def test_model_whose_head_reads_its_inputs_makes_one_dry_run_for_all_batches_alike(runs):
+def test_t5_classifier_whose_head_reads_its_inputs_makes_one_dry_run_for_three_batches(runs):
     assert len(set(emulate(losses_of_t5, mesh=(1, 2, 1))[0])) == 3
     assert len(runs) == 1
 
