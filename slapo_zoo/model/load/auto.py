@@ -23,8 +23,8 @@ from slapo_zoo.zoo.schedule_source import FROM_TABLE, kind_of
 
 
 def _prepared(options: LoaderOptions, config: Any, mesh: Mesh, dtype: torch.dtype) -> LoaderOptions:
-    """Return the loader's options, a card's name replaced by its directives, with a recompute policy per block that
-    fits `activation_memory=`. `dtype` is that of the parameters.
+    """Return the loader's options, a schedule card (a published schedule) replaced by its directives, with a recompute
+    policy per block that fits `activation_memory=`. `dtype` is that of the parameters.
     """
     trust = Trust(options.trust_remote_code, options.verify)
     options = resolve_schedule(options, config, options.auto_class, mesh, trust)
@@ -232,7 +232,7 @@ def within_budget(
     width = getattr(config.get_text_config(), "hidden_size", 0)
     least = width * (options.compute_dtype or dtype).itemsize // mesh.tp
     if budget < least:  # too little for any micro-batch shape
-        problem = f"a block keeps {least} bytes of one token, even with full recomputation; found {budget}"
+        problem = f"a block keeps {least} bytes of one token, even with full recomputation; the budget is {budget}"
         hint = 'give a larger budget, e.g. activation_memory="8GiB"'
         raise SlapoError(where, what, problem, hint)
     shape = require_shape(options.micro_batch_shape)

@@ -91,7 +91,7 @@ def _plain(config: Any) -> dict[str, Any]:
 
 
 def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]:
-    """Return on all ranks the JSON data that record a proven table, or {"error_of": arguments of a SlapoError}.
+    """Return on all ranks the JSON data of proven sharding rules (a table), or {"error_of": arguments of a SlapoError}.
 
     Rank 0 reads them from the cache `file`, or starts a process that derives and proves the table of `request`.
     """
@@ -109,8 +109,8 @@ def _document(request: dict[str, Any], file: Path, mesh: Mesh) -> dict[str, Any]
 
 
 def _outcome(process: ProcessApart, file: Path) -> dict[str, Any] | None:
-    """Return the JSON data in which the ended `process` recorded a proven table, and cache them in `file`. If the
-    process failed, return {"error_of": arguments of its SlapoError}; None while it runs.
+    """Return the JSON data of the table of sharding rules that the ended `process` proved, and cache them in `file`. If
+    the process failed, return {"error_of": arguments of its SlapoError}; None while it runs.
     """
     ended = process.poll(TIMEOUT_S)
     if ended is None:

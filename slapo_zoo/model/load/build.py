@@ -106,7 +106,7 @@ def consolidate_model(
 def _materialize(
     sch: Schedule, plan: RankPlan, path: str, module: Any, names: list[str], init: Any
 ) -> None:
-    """Draw the unsharded parameters `names` of the module at `path` on the CPU, from a generator
+    """Draw the unsharded parameters `names` (shapes by `plan`) of the module at `path` on the CPU, from a generator
     seeded by the path. `init` initialises a module in place; None takes the model's own method.
     """
     before = {name: module._parameters[name] for name in names}
@@ -148,7 +148,7 @@ def _cut(plan: RankPlan, full_name: str, module: Any, name: str) -> nn.Parameter
 
 
 def publish_card(sch: Schedule, place: str | Path, **options: Any) -> str:
-    """Publish the schedule of your own module as a card; a collective call of all ranks.
+    """Publish the schedule of your own module as a schedule card, which others apply; a collective call of all ranks.
 
     The card contains the directives and a digest of the module's tree and shapes, and no weights. For a
     model of the loader there is `model.push_schedule_to_hub`.

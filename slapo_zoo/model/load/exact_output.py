@@ -77,7 +77,7 @@ class _Bridge(torch.autograd.Function):
         host, parts, copies, after = ctx.given
         if copies > 1 and any(grad is not None and grad.ndim for grad in grads):
             problem = f"a loss of the logits would be one mean over {copies} virtual dp ranks of this process"
-            hint = "pass it to train_step(batch, loss_fn=...), which computes it on each of them"
+            hint = "call train_step(batch, loss_fn=...), which computes the loss on each of them"
             raise SlapoError("ExactModel", "backward", problem, hint)
 
         def call(rank: int) -> None:

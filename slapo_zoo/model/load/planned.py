@@ -1,4 +1,4 @@
-"""Complete the arguments of a loader call by the plan that a schedule card has for these devices."""
+"""Complete the arguments of a loader call by those that a schedule card recommends for these devices (its plan)."""
 
 import dataclasses
 import functools
@@ -39,7 +39,7 @@ def with_options(
 
     rewrite:  declared(cls, name, tp=2, revision="x")  -->  load(LoaderOptions(tp=2), name=name, revision="x")
 
-    Where `schedule=` is a card, its plan for these devices gives the arguments that the call leaves out.
+    Where `schedule=` is a schedule card, arguments that the call leaves out are those that the card recommends.
 
     Args:
         load: function of a LoaderOptions and, by name, of all arguments for which LoaderOptions has no field.

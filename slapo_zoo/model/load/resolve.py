@@ -1,4 +1,4 @@
-"""Resolve `schedule=` of a loader: a family's sharding rules (zoo or derived), a card, directives, or a function."""
+"""Resolve `schedule=` of a loader: sharding rules of a family, a published schedule (card), directives, a function."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -57,8 +57,8 @@ def resolve_schedule(
 def _of_file(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> CardProgram | list[Step] | Callable[[Any], Any]:
-    """Return what a card or a file holds: the program of a card, the function of its `schedule.py` if `trust` allows
-    that, or the directives in a .json file of `Schedule.to_json`.
+    """Return what the card or file `options.schedule` holds: the CardProgram (directives) of a card, the function of its
+    `schedule.py` if `trust` allows that, or the directives in a .json file of `Schedule.to_json`.
 
     Raises:
         SlapoError: the card does not fit or is wrong; or, with cp > 1, it is a `schedule.py` or such a .json file.
@@ -85,9 +85,9 @@ def _of_file(
 
 
 def _zoo_table(options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh) -> Table:
-    """Return the sharding rules of a family (a `Table`); ArchitectureError if it has none.
+    """Return the sharding rules (a `Table`) of the family of `config`; ArchitectureError if the family has none.
 
-    With cp > 1 they say how cp ranks shard the tokens of the model's class.
+    With cp > 1 the rules say how cp ranks shard the tokens of the model's class.
     """
     if mesh.size("cp") == 1:
         return find_table(config)

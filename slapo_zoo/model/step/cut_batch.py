@@ -119,7 +119,7 @@ def _require_known(batch: Mapping[str, Tensor], others: Mapping[str, Any]) -> No
             raise SlapoError(WHERE, name, problem, "pass one number per token of input_ids")
     if mask is not None and mask.ndim == 4 and mask.shape[2:] != (tokens, tokens):
         problem = f"found {list(mask.shape)}, expected [rows, 1 or heads, {tokens}, {tokens}], a row of keys per query"
-        raise SlapoError(WHERE, MASK, problem, "expand it, or pass [rows, tokens]")
+        raise SlapoError(WHERE, MASK, problem, "expand the mask, or pass one [rows, tokens]")
 
 
 def _refuse_layers(model: Any, n: int, options: Mapping[str, Any]) -> None:

@@ -25,10 +25,10 @@ class Recomputes:
         gradient_checkpointing_func: Callable[..., Any] | None = None,
         every_n_layers: int = 1,
     ) -> None:
-        """Switch recomputation of every n-th layer on (`enable`), or of all layers off;
-        `transformers` calls this method.
+        """Switch recomputation on for one of every `every_n_layers` layers if `enable`, else off for all layers.
 
-        Layers that the schedule recomputes continue to do so. `gradient_checkpointing_func` may
+        `transformers` calls this method in `gradient_checkpointing_enable()` and `gradient_checkpointing_disable()`.
+        Layers that the schedule recomputes are recomputed in either case. `gradient_checkpointing_func` may
         have the options `use_reentrant` and `preserve_rng_state`, which change nothing.
         """
         model: Any = self

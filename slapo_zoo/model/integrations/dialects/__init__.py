@@ -100,12 +100,12 @@ def _check_options(where: str, name: str, options: dict[str, Any], takes: list[A
     needed = [p.name for p in named if p.default is p.empty and p.name not in options]
     if needed:
         problem = f"found {sorted(options)}, expected {needed[0]!r} too, which {name} needs"
-        hint = f'target_options={{"{needed[0]}": ...}}, as init_target_engine takes it'
+        hint = f'pass target_options={{"{needed[0]}": ...}}, as init_target_engine takes it'
         raise ScheduleError(where, "target_options", problem, hint)
     unknown = sorted(options.keys() - {p.name for p in named})
     if unknown and len(named) == len(takes):
         problem = f"found {unknown[0]!r}, expected some of {[p.name for p in named]}"
-        raise ScheduleError(where, "target_options", problem, "leave it out")
+        raise ScheduleError(where, "target_options", problem, f"leave {unknown[0]!r} out")
 
 
 def in_target(model: Any, target: str | None, options: Mapping[str, Any] | None) -> Any:

@@ -213,7 +213,7 @@ class _ZeroPipeline(Zero):
         if grads:
             hint = "compare weights or losses, or use target='torch'"
             problem = "DeepSpeed's pipeline clears the gradients"
-            raise SlapoError("target='deepspeed'", "grads", problem, hint)
+            raise SlapoError("target='deepspeed'", "grads=True", problem, hint)
         return super().tensors(model)
 
 

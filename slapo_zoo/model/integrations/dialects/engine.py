@@ -58,14 +58,14 @@ class TargetEngine:
         return self._norm
 
     def save_checkpoint(self, folder: Any, **options: Any) -> None:
-        """Save a checkpoint from which any engine on any mesh resumes. `options` are arguments of
+        """Save in `folder` a checkpoint from which any engine on any mesh resumes. `options` are arguments of
         `slapo_zoo.save_checkpoint`: scheduler, step, data_position, extra, ...
         """
         save_checkpoint(self.model, folder, self.optimizer, **options)
 
     def load_checkpoint(self, folder: Any, scheduler: Any = None) -> Resumed:
-        """Resume from a checkpoint that any engine saved on any mesh; return its step, data
-        position and extras. `scheduler` is a learning-rate scheduler of the saved class, or None.
+        """Resume from the checkpoint in `folder`, saved by any engine on any mesh; return its step, data position and
+        extras. `scheduler` is a learning-rate scheduler of the saved class, or None.
         """
         return load_checkpoint(self.model, folder, self.optimizer, scheduler)
 
