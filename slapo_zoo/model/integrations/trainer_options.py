@@ -59,8 +59,8 @@ def refuse_options(model: Any, args: Any, own_loss: str) -> None:
 def _refuse_options_of_exact(args: Any, own_loss: str) -> None:
     """Raise SlapoError for the first of the TrainingArguments `args` that a model loaded with `exact=` refuses.
 
-    `own_loss` names the option that replaces the model's loss, and is refused too; "" if none does. Such a model
-    trains with the same bits on every mesh; these options would make the bits depend on the mesh.
+    Such a model trains with the same bits on every mesh; with these options the bits would depend on the mesh.
+    `own_loss` names the option that replaces the model's loss, and is refused too; "" if none does.
     """
     if own_loss:
         hint = "use the model's own loss, or your own loop: model.train_step(batch, loss_fn=...)"

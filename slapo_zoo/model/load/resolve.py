@@ -57,8 +57,8 @@ def resolve_schedule(
 def _of_file(
     options: BuildOptions, config: Any, auto_class: Any, mesh: Mesh, trust: Trust
 ) -> CardProgram | list[Step] | Callable[[Any], Any]:
-    """Return what the card or file `options.schedule` holds: the CardProgram (directives) of a card, the function of its
-    `schedule.py` if `trust` allows that, or the directives in a .json file of `Schedule.to_json`.
+    """Return what the card or file `options.schedule` holds: a CardProgram (the directives of a card), the function in
+    its `schedule.py` if `trust` allows that, or the directives in a .json file of `Schedule.to_json`.
 
     Raises:
         SlapoError: the card does not fit or is wrong; or, with cp > 1, it is a `schedule.py` or such a .json file.

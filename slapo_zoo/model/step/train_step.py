@@ -347,7 +347,7 @@ class LogitsKept:
         self.parts: dict[int, dict[str, Tensor]] = {}
 
     def add(self, first_row: int, output: Any) -> None:
-        """Store the logits in `output`, gathered over tp, of the rows from `first_row` on."""
+        """Store the logits in `output`, gathered over tp and cp; `first_row` is the global index of their first row."""
         self.cls = type(output)
         found = {k: v for k, v in output.items() if k.endswith("logits") and v is not None}
         whole = {k: v.gathered() if isinstance(v, VocabLogits) else v for k, v in found.items()}
