@@ -144,8 +144,8 @@ class ScheduledTrainer(Trainer):
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """Return (loss, logits, labels) of an evaluation batch; the loss is the mean over the batch's own targets.
 
-        Trainer's own method divides a loss of the user's own by the targets of all dp ranks' batches, so that `eval_loss`,
-        a mean over batches, would depend on dp.
+        Trainer's own method divides a loss of the user's own by the targets of all dp ranks' batches, with which
+        `eval_loss`, a mean over batches, would depend on dp.
         """
         average = self.args.average_tokens_across_devices
         self._evaluates, self.args.average_tokens_across_devices = True, False
