@@ -295,7 +295,7 @@ def test_save_adapter_refuses_to_overwrite_a_model_folder(root, tmp_path):
     model.add_adapter(lora(case))
     with pytest.raises(SlapoError, match="that is no checkpoint"):
         model.save_adapter(tmp_path / "model")
-    with pytest.raises(SlapoError, match="models with adapters are not supported"):
+    with pytest.raises(SlapoError, match="training checkpoints do not support"):
         save_checkpoint(model, tmp_path / "whole")
     model.save_adapter(tmp_path / "adapter")
     model.save_adapter(tmp_path / "adapter")  # an older adapter is replaced
@@ -380,11 +380,11 @@ def test_each_pipeline_stage_holds_only_the_adapters_of_its_layers(root, targets
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set:UserWarning")
 @pytest.mark.parametrize(
     ("name", "targets", "options", "problem"),
-    [("LlamaForCausalLM", ["embed_tokens"], {}, r"found none of these modules on stages \[1\] of pp=2"),
-     ("LlamaForCausalLM", ["q_proj"], {"layers_to_transform": [0]}, r"found none of these modules on stages \[1\] of pp=2"),
+    [("LlamaForCausalLM", ["embed_tokens"], {}, r"no module with these names on stages \[1\] of pp=2"),
+     ("LlamaForCausalLM", ["q_proj"], {"layers_to_transform": [0]}, r"no module with these names on stages \[1\] of pp=2"),
      ("LlamaForCausalLM", ["embed_tokens", "q_proj"], {}, "found a Embedding"),
      ("LlamaForCausalLM", ["nothing"], {}, "not found in the base model"),
-     ("GPT2LMHeadModel", ["lm_head"], {}, r"found none of these modules on stages \[0\] of pp=2"),
+     ("GPT2LMHeadModel", ["lm_head"], {}, r"no module with these names on stages \[0\] of pp=2"),
      ("GPT2LMHeadModel", ["lm_head", "c_fc"], {}, "weight that several pipeline stages share")],
 )  # fmt: skip
 def test_adapter_whose_target_modules_all_lie_on_other_pipeline_stages_is_refused(

@@ -1,11 +1,11 @@
-"""LoRA adapters of peft on a sharded model: each matrix is sharded like the weight that it adapts.
+"""LoRA adapters of peft on a sharded model: each LoRA matrix, A or B, is sharded like the weight W that it adapts.
 
-With y = W x + s B A x, h = A x of a few columns:
-    W column-parallel   B is sharded as W along its outputs, A replicated; dA is all-reduced
-    W row-parallel      A is sharded as W along its inputs, and h is all-reduced too; B is replicated
-    W replicated        both are replicated
+A layer computes y = W x + s B A x, with h = A x of r features:
+    W column-parallel   B is sharded as W along its outputs, A replicated; the gradient of A is all-reduced over tp
+    W row-parallel      A is sharded as W along its inputs, and h is all-reduced as y is; B is replicated
+    W replicated        A and B are replicated
 
-On one process every option of LoraConfig works, also those that train more (`modules_to_save`, DoRA, biases).
+On one process every option of LoraConfig works, also those that train other tensors (`modules_to_save`, DoRA, biases).
 source:  Hu et al. 2021, LoRA, arXiv:2106.09685; Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053
 """
 
@@ -56,7 +56,7 @@ class Matrix:
         key: key in peft's adapter_model.safetensors.
         parameter: name of the parameter in the scheduled model.
         shape: unsharded shape.
-        directives: directives that shard it, or sum its gradient.
+        directives: schedule directives that shard the matrix, or sum its gradient over tp.
     """
 
     key: str
@@ -68,14 +68,14 @@ class Matrix:
 def add_adapter(
     model: Any, config: Any, name: str, inject: Callable[[], None], folder: Path | None = None
 ) -> None:
-    """Let peft insert its layers, then give every rank its shards of new or saved matrices.
+    """Add a LoRA adapter: peft inserts its layers, then each rank gets its shards of new or saved matrices.
 
     Args:
         model: a scheduled model.
         config: a LoraConfig, the same on every rank.
         name: name of the adapter.
-        inject: function that lets peft insert its layers into the model.
-        folder: an adapter that peft or `save_adapter` wrote; None draws new values, the same on every mesh.
+        inject: function without arguments that lets peft insert its layers into the model.
+        folder: folder of an adapter that peft or `save_adapter` wrote; None draws new values, the same on every mesh.
     """
     together(model.mesh, STEP, lambda: _check_config(model, config))
     matrices: list[Matrix] = []
@@ -94,7 +94,7 @@ def add_adapter(
 
 
 def _inject(model: Any, inject: Callable[[], None]) -> None:
-    """Call `inject`, which inserts peft's layers; SlapoError on all ranks if a stage has no targeted module."""
+    """Call `inject`, which inserts peft's layers; SlapoError on all ranks if a pipeline stage has no target module."""
     from peft.tuners.tuners_utils import NoMatchingPeftModuleError
 
     def attempt() -> tuple[int, str]:
@@ -105,18 +105,16 @@ def _inject(model: Any, inject: Callable[[], None]) -> None:
         return model.mesh.coord("pp"), ""
 
     if missing := {stage: text for stage, text in together(model.mesh, STEP, attempt) if text}:
-        found = f"found none of these modules on stages {sorted(missing)} of pp={model.mesh.pp}"
+        found = f"no module with these names on stages {sorted(missing)} of pp={model.mesh.pp}"
         problem = found if len(missing) < model.mesh.pp else missing[0]
-        hint = (
-            "name modules that every stage has, or use fewer stages; print(model) shows the names"
-        )
+        hint = "name modules that every stage has, or use a smaller pp; print(model) shows names"
         raise agreed(SlapoError(STEP, "target_modules", problem, hint))
 
 
 def _trained_tensors(model: Any, name: str) -> dict[str, Tensor]:
-    """Return {key in peft's files: tensor} of all that adapter `name` trains: matrices, biases, `modules_to_save`.
+    """On one process return {key in peft's files: tensor} of all that the adapter `name` trains, also biases.
 
-    On several ranks return {}: an adapter then trains LoRA's matrices alone, which this function leaves out.
+    On several ranks return {}: there only LoRA's matrices are trained, and other functions list them.
     """
     from peft import get_peft_model_state_dict
 
@@ -139,14 +137,14 @@ def saved_config(folder: Path, is_trainable: bool) -> Any:
 
 
 def save_adapter(model: Any, folder: Path, name: str) -> None:
-    """Write adapter_config.json and adapter_model.safetensors, unsharded as peft reads them; a collective call."""
+    """Write the adapter `name` to `folder` as peft reads it, its matrices unsharded; a collective call of all ranks."""
     full = consolidated_adapter(model, name)
     config = model.peft_config[name]
     save_adapter_files(model.mesh, folder, full, config.save_pretrained)
 
 
 def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str, Tensor]:
-    """Return {key in peft's files: unsharded matrix, or with `grads` its gradient} on rank 0, {} elsewhere."""
+    """Return {key in peft's files: unsharded matrix, or its gradient if `grads`} of an adapter on rank 0, {} elsewhere."""
     if name not in model._slapo.adapters:
         known = ", ".join(model._slapo.adapters) or "none"
         hint = "name one of these, or call model.add_adapter(config) first"
@@ -167,7 +165,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which a tensor without data, of the shape before ZeRO, stands for each parameter that ZeRO has sharded."""
+    """Context in which a placeholder of the shape before ZeRO, for code that reads shapes, replaces each ZeRO shard."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -179,18 +177,17 @@ def unsharded_shapes(model: Any) -> Iterator[None]:
 
 
 def parameter_of(key: str, name: str) -> str:
-    """Return the model's parameter name of a LoRA matrix, given its `key` in peft's files and the `name` of the adapter."""
+    """Return the name in the model of a LoRA matrix, given its `key` in peft's files and the `name` of the adapter."""
     return key.removeprefix(PREFIX).removesuffix(".weight") + f".{name}.weight"
 
 
 def _check_config(model: Any, config: Any) -> None:
-    """Raise SlapoError for a config that is not plain LoRA, before anything is changed."""
+    """Raise SlapoError unless `config` is a LoraConfig and, on several ranks, one that trains LoRA's matrices alone."""
     from peft import LoraConfig
 
-    hint = "use LoraConfig(r=..., lora_alpha=..., target_modules=[...], lora_dropout=...)"
-    hint += (
-        "; or train the adapter on one process with plain peft, merge it (merge_and_unload), save the "
-        "model and load its folder"
+    hint = (
+        "use LoraConfig(r=..., lora_alpha=..., target_modules=[...], lora_dropout=...); or train the adapter "
+        "on one process with plain peft, merge it (merge_and_unload), save the model and load its folder"
     )
     if not isinstance(config, LoraConfig):
         problem = f"found {type(config).__name__}, expected a LoraConfig"
@@ -210,7 +207,7 @@ def _check_config(model: Any, config: Any) -> None:
 
 @contextmanager
 def _undone_on_error(model: Any, name: str) -> Iterator[None]:
-    """Context that, on an error, removes peft's layers and restores `requires_grad`."""
+    """Context of adding the adapter `name`; an error removes its layers and restores each parameter's `requires_grad`."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -236,7 +233,7 @@ def _undone_on_error(model: Any, name: str) -> Iterator[None]:
 
 
 def _layers(model: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (path, peft layer) of every layer of an adapter."""
+    """Yield (path in the model, peft's LoRA layer) of every layer that the adapter `name` adapts."""
     from peft.tuners.lora import LoraLayer
 
     for path, module in model.named_modules():
@@ -277,7 +274,7 @@ def _refusal(path: str, problem: str) -> SlapoError:
 
 
 def _syncs(model: Any, path: str) -> list[Sync]:
-    """Return the `sync` directives (collectives) that the schedule has at the module `path`."""
+    """Return the `sync` directives of the model's schedule at the module `path`: collectives before or after the module."""
     schedule = model.schedule
     names = {path: type(schedule.state.modules[path]).__name__}
     return [step for pattern, step in schedule.history
@@ -287,10 +284,10 @@ def _syncs(model: Any, path: str) -> list[Sync]:
 def _rule(
     path: str, state: State, placed: Placed | None, input_axis: int, syncs: list[Sync]
 ) -> tuple[tuple[Directive, ...], tuple[Directive, ...]]:
-    """Return (directives for LoRA's matrix A, those for B), which shard them to fit the layer's weight.
+    """Return (directives for LoRA's matrix A, directives for B) that shard both to fit the weight of the layer at `path`.
 
-    `placed` says how the weight is sharded (None: not), `input_axis` which of its axes holds the inputs; `syncs` are the
-    collectives of the layer, which lies at `path`.
+    `placed` says how tp shards the weight (None: not), `input_axis` is the axis of its input features, and `syncs` are
+    the collectives of the layer. Raises SlapoError for a sharding that adapters do not support.
     """
     if state.mesh.tp == 1:
         return (), ()
@@ -300,11 +297,11 @@ def _rule(
         sums = tuple(SumGradient("weight", sequence=tokens) for tokens in kinds)
         return sums, sums
     if placed.placement.pad:
-        problem = "its weight is sharded over a padded vocabulary, where adapters are not supported"
+        problem = "the module's weight is sharded over a padded vocabulary, where adapters are not supported"
         raise _refusal(path, problem)
     if other := [s.sync_op_or_fn for s in syncs if s.sync_op_or_fn != "all_reduce"]:
         raise _refusal(
-            path, f"found the collective {other[0]!r} on its output, an adapter needs 'all_reduce'"
+            path, f"found the collective {other[0]!r} at this module, expected 'all_reduce'"
         )
     how = placed.directive
     assert isinstance(how, Shard)  # noqa: S101 - no other directive shards tensors
@@ -317,7 +314,7 @@ def _rule(
         # Without an all-reduce in `here` the gradient of h is a partial sum, so that of A is summed.
         return tokens if here else (SumGradient("weight"),), (part, *here)
     if not here:
-        problem = "found no all-reduce of its output at this module, expected one: its weight is sharded over inputs"
+        problem = "the weight is sharded over inputs, but the schedule does not all-reduce the module's output"
         raise _refusal(path, problem)
     return (replace(how, axis=1), *here), tokens
 
@@ -325,23 +322,25 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError if LoRA's `dropout` acts on inputs that tp shards unevenly, since its mask is sliced evenly.
+    """Raise SlapoError if tp shards the input features of LoRA's `dropout` unevenly: each rank draws an even mask slice.
 
-    `size` is the number of inputs of the unsharded layer, `of_a` are the directives that shard matrix A.
+    `size` is the number of input features of the unsharded layer, `of_a` are the directives that shard matrix A.
     """
     placements = [one.placement for one in of_a if isinstance(one, Shard)]
     parts = [Placement(0)] if isinstance(dropout, nn.Dropout) else []
     if any(p.runs(size, mesh.tp, r) != parts[0].runs(size, mesh.tp, r)
            for p in placements if parts for r in range(mesh.tp)):  # fmt: skip
-        problem = f"found {size} columns, which tp={mesh.tp} shards into unequal parts"
-        raise SlapoError(STEP, path, problem, "pass lora_dropout=0, or another tp")
+        problem = (
+            f"lora_dropout acts on {size} inputs, which tp={mesh.tp} shards into unequal parts"
+        )
+        raise SlapoError(STEP, path, problem, "pass lora_dropout=0.0, or use another tp")
 
 
 def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]:
-    """Return {key in peft's files: new unsharded matrix}, drawn as peft draws for its `config`.
+    """Return {key in peft's files: new unsharded matrix}, of the distribution that peft's `config` asks for.
 
-    Each matrix is drawn from its own generator, which makes it equal on every mesh. Values that peft computes from the
-    weights (PiSSA, on one process) are kept.
+    Each matrix is drawn from its own generator, which makes it equal on every mesh. Values that peft computed
+    from the weights (PiSSA, on one process) are kept.
     """
     values = {}
     if config.init_lora_weights not in INITS:
@@ -358,17 +357,19 @@ def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]
 
 
 def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
-    """Fill `values` (key in files --> tensor) from a saved adapter; SlapoError if files have keys not in `wanted`."""
+    """Fill `values` (key in files --> tensor) from an adapter in `folder`; SlapoError for keys that are not `wanted`."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.keys()) - wanted):
-            problem = f"found {len(unknown)} tensors that the model does not have: {unknown[:3]}"
-            raise SlapoError(str(folder), "adapter", problem, "load the adapter of this model")
+            problem = (
+                f"the files have {len(unknown)} tensors that the model does not have: {unknown[:3]}"
+            )
+            raise SlapoError(str(folder), "adapter", problem, "load an adapter of this model")
         targets = {key: Target(value, tuple(value.shape)) for key, value in values.items()}
         load_tensors(targets, files, {key: key for key in targets}, Mesh())
 
 
 def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
-    """Put `value` (LoRA's A [r, I] or B [O, r]) into its module, shard it there, and add it to the model's RankPlan."""
+    """Put `value` (unsharded LoRA matrix A [r, I] or B [O, r]) into its module, shard it, and list it in the model's plan."""
     state: State = model.schedule.state
     path = matrix.parameter.removesuffix(".weight")
     module = model.get_submodule(path)
@@ -387,7 +388,7 @@ def _place(model: Any, matrix: Matrix, value: Tensor) -> None:
 
 
 def _set_dropouts(model: Any, name: str) -> None:
-    """Make the dropout before LoRA's matrix A draw this rank's slice of the mask that a single device would draw."""
+    """Let the dropouts before the A matrices of the adapter `name` draw this rank's slices of a single device's masks."""
     state: State = model.schedule.state
     for path, layer in _layers(model, name):
         layer.train(model.training)  # peft makes new layers in training mode, whatever the model's

@@ -1,6 +1,6 @@
-"""Tensors and files that a save writes: those of the model as it is now, with configs, tokenizer and card.
+"""Tensors, configs, tokenizer files and card that a save writes, for the model as it is at the save.
 
-Since the load the user may have cast the model, or added modules to it.
+Since the load the user may have cast the model, or added modules to the model.
 """
 
 import copy
@@ -23,7 +23,7 @@ from slapo_zoo.zoo.argument_values import to_dtype
 
 
 def refresh_specs(model: Any, step: str) -> None:
-    """Update the model's list of tensors to save (its plan): today's dtypes, and tensors added since the load.
+    """Update the model's list of tensors to save: their present dtypes, and tensors that the user added since the load.
 
     A collective call with pp > 1.
 
@@ -32,7 +32,7 @@ def refresh_specs(model: Any, step: str) -> None:
         step: name of the running step for error messages.
 
     Raises:
-        SlapoError: a module was added with pp > 1.
+        SlapoError: a sharded or tied parameter was replaced, or with pp > 1 a tensor was added.
     """
     runtime, mesh = model._slapo, model.mesh
     found = _saved_tensors(model)
@@ -40,7 +40,9 @@ def refresh_specs(model: Any, step: str) -> None:
     require_known_weights(model, step)
     added = _added(model, found, known)
     if added and mesh.pp > 1:
-        problem = f"the tensor was added to a model of pp={mesh.pp} stages: no stage owns it"
+        problem = (
+            f"the tensor was added after the load, so none of the pp={mesh.pp} stages saves it"
+        )
         raise SlapoError(step, min(added), problem, "save this tensor separately, or use pp=1")
     dtypes = {name: _dtype(tensor) for name, tensor in found.items() if name in known}
     if mesh.pp > 1:
@@ -58,9 +60,9 @@ def refresh_specs(model: Any, step: str) -> None:
 def written_as(
     dtype: Any, local: dict[str, Tensor], specs: list[TensorSpec]
 ) -> tuple[dict[str, Tensor], list[TensorSpec]]:
-    """Return (this rank's tensors, specs of all tensors), floating tensors cast to `dtype`; None changes nothing.
+    """Return (`local`, `specs`) for a save in `dtype`: floating tensors are cast; None changes nothing.
 
-    `local` maps names to this rank's tensors; `specs` have name, shape and dtype of each saved tensor.
+    `local` maps names to this rank's tensors; `specs` have the name, shape and dtype of each tensor of the model.
     """
     if dtype is None:
         return local, specs
@@ -78,7 +80,7 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return {name: tensor} of parameters and persistent buffers; tied parameters under their first name."""
+    """Return {name: tensor} of a model's parameters and persistent buffers; a tied parameter has its first name only."""
     found: dict[str, Tensor] = dict(model.named_parameters())
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -88,7 +90,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Return the tensors of `found` (name --> tensor) that are not `known` (names in the checkpoint), nor an adapter's."""
+    """Return {name: tensor} of `found` without those whose name is in `known`, and without tied ones and adapters'."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip
@@ -104,12 +106,12 @@ def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, T
 
 
 def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[[Path], None]:
-    """Return a function that writes the files of a save other than weights into a folder: configs and tokenizer.
+    """Return a function (folder) that writes all files of a save but the weights: configs, tokenizer and perhaps a card.
 
     Args:
         model: a scheduled model.
         target: folder that the save will replace; tokenizer files that it has are not copied again.
-        published: write the schedule card (JSON) and a README for the Hub, too.
+        published: also write the schedule as a card (schedule.json) and a README for the Hub.
         dtype: dtype of the saved weights, for config.json; None: that of the model.
     """
     write_configs = configs_of(model, target, dtype)
@@ -125,10 +127,10 @@ def extras_of(model: Any, target: Any, published: bool, dtype: Any) -> Callable[
 
 
 def configs_of(model: Any, target: Any, dtype: Any = None) -> Callable[[Path], None]:
-    """Return a function that writes the current config.json and generation_config.json into a folder.
+    """Return a function (folder) that writes the model's config.json, generation_config.json and tokenizer files.
 
-    The tokenizer files of the loaded folder are copied where the folder `target` has none. `dtype`
-    is that of the saved weights; None takes the model's.
+    Tokenizer files come from the folder that the model was loaded from, unless the folder `target`, which the save
+    replaces, has its own. `dtype` is that of the saved weights, for config.json; None takes the model's.
     """
     config = model.config.__class__.from_dict(model.config.to_dict())
     config.architectures = [model.unscheduled_class.__name__]

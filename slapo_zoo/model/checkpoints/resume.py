@@ -1,4 +1,4 @@
-"""Resume from a training checkpoint: everything is checked on all ranks before anything is changed."""
+"""Resume of training from a checkpoint: the files are checked on all ranks before model or optimizer is changed."""
 
 import os
 from pathlib import Path
@@ -36,7 +36,8 @@ def load_checkpoint(
     """Load a checkpoint that `save_checkpoint` wrote, to continue that training on the same or any other (tp, pp, dp).
 
     Weights, optimizer, scheduler and random generators are overwritten, after all files were parsed
-    and compared with their checksums on all ranks. A collective call; returns step, data positions and extras.
+    and compared with their checksums on all ranks. A collective call. Returns the saved step, the data positions of the
+    dp ranks, and the user's extra data.
 
     Args:
         model: a scheduled model of the saved architecture and size.
@@ -62,7 +63,7 @@ def load_checkpoint(
 
 
 class _Load:
-    """Steps of loading a training checkpoint on one rank; only the last step, `finish`, changes the model."""
+    """Load of a training checkpoint on one rank: `open`, `prepare`, `finish`; only `finish` changes the model."""
 
     opened: TrainingFolder
 
@@ -75,15 +76,15 @@ class _Load:
         self.source: dict[str, str] = {}
 
     def open(self) -> TrainingFolder:
-        """Open the checkpoint's folder: weights, optimizer and state."""
+        """Open the files of the checkpoint's folder (weights, optimizer, training state), and return them."""
         return open_training(self.path, with_optimizer=self.optimizer is not None)
 
     def prepare(self) -> None:
-        """Compare the checkpoint with model, optimizer and scheduler, and read the optimizer's tensors."""
+        """Raise WeightsError unless the checkpoint fits model, optimizer and scheduler; read the optimizer's tensors."""
         state, opened, mesh = self.opened.state, self.opened, self.model.mesh
         for name in ("optimizer", "scheduler"):
             if getattr(self, name) is not None and state[name] is None:
-                problem = f"the checkpoint was saved without {name}"
+                problem = f"you passed {name}=, but the checkpoint was saved without {name}"
                 hint = f"leave {name}= out, or start without this checkpoint"
                 raise WeightsError(str(self.path / FILE), name, problem, hint)
         if self.scheduler is not None:
@@ -102,7 +103,7 @@ class _Load:
         found = set(opened.optimizer.key_to_file) if opened.optimizer else set()
         if wrong := found ^ optimizers.tensor_names(record):
             where = str(self.path / FILE)
-            problem = f"found {len(wrong)} tensors either in this list or in the optimizer's files, expected both"
+            problem = f"{len(wrong)} optimizer tensors are in {FILE} but not in optimizer*.safetensors, or the reverse"
             hint = "copy the folder again: one of its files may be damaged"
             raise WeightsError(where, min(wrong), problem, hint)
         if (targets := self.restored.targets) and opened.optimizer is not None:
@@ -110,7 +111,7 @@ class _Load:
             load_tensors(targets, opened.optimizer, source, self.model.mesh)
 
     def finish(self) -> None:
-        """Read the weights into the model, then set optimizer, scheduler and random states."""
+        """Read the weights from the checkpoint into the model; set optimizer, scheduler, random states and loss scale."""
         model, state = self.model, self.opened.state
         load_tensors(self.targets, self.opened.model, self.source, model.mesh)
         if self.restored is not None:
@@ -134,7 +135,7 @@ def _check_scheduler(path: Path, saved: Any, own: dict[str, Any]) -> None:
     """
     for name in sorted(saved.keys() ^ own.keys(), key=str):
         who = (
-            "the given scheduler lacks this attribute"
+            "the scheduler that you passed lacks this attribute"
             if name in saved
             else "the saved scheduler lacks this attribute"
         )

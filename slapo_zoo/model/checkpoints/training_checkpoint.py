@@ -1,8 +1,8 @@
-"""Training checkpoints: stop on one mesh, resume on another.
+"""Training checkpoints, from which training resumes on the same or another mesh.
 
-The folder holds the model as `save_pretrained` writes it, which plain `transformers` loads, the
-optimizer's tensors (`optimizer*.safetensors`) and the rest (`training_state.json`). All of it
-appears by one rename, and nothing in it is a pickle.
+The folder holds the model as `save_pretrained` writes it, which plain `transformers` loads, the optimizer's tensors
+(`optimizer*.safetensors`), and step, scheduler and random states (`training_state.json`). The complete folder appears
+by one rename; no file in the folder is a pickle.
 """
 
 import json
@@ -42,9 +42,9 @@ class Resumed:
 
     Args:
         step: number of finished optimizer steps.
-        data_positions: the `data_position` given to `save_checkpoint`, one per dp rank, or a single one if all were
+        data_positions: the `data_position` that each dp rank passed to `save_checkpoint`; a single one if all were
             equal.
-        extras: the `extra` given to `save_checkpoint`, one per dp rank, or a single one if all were equal.
+        extras: the `extra` that each dp rank passed to `save_checkpoint`; a single one if all were equal.
         copy: this rank's dp coordinate; None if the checkpoint was saved with another number of dp ranks.
     """
 
@@ -55,7 +55,7 @@ class Resumed:
 
     @property
     def data_position(self) -> Any:
-        """Return what this dp rank passed as `data_position=` to `save_checkpoint`, or the only value in the checkpoint.
+        """Return the `data_position` that this dp rank passed to `save_checkpoint`; if all were equal, that one value.
 
         Raises WeightsError if the checkpoint has a value for each dp rank, and dp has changed.
         """
@@ -63,7 +63,7 @@ class Resumed:
 
     @property
     def extra(self) -> Any:
-        """Return what this dp rank passed as `extra=` to `save_checkpoint`, or the only value in the checkpoint.
+        """Return the `extra` that this dp rank passed to `save_checkpoint`; if all were equal, that one value.
 
         Raises WeightsError if the checkpoint has a value for each dp rank, and dp has changed.
         """
@@ -76,7 +76,7 @@ class Resumed:
             problem = (
                 f"the checkpoint has a value for each of {len(values)} dp ranks, but dp has changed"
             )
-            hint = f"compute it from all of them, resumed.{name}s; or resume with dp={len(values)}"
+            hint = f"compute this rank's value from all, in resumed.{name}s; or resume with dp={len(values)}"
             raise WeightsError(LOAD, name, problem, hint)
         return values[self.copy]
 
@@ -94,9 +94,9 @@ def save_checkpoint(
     texts: Mapping[str, str] | None = None,
     check_finite: bool = True,
 ) -> None:
-    """Write all that is needed to resume training; a collective call of all ranks.
+    """Write all that is needed to resume training (weights, optimizer, random states) to a folder; a collective call.
 
-    If it fails on one rank it raises on all of them, and the folder stays as it was.
+    If the save fails on one rank, the call raises on all ranks, and an older folder stays as it was.
 
     Args:
         model: a scheduled model.
@@ -107,9 +107,9 @@ def save_checkpoint(
         step: number of finished optimizer steps.
         data_position: position of this dp rank's data loader: numbers, texts, lists,
             dictionaries; ranks that differ only in tp or pp pass the same.
-        extra: further data of the user: numbers, texts, lists, dictionaries.
-        max_shard_size: largest file, "5GB" or bytes.
-        texts: name --> content of small files to add to the folder.
+        extra: further data of this dp rank to keep: numbers, texts, lists, dictionaries.
+        max_shard_size: largest size of a file, as text ("5GB") or in bytes.
+        texts: file name --> content of small files to add to the folder.
         check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
     """
     mine = {"step": step, "data_position": data_position, "extra": extra}
@@ -129,10 +129,10 @@ def async_save_checkpoint(
     extra: Any = None,
     max_shard_size: int | str = "5GB",
 ) -> background.Saving:
-    """Save the current state as `save_checkpoint` does, in a thread, while training continues.
+    """Save the current state of training as `save_checkpoint` does, in a thread, while training continues.
 
-    Until it is written, each rank holds a copy of its tensors in host memory. The next save or
-    load, and the end of the process group, wait for it.
+    Until the files are written, each rank holds a copy of its tensors in host memory. The next save or load, and the
+    end of the process group, wait for the thread.
 
     Args:
         model: a scheduled model.
@@ -141,8 +141,8 @@ def async_save_checkpoint(
         scheduler: scheduler of torch.optim.lr_scheduler, the same on every rank.
         step: number of finished optimizer steps.
         data_position: position of this dp rank's data loader: numbers, texts, lists, dictionaries.
-        extra: further data of the user, of the same types.
-        max_shard_size: largest file, "5GB" or bytes.
+        extra: further data of this dp rank to keep, of the same types.
+        max_shard_size: largest size of a file, as text ("5GB") or in bytes.
 
     Returns:
         a Future like that of `torch.distributed.checkpoint.async_save`; `result()` waits, and
@@ -158,7 +158,7 @@ def async_save_checkpoint(
 def _prepared(
     model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
 ) -> "_Save":
-    """Check that the model can be saved, and exchange what all ranks will write; return the object that writes it.
+    """Check that the model can be saved, and exchange what all ranks will write; return the save, ready to be written.
 
     `mine` is {"step": ..., "data_position": ..., "extra": ...} as the user passed it on this rank.
     """
@@ -171,14 +171,16 @@ def _prepared(
 
 
 def refuse_adapters(model: Any, step: str) -> None:
-    """Raise WeightsError in the call `step` for a model with adapters: checkpoints do not support them."""
+    """Raise WeightsError if the model has adapters, which training checkpoints do not support. `step` names the call."""
     if model._slapo.adapters:
         hint = "save the adapter by model.save_adapter, the optimizer by torch.save"
-        raise WeightsError(step, "model", "models with adapters are not supported", hint)
+        raise WeightsError(
+            step, "model", "the model has adapters, which training checkpoints do not support", hint
+        )
 
 
 class _Save:
-    """Steps of saving a training checkpoint on one rank, and the data that they share."""
+    """Save of a training checkpoint on one rank: the data to write, and the steps `describe`, `merge`, `copy`, `write`."""
 
     def __init__(
         self, model: Any, folder: Any, optimizer: Any, scheduler: Any, mine: dict[str, Any]
@@ -195,11 +197,10 @@ class _Save:
         self.texts: Mapping[str, str] = {}
 
     def describe(self) -> tuple[str, Any, dict[str, str], dict[str, Any]]:
-        """Return what ranks exchange before a save, and store this rank's part of the state to be saved.
+        """Collect this rank's tensors and state for a save; return the report that this rank sends to all ranks.
 
-        The result is (digest of a record of the optimizer's class, groups and state, that record on one rank of each
-        stage and None elsewhere, states of the random generators by kind, {"step": ..., "data_position": ..., "extra":
-        ...}).
+        The report is (digest of the optimizer's record; the record: class, groups and state, None on all but one rank
+        of each stage; {kind of random generator: its state}; {"step": ..., "data_position": ..., "extra": ...}).
         """
         mesh, record, keys = self.model.mesh, None, self.model._slapo.keys
         specs = self.model._slapo.specs
@@ -227,37 +228,39 @@ class _Save:
         )
 
     def merge(self, found: Sequence[tuple[str, Any, dict[str, str], dict[str, Any]]]) -> None:
-        """Merge the reports of all ranks into `state`, which describes the whole training.
+        """Merge the reports of all ranks into the training state to save; WeightsError if optimizers or steps differ.
 
         Args:
-            found: results of `describe`, by rank: (digest of its optimizer, the optimizer's record or None,
-                states of its random generators, {"step": ..., "data_position": ..., "extra": ...}).
+            found: reports of the ranks, as `describe` returns them: (digest of the optimizer's record, the record or
+                None, states of the random generators, {"step": ..., "data_position": ..., "extra": ...}).
         """
         mesh = self.model.mesh
         if differ := optimizers.disagreement([record for record, *_ in found], mesh):
-            problem = f"the optimizer of ranks {differ} differs from that of the first rank of their stage"
+            problem = f"the optimizer on ranks {differ} differs from the one on the first rank of their pipeline stage"
             hint = "make the optimizer in the same way on every rank"
             raise WeightsError(SAVE, "optimizer", problem, hint)
         records = [record for _, record, *_ in found if record is not None]
         if records and len(records) != mesh.pp:
-            problem = f"found an optimizer on {len(records)} of {mesh.pp} stages, expected all"
+            problem = f"optimizer= was passed on {len(records)} of {mesh.pp} pipeline stages only"
             raise WeightsError(SAVE, "optimizer", problem, "pass the optimizer on all ranks")
         self.state["optimizer"] = optimizers.merge(records) if records else None
         self.state["torch_random"] = pack_states([states for _, _, states, _ in found])
         own = [mine for *_, mine in found]
         if differ := unlike([mine["step"] for mine in own]):
-            problem = f"rank {differ[0]} passed {own[differ[0]]['step']}, rank 0 {own[0]['step']}"
+            problem = (
+                f"rank {differ[0]} passed {own[differ[0]]['step']}, rank 0 passed {own[0]['step']}"
+            )
             raise WeightsError(SAVE, "step", problem, "pass the same step= on all ranks")
         self.state["step"] = own[0]["step"]
         for name in OF_COPY:
             self.state[name] = by_dp_rank(name, [mine[name] for mine in own], mesh, SAVE)
 
     def copy(self) -> None:
-        """Copy this rank's tensors to host memory, since training changes them from now on."""
+        """Copy this rank's tensors to host memory, since training goes on and changes the originals before `write`."""
         self.tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
 
     def write(self, max_shard_size: int | str) -> None:
-        """Write weights, optimizer and training state as one folder; no file is larger than `max_shard_size`."""
+        """Write weights, optimizer and training state as one folder, in files of at most `max_shard_size`."""
         runtime, mesh, record = self.model._slapo, self.model.mesh, self.state["optimizer"]
         specs, keys, beside = runtime.specs, runtime.keys, []
         if record is not None:
@@ -276,8 +279,9 @@ class _Save:
 
 
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
-    """Return ({name: tensor to fill from a checkpoint, with its sharding}, {name: key in files}) for this rank.
-    `whole` holds this rank's parameters, gathered over dp, which are filled.
+    """Return ({name: tensor of this rank to fill from a checkpoint, with its sharding}, {name: its key in files}).
+
+    `whole` holds the tensors to fill: this rank's parameters and buffers, gathered over dp where ZeRO shards them.
     """
     runtime = model._slapo
     tensors, names = _held(model, whole)
@@ -293,8 +297,9 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 
 
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return ({name: parameter or persistent buffer of this rank}, {name: name under which it is saved}). Tied parameters
-    are saved under one name. `whole` holds the tensors, gathered over dp.
+    """Return ({name: parameter or persistent buffer of this rank}, {name: name under which the tensor is saved}).
+
+    Tied parameters are saved under one name. `whole` holds the tensors, gathered over dp where ZeRO shards them.
     """
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
@@ -304,8 +309,9 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def names_of(model: Any, whole: Whole) -> dict[int, str]:
-    """Return {id of a parameter: name under which files hold its optimizer state}. `whole` holds
-    the parameters of the optimizer, gathered over dp.
+    """Return {id of a parameter: name of the parameter in the files of optimizer state}.
+
+    `whole` holds the parameters of the optimizer, gathered over dp where ZeRO shards them.
     """
     tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}

@@ -1,6 +1,6 @@
-"""Stream unsharded weights bucket by bucket: from any mesh to chosen ranks, and back.
+"""Streams of unsharded weights, some tensors at a time, from a sharded model to chosen ranks and back into a model.
 
-rewrite:  w_r [..., local_size(size, n, r), ...]  <-->  (key of a file, w [..., size, ...])
+rewrite:  shard of each rank [..., size / tp, ...]  <-->  (key in files, unsharded tensor [..., size, ...])
 """
 
 import math
@@ -30,9 +30,9 @@ Named = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True)
 class _Run:
-    """Consecutive indices of an axis that one rank holds.
+    """Range of `length` consecutive indices along `axis` of a tensor, whose elements the global rank `rank` sends.
 
-    `start` is the first index in the unsharded tensor, `offset` the first index in the rank's local tensor.
+    `start` is the first index in the unsharded tensor, `offset` the first index in the rank's shard.
     """
 
     rank: int
@@ -54,7 +54,7 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
     mesh, most = model.mesh, parse_size(bucket, "bucket") or 0
     wrong = [rank for rank in ranks if not 0 <= rank < mesh.world_size]
     if wrong or not ranks:
-        problem = f"found ranks {list(ranks)}, expected some of 0..{mesh.world_size - 1}"
+        problem = f"found {list(ranks)}, expected one or more ranks of 0..{mesh.world_size - 1}"
         hint = "pass ranks of this mesh, e.g. ranks=(0,)"
         raise SlapoError("stream_weights", "ranks", problem, hint)
     cast = None if dtype is None else to_dtype(dtype)
@@ -70,7 +70,7 @@ def stream_weights(model: Any, dtype: Any, bucket: int | str, ranks: Collection[
 
 
 class _Held:
-    """Lookup of this rank's tensors by their keys in files; under ZeRO each one is gathered over dp when asked for."""
+    """Lookup of this rank's tensors by their keys in files; under ZeRO `get` gathers the tensor over dp."""
 
     def __init__(self, model: Any):
         self.model, runtime = model, model._slapo
@@ -80,8 +80,9 @@ class _Held:
         self._name, self._files = "", {}
 
     def get(self, key: str) -> Tensor | None:
-        """Return this rank's shard of the tensor with this key in files, or None on other stages.
-        Under ZeRO the shard is gathered over dp, in a collective call.
+        """Return this rank's tp shard of the tensor with this key in files; None if the rank has none to send.
+
+        Under ZeRO the shard is first gathered over dp, by a collective.
         """
         name, runtime = self.source[key], self.model._slapo
         if name not in self.held or not runtime.data_parallel.sends(self.model.mesh):
@@ -97,10 +98,10 @@ class _Held:
 def _buckets(
     specs: Sequence[TensorSpec], cast: torch.dtype | None, most: int
 ) -> Iterator[list[TensorSpec]]:
-    """Yield lists of consecutive tensors that take at most `most` bytes together; a larger tensor has its own list.
+    """Yield lists of consecutive `specs` whose tensors take at most `most` bytes together; a larger one is alone.
 
-    `cast` is the dtype in which floating tensors are sent; None: their own. The last tensor of a
-    list counts in the next list too, because the caller still holds it.
+    `cast` is the dtype in which floating tensors are sent; None: their own. The last tensor of a list counts in the
+    next list too, because the caller still holds that tensor.
     """
     run: list[TensorSpec] = []
     size = nbytes = 0
@@ -124,11 +125,11 @@ def _collect(
     specs: Sequence[TensorSpec], local: _Held, mesh: Mesh, cast: torch.dtype | None,
     ranks: Collection[int], device: torch.device,
 ) -> list[tuple[str, Tensor]]:  # fmt: skip
-    """Return [(key, unsharded tensor)] of the tensors in `specs` on the ranks of `ranks`, [] on other ranks.
+    """Collect unsharded tensors on the global ranks `ranks`; return [(key in files, tensor)] there, [] on other ranks.
 
     Args:
-        specs: key, shape and sharding of the tensors.
-        local: lookup of this rank's shards by key.
+        specs: key in files, shape and sharding of each tensor.
+        local: lookup of this rank's shards by their keys in files.
         mesh: mesh of the model.
         cast: dtype in which floating tensors are sent; None: their own.
         ranks: global ranks that get the tensors.
@@ -148,7 +149,7 @@ def _collect(
 
 
 def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
-    """Return the index ranges in which the tensor of `spec` is sent, each with the first rank that holds its elements."""
+    """Return the ranges of indices along the sharded axis in which a tensor is sent, each with the rank that sends it."""
     owners = [mesh.at(tp=tp, loss=0, pp=spec.stage) for tp in range(mesh.tp)]
     if spec.placement is None or not spec.shape:
         return [_Run(owners[0], 0, 0, 0, spec.shape[0] if spec.shape else 1)]
@@ -163,13 +164,12 @@ def _runs(spec: TensorSpec, mesh: Mesh) -> list[_Run]:
 def _send(
     run: _Run, mine: Tensor | None, full: Tensor | None, dtype: torch.dtype, rank: int, to: int
 ) -> None:
-    """Send one range of indices of a tensor from the rank that holds it to rank `to`, in messages
-    of at most PIECE bytes (16 MiB).
+    """Send the range `run` of a tensor from `run.rank` to rank `to`, in messages of about 16 MiB; both ranks call this.
 
     Args:
-        run: the range and its rank.
-        mine: this rank's shard, or None.
-        full: the unsharded tensor to fill on rank `to`, or None.
+        run: range of indices, and the rank that holds the elements.
+        mine: this rank's shard of the tensor, or None.
+        full: the unsharded tensor to fill, on rank `to`; None elsewhere.
         dtype: dtype of the messages.
         rank: this rank.
         to: receiving rank.
@@ -197,7 +197,7 @@ def _cut(tensor: Tensor, axis: int, start: int, length: int) -> Tensor:
 
 
 def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
-    """Yield (start, stop) ranges along axis 0 whose elements take about PIECE bytes (16 MiB) in `dtype`."""
+    """Yield consecutive (start, stop) ranges along axis 0 of `tensor`, whose rows take about 16 MiB each in `dtype`."""
     row = max(math.prod(tensor.shape[1:]) * dtype.itemsize, 1)
     step = max(PIECE // row, 1)
     for start in range(0, tensor.shape[0], step):
@@ -205,7 +205,7 @@ def _row_ranges(tensor: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]
 
 
 def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
-    """Fill the model from (key in files, unsharded tensor) pairs of one rank; a collective call.
+    """Fill a model with the (key in files, unsharded tensor) pairs that one rank reads; a collective call.
 
     Args:
         model: a scheduled model.
@@ -224,21 +224,22 @@ def load_stream(model: Any, stream: Iterable[tuple[str, Tensor]] | None, rank: i
             key, tensor, shape, dtype = header
             if shapes.get(key) != shape:
                 expected = list(shapes[key]) if key in shapes else "no tensor of this name"
-                problem = f"found shape {list(shape)}, expected {expected}"
+                problem = f"the stream has shape {list(shape)}, the model has {expected}"
                 hint = "pass the pairs of stream_weights of a model with the same class and sizes"
                 raise SlapoError("load_stream", key, problem, hint)
             left.pop(key, None)
             _broadcast(by_key.get(key), tensor, shape, dtype, model, rank)
         whole.put_back()
         if left:
-            problem = f"{len(left)} tensors are missing from the stream; the others were loaded"
-            hint = "pass every tensor of the model"
+            problem = f"{len(left)} tensors are missing from the stream, this one first; the others were loaded"
+            hint = "pass a (name, tensor) pair for every tensor of the model"
             raise SlapoError("load_stream", next(iter(left)), problem, hint)
 
 
 def _next_pair(pairs: Any, model: Any, rank: int) -> Any:
-    """Read the next pair on `rank` and broadcast its key, shape and dtype. Return (key, tensor, shape, dtype), or None at
-    the end of the stream. On other ranks `pairs` and the returned tensor are None.
+    """Read the next (key, tensor) of `pairs` on `rank`, and broadcast key, shape and dtype to all ranks.
+
+    Return (key, tensor, shape, dtype), or None at the end of `pairs`. On other ranks `pairs` and `tensor` are None.
     """
     key, tensor = next(pairs, (None, None)) if pairs is not None else (None, None)
     header = [None if tensor is None else (key, tuple(tensor.shape), tensor.dtype)]
@@ -254,10 +255,10 @@ def _broadcast(
     target: Target | None, tensor: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype,
     model: Any, rank: int,
 ) -> None:  # fmt: skip
-    """Broadcast an unsharded tensor from `rank` in pieces of some rows; copy this rank's shard into `target`.
+    """Broadcast an unsharded tensor from `rank`, some rows at a time; copy this rank's shard into `target`.
 
     Args:
-        target: where this rank's shard goes; None if it holds none of the tensor.
+        target: this rank's tensor to fill, with its sharding; None if this rank holds no part of the tensor.
         tensor: the tensor on `rank`, None elsewhere.
         shape: unsharded shape.
         dtype: dtype of the tensor.
@@ -279,7 +280,7 @@ def _broadcast(
 
 
 def _copy_shard(target: Target, piece: Tensor, first: int, mesh: Mesh) -> None:
-    """Copy this rank's elements of `piece` [rows, ...], which is unsharded and begins at row `first`, into `target`."""
+    """Copy this rank's elements of `piece`, the rows from `first` on of an unsharded tensor, into `target`."""
     own = target.tensor if target.tensor.ndim else target.tensor.view(1)
     axis, kept, runs = 0, target.rows or Rows(0, len(own)), [Run(0, piece.shape[0] + first)]
     if target.placement is not None:
