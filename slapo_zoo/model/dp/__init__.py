@@ -1,4 +1,4 @@
-"""Data parallelism: averages over dp, ZeRO, and the samples that a rank reads.
+"""Data parallelism: gradients averaged over dp ranks, ZeRO, and the samples that each dp rank reads.
 
-Imports `model.gradients`, `pipeline` and lower.
+This package imports `model.gradients`, `pipeline` and lower layers.
 """

@@ -1,8 +1,8 @@
-"""Data parallelism of a scheduled model: the interface that engines override.
+"""Data parallelism of a scheduled model: the default by gradient hooks, and the interface that engines override.
 
-By default the model runs as it is, and hooks average its gradients over dp (`gradient_reducer`). An engine
-is a subclass: it may run the model through a wrapper, reduce during the backward, and shard parameters,
-gradients and optimizer over dp. What is saved is gathered over dp, so that engines read each other's files.
+By default hooks average the model's gradients over dp (`gradient_reducer`). An engine (DDP, FSDP2, DeepSpeed) is a
+subclass of `DataParallel`, which may run the model through a wrapper, reduce gradients during the backward, and shard
+parameters, gradients and optimizer over dp. Saved tensors are unsharded over dp, so each engine loads any other's files.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,23 +22,23 @@ from slapo_zoo.pipeline.pipeline_runtime import pipeline_step
 
 @dataclass
 class Whole:
-    """Parameters and optimizer state gathered over dp: what a checkpoint is written from, and read into.
+    """Tensors and optimizer of one rank from which a checkpoint is written, or into which one is read.
 
     Args:
-        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp; or under ZeRO a tensor of
-            this dp rank's rows (a slice of axis 0), which has the range of rows as an attribute.
-        optimizer: torch optimizer over these parameters, or None.
+        tensors: name --> parameter or buffer of this tp and pp rank, gathered over dp if an engine shards it. Under
+            ZeRO (`dp_shard=`) instead this dp rank's rows, a slice of axis 0, with the range of rows as an attribute.
+        optimizer: torch optimizer over the parameters in `tensors`, or None.
     """
 
     tensors: dict[str, Tensor]
     optimizer: Any = None
 
     def put_back(self) -> None:
-        """Copy the gathered tensors, into which a checkpoint was read, back into the engine. Default: do nothing."""
+        """Copy the tensors, after a checkpoint was read into them, back to the engine's own; by default do nothing."""
 
 
 class DataParallel:
-    """Default data parallelism: hooks average gradients over dp in the backward of a step's last micro-batch."""
+    """Data parallelism of a model: by default hooks average gradients over dp in the backward of the last micro-batch."""
 
     loss_scale: float = 1.0  # factor of the loss: dp where an average over dp follows
     clips_itself: bool = False  # True: the engine clips, steps and clears gradients
@@ -50,51 +50,56 @@ class DataParallel:
 
     @contextmanager
     def new_gradients(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Context of one training step, in which `.grad` of this rank's `parameters` is empty at first. When the step
-        has ended, with gradients reduced, the earlier gradients are added; an error restores them.
+        """Context of one training step: `.grad` of this rank's `parameters` is None at its begin. At its end the
+        gradients from before the step are added to the new ones; an error restores those from before.
         """
         at_once = any(is_taken(p) for p in parameters)
         with self.reducer.one_step(at_once), gradients.only_new(parameters):
             yield
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return a context for one micro-batch's forward and backward; only the last one reduces over dp."""
+        """Return a context for forward and backward of one micro-batch; only the last one averages gradients over dp."""
         return nullcontext() if is_last else self.reducer.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of a micro-batch's loss times `loss_scale`, which undoes the average over dp."""
+        """Run the backward of a micro-batch's loss times `loss_scale`, so that an average over ranks becomes a sum."""
         (loss * self.loss_scale if self.loss_scale != 1.0 else loss).backward()
 
     def pipeline_step(
         self, pipeline: Any, run: Callable[..., Any], tensors: dict[str, Tensor],
         others: dict[str, Any], count: int,
     ) -> Tensor:  # fmt: skip
-        """Run all micro-batches through the pipeline; return this rank's share of the loss.
+        """Run forward and backward of all micro-batches through the pipeline; return this dp rank's share of the loss.
 
-        `run`: (batch, row indices) --> loss; `tensors`: entries split by rows into `count` parts; `others`: the rest.
+        Args:
+            pipeline: the pipeline of this rank's stages.
+            run: function (batch, row indices) --> loss of a micro-batch.
+            tensors: entries of the batch that are split by rows into micro-batches.
+            others: the other entries of the batch.
+            count: number of micro-batches.
         """
         scale = self.loss_scale
         scaled = run if scale == 1.0 else lambda *args: run(*args) * scale
         return self.run_stages(pipeline, scaled, tensors, others, count) / scale
 
     def run_stages(self, pipeline: Any, *step: Any) -> Tensor:
-        """Run all micro-batches through the pipeline, and reduce gradients over dp in the last backward.
+        """Run all micro-batches through the pipeline, average gradients over dp in the last backward; return the loss.
 
-        `step` are the arguments of `pipeline_step`, with the loss already scaled; return the scaled loss.
+        `step` are the arguments of `pipeline_step` after `pipeline`; the loss is multiplied by `loss_scale` already.
         """
         before_last = self.reducer.last_backward if _ends_once(pipeline) else None
         with self.reducer.no_sync():
             return pipeline_step(pipeline, *step, before_last)
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """Sum this rank's gradients over dp, unless hooks did so in the backwards of the step.
+        """Sum the gradients of `parameters` over dp at the end of a step, unless hooks did so in a backward of the step.
 
-        The collective averages; each rank multiplied its loss by the number of ranks (`loss_scale`) to get a sum.
+        The collective averages; the factor `loss_scale` (the number of ranks) of each loss makes a sum of the average.
         """
         self.reducer.average()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Complete a backward in the user's own loop; do nothing by default, because hooks have averaged over dp.
+        """Complete a backward in the user's own loop (without `train_step`); by default hooks have done all.
 
         Args:
             parameters: trained parameters of this rank.
@@ -103,16 +108,16 @@ class DataParallel:
         """
 
     def clip_grad_norm_(self, model: Any, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
+        """Scale all gradients so that their 2-norm over all ranks is at most `max_norm`; return the norm before."""
         named = list(model.named_parameters())
         norm = gradients.global_norm(named, model._slapo.plan)
         gradients.scale([p for _, p in named], max_norm, norm)
         return norm
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Return {name: tensor gathered over dp} of this rank's parameters and buffers or, with `grads`, its gradients.
+        """Return {name: tensor, unsharded over dp} of this rank's parameters and buffers; with `grads`, of its gradients.
 
-        A collective call over dp under ZeRO; a missing gradient is 0.
+        Under ZeRO this is a collective call over dp. A missing gradient is returned as zeros.
         """
         found: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
         if grads:
@@ -120,31 +125,31 @@ class DataParallel:
         return found | dict(model.named_buffers(remove_duplicate=False))
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: tensor} that this rank writes to a checkpoint; under ZeRO, this dp rank's slice of axis 0."""
+        """Return {name: parameter or buffer} that this rank writes to a checkpoint; under ZeRO its rows alone."""
         return self.tensors(model)
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """Return a parameter, its gradient or optimizer state gathered over dp; a collective call under ZeRO.
+        """Return `value` (a parameter, its gradient or optimizer state), gathered over dp under ZeRO: a collective call.
 
         Args:
-            value: the tensor to gather; a value of another size, or that is no tensor, is returned unchanged.
+            value: the tensor to gather; a tensor of another size than `p`, or another object, is returned as it is.
             p: the parameter that `value` belongs to.
-            shape: unsharded shape of the parameter.
+            shape: shape of the parameter before ZeRO, i.e. sharded over tp only.
         """
         return value
 
     def sends(self, mesh: Mesh) -> bool:
-        """Return whether `stream_weights` may send tensors from this rank; under ZeRO, from the first `dp_shard` group."""
+        """Return whether this rank may send tensors in `stream_weights`; under ZeRO only one replica's ranks may."""
         return True
 
     def whole(self, model: Any, optimizer: Any = None) -> Whole:
-        """Return parameters and optimizer gathered over dp for a checkpoint; a collective call over dp."""
+        """Return the model's tensors and optimizer, to write a checkpoint or read one; a collective call over dp."""
         return Whole({**dict(model.named_parameters()), **dict(model.named_buffers())}, optimizer)
 
 
 @contextmanager
 def within_engine(model: Any) -> Iterator[None]:
-    """Context in which a call of the model runs the model's forward; outside it a call goes to the engine, e.g. DDP."""
+    """Context in which `model(...)` runs the model's own forward; outside of it the engine, e.g. DDP, is called."""
     runtime = model._slapo
     runtime.within_engine = True
     try:
@@ -154,7 +159,7 @@ def within_engine(model: Any) -> Iterator[None]:
 
 
 class Native(DataParallel):
-    """Engine whose own object runs the model, and reduces over dp in the backward of the last micro-batch.
+    """Data parallelism by an object of an engine (a DDP module) that runs the model and averages gradients over dp.
 
     Args:
         native: the engine's own object around the model, e.g. a DDP module.
@@ -171,7 +176,7 @@ class Native(DataParallel):
             return self.native(**batch)
 
     def micro_batch(self, is_last: bool) -> AbstractContextManager[None]:
-        """Return the context of one micro-batch; only that of the last one reduces gradients over dp."""
+        """Return a context for forward and backward of one micro-batch; the engine averages over dp only if `is_last`."""
         return nullcontext() if is_last else self.native.no_sync()
 
 
@@ -192,18 +197,18 @@ def use_engine(model: Any, engine: DataParallel, divides: bool = False) -> None:
 
 
 def use_hooks(runtime: Any) -> None:
-    """Set the default `DataParallel`, whose hooks reduce gradients, in a model's runtime state."""
+    """Set the default data parallelism, by gradient hooks, in a model's runtime state `runtime`."""
     engine, runtime.calls = DataParallel(), Calls(runtime, runtime.schedule.mesh)
     engine.loss_scale = float(runtime.schedule.mesh.size("loss"))
     runtime.data_parallel, engine.reducer = engine, runtime.calls.reducer
 
 
 def sum_partial_gradients_in_backward(model: Any) -> None:
-    """Hook parameters to reduce gradients over tp only, for an engine that reduces over dp in its own backward."""
+    """Hook the model's parameters to sum gradients over tp only; an engine averages over dp in its own backward."""
     model._slapo.calls.reducer.over_dp = False
     model._slapo.calls.prepare(model)
 
 
 def _ends_once(pipeline: Any) -> bool:
-    """Return whether this rank runs a single stage, so that the step's last backward completes all gradients."""
+    """Return whether each pipeline rank runs a single stage, so that a step's last backward completes all gradients."""
     return pipeline.places.num_stages == pipeline.places.pp

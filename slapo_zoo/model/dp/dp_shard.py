@@ -1,9 +1,9 @@
 """ZeRO: parameters, gradients and optimizer states sharded over dp, on plain local tensors.
 
-rewrite:  p [O, I]  -->  p [ceil(O/n), I], and a module reads all_gather(p) while a step runs
+rewrite:  p [O, I]  -->  p [ceil(O/n), I] on each of n ranks; modules read all_gather(p) while a step runs
 
-The gather is differentiable: its backward reduce-scatters gradients over dp, so an optimizer over
-`model.parameters()` keeps states for this rank's rows alone. Source: arXiv:1910.02054.
+The all-gather is differentiable: its backward reduce-scatters gradients over dp. An optimizer over
+`model.parameters()` therefore keeps states for this rank's rows alone. Source: arXiv:1910.02054.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,8 +24,9 @@ from slapo_zoo.parallel.mesh import Mesh
 
 
 class Sharded(DataParallel):
-    """Data parallelism by ZeRO: the backward reduce-scatters gradients within a group of `dp_shard` ranks, and this
-    class all-reduces them between the groups.
+    """Data parallelism by ZeRO: groups of `dp_shard` ranks shard parameters and gradients by rows.
+
+    The backward reduce-scatters gradients within a group; at the end of a step the groups all-reduce their rows.
     """
 
     def __init__(self, shards: Shards, groups: list[Group], blocks: Blocks):
@@ -34,7 +35,7 @@ class Sharded(DataParallel):
     def reads(
         self, model: nn.Module, dtype: torch.dtype | None, in_own_loop: bool
     ) -> Iterator[tuple[nn.Module, str, Tensor]]:
-        """Yield (module, name, gathered tensor) of the parameters outside blocks, which stay gathered during a step.
+        """Yield (module, attribute, gathered parameter) of all parameters that no ZeRO-3 block gathers (embeddings, head).
 
         `dtype` is the compute dtype, None for that of the parameters; `in_own_loop` is True if the user's loop runs
         the backward, not `train_step`. Raises MeshError if parameters were replaced since the load.
@@ -61,24 +62,24 @@ class Sharded(DataParallel):
             yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Context in which one step computes the gradients of `parameters`; first drops those of a failed step."""
+        """Context in which one step computes the gradients of `parameters`; what a failed step left is dropped."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
 
     @contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
-        """Context of one micro-batch; in ZeRO stage 1 the last micro-batch ends with the reduction over dp."""
+        """Context for forward and backward of a micro-batch; in ZeRO stage 1 the last one's end reduces gradients."""
         with super().micro_batch(is_last):
             yield
         if is_last:
             self._sum_waiting()
 
     def pipeline_step(self, *args: Any) -> Tensor:
-        """Run all micro-batches through the pipeline; return this rank's share of the loss.
+        """Run all micro-batches through the pipeline; return this dp rank's share of the loss.
 
-        In ZeRO stage 1 gradients are then reduced over dp. `args` are the pipeline, a function (batch, row indices) -->
-        loss, the entries that are split by rows, the other entries, and the number of micro-batches.
+        In ZeRO stage 1 gradients are then reduce-scattered over dp. `args` are the pipeline, a function (batch, row
+        indices) --> loss, the batch's entries that are split by rows, its other entries, the number of micro-batches.
         """
         loss = super().pipeline_step(*args)
         self._sum_waiting()
@@ -89,10 +90,10 @@ class Sharded(DataParallel):
             group.sum_waiting()
 
     def own_backward_ended(self, parameters: list[nn.Parameter], mesh: Mesh, paused: bool) -> None:
-        """Complete a backward in the user's own loop: release gathered blocks, average unsharded
-        gradients (of adapters) over dp.
+        """Complete a backward in the user's own loop (without `train_step`).
 
-        `paused` is True within `model.no_sync()`, where nothing is averaged.
+        The gathered parameters of blocks are released, and gradients that ZeRO does not shard (of adapters) averaged
+        over dp, unless `paused`: True within `model.no_sync()`.
         """
         self.blocks.forget()
         rest = [] if paused else [p for p in parameters if not is_divided(p)]
@@ -101,13 +102,13 @@ class Sharded(DataParallel):
         )
 
     def sum_over_dp(self, parameters: list[nn.Parameter], mesh: Mesh) -> None:
-        """All-reduce sharded gradients over ranks with the same rows, and unsharded ones (of adapters) over dp."""
+        """All-reduce gradients after a step: sharded ones over the ranks with the same rows, others over dp."""
         gradient_buckets.all_reduce_gradients(filter(is_divided, parameters), self.shards.copies)
         rest = [p for p in parameters if not is_divided(p)]
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Return {name: tensor gathered over dp} of parameters and buffers or, with `grads`, of gradients."""
+        """Return {name: tensor, gathered over dp} of this rank's parameters and buffers; with `grads`, of its gradients."""
         found = super().tensors(model, grads)
         named = dict(model.named_parameters(remove_duplicate=False))
         whole: dict[int, Tensor] = {}
@@ -118,13 +119,12 @@ class Sharded(DataParallel):
         return {n: whole[id(named[n])] if n in named else x for n, x in found.items()}
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:
-        """Return a parameter, gradient or optimizer state gathered over dp; return a clone of a
-        value that is not sharded.
+        """Return `value` (a parameter, its gradient or optimizer state), gathered over dp: a collective call.
 
         Args:
-            value: this rank's rows of the tensor.
+            value: this rank's rows of the tensor; a tensor that ZeRO does not shard is returned as a clone.
             p: the parameter that `value` belongs to.
-            shape: its shape unsharded over dp.
+            shape: shape of the parameter before ZeRO sharded it.
         """
         if not (is_divided(p) and isinstance(value, Tensor) and value.shape == p.shape):
             return value.clone() if isinstance(value, Tensor) else value
@@ -133,20 +133,20 @@ class Sharded(DataParallel):
         return found.clone() if is_padded else found  # a padded buffer would stay alive as a whole
 
     def sends(self, mesh: Mesh) -> bool:
-        """Return whether `stream_weights` may send tensors from this rank: only from the first `dp_shard` group."""
+        """Return whether this rank may send tensors in `stream_weights`: True for the ranks of the first replica."""
         return mesh.coord("loss") < self.shards.size
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: this rank's slice of axis 0} of all parameters and buffers, which this rank writes to files."""
+        """Return {name: this dp rank's rows of the parameter, or buffer}, which this rank writes to a checkpoint."""
         return super().tensors(model)
 
 
 def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
-    """Replace each parameter by this rank's rows (a slice of axis 0), and let modules read gathered parameters.
+    """Apply ZeRO to a model: each parameter keeps this rank's rows (a slice of axis 0), and modules read gathered ones.
 
     Args:
         model: a scheduled model whose weights are filled.
-        blocks: paths of the repeated blocks, each gathered in one collective.
+        blocks: paths of the transformer blocks; the parameters of each are gathered together.
         shards: process groups of the ranks over which rows are sharded, and the ZeRO stage.
     """
     runtime = model._slapo
@@ -186,15 +186,15 @@ def shard_over_dp(model: Any, blocks: Sequence[str], shards: Shards) -> None:
 
 
 def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    """Return (module, attribute, parameter) for every parameter of every module; tied ones once per module."""
+    """Return [(module, attribute, parameter)] of a model; a tied parameter appears once for each module that holds it."""
     return [
         (m, name, p) for m in model.modules() for name, p in m._parameters.items() if p is not None
     ]
 
 
 def _refuse_calls_outside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Hook the modules that neither are nor contain a block, so that a call outside the model's or a block's forward
-    raises MeshError if the module has sharded parameters. `blocks` are paths.
+    """Hook the modules that neither are nor contain a transformer block (`blocks` are paths): if the user calls such a
+    module by itself, and not within the model's or a block's forward, MeshError is raised, for its weights are shards.
     """
     gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
     for path, module in model.named_modules():
@@ -203,7 +203,7 @@ def _refuse_calls_outside(model: nn.Module, blocks: Sequence[str]) -> None:
 
 
 def _require_whole(module: nn.Module, _args: Any) -> None:
-    """Raise MeshError for a module called outside the model's forward, where its weights are not gathered over dp."""
+    """Raise MeshError if `module` is called outside the model's forward and has sharded weights; a forward pre-hook."""
     for m, name, p in _parameters_of(module):
         if is_divided(p):
             if name in m.__dict__:
@@ -216,7 +216,7 @@ def _require_whole(module: nn.Module, _args: Any) -> None:
 
 
 def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
-    """Return {id of a parameter: path of its block}, for parameters that only one block reads."""
+    """Return {id of a parameter: path of the only block that reads the parameter, or "" if no block does}."""
     found: dict[int, set[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         block = next((b for b in blocks if name.startswith(f"{b}.")), "")
@@ -225,14 +225,14 @@ def _block_of(model: nn.Module, blocks: Sequence[str]) -> dict[int, str]:
 
 
 def _places(block: nn.Module, groups: Sequence[Group]) -> list[tuple[nn.Module, str, Any]]:
-    """Return where a block's modules read parameters: [(module, attribute, (index in `groups`, index in that group))]."""
+    """Return [(module in the block, attribute, (index of its parameter's group in `groups`, index within the group))]."""
     at = {id(p): (i, j) for i, group in enumerate(groups) for j, p in enumerate(group.parameters)}
     return [(module, name, at[id(p)]) for module in block.modules()
             for name, p in module._parameters.items() if id(p) in at]  # fmt: skip
 
 
 def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int = 3) -> None:
-    """Raise MeshError for a `dp_shard=` that does not divide dp, or an engine that shards by itself.
+    """Raise MeshError if `dp_shard=` does not divide dp or meets another engine, or `zero_stage=` lacks `dp_shard=`.
 
     Args:
         mesh: mesh of the model.
@@ -243,9 +243,12 @@ def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int 
     """
     if size == 1:
         if stage != 3:  # the default
-            problem = "nothing is sharded over dp with dp_shard=1, expected more"
+            problem = "with dp_shard=1 (the default) nothing is sharded over dp"
             raise MeshError(
-                "from_pretrained", f"zero_stage={stage}", problem, "pass dp_shard=N too"
+                "from_pretrained",
+                f"zero_stage={stage}",
+                problem,
+                "also pass dp_shard=, a divisor of dp",
             )
         return
     if (ranks := mesh.size("loss")) % size:
@@ -255,6 +258,8 @@ def check_dp_shard(mesh: Mesh, size: int, target: Any, options: Any, stage: int 
             "from_pretrained", f"dp_shard={size}", problem, f"pass a divisor; the nearest is {near}"
         )
     if target not in (None, "torch") or options:
-        problem = "found target= or target_options=: the engine shards parameters by itself"
-        hint = "leave out dp_shard=, or target= and target_options="
+        problem = (
+            "not supported with target= or target_options=: that engine shards parameters itself"
+        )
+        hint = "leave out dp_shard=, or leave out target= and target_options="
         raise MeshError("from_pretrained", f"dp_shard={size}", problem, hint)

@@ -1,4 +1,4 @@
-"""Shards of parameters over dp ranks: all-gathered forward, reduce-scattered backward."""
+"""ZeRO's collectives: all-gather of parameters that dp ranks shard, reduce-scatter of their gradients."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ from slapo_zoo.parallel.once import once
 
 @dataclass
 class Shards(RowsOfRank):
-    """Process groups over which ZeRO shards parameters along axis 0, and when gradients are reduced.
+    """Sharding of parameters along axis 0 by ZeRO: process groups, ZeRO stage, and how gradients are reduced.
 
     Args:
-        group: process group of the ranks of one replica, each of which holds some rows of every parameter.
+        group: process group of the dp ranks that together hold one replica; each holds some rows of every parameter.
         copies: process group of the ranks that hold the same rows as this rank; None if no other rank does.
         stage: ZeRO stage: 1 reduces gradients after the last micro-batch, 2 after each; 3 is like 2, and
             gathers the parameters of a block only while it runs.
@@ -35,13 +35,14 @@ class Shards(RowsOfRank):
     averages: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Shards":
-        """Return these shards for a copied model, which uses the same process groups."""
+        """Return a copy of this object, with the same process groups, for a model that is copied."""
         return replace(self)
 
     @staticmethod
     def of(mesh: Mesh, size: int, stage: int) -> "Shards":
-        """Create ZeRO's process groups: each `size` consecutive dp ranks share one replica; a
-        collective call. `stage` is the ZeRO stage, 1 to 3.
+        """Create ZeRO's process groups, in a collective call of all ranks; return this rank's.
+
+        Every `size` consecutive dp ranks hold one replica together; `stage` is the ZeRO stage, 1 to 3.
         """
         here, of_all = mesh.coord("loss"), mesh.size("loss")
         if size == of_all:
@@ -59,20 +60,20 @@ class Shards(RowsOfRank):
 
     @property
     def ranks(self) -> int:
-        """Return the number of all dp ranks: the ranks that share one replica, times the replicas."""
+        """Return the number of dp ranks: ranks that hold one replica together, times the number of replicas."""
         return self.size * (1 if self.copies is None else dist.get_world_size(self.copies))
 
     def gather(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> list[Tensor]:
-        """All-gather several tensors in one collective; `parts` are this rank's rows of them.
+        """All-gather several tensors in one collective; return the gathered tensors in `dtype`.
 
-        `shapes` are the unsharded shapes, `dtype` is that of the result.
+        `parts` are this rank's rows of the tensors, `shapes` the shapes of the gathered tensors.
         """
         return self.finish(self.begin(parts, shapes, dtype), shapes)
 
     def begin(self, parts: Sequence[Tensor], shapes: Sequence[Any], dtype: Any) -> Any:
-        """Start an all-gather of several tensors; return (work, receive buffer, send buffer) for `finish`, which waits.
+        """Start an all-gather of several tensors in `dtype`; return (work, receive buffer, send buffer) for `finish`.
 
-        `parts` are this rank's rows of the tensors, `shapes` their unsharded shapes, `dtype` is that of the result.
+        `parts` are this rank's rows of the tensors, `shapes` the shapes of the gathered tensors.
         """
         pairs = zip(parts, shapes, strict=True)
         flat = torch.cat([_padded(x.detach().to(dtype), self.rows(s)) for x, s in pairs])
@@ -80,7 +81,7 @@ class Shards(RowsOfRank):
         return collective(all_gather_single, out, flat, group=self.group, async_op=True), out, flat
 
     def finish(self, begun: Any, shapes: Sequence[Any]) -> list[Tensor]:
-        """Wait for the all-gather `begun`, a result of `begin`; return its tensors, of the unsharded `shapes`."""
+        """Wait for the all-gather `begun`, which `begin` returned; return the gathered tensors, of `shapes`."""
         work, out, _ = begun
         explained(work.wait)
         sizes = [self.rows(s) * _inner(s) for s in shapes]
@@ -91,10 +92,10 @@ class Shards(RowsOfRank):
         self, grads: Sequence[Tensor | None], shapes: Sequence[Any], like: Tensor,
         average: bool = False,
     ) -> list[Any]:  # fmt: skip
-        """Reduce-scatter unsharded gradients; return this rank's rows of each, None where no rank has a gradient.
+        """Sum gradients over the ranks of one replica by a reduce-scatter; return this rank's rows of each sum.
 
-        `shapes` are the unsharded shapes, `like` has the dtype and device of missing gradients. `average`
-        divides by the number of all dp ranks.
+        `grads` are this rank's gradients of `shapes`, None if missing; a result is None where no rank has a gradient.
+        `like` has dtype and device of the results. With `average` results are averages over all dp ranks.
         """
         sizes = [*(self.rows(s) * _inner(s) for s in shapes), len(grads)]
         flat = like.new_zeros(self.size, sum(sizes))
@@ -129,11 +130,11 @@ def _padded(part: Tensor, rows: int) -> Tensor:
 
 
 class Group:
-    """Group of parameters that are gathered in one collective.
+    """Group of parameters, sharded by ZeRO, that one all-gather gathers.
 
     Args:
         shards: process groups of the ranks over which the parameters' rows are sharded.
-        parameters: (parameter, unsharded shape) pairs of one dtype, all trained or all frozen.
+        parameters: (parameter with this rank's rows, shape before ZeRO) pairs of one dtype, all trained or all frozen.
         is_wide: True if modules read the parameters in their own dtype, whatever dtype the model computes in.
     """
 
@@ -151,21 +152,21 @@ class Group:
         self.sums: list[Any] = [None] * len(parameters)  # unsharded gradients, in ZeRO-1
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state to pickle or copy: everything but the gathered tensors."""
+        """Return the group's attributes to pickle or copy, without gathered tensors and waiting gradients."""
         return {**self.__dict__, "_begun": None, "_whole": None, "sums": [None] * len(self.sums)}
 
     def dtype_of(self, computes: torch.dtype | None) -> torch.dtype:
-        """Return the dtype to gather in: `computes`, the compute dtype, or the parameters' if it is None or `is_wide`."""
+        """Return the dtype to gather in: the compute dtype `computes`; the parameters' own if None, or if `is_wide`."""
         return self.parameters[0].dtype if self.is_wide or computes is None else computes
 
     def begin(self, dtype: torch.dtype) -> None:
-        """Start to gather the parameters in `dtype`, unless they are gathered already or are being gathered."""
+        """Start the all-gather of the group's parameters in `dtype`, unless it has run or is running already."""
         if self._whole is None and self._begun is None:
             with counted_as("weights"):
                 self._begun = self.shards.begin(self.parameters, self.shapes, dtype)
 
     def whole(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the gathered parameters in `dtype`; they stay in memory until `drop`."""
+        """Return the group's gathered parameters in `dtype`, without autograd; they stay in memory until `drop`."""
         if self._whole is None:
             with torch.no_grad(), counted_as("weights"):
                 self.begin(dtype)
@@ -174,21 +175,22 @@ class Group:
         return self._whole
 
     def drop(self) -> None:
-        """Release the gathered tensors, after waiting for an all-gather that is still running."""
+        """Release the group's gathered parameters, after waiting for an all-gather that is still running."""
         if self._begun is not None:
             explained(self._begun[0].wait)
         self._begun = self._whole = None
 
     def traced(self, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """Return the gathered parameters in `dtype`, whose backward reduce-scatters their gradients over dp.
-        Only the autograd graph keeps the gathered tensors; this object drops its references.
+        """Return the group's gathered parameters in `dtype`, whose backward reduce-scatters their gradients over dp.
+
+        The group itself keeps no reference to the gathered tensors, so they live as long as the caller uses them.
         """
         found = _Gathered.apply(self, dtype, *self.parameters)
         self.drop()
         return found
 
     def sum_waiting(self) -> None:
-        """Reduce-scatter the gradients that ZeRO-1 has accumulated unsharded; add this rank's rows to `.grad`."""
+        """Reduce-scatter the unsharded gradients that a ZeRO-1 step accumulated; add this rank's rows to `.grad`."""
         like = self.parameters[0].detach()
         found = self.shards.scatter(self.sums, self.shapes, like)
         self.sums = [None] * len(self.sums)
@@ -198,7 +200,7 @@ class Group:
 
 
 class _Gathered(torch.autograd.Function):
-    """Autograd function that all-gathers several parameters; its backward is one reduce-scatter over dp."""
+    """Autograd function that all-gathers the parameters of a `Group`; its backward is one reduce-scatter over dp."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, dtype: Any, *parts: Tensor) -> tuple[Tensor, ...]:

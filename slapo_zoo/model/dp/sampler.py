@@ -1,4 +1,4 @@
-"""Choose the samples that a rank reads: the same on tp and pp peers, different ones on dp peers."""
+"""Samples that each rank reads: the same on ranks of one dp replica, different ones on different replicas."""
 
 from collections.abc import Iterator, Mapping, Sized
 from typing import Any
@@ -11,11 +11,12 @@ from slapo_zoo.errors import SlapoError
 from slapo_zoo.parallel.compat import group_device
 from slapo_zoo.parallel.mesh import Mesh
 
-NO_BATCH = "found None on the rank that reads the batch for the others"
+NO_BATCH = "found None on the first rank of a dp replica, whose batch the other ranks receive"
+HINT = "pass the batch on the ranks whose tp, cp and pp coordinates are 0; others may pass None"
 
 
 class MeshSampler:
-    """Batch sampler for a DataLoader, which yields the sample indices of this dp rank for every step.
+    """Batch sampler for a DataLoader: for every step it yields a list of the sample indices that this dp rank reads.
 
     The order depends on seed and epoch only, so ranks need no communication. In each step the dp ranks
     together read the `batch_size` rows that one process would read; an incomplete last batch is dropped.
@@ -34,20 +35,20 @@ class MeshSampler:
         if batch_size < 1 or batch_size % mesh.size("batch"):
             dims = f"{mesh.named('batch')}={mesh.size('batch')}"
             problem = f"found {batch_size}, expected a multiple of {dims}"
-            hint = "pass the rows of a step over all dp ranks together"
+            hint = "pass the number of rows that all dp ranks together read in a step"
             raise SlapoError("MeshSampler", "batch_size", problem, hint)
         self.size, self.mesh, self.batch_size = len(dataset), mesh, batch_size
         if self.size < batch_size:
             problem = f"found {self.size} samples, fewer than one batch of {batch_size}"
-            raise SlapoError("MeshSampler", "dataset", problem, "take a smaller batch_size")
+            raise SlapoError("MeshSampler", "dataset", problem, "pass a smaller batch_size")
         self.shuffle, self.seed, self.step = shuffle, seed, 0
 
     def __len__(self) -> int:
-        """Return the number of batches of one epoch."""
+        """Return the number of steps of one epoch."""
         return self.size // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield this rank's indices of the remaining steps of the epoch; `step` counts the yielded ones."""
+        """Yield this rank's list of sample indices for each remaining step of the epoch; `self.step` counts steps."""
         epoch, turn = divmod(self.step, len(self))
         order = self._order(epoch)
         rows = self.batch_size // self.mesh.size("batch")
@@ -66,25 +67,25 @@ class MeshSampler:
         """Return the position of the sampler: pass it as `data_position` to `save_checkpoint`.
 
         Args:
-            step: number of batches that were trained on; None takes the number yielded, which includes
+            step: number of steps that were trained; None takes the number of batches yielded, which includes
                 those that a DataLoader with workers has prefetched.
         """
         return {"step": self.step if step is None else step, "seed": self.seed}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after the batches of a saved state, on any number of dp ranks."""
+        """Continue after the steps that `state`, saved by `state_dict`, counts; the number of dp ranks may differ."""
         self.step, self.seed = state["step"], state["seed"]
 
 
 def broadcast_batch(
     batch: Mapping[str, Any] | None, mesh: Mesh, device: torch.device | str | None = None
 ) -> dict[str, Any]:
-    """Broadcast each dp replica's batch from its first rank to its other ranks, for data that one rank alone reads.
+    """Broadcast each dp replica's batch from the replica's first rank to its other ranks; return the batch on all ranks.
 
     A collective call of all ranks; ranks other than the first of a replica may pass None.
 
     Args:
-        batch: name --> tensor or picklable value.
+        batch: name --> tensor or picklable value; read on the first rank of a replica alone.
         mesh: mesh of the model.
         device: device of the returned tensors, e.g. the model's; None takes the process group's:
             with nccl this rank's GPU.
@@ -95,15 +96,16 @@ def broadcast_batch(
         if mesh.size(mesh_dim) > 1 and not any(mesh.coord(each) for each in later):
             found = _broadcast(found, mesh, mesh_dim, device)
     if found is None:
-        raise SlapoError("broadcast_batch", "batch", NO_BATCH, "pass one on tp and pp rank 0")
+        raise SlapoError("broadcast_batch", "batch", NO_BATCH, HINT)
     return found
 
 
 def _broadcast(
     batch: dict[str, Any] | None, mesh: Mesh, mesh_dim: str, device: torch.device | str | None
 ) -> dict[str, Any]:
-    """Broadcast a batch over one mesh dim from its first rank: first shapes, then tensors. `batch`
-    is None on other ranks; `device` is that of the results, None: the process group's.
+    """Broadcast a batch over one mesh dim ("tp", "cp" or "pp") from the rank of coordinate 0; return it on all ranks.
+
+    `batch` is read on that rank alone; `device` is that of the returned tensors, None: the process group's.
     """
     first, group = mesh.at(**{mesh_dim: 0}), mesh.group(mesh_dim)
     is_first = mesh.rank == first
@@ -117,7 +119,7 @@ def _broadcast(
         ]
     dist.broadcast_object_list(shapes, first, group=group)
     if shapes[0] is None:
-        raise SlapoError("broadcast_batch", "batch", NO_BATCH, "pass one on tp and pp rank 0")
+        raise SlapoError("broadcast_batch", "batch", NO_BATCH, HINT)
     mine: dict[str, Any] = {}
     for name, (shape, dtype) in shapes[0].items():
         if shape is None:

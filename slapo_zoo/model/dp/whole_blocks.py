@@ -1,9 +1,9 @@
-"""ZeRO-3: the parameters of a block are gathered only while it runs, forward or backward.
+"""ZeRO-3: the parameters of a transformer block are gathered only while the block runs, forward or backward.
 
 rewrite:  y = block(x)  -->  w = all_gather(shards);  y = block(x; w);  w is released
 
-Autograd saves a handle in place of `w`; the first operation of the backward that reads it gathers the
-block again. A block that is recomputed (torch's checkpoint) is gathered too. Source: arXiv:1910.02054, 5.3.
+Autograd saves a handle in place of `w`; the first operation of the backward that reads the handle gathers the
+block's parameters again, as does a recomputation of the block (torch's checkpoint). Source: arXiv:1910.02054, 5.3.
 """
 
 import functools
@@ -31,8 +31,8 @@ class Saved(Kept):
     """Handle that autograd saves instead of a gathered parameter of a block, or instead of a view of it.
 
     Args:
-        block: the block.
-        place: (index of a group of the block's parameters, index in the group).
+        block: the block whose parameter it is.
+        place: (index of a group in `block.groups`, index of the parameter in the group).
         layout: (size, stride, storage offset) of the saved tensor.
     """
 
@@ -41,7 +41,7 @@ class Saved(Kept):
     layout: tuple[Any, Any, int]
 
     def again(self) -> Tensor:
-        """Return the gathered tensor; gather the block again if its parameters were released."""
+        """Return the saved tensor; the block's parameters are gathered again if they were released."""
         group, index = self.place
         return self.block.whole()[group][index].as_strided(*self.layout)
 
@@ -64,13 +64,13 @@ class Passed(Kept):
 
 
 class Block:
-    """One block of the model whose parameters, sharded by ZeRO-3, are gathered when it runs.
+    """Transformer block whose parameters, sharded over dp by ZeRO-3, are gathered when the block runs.
 
     Args:
-        blocks: all blocks of the rank.
-        groups: the block's parameters, one group per collective.
+        blocks: all such blocks of this rank.
+        groups: the block's parameters; each group is gathered by one collective.
         places: where modules read parameters: (module, attribute, (index of group, index in group)).
-        position: index among the blocks of the whole model.
+        position: index of the block among all blocks of the model.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ class Block:
             group.drop()
 
     def whole(self) -> list[list[Tensor]]:
-        """Return the gathered parameters by group for a backward; also start to gather the block before this one."""
+        """Return the gathered parameters, a list per group, for a backward; start to gather the preceding block's."""
         self.blocks.keep(self, self.position - 1)
         return [group.whole(group.dtype_of(self.blocks.computes)) for group in self.groups]
 
     def before(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: put gathered parameters into the block; let autograd save handles of them."""
+        """Forward pre-hook: put gathered parameters into the block's modules; autograd saves handles of them."""
         self._require_own(module)
         computes = self.blocks.computes
         whole = [group.traced(group.dtype_of(computes)) for group in self.groups]
@@ -120,28 +120,30 @@ class Block:
         self.blocks.running.append(self)
 
     def _require_own(self, module: nn.Module) -> None:
-        """Raise MeshError for a module that was moved into this block after the load: its weights are not gathered here."""
+        """Raise MeshError if a child with sharded weights was moved into the block after the load: nobody gathers them."""
         reading = {id(at) for at, *_ in self.places}
         for path, m in module.named_modules():
             if id(m) not in reading and any(map(is_divided, m._parameters.values())):
-                problem = f"its child {path} was not part of this block when the model was loaded"
-                hint = "change the plain model, save it, and load that; or leave dp_shard out"
+                problem = (
+                    f"the block's module {path} was not in this block when the model was loaded"
+                )
+                hint = "change the plain model, save it, and load that; or leave dp_shard= out"
                 raise MeshError("forward", type(module).__name__, problem, hint)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: put this rank's shards back in place of the gathered parameters."""
+        """Forward hook: put this rank's shards back into the block's modules in place of the gathered parameters."""
         if self._running:  # False if `before` raised
             self._running.pop().close()
             self.blocks.running.pop()
             self.blocks.keeps.pop()
 
     def _reading(self, whole: Sequence[Sequence[Tensor]]) -> AbstractContextManager[None]:
-        """Context in which the block's modules read gathered parameters: `whole`[group][index in the group]."""
+        """Context in which the block's modules read the gathered parameters `whole`[index of group][index in the group]."""
         return standing_in((module, name, whole[i][j]) for module, name, (i, j) in self.places)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Context in which the block's modules read gathered parameters; gradients are reduce-scattered over dp."""
+        """Context in which the block's modules read gathered parameters; the backward reduce-scatters gradients."""
         module, name, _ = self.places[0]
         if name in module.__dict__:
             yield
@@ -151,7 +153,7 @@ class Block:
             yield
 
     def recomputing(self) -> AbstractContextManager[None]:
-        """Context in which the block's modules read gathered parameters while the block is recomputed."""
+        """Context of a recomputation of the block in the backward, in which its modules read gathered parameters."""
         pairs = zip(self.whole(), self.groups, strict=True)
         return self._reading([[x.detach().requires_grad_(p.requires_grad)
                                for x, p in zip(whole, group.parameters, strict=True)]
@@ -159,7 +161,7 @@ class Block:
 
 
 class Blocks:
-    """Blocks of one rank whose parameters are gathered when they run.
+    """Transformer blocks of one rank, each of whose parameters ZeRO-3 gathers when the block runs.
 
     Args:
         computes: dtype in which the model computes; None takes the dtype of its parameters.
@@ -174,13 +176,13 @@ class Blocks:
         self._kept: list[Block] = []
 
     def add(self, module: nn.Module, groups: Sequence[Group], places: Any, position: int) -> None:
-        """Hook a block so that its parameters are gathered when it runs.
+        """Hook a transformer block so that its parameters are gathered when the block runs.
 
         Args:
             module: the block.
-            groups: its parameters, one group per collective.
+            groups: the block's parameters; each group is gathered by one collective.
             places: where modules read parameters: (module, attribute, (index of group, index in group)).
-            position: index among the blocks of the whole model.
+            position: index of the block among all blocks of the model.
         """
         block = self.at[position] = Block(self, groups, places, position)
         module.__dict__[BLOCK], module.__class__ = block, _gathering(type(module))
@@ -188,7 +190,7 @@ class Blocks:
         module.register_forward_hook(block.after, always_call=True)
 
     def keep(self, block: Block, following: int) -> None:
-        """Release all gathered blocks but `block`, and start to gather the block at position `following`."""
+        """Release the gathered parameters of all blocks but `block`; start to gather those of block `following`."""
         ahead = [self.at[following]] if following in self.at else []
         for other in self._kept:
             if other is not block and other not in ahead:
@@ -198,14 +200,14 @@ class Blocks:
         self._kept = [block, *ahead]
 
     def forget(self) -> None:
-        """Release all gathered parameters at the end of a step."""
+        """Release the gathered parameters of all blocks, at the end of a step."""
         for block in self._kept:
             block.drop()
         self._kept = []
 
     def again(self) -> Callable[[], AbstractContextManager]:
-        """Return a function that makes contexts in which the block that runs now reads gathered parameters again, for
-        its recomputation in the backward.
+        """Return a function that makes contexts for recomputing the block that runs now, in which the block's modules read
+        gathered parameters.
         """
         return self.running[-1].recomputing if self.running else nullcontext
 
