@@ -47,7 +47,7 @@ def skip_once(by_hand):
 def test_dp_replica_that_skipped_a_step_raises_at_the_next_backward(by_hand):
     with pytest.raises(MeshError, match="dp ranks have different weights") as caught:
         emulate(skip_once, by_hand, mesh=(1, 1, 2))
-    assert "step on all ranks or on none" in caught.value.hint
+    assert "step() on all ranks or on none" in caught.value.hint
 
 
 def by_autograd(averages, **layout):

@@ -153,7 +153,7 @@ def hooked_on_rank_0(folder):
 
 
 def test_gradient_hook_on_a_sharded_weight_of_one_rank_only_is_refused(tmp_path):
-    with pytest.raises(MeshError, match=r"stage 0 have \[0, 1\] hooks on sharded"):
+    with pytest.raises(MeshError, match=r"stage 0 have \[0, 1\] gradient hooks on sharded"):
         emulate(hooked_on_rank_0, checkpoint(FAMILIES["gpt2"], tmp_path), mesh=(2, 1, 1))
 
 

@@ -1,4 +1,4 @@
-"""Check that tp and pp peers were fed the same batch, and dp peers different ones."""
+"""Checks that all ranks of a dp replica were fed the same batch, and that dp replicas were fed different ones."""
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -25,16 +25,16 @@ def check_batch(
 ) -> None:  # fmt: skip
     """Compare a hash of the batch over all ranks, by one all-gather of 16 bytes.
 
-    All ranks raise MeshError if ranks that differ only in tp or pp were fed different batches,
-    which would train on mixed rows; they warn if dp ranks were fed the same batch.
+    All ranks raise MeshError if ranks that differ only in tp, pp or cp were fed different batches, whose rows a step
+    would mix. Rank 0 warns if dp replicas were fed the same batch.
 
     Args:
         mesh: mesh of all ranks.
         batch: name --> tensor of the batch.
-        step: number of this step, from 1.
-        interval: steps from one check to the next; 0 never checks.
-        hooks: returns the number of gradient hooks that the user registered on sharded parameters of this rank.
-            The numbers are compared too, since each such hook gathers a gradient from all ranks.
+        step: number of this training step, from 1.
+        interval: training steps from one check to the next; 0 never checks.
+        hooks: function that counts the gradient hooks of the user on sharded parameters of this rank. Ranks must have
+            equally many (else MeshError), since each such hook gathers a gradient from all ranks.
     """
     if mesh.world_size == 1 or interval < 1 or (step - 1) % interval:
         return
@@ -49,15 +49,15 @@ def check_batch(
 def check_peers(
     mesh: Mesh, batch: Mapping[str, object], step: int, interval: int, draws: int
 ) -> None:
-    """Raise MeshError if tp or cp ranks got different batches, or would draw different dropout, in a loop
-    without `train_step`.
+    """Raise MeshError if tp or cp ranks got different batches, or would draw different dropout masks, in a call of the
+    model in the user's own loop (without `train_step`).
 
     Args:
         mesh: mesh of all ranks.
         batch: name --> value of the batch.
-        step: number of this call, from 1.
+        step: number of this call of the model, from 1.
         interval: calls from one check to the next; 0 never checks.
-        draws: number of forwards so far, which seeds dropout.
+        draws: number of the model's forwards so far on this rank, which seeds its dropout masks.
     """
     tensors = {name: x for name, x in batch.items() if isinstance(x, Tensor)}
     shared = [mesh_dim for mesh_dim in ("tp", "cp") if mesh.size(mesh_dim) > 1]
@@ -71,8 +71,8 @@ def check_peers(
 
 
 def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
-    """Raise MeshError on all ranks if a trained parameter outside the model differs between ranks.
-    `parameters` are those parameters, e.g. a soft prompt.
+    """Raise MeshError on all ranks if `parameters`, trained ones that the model's inputs are computed from (a soft
+    prompt), have other values on another rank.
     """
     if mesh.world_size == 1:
         return
@@ -80,7 +80,9 @@ def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
     found = of_all(mine).tolist()
     if differ := unlike(found):
         shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
-        problem = f"ranks {differ} have a trained input {shapes} with other values than rank 0"
+        problem = (
+            f"on ranks {differ} the trained input of shape {shapes} has other values than on rank 0"
+        )
         hint = (
             "make it after the same torch.manual_seed on every rank, or dist.broadcast(p.data, 0)"
         )
@@ -88,14 +90,14 @@ def check_trained_inputs(mesh: Mesh, parameters: Sequence[Tensor]) -> None:
 
 
 def of_all(mine: Tensor, group: Any = None) -> Tensor:
-    """Return the tensors `mine` of all ranks of a group (None: all ranks) as one tensor [ranks, ...]; a collective call."""
+    """All-gather the tensor `mine` of each rank of a process group (None: all ranks) into one tensor [ranks, ...]."""
     each = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(each, mine, group=group)
     return torch.stack(each)
 
 
 def digest(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return a 64-bit hash of names, shapes and a sample of the values, as a tensor on the batch's device."""
+    """Return a 64-bit hash of the sizes and of a sample of the values of a batch, as a scalar tensor on its device."""
     total = torch.zeros((), dtype=torch.int64, device=next(iter(batch.values())).device)
     for number, name in enumerate(sorted(batch), start=1):
         x = batch[name]
@@ -120,11 +122,11 @@ def _same_for_peers(mesh: Mesh, found: Sequence[int]) -> None:
 
 
 def _same_hooks(mesh: Mesh, found: Sequence[int]) -> None:
-    """Raise MeshError if ranks of a stage have different numbers of the user's gradient hooks (`found`, by rank)."""
+    """Raise MeshError if ranks of one pipeline stage have different numbers of gradient hooks; `found` has each rank's."""
     for stage in range(mesh.pp):
         ranks = mesh.ranks(pp=stage)
         if len(numbers := {found[rank] for rank in ranks}) > 1:
-            problem = f"the ranks of stage {stage} have {sorted(numbers)} hooks on sharded tensors"
+            problem = f"the ranks of stage {stage} have {sorted(numbers)} gradient hooks on sharded parameters"
             hint = "register the same hooks on all ranks: each hook gathers the gradient from all"
             raise MeshError("train_step", "hooks on parameters", problem, hint)
 

@@ -1,7 +1,7 @@
-"""State that a backward needs from the forward call to which it belongs, and what happens when it begins and ends.
+"""Begin and end of the backward of a model's call.
 
-The state of the call is restored for its backward, so that recomputation sees the same padding and draws the same
-dropout. At the end of the backward all gradients are summed over ranks, and checked.
+When a backward begins, the state of its forward call is restored, so that recomputation sees the same padding and draws
+the same dropout masks. When it ends, all gradients are summed over ranks, and checked.
 """
 
 import copy
@@ -25,15 +25,16 @@ from slapo_zoo.parallel.rank_plan import PARTIAL, REPLICAS
 
 
 class Calls:
-    """State of the calls of one scheduled model: gradient hooks, and which backward belongs to which call.
+    """State of the forward calls and backwards of one scheduled model: gradient hooks, and what a backward restores.
 
     Attributes:
-        reducer: reduces the gradients over ranks.
-        guard: checks complete gradients before an optimizer steps.
+        reducer: GradientReducer that sums the gradients over ranks.
+        guard: StepGuard that checks the gradients before an optimizer steps.
         divided_parameters: True if an engine (FSDP2) trains parameters of its own, so that our gradient hooks on the
             model's parameters never run.
         named: (name, trained parameter) pairs, without tensors that `functional_call` puts in their place.
-        outside: forward context that was active before the running backward, to restore afterwards.
+        outside: state of the forward (padding, sharded tokens) that was active before the running backward, to restore
+            afterwards; None if no backward runs.
         count: number of training calls in the user's own loop (without `train_step`).
     """
 
@@ -49,15 +50,16 @@ class Calls:
         self.outside: tuple[ForwardContext, Any] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Calls":
-        """Return a fresh state for a copied model, whose next call hooks its own parameters."""
+        """Return a new state without hooks, for a copied model; the copy's next call hooks its own parameters."""
         memo[id(self)] = new = Calls(memo.get(id(self.runtime), self.runtime), self.mesh)
         new.reducer = copy.deepcopy(self.reducer, memo)
         new.divided_parameters = self.divided_parameters
         return new
 
     def prepare(self, model: Any, own_loop: bool = False) -> None:
-        """Hook the model's current parameters: at the load, and before each forward that is trained
-        on. `own_loop` is True if the user's own loop will run the backward, not `train_step`.
+        """Register gradient hooks on the model's parameters that have none yet; called at the load and before each forward.
+
+        `own_loop` is True if the user's own loop will run the backward, not `train_step`.
         """
         if torch._C._current_graph_task_id() < 0:  # none runs now: drop a failed one
             self.abandon()
@@ -67,7 +69,9 @@ class Calls:
         partial = self._partial()
         if self.divided_parameters and own_loop and partial:
             problem = f"with FSDP2, which shards parameters itself, only train_step sums {min(partial)}.grad over tp"
-            raise MeshError("backward", "a loop of your own", problem, "call train_step(batch)")
+            raise MeshError(
+                "backward", "a loop of your own", problem, "call model.train_step(batch)"
+            )
         if self.divided_parameters or (self.mesh.world_size == 1 and own_loop):
             return
         trained = [(name, p) for name, p in every if p.requires_grad]
@@ -81,15 +85,15 @@ class Calls:
         take_over(self.reducer, self.named)
 
     def _partial(self) -> set[str]:
-        """Return the names of parameters whose gradient is a partial sum on each tp rank if tp shards tokens."""
+        """Return the names of the parameters whose gradients tp ranks sum: each time, or only when tp shards the tokens."""
         rows = self.runtime.plan.tensors.values() if self.mesh.tp > 1 else ()
         return {row.name for row in rows if row.sums(True, PARTIAL, REPLICAS)}
 
     def begin(self, model: Any, batch: Mapping[str, Any], trains: bool) -> None:
-        """Prepare a forward call of the model or of a submodule in the user's own loop (without `train_step`).
+        """Prepare a forward call of the model or a submodule in the user's own loop: hook parameters, compare batches.
 
-        `batch` holds the arguments of the call; `trains` is True if the model is in training mode.
-        Trained parameters outside the model, from which the inputs are computed, are hooked too.
+        `batch` holds the arguments of the call; `trains` is True if the model is in training mode. Trained parameters
+        outside the model, from which the inputs are computed (a soft prompt), are hooked too.
         """
         if not torch.is_grad_enabled():
             return
@@ -103,7 +107,7 @@ class Calls:
                 self.reducer.hook("", p)
 
     def watch(self, output: Any) -> None:
-        """Hook the outputs of a call, to restore the state of this call when its backward begins."""
+        """Hook the output of a forward call, so that the state of the call is restored when its backward begins."""
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         state, reducer = self.runtime.schedule.state, self.reducer
@@ -117,9 +121,10 @@ class Calls:
             reducer.uses.note(output, summed)
 
     def _begin_backward(self, forward: ForwardContext, position: tuple[int, int, int]) -> None:
-        """Begin the backward of a call: restore its ForwardContext, and `position`, from which dropout masks follow.
+        """Begin the backward of a forward call, and restore the call's state for recomputation.
 
-        `position` is (step, first row, number of rows) of the call.
+        `forward` is that state (padding, sharded tokens); `position` is (step, first row, number of rows) of the call,
+        from which its dropout masks are drawn again.
         """
         if self.task != torch._C._current_graph_task_id():
             self.open()
@@ -129,14 +134,14 @@ class Calls:
         state.forward, state.random.again, state.random.cut = forward, position, forward.cut
 
     def open(self) -> None:
-        """Begin a backward: group gradients into buckets for all-reduces; autograd calls `_end` at its end."""
+        """Begin a backward: group parameters into buckets for all-reduces; autograd calls `_end` after the backward."""
         self.reducer.open()
         take_over(self.reducer, self.named)
         self.task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _end(self) -> None:
-        """End a backward: complete the gradients (sums over ranks) and check them."""
+        """End a backward: complete the sums of gradients over ranks, and keep samples of gradients for later checks."""
         self.task = -1
         try:
             averaged = self.reducer.close()
@@ -148,14 +153,14 @@ class Calls:
             self.guard.complete(named, self.runtime.plan, averaged)
 
     def _restore_context(self) -> None:
-        """Restore the forward context that was active before the backward."""
+        """Restore the state of the forward (padding, sharded tokens) that was active before the backward."""
         state = self.runtime.schedule.state
         if self.outside is not None:
             state.forward, state.random.cut = self.outside
         state.random.again = self.outside = None
 
     def abandon(self) -> None:
-        """Drop the state of a backward that failed."""
+        """Drop the state that a failed backward left, so that the next one begins afresh."""
         self._restore_context()
         self.reducer.forget()
         self.reducer.uses.found.clear()

@@ -1,9 +1,9 @@
 """After any backward each rank's `.grad` is its shard of the gradient that one process would compute.
 
 The plan of a rank lists, for each parameter, the ranks over which its gradient is summed (`sum_over`). A hook on each
-parameter sums its gradient over tp before it is added to `.grad`, so that a user's hooks see the sum; over dp `.grad`
-is averaged as in DDP, bucket by bucket while the backward continues. In `train_step` the average over dp runs in the
-backward of the last micro-batch, and the sums over tp and pp after it.
+parameter sums its gradient over tp before autograd adds the gradient to `.grad`, so that a user's hooks see the sum.
+Over dp `.grad` is averaged as in DDP, bucket by bucket while the backward continues. In `train_step` the average over
+dp runs in the backward of the last micro-batch, and the sums over tp and pp run after that backward.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,11 +28,11 @@ _OWN_HINT = "call backward(); or, within model.no_sync(), average them: all_redu
 
 
 class GradientReducer:
-    """Reducer of the gradients of one model over ranks, which also tracks the running backward.
+    """Reducer that sums the gradients of one model over tp and averages them over dp, in backwards or after a step.
 
     Attributes:
         over_dp: True if gradients are averaged over dp here, not by an engine.
-        at_once: True if each gradient is summed over tp as it is computed; else `finish` does it after a step.
+        at_once: True if each gradient is summed over tp as soon as it is computed; else `finish` sums after a step.
         paused: True while `no_sync` is active.
         tokens_sharded: True if the last call sharded its tokens over tp.
         beyond: parameter outside the model from which inputs were computed (a soft prompt) --> its number, in order
@@ -51,14 +51,14 @@ class GradientReducer:
         self.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "GradientReducer":
-        """Return a reducer for a copied model, whose parameters have no hooks yet."""
+        """Return a new reducer for a copied model, whose parameters have no gradient hooks yet."""
         runtime = memo.get(id(self.runtime), self.runtime)
         memo[id(self)] = new = GradientReducer(runtime, self.mesh)
         new.over_dp = self.over_dp
         return new
 
     def forget(self) -> None:
-        """Forget all state of a backward, so that the next one can begin."""
+        """Drop all state of the last backward (buckets, gradients seen), so that the next one can begin."""
         self.buckets: list[Bucket] = []
         self.waiting: list[Bucket] = []  # buckets whose all-reduce has not begun
         self.bucket_of: dict[int, Bucket] = {}
@@ -74,7 +74,7 @@ class GradientReducer:
         self.parameters = [p for p in hooked if p.is_leaf]
 
     def hook(self, name: str, p: Any) -> Any:
-        """Register the hook that reduces its gradient on parameter `p`, called `name`, if `p` has none; return `p`."""
+        """Hook parameter `p` of this name, unless it is hooked, to reduce its gradient over ranks; return `p`."""
         if p in self.hooked or not p.is_floating_point() or p.is_inference():
             return p
         mine, parameter, is_leaf, trains = ref(self), ref(p), p.is_leaf, p.requires_grad
@@ -94,7 +94,7 @@ class GradientReducer:
         return p
 
     def open(self) -> None:
-        """Begin a backward, possibly within another one: group parameters into buckets of one all-reduce each."""
+        """Begin a backward, possibly within another one: group parameters into buckets, each averaged by one all-reduce."""
         self._count_stored()
         for bucket in self.buckets:
             bucket.wait()
@@ -108,13 +108,13 @@ class GradientReducer:
         self.waiting = list(self.buckets)
 
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return the gradient of parameter `p`, summed over ranks as the model's plan says; a gradient hook calls this.
+        """Return a gradient of parameter `p` as a backward needs it: summed over tp, and averaged over dp unless later.
 
         Args:
-            name: name of the parameter in the RankPlan, which lists the ranks to sum over.
+            name: name of the parameter in the model's plan, which lists the ranks to sum over.
             p: the parameter.
-            grad: its gradient on this rank.
-            is_leaf: False for a tensor that replaces the parameter (`functional_call`).
+            grad: the gradient on this rank.
+            is_leaf: False if `p` is a computed tensor that `functional_call` put in the parameter's place.
         """
         if not self.is_open:
             self.runtime.calls.open()
@@ -133,20 +133,23 @@ class GradientReducer:
         return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
 
     def _groups(self, name: str) -> list[Any]:
-        """Return the process groups, except dp's, over which the running backward sums the gradient of parameter `name`."""
+        """Return the process groups, without dp's, over which the running backward sums the gradient of `name`."""
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):
-            problem = "this backward goes through a forward with sharded tokens and one without, expected one kind"
-            hint = "pad both batches to a multiple of tp (pad_to_multiple_of of the tokenizer)"
+            problem = "this backward goes through two forwards, one with tokens sharded over tp and one without"
+            hint = (
+                "pad both batches to a multiple of tp tokens (pad_to_multiple_of of the tokenizer)"
+            )
             raise MeshError("backward", "sequence_parallel=True", problem, hint)
         sharded = next(iter(self.token_modes), self.tokens_sharded)
         taken = [self.runtime.group(one) for one in sums if sharded or not one.if_tokens_sharded]
         return [group for group in taken if group is not None]
 
     def _over_dp(self, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return a gradient averaged over dp; unchanged if its bucket will average `.grad` over dp
-        later. `is_leaf` is False for a tensor that replaces the parameter `p`.
+        """Return the gradient `grad` of `p`, averaged over dp; unchanged if a bucket will average `p.grad` later.
+
+        `is_leaf` is False if `p` is a computed tensor that `functional_call` put in a parameter's place.
         """
         bucket = self.bucket_of.get(id(p))
         if is_leaf and not is_taken(p) and (bucket or p in self.beyond):
@@ -163,7 +166,7 @@ class GradientReducer:
         return summed(grad * factor, group)
 
     def _count_stored(self) -> None:
-        """Count a gradient just stored in `.grad`; start the all-reduce of each bucket whose gradients are all there."""
+        """Count the last gradient if it was stored in `.grad`; start the all-reduce of each bucket now complete."""
         if self.latest is None:
             return
         (p, before, version), self.latest = self.latest, None
@@ -178,7 +181,7 @@ class GradientReducer:
             self.waiting.pop(0).start()
 
     def close(self) -> bool:
-        """Finish a backward and its all-reduces over dp; return whether the backward stored gradients in `.grad`."""
+        """End a backward: wait for its all-reduces over dp; return True if the backward stored any gradient in `.grad`."""
         self._count_stored()
         if self.stored is False and not self.in_step:
             dims = self.mesh.named("loss")
@@ -197,7 +200,7 @@ class GradientReducer:
         return met
 
     def _have_grad(self, parameters: list[nn.Parameter]) -> set[int] | None:
-        """Return the ids of parameters that have a gradient on at least one dp rank; None if ranks need not compare."""
+        """Return {id of each parameter that has a gradient on at least one dp rank}; None if ranks did not need to ask."""
         here = [p.grad is not None for p in parameters]
         self.missed = not all(here) and parameters[0].device.type != "cpu"
         asks, self.asks_hosts = self.asks_hosts and self.in_step, False
@@ -217,7 +220,7 @@ class GradientReducer:
             self.paused = before
 
     def last_backward(self, _outputs: Any) -> None:
-        """Switch `no_sync` off before the last backward of a pipeline stage, so that it averages gradients over dp.
+        """Switch `no_sync` off before a stage's last backward, so that this backward averages gradients over dp.
 
         The pipeline calls this method with the outputs of the stage, which are ignored.
         """
@@ -225,10 +228,10 @@ class GradientReducer:
 
     @contextmanager
     def one_step(self, at_once: bool) -> Iterator[None]:
-        """Context of all micro-batches of a step.
+        """Context of forward and backward of all micro-batches of a training step.
 
-        With `at_once` each gradient is summed over tp as soon as it is computed, not after the
-        step: a user's hook that takes gradients before the step ends needs that.
+        With `at_once` each gradient is summed over tp as soon as it is computed, not after the step, for a user's hook
+        that takes gradients before the step ends.
         """
         before, self.at_once, self.in_step, self.averaged = self.at_once, at_once, True, False
         try:
@@ -240,14 +243,14 @@ class GradientReducer:
             self.at_once, self.in_step = before, False
 
     def average(self) -> None:
-        """Average the gradients over dp, unless the backwards of the step have averaged them already."""
+        """Average the model's gradients over dp after a step, unless a backward of the step has averaged them already."""
         if self.over_dp and not self.averaged:
             self.open()
             self.stored = True
             self.close()
 
     def finish(self, named: Mapping[str, nn.Parameter]) -> None:
-        """All-reduce the gradients of `named` (name --> parameter) over tp and pp after the last backward of a step."""
+        """Sum gradients over tp, and tied ones over pp, after a step's last backward; `named`: name --> parameter."""
         sharded, plan = self.runtime.schedule.state.forward.tokens_divided, self.runtime.plan
         sums = plan.sums_of(named, TIED, REPLICAS, PARTIAL, tokens_sharded=sharded)
         for one, names in () if self.at_once else sums.items():
@@ -255,5 +258,5 @@ class GradientReducer:
 
 
 def is_taken(p: Any) -> bool:
-    """Return whether parameter `p` has a post-accumulate hook, which may step `p` and drop its gradient at once."""
+    """Return whether parameter `p` has a post-accumulate-grad hook, which may update `p` and clear `p.grad` at once."""
     return bool(p._post_accumulate_grad_hooks)

@@ -1,9 +1,9 @@
 """Gradients of tensors outside a model: a soft prompt in `inputs_embeds`, a head of the user's in a loss.
 
-Every rank computes such inputs, and one stage reads them. In `train_step` and in a user's own loop the gradient of the
-inputs is summed over the stages, and the gradient of the parameters behind them is averaged over dp. In `train_step`
-the same happens to the parameters of a head that `loss_fn` applies. A leaf tensor that is no `nn.Parameter` (a
-perturbation of some rows) gets the gradient of this rank's rows only.
+Each rank computes such inputs, but only some pipeline stages read them. In `train_step` and in a user's own loop the
+gradient of the inputs is summed over the stages, and the gradient of the parameters from which they are computed is
+averaged over dp. In `train_step` the same happens to the parameters of a head that `loss_fn` applies. A leaf tensor
+that is no `nn.Parameter` (a perturbation of some rows) gets the gradient of this rank's rows only.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -26,9 +26,9 @@ class InputGradients:
 
     Args:
         mesh: mesh of all ranks.
-        tensors: the batch; entries that require a gradient are replaced.
+        tensors: the batch, name --> tensor; with pp > 1 entries that require a gradient are replaced in this dict.
         known: trained parameter outside the model that an earlier step has found --> its number.
-        loss_fn: the user's loss; if it is a module, its parameters are trained too.
+        loss_fn: the user's loss function or None; the parameters of a module are trained too.
         scale: factor by which the engine multiplies a loss before its backward.
     """
 
@@ -48,8 +48,8 @@ class InputGradients:
             self._register([p for p in own if id(p) not in self.before])
 
     def add_from_loss(self, loss: Tensor, output: Any) -> None:
-        """Register parameters outside the model from which the user's `loss` of the model's
-        `output` is computed. SlapoError if pp > 1 and one of them is new in this step.
+        """Register the parameters outside the model (a head) from which the user's `loss` of the model's `output` is
+        computed, so that they get gradients. SlapoError if pp > 1 and a parameter was not known before the step.
         """
         if self.loss_fn is None or self.mesh.world_size == 1:
             return
@@ -57,8 +57,8 @@ class InputGradients:
         new = [p for p in _made_of([loss], nodes_of(output)) if id(p) not in known]
         if new and self.mesh.pp > 1:
             shapes = ", ".join(str(list(p.shape)) for p in new[:3])
-            problem = f"the loss has trained parameters {shapes} that the other stages (pp > 1) do not have"
-            hint = "pass an nn.Module that holds them as loss_fn, on all ranks"
+            problem = f"the loss uses trained parameters {shapes} that only the last of pp={self.mesh.pp} stages sees"
+            hint = "pass as loss_fn= an nn.Module that holds these parameters, on all ranks"
             raise SlapoError("train_step", "loss_fn", problem, hint)
         self._register(new)
 
@@ -114,7 +114,8 @@ def trained_inputs(mesh: Mesh, batch: Any, known: Any) -> list[nn.Parameter]:
 
 
 def require_equal(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) -> None:
-    """Raise MeshError on all ranks if a parameter that is not yet in `known` differs between ranks.
+    """Raise MeshError on all ranks if one of `parameters` that is not yet in `known` has other values on another rank.
+
     `known` is {parameter: number, in order of first use}; the new parameters are added.
     """
     if new := [p for p in parameters if p not in known]:
@@ -124,7 +125,7 @@ def require_equal(mesh: Mesh, parameters: Iterable[nn.Parameter], known: Any) ->
 
 
 def _requiring_grad(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors within a value (nested containers allowed) whose `requires_grad` is True."""
+    """Yield the tensors with `requires_grad` in a value: in nested containers, and in caches of transformers."""
     for x in tree_leaves(value):
         if isinstance(x, Tensor):
             if x.requires_grad:
@@ -134,7 +135,7 @@ def _requiring_grad(value: Any) -> Iterator[Tensor]:
 
 
 def nodes_of(output: Any) -> list[Any]:
-    """Return the autograd nodes of the tensors in a model's output, where its backward begins."""
+    """Return the `grad_fn` of each tensor in a model's output: the autograd nodes where a backward enters the model."""
     leaves = tree_leaves(dict(output) if hasattr(output, "keys") else output)
     # logits that are computed on demand have their inputs as `rows`
     tensors = [each for x in leaves for each in (x, getattr(x, "rows", None))]
@@ -155,8 +156,9 @@ def reached(nodes: Iterable[Any], goes_on: Callable[[Any], bool] = bool) -> list
 
 
 def _made_of(tensors: Iterable[Tensor], ends: Iterable[Any] = ()) -> list[nn.Parameter]:
-    """Return the parameters outside any scheduled model from which `tensors` are computed. The
-    search does not look past the autograd nodes `ends`.
+    """Return the parameters, outside any scheduled model, from which `tensors` are computed.
+
+    The search through the autograd graph does not look past the nodes `ends`.
     """
     ends = {None, *ends}
     nodes = reached((x.grad_fn for x in tensors if x.grad_fn not in ends), lambda e: e not in ends)

@@ -1,8 +1,8 @@
-"""Changes to the modules of a scheduled model after the load: which are allowed, and which are refused.
+"""Changes of a scheduled model's modules after the load: which are allowed, and which raise an error.
 
-Wrappers that leave a module what it is (`torch.compile(block)`, activation checkpointing) do not change
-the names of its parameters. Other parameters in the place of sharded ones are refused: their gradients
-would not be complete, and files would contain a shard.
+Wrappers that compute what their module computes (`torch.compile(block)`, activation checkpointing) are allowed, and do
+not change the names of parameters. New parameters in the place of sharded ones raise an error: their gradients would
+not be summed over ranks, and a save would write a shard as the unsharded tensor.
 """
 
 import re
@@ -23,7 +23,7 @@ def own_name(name: str) -> str:
 
 
 def modules_of(model: nn.Module) -> dict[str, nn.Module]:
-    """Return {path without wrapper modules: module}; of nested wrappers the innermost module."""
+    """Return {path: module} of a model, without the wrappers of `torch.compile` and checkpoint in path and module."""
     found = model.named_modules(remove_duplicate=False)
     return {own_name(f"{path}.").removesuffix("."): module for path, module in found}
 
@@ -54,21 +54,21 @@ def require_known_weights(model: Any, step: str) -> None:
     for names in groups if mesh.world_size > 1 else ():
         if len(apart := [name for name in names if name in found]) > 1:
             problem = f"the parameter was tied to {apart[0]}, and is a separate tensor now"
-            hint = "load a model whose config says tie_word_embeddings=False"
+            hint = "to train both apart, load a model whose config has tie_word_embeddings=False"
             raise SlapoError(step, apart[1], problem, hint)
 
 
 def _problem(
     module: nn.Module | None, name: str, leaf: str, wanted: tuple[int, ...], found: Any
 ) -> str:
-    """Return how a parameter was replaced since the load, or "" if it was not.
+    """Return as text how a parameter was replaced since the load, or "" if the parameter was not replaced.
 
     Args:
         module: the module that held the parameter, None if the module is gone.
-        name: full name of the parameter.
-        leaf: its name in the module.
-        wanted: shape of this rank's shard.
-        found: all parameters of the model by name.
+        name: name of the parameter in the model.
+        leaf: name of the parameter in `module`.
+        wanted: shape of this rank's shard of the parameter.
+        found: name --> parameter, of the model as it is now.
     """
     if module is None:  # removed, or wrapped in another module
         within = [other for other in found if _is_within(name, other)]
@@ -86,16 +86,16 @@ def _problem(
 
 
 def _is_within(name: str, other: str) -> bool:
-    """Return whether the parameter name `other` is `name`, possibly with the names of wrapper modules inserted."""
+    """Return whether the parameter name `other` is `name` itself, or `name` with names of wrapper modules inserted."""
     parts, way = (re.split(r"\.(?!\d)", path) for path in (name, other))  # a number with its list
     left = iter(way)
     return parts[-1] == way[-1] and all(part in left for part in parts)
 
 
 def require_known_order(model: Any) -> None:
-    """Raise SlapoError under sequence parallelism where blocks were removed, swapped or shared since the load.
+    """Raise SlapoError if transformer blocks were removed or swapped since the load of a model with sequence parallelism.
 
-    The first block of a stack shards the tokens, and the last one gathers them.
+    There the first block of a stack shards the tokens over tp, and the last block gathers them.
 
     Args:
         model: a scheduled model.
@@ -119,17 +119,17 @@ class Structure:
     _slapo: Any
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield (name, parameter) with the names in the checkpoint, even inside wrappers such as torch.compile's."""
+        """Yield (name, parameter), without the segments that wrappers such as torch.compile insert into names."""
         found = super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), p) for name, p in found)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, buffer) with the names in the checkpoint, even inside wrappers such as torch.compile's."""
+        """Yield (name, buffer), without the segments that wrappers such as torch.compile insert into names."""
         found = super().named_buffers(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         return ((own_name(name), x) for name, x in found)
 
     def get_submodule(self, target: str) -> nn.Module:
-        """Return a submodule by path; "embeddings.word_embeddings", which peft uses, is the embedding of any family."""
+        """Return the submodule at a path; "embeddings.word_embeddings", as peft asks, is any model's input embedding."""
         try:
             return super().get_submodule(target)  # pyright: ignore[reportAttributeAccessIssue]
         except AttributeError:
@@ -139,7 +139,7 @@ class Structure:
             return model.get_input_embeddings()
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Load a state dict of this rank's shards; WeightsError for other shapes, before anything is changed."""
+        """Load a state dict of this rank's shards. Raise WeightsError for tensors of other shapes before any is copied."""
         parent: Any = super()
         own = parent.state_dict() if self.mesh.world_size > 1 else {}
         found = {name: list(getattr(x, "shape", ())) for name, x in state_dict.items()}
@@ -148,31 +148,33 @@ class Structure:
             at = here.get(name), found.get(name)
             is_same = at[0] == at[1] or at[0] == [0]  # [0]: an engine holds the values
             if not is_same and (strict or None not in at):
-                problem = f"found {at[1] or 'none'}, expected this rank's {at[0] or 'none'}"
-                hint = "for unsharded tensors: model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
+                problem = (
+                    f"found shape {at[1] or 'none'}, expected this rank's shard {at[0] or 'none'}"
+                )
+                hint = "load unsharded tensors by model.load_stream(state_dict.items() if model.mesh.rank == 0 else None)"
                 raise WeightsError("load_state_dict", name, problem, hint)
         return parent.load_state_dict(state_dict, strict, assign)
 
     def tie_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Tie weights as `transformers` does; with pp > 1 do nothing, since stages are tied when the model is built."""
+        """Tie weights as `transformers` does; with pp > 1 do nothing, since the load ties weights across stages."""
         return None if self.mesh.pp > 1 else super().tie_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def init_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """Initialise weights on one rank; SlapoError on several, which would draw inconsistent shards."""
+        """Initialise weights as `transformers` does; SlapoError on several ranks, whose shards would not fit together."""
         if self.mesh.world_size > 1:
-            problem = "each rank would draw different values, which are no shards of one weight"
-            hint = "AutoScheduledModel.from_config(config, seed=...) draws what one process would"
+            problem = "each rank would draw its own values, which are not shards of one weight"
+            hint = "call AutoScheduledModel.from_config(config, seed=...): it draws what one process would"
             raise SlapoError("init_weights", "model", problem, hint)
         return super().init_weights(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def resize_token_embeddings(self, new_num_tokens: int | None = None, *_: Any, **__: Any) -> Any:
-        """Return the embedding, as `transformers` does; SlapoError for another size than the model has."""
+        """Return the input embedding, as `transformers` does; SlapoError if `new_num_tokens` is not the vocabulary size."""
         model: Any = self
         size = model.config.get_text_config().vocab_size
         if new_num_tokens is not None and new_num_tokens != size:
-            problem = f"found {new_num_tokens}, expected {size}, the sharded vocabulary"
-            hint = (
-                "resize the plain model of transformers, save_pretrained it, and load that folder"
+            problem = (
+                f"found {new_num_tokens}, expected {size}, the size of the vocabulary at the load"
             )
+            hint = "resize the plain transformers model, save it by save_pretrained, and load that folder"
             raise SlapoError("resize_token_embeddings", "new_num_tokens", problem, hint)
         return model.get_input_embeddings()

@@ -1,4 +1,4 @@
-"""Find the model of a parameter: torch's hooks around an optimizer step get parameters only."""
+"""Lookup of the scheduled model of a parameter, for hooks around an optimizer step, which get parameters only."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -13,8 +13,9 @@ _KNOWN: Any = WeakIdKeyDictionary()  # parameter --> (weak reference to its mode
 
 
 def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Register the parameters `named` of a scheduled model, so that its runtime state and plan can
-    be found from each. `runtime` is the model's runtime state.
+    """Register the parameters of a scheduled model, so that `runtime_of` and `place_of` find the model from a parameter.
+
+    `runtime` is the model's runtime state, `named` are its (name, parameter) pairs.
     """
     mine = ref(runtime)
     for name, p in named:
@@ -23,16 +24,16 @@ def note(runtime: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def runtime_of(p: Any) -> Any:
-    """Return the runtime state (schedule, plan, engine) of a parameter's scheduled model, or None."""
+    """Return the runtime state (schedule, plan, engine) of the scheduled model that has the parameter `p`, or None."""
     return _KNOWN[p][0]() if p in _KNOWN else None
 
 
 def place_of(p: Any) -> tuple[RankPlan, str] | None:
-    """Return (plan of the parameter's model, name of the parameter in it), or None for a parameter of no model."""
+    """Return (plan of the scheduled model of parameter `p`, name of `p` in the model), or None without a model."""
     runtime = runtime_of(p)
     return None if runtime is None else (runtime.plan, _KNOWN[p][1])
 
 
 def parameters_of(optimizer: Any) -> list[nn.Parameter]:
-    """Return the parameters of all groups of an optimizer."""
+    """Return a list of the parameters in all parameter groups of an optimizer."""
     return [p for group in optimizer.param_groups for p in group["params"]]

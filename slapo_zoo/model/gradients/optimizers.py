@@ -1,7 +1,7 @@
-"""Optimizers that need whole matrices, on sharded parameters.
+"""Steps of optimizers that need unsharded matrices, on parameters that tp shards.
 
-Most optimizers work element by element, so a shard is enough. Adafactor factors a matrix and Muon
-orthogonalises it: each sharded parameter is gathered for their step, and replaced by its shard again afterwards.
+Most optimizers work element by element, so shards are enough. Adafactor factors matrices and Muon orthogonalises them:
+for their steps each sharded parameter is gathered, and replaced by this rank's shard again afterwards.
 
 rewrite:  p [O/n, I], p.grad, state [as p]  -->  [O, I] while `step()` runs  -->  this rank's shard again
 """
@@ -35,7 +35,7 @@ MATRIX_WISE = {"Adafactor": True, "Muon": False}  # whether the step reads the w
 
 
 class OptimizerWarning(UserWarning):
-    """Warning that an optimizer may need unsharded matrices, but gets shards."""
+    """Warning that an optimizer, not known to work element by element, gets shards of parameters."""
 
 
 _ASKED: "WeakSet[Any]" = WeakSet()
@@ -47,11 +47,11 @@ _RUNNING: "WeakKeyDictionary[Any, list[tuple[Any, TensorPlan, Mesh, Tensor, Any]
 
 
 def whole_matrices(optimizer: Any) -> Any:
-    """Let an optimizer see every sharded parameter, its gradient and its state unsharded.
+    """Let an optimizer see each sharded parameter, its gradient and its state unsharded in `step()`.
 
-    Adafactor and Muon (of torch and of transformers) do so without this call. Call it for LAMB, Shampoo and
-    others that are not element-wise. In each step a rank receives the other ranks' shards of the weight, the
-    gradient and each state tensor of that size.
+    Adafactor and Muon (of torch and of transformers) see them so without this call; LAMB, Shampoo and others that are
+    not element-wise need it. In each step a rank receives the other ranks' shards of the parameter, of the gradient,
+    and of each state tensor of that size.
 
     Args:
         optimizer: torch optimizer over parameters of a scheduled model.
@@ -64,7 +64,7 @@ def whole_matrices(optimizer: Any) -> Any:
 
 
 def is_elementwise(optimizer: Any) -> bool:
-    """Return whether an optimizer is known to update each element from this element's gradient and state alone."""
+    """Return whether an optimizer is known to update each element by the element's own gradient and state alone."""
     return any(cls.__name__ in ELEMENTWISE for cls in type(optimizer).__mro__)
 
 
@@ -83,13 +83,11 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
     _refuse_hosted(name, places)
     meshes = [plan.mesh for plan, _ in places.values()]
     if name.startswith(WHOLE_MODEL) and any(mesh.tp * mesh.pp > 1 for mesh in meshes):
-        problem = "this optimizer needs dot products over all parameters, not over shards"
+        problem = "this optimizer computes dot products over all parameters, and a rank has shards of them"
         hint = "use tp=1 and pp=1 (dp is fine), or an optimizer that works element by element"
         raise SlapoError(f"{name}.step", "optimizer", problem, hint)
     if any(row.row_shards > 1 for plan, n in places.values() if (row := plan.of(n))):
-        problem = (
-            "this optimizer may not work element by element, and each dp rank holds some rows only"
-        )
+        problem = "this optimizer may not work element by element, and each dp rank has only some rows of a weight"
         raise SlapoError(f"{name}.step", "dp_shard=", problem, "use AdamW, or leave dp_shard= out")
     parts = ((p, plan.sharded(n), plan.mesh) for p, (plan, n) in places.items())
     held = {p: (row, mesh) for p, row, mesh in parts if row}
@@ -114,19 +112,21 @@ def _before(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def _refuse_hosted(name: str, parameters: Iterable[Any]) -> None:
-    """Raise SlapoError if this process holds the parameters of several ranks of a virtual mesh
-    (`exact=`). `name` is the optimizer's class, for the error.
+    """Raise SlapoError if this process runs several ranks of a virtual mesh (`exact=`), and holds parameters of each.
+
+    `name` is the optimizer's class, for the error; `parameters` are its parameters.
     """
     if any(runtime_of(p).calls.guard.on_ranks for p in parameters):
         problem = (
-            "this optimizer may not work element by element, and this process holds several ranks"
+            "this optimizer may not work element by element, and this process runs several ranks"
         )
         raise SlapoError(f"{name}.step", "exact=", problem, "use AdamW, or leave exact= out")
 
 
 def _enlarge(optimizer: Any, p: Any, row: Any, mesh: Mesh) -> None:
-    """Replace a parameter's shard, gradient and optimizer state by gathered tensors. `row` is the
-    parameter's TensorPlan: how it is sharded, and over which dim of `mesh`.
+    """Replace this rank's shards of the parameter `p`, its gradient and its optimizer state by unsharded tensors.
+
+    `row` is the TensorPlan of `p`: how `p` is sharded, and over which dim of `mesh`.
     """
     for key, value in optimizer.state[p].items() if p in optimizer.state else ():
         if isinstance(value, Tensor) and value.shape == p.shape and value.ndim:
@@ -155,9 +155,9 @@ def _after(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 def whole(local: Tensor, row: TensorPlan, mesh: Mesh) -> Tensor:
-    """Return the unsharded tensor of which `local` is this rank's shard; a collective call over its mesh dim.
+    """Return the unsharded tensor of which `local` is this rank's shard; a collective call of the ranks that shard it.
 
-    `row` is the tensor's TensorPlan: how it is sharded, and over which mesh dim.
+    `row` is the TensorPlan of the tensor: how it is sharded, and over which dim of `mesh`.
     """
     placement: Any = row.placement
     n, group = mesh.size(placement.mesh_dim), mesh.group(placement.mesh_dim)

@@ -1,8 +1,8 @@
-"""A user's gradient hooks on parameters: they get gradients of unsharded tensors, as in the plain model.
+"""Gradient hooks of the user on parameters: a hook gets the unsharded gradient, as in the plain model.
 
-In `train_step` each runs once, on the gradient of the whole batch. In a loop of the user's own it runs in
-every backward, after the sum over tp and before DDP's average over dp (with `dp_shard=` after it). Ranks
-that hold shards gather the gradient and keep their part of a hook's result, so all ranks must have the hook.
+In `train_step` each hook runs once, on the gradient of the whole batch. In a loop of the user's own it runs in every
+backward, after the sum over tp and before the average over dp (with `dp_shard=` after it). Ranks that hold shards
+gather the gradient and keep their shard of the hook's result, so all ranks must register the hook.
 """
 
 from collections.abc import Iterable
@@ -18,21 +18,21 @@ from slapo_zoo.parallel.local_tensors import is_divided, part_of, rows_of
 
 
 class OnWhole:
-    """Wrapper of a user's gradient hook on a sharded parameter; the hook gets the unsharded gradient."""
+    """Wrapper of a user's gradient hook on a parameter; it calls the hook with the unsharded gradient."""
 
     def __init__(self, reducer: Any, name: str, parameter: nn.Parameter, hook: Any):
         self.reducer, self.parameter = ref(reducer), ref(parameter)
         self.name, self.hook = name, hook
 
     def __call__(self, grad: Tensor) -> Any:
-        """Return this rank's gradient as the user's hook changed it; None in `train_step`, which runs hooks later."""
+        """Return this rank's gradient as the user's hook changes it; None in `train_step`, which runs hooks later."""
         reducer = self.reducer()
         if reducer is None:  # the model was deleted, its parameter not
             return self.hook(grad)
         return self.on(grad) if reducer.at_once else None
 
     def on(self, grad: Tensor) -> Tensor:
-        """Gather the gradient, call the user's hook on it, and return this rank's shard of the result."""
+        """Call the user's hook on the gathered gradient; return this rank's shard of the result. `grad` is a shard."""
         runtime, p = self.reducer().runtime, self.parameter()  # pyright: ignore[reportOptionalMemberAccess]
         mesh, plan, rows = runtime.schedule.mesh, runtime.plan, rows_of(p)
         full, placed = grad, plan.sharded(self.name)
@@ -52,18 +52,16 @@ class OnWhole:
         try:
             found = self.hook(full)
             if found is not None and found.shape != full.shape:
-                raise IndexError(f"found a result of shape {list(found.shape)}")
+                raise IndexError(f"the hook returned a tensor of shape {list(found.shape)}")
         except (RuntimeError, IndexError) as error:
-            problem = f"the hook failed on the gradient of the unsharded tensor {list(full.shape)}: {error}"
-            hint = (
-                "make masks of the unsharded shape, or change this rank's .grad after the backward"
-            )
+            problem = f"the hook failed on the gradient of the unsharded parameter {list(full.shape)}: {error}"
+            hint = "use tensors of that shape in the hook, or change this rank's .grad after the backward instead"
             raise MeshError("backward", f"a hook on {self.name}", problem, hint) from error
         return full if found is None else found
 
 
 def on_parts(model: Any) -> int:
-    """Return the number of gradient hooks that the user registered on sharded parameters."""
+    """Return the number of gradient hooks that the user registered on sharded parameters of the model on this rank."""
     plan = model._slapo.plan
     parts = (p for name, p in model.named_parameters() if is_divided(p) or plan.sharded(name))
     hooks = (hook for p in parts for hook in (p._backward_hooks or {}).values())
@@ -71,8 +69,9 @@ def on_parts(model: Any) -> int:
 
 
 def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Wrap the user's gradient hooks that are new since the last call, so that these hooks run
-    after sums over ranks. `reducer` sums the gradients; `named` are the parameters.
+    """Wrap the user's gradient hooks that are new since the last call, so that they get gradients summed over ranks.
+
+    `reducer` is the GradientReducer that sums the gradients; `named` are (name, parameter) pairs of the model.
     """
     for name, p in named:
         hooks: Any = p._backward_hooks
@@ -84,13 +83,13 @@ def take_over(reducer: Any, named: Iterable[tuple[str, nn.Parameter]]) -> None:
 
 
 def run_later(reducer: Any, parameters: Iterable[nn.Parameter], scale: float) -> None:
-    """Run the user's gradient hooks on the complete gradients of a step, unless they ran in the backward.
+    """Run the user's gradient hooks on the complete gradients of a `train_step`, unless hooks ran in the backward.
 
     Args:
-        reducer: reducer of the model's gradients, which knows if hooks ran in the backward.
+        reducer: GradientReducer of the model, which knows if hooks ran in the backward.
         parameters: parameters of this rank.
-        scale: loss scale of fp16: gradients are divided by it for the hooks. An infinite result of
-            a hook counts as an overflow.
+        scale: loss scale of fp16, by which gradients are divided before a hook and multiplied after it. An infinite
+            result of a hook counts as an overflow.
     """
     for p in parameters if not reducer.at_once else ():
         for hook in list((p._backward_hooks or {}).values()):

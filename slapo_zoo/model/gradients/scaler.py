@@ -1,4 +1,4 @@
-"""GradScaler with which all ranks skip a step, or none does."""
+"""GradScaler for fp16 with which either all ranks skip an optimizer step, or none."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class GradScaler(torch.amp.GradScaler):
-    """A `torch.amp.GradScaler` with which all ranks of a scheduled model skip a step together.
+    """A `torch.amp.GradScaler` with which all ranks of a scheduled model skip an optimizer step together.
 
-    With torch's own, an overflow in one rank's shard would let that rank alone skip the step, and
-    replicas of a weight would diverge.
+    With torch's own GradScaler, an overflow in one rank's shard would let that rank alone skip the step, and replicas
+    of a weight would diverge.
 
         scaler = slapo_zoo.GradScaler(model)
         loss = model.train_step(batch, scaler=scaler)      # or scaler.scale(loss).backward()

@@ -1,7 +1,7 @@
-"""Check before an optimizer step that replicas of a parameter have the same gradients, and that all ranks scaled
-gradients by the same factor.
+"""Check before an optimizer step that replicas of a parameter have equal gradients, which all ranks scaled equally.
 
-`torch.nn.utils.clip_grad_norm_` and torch's GradScaler see one rank's shards: ranks would diverge silently.
+`torch.nn.utils.clip_grad_norm_` and torch's GradScaler see one rank's shards alone, so they may scale gradients by
+another factor on each rank, or skip a step on one rank: ranks would diverge silently.
 """
 
 import inspect
@@ -38,11 +38,11 @@ GRAD_SCALER = inspect.getfile(torch.amp.GradScaler)
 class StepGuard:
     """Check before an optimizer step that all ranks changed (clipped, unscaled) their gradients by the same factor.
 
-    A few elements of some gradients are remembered after the backward; a check compares them with the gradients of
-    now, by one all-gather of 36 numbers and one wait of the host.
+    After the backward a few elements of some gradients are copied. A check compares the gradients before the step with
+    these copies, and the factors between them over all ranks, by one all-gather of 36 numbers.
 
     Attributes:
-        interval: steps between checks, after the first ALWAYS (16) steps; 0 switches checks off.
+        interval: steps from one check to the next, after the first 16 steps, all checked; 0 switches checks off.
         divides: True if ranks hold different gradients, because of tp, pp or `dp_shard=`.
         needed: True if checks are made; False where an engine clips and steps by itself.
         on_ranks: replacement of this check if one process runs several ranks as threads: it checks and steps the
@@ -65,12 +65,12 @@ class StepGuard:
         averaged: bool,
         trained: Tensor | None = None,
     ) -> None:
-        """Remember a sample of the gradients, which are complete now, at the end of a backward.
+        """Copy a sample of the gradients at the end of a backward, when sums over ranks are complete.
 
         Args:
             named: name --> trained parameter.
             plan: plan of this rank, which says which parameters are replicated.
-            averaged: True if all dp ranks took part in this backward.
+            averaged: True if this backward averaged gradients over dp; then replicas' weights are compared too.
             trained: number of (pp, dp) ranks with trained parameters; None: all.
         """
         if not self.needed:
@@ -86,26 +86,24 @@ class StepGuard:
             self._compare_replicas(parameters[:: max(1, len(parameters) // PROBES)][:PROBES])
 
     def _compare_replicas(self, some: list[nn.Parameter]) -> None:
-        """Raise MeshError on all dp ranks if the first elements of a parameter in `some` differ between dp replicas."""
+        """Raise MeshError on all dp ranks if the parameters `some` have other first elements on a dp replica."""
         self.backwards += 1
         if not some or not self._is_due(self.backwards):
             return
         mine = torch.stack([p.detach().reshape(-1)[:ELEMENTS].double().norm() for p in some])
         found = of_all(mine, self.mesh.group("loss"))
         if ((found - found[0]).abs() > COPIES * found.abs().amax(0)).any():
-            problem = "dp ranks have different weights: their steps or gradients were different"
-            hint = (
-                "step on all ranks or on none, and average gradients of torch.autograd.grad over dp"
-            )
+            problem = "dp ranks have different weights: they took different steps, or had different gradients"
+            hint = "call optimizer.step() on all ranks or on none, and average gradients of torch.autograd.grad over dp"
             raise agreed(MeshError("backward", "replicas of the model", problem, hint))
 
     def _is_due(self, step: int) -> bool:
         return self.interval >= 1 and (step <= ALWAYS or not step % self.interval)
 
     def _marks_of(self, named: Mapping[str, nn.Parameter], plan: RankPlan) -> dict[str, Tensor]:
-        """Return {name: [projection, norm] of the gradient} for the parameters in `named` that are replicated over tp.
+        """Return {name: [projection, norm] of the gradient's first 64 elements} of parameters that are replicated over tp.
 
-        The projection is a weighted sum of the elements; a missing gradient counts as 0.
+        The projection is a weighted sum of these elements; a missing gradient counts as 0. `named`: name --> parameter.
         """
         if self.mesh.tp == 1:
             return {}
@@ -123,7 +121,7 @@ class StepGuard:
     def before_step(self) -> None:
         """Raise MeshError on all ranks if the user's code scaled gradients by different factors on different ranks.
 
-        Gradients are compared with samples of them from the end of the last backward, which `complete` took.
+        The gradients are compared with the sample that `complete` copied at the end of the last backward.
         """
         if not self.fresh:
             return
@@ -148,8 +146,8 @@ class StepGuard:
     def _require_same(self, rows: Sequence[Sequence[Sequence[float]]], loosely: float) -> None:
         """Raise MeshError on all ranks if tp ranks have different gradients of a replicated parameter.
 
-        `rows` is [ranks][probes][4], the four numbers of `_factors` for each sampled gradient. The last two, sums of
-        projections and of norms of gradients, are compared. `loosely` is the relative difference that is allowed.
+        `rows` has for each rank the result of `_factors`, [9][4] numbers. Columns 2 and 3, sums of projections and of
+        norms of replicated gradients, are compared. `loosely` is the relative difference that is allowed.
         """
         tp = self.mesh.tp
         blocks = [rows[i : i + tp] for i in range(0, len(rows), tp)]
@@ -173,10 +171,10 @@ class StepGuard:
         raise agreed(MeshError("optimizer.step", what, problem, hint))
 
     def check_outside(self, parameters: list[nn.Parameter]) -> None:
-        """Raise MeshError on all ranks of a stage if parameters outside the model (a user's head), or their gradients,
-        differ between ranks. `parameters` are all those of the optimizer.
+        """Raise MeshError on all ranks of a stage if a trained parameter outside the model (a user's head), or its gradient,
+        has other values on another of these ranks. `parameters` are all parameters of the optimizer.
 
-        The check runs in the first ALWAYS (16) steps only, by two all-gathers of a few numbers.
+        The check runs in the first 16 steps only, by an all-gather over tp and one over dp.
         """
         beside = [p for p in parameters
                   if runtime_of(p) is None and p.requires_grad and not hasattr(p, "full_tensor")]  # fmt: skip
@@ -194,12 +192,12 @@ class StepGuard:
                 raise _unlike_outside(beside, self.mesh.named(mesh_dim))
 
     def _factors(self) -> Tensor:
-        """Return a tensor [PROBES + 1, 4], PROBES = 8, of the numbers that ranks compare before an optimizer step.
+        """Return a tensor [9, 4] of the numbers of this rank that ranks compare before an optimizer step.
 
-        Row i < PROBES belongs to the i-th parameter whose gradient was sampled after the backward: the factor by which
-        the gradient was scaled since; 1 if this factor fits all sampled elements, else 0; and two sums, of projections
-        and of norms, over some of the gradients that are replicated over tp (`_marks_of`). The last row is the relative
-        rounding error allowed.
+        In rows 0 to 7, one for each gradient that was sampled after the backward, column 0 is the factor by which the
+        gradient was scaled since, and column 1 is 1 if this factor fits all sampled elements, else 0. Columns 2 and 3
+        are sums of projections and of norms (`_marks_of`) over some of the gradients that are replicated over tp. Row 8
+        is the relative rounding error allowed.
         """
         found = torch.zeros(PROBES + 1, 4, dtype=torch.float64, device=self.device)
         for i, mark in enumerate(self.marks.values()):
@@ -218,11 +216,11 @@ class StepGuard:
         return found
 
     def _unlike(self, found: list[list[float | None]], alike: float) -> str:
-        """Describe the factors that differ between ranks though they should be equal; return "" if none differs.
+        """Return as text the factors that differ between ranks though they should be equal, or "" if none differs.
 
-        `found` is [ranks][probes]: the factor by which each sampled gradient was scaled. `alike` is the relative
-        difference allowed. Ranks of one stage hold shards of the same parameters, so each probe is compared over them.
-        Stages are compared if one factor fits all probes.
+        `found` has for each rank the factors by which its sampled gradients were scaled, None if unknown; `alike` is
+        the relative difference allowed. Ranks of one stage sample the same parameters, so each factor is compared
+        between them. Stages are compared if one factor fits all gradients of a rank.
         """
         stages = [self.mesh.coord("pp", rank) for rank in range(self.mesh.world_size)]
         groups = [[row[i] for row, s in zip(found, stages, strict=True) if s == stage]
@@ -244,9 +242,9 @@ def _common_factor(row: list[float | None], alike: float) -> float | None:
 
 
 def _differ(marks: Sequence[Sequence[float]], loosely: float) -> bool:
-    """Return whether ranks hold different gradients of a parameter, by its `marks` (projection, norm) on each rank.
+    """Return whether ranks hold different gradients of a parameter; `marks` has (projection, norm) of each rank's.
 
-    The projection is a weighted sum of the gradient's elements. Gradients are different if their projections
+    The projection is a weighted sum of the gradient's elements. The gradients are different if the projections
     differ by more than `loosely` times the largest norm.
     """
     values, sizes = zip(*marks, strict=True)
@@ -279,7 +277,7 @@ def _unlike_outside(parameters: list[nn.Parameter], mesh_dim: str) -> MeshError:
 
 @called_once
 def watch_steps() -> None:
-    """Install this file's check before every optimizer step of the process, once."""
+    """Install, once per process, the hook that checks gradients of scheduled models before every optimizer step."""
     register_optimizer_step_pre_hook(_before_step)
 
 
@@ -299,7 +297,7 @@ def _before_step(optimizer: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _require_own_scaler() -> None:
-    """Raise MeshError if torch's own GradScaler runs this step, since it could skip the step on one rank alone."""
+    """Raise MeshError if torch's own GradScaler called `optimizer.step`: after an overflow it skips on one rank alone."""
     frame: Any = sys._getframe(1)
     for _ in range(12):
         if frame is None:
@@ -309,9 +307,7 @@ def _require_own_scaler() -> None:
         scaler = frame.f_locals.get("self") if is_theirs else None
         if isinstance(scaler, torch.amp.GradScaler):
             if not isinstance(scaler, GradScaler):
-                problem = (
-                    "after an overflow in one rank's shard that rank alone would skip the step"
-                )
+                problem = "after an overflow in the gradients of one rank's shards, that rank alone would skip the step"
                 hint = "use slapo_zoo.GradScaler(model), with which all ranks skip a step together"
                 raise MeshError("optimizer.step", "torch.amp.GradScaler", problem, hint)
             return

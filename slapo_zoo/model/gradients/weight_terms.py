@@ -1,9 +1,9 @@
-"""Loss terms on weights (L2-SP, EWC, FedProx), whose gradient every rank has in full and must not be summed.
+"""Loss terms that depend on weights alone (L2-SP, EWC, FedProx): each rank has their gradient in full, without a sum.
 
 rewrite:  loss = f(output) + g(p)  -->  over tp the gradient of f is summed, that of g is not
 
-In `train_step` the terms are found in the loss of `loss_fn`, and their gradient is divided by the number of ranks that
-will sum it. In a user's own loop the gradient of p through the model's output is recorded; that of g is the rest.
+In `train_step` such terms are found in the loss of `loss_fn`, and their gradient is divided by the number of ranks that
+will sum it. In a user's own loop the gradient of p through the model's output is recorded; the rest is that of g.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,16 +29,16 @@ MIXING = ("Sum", "Mean", "Linalg", "Norm", "ForeachNorm", "Mm", "Bmm", "Mv", "Ma
 
 
 def newest() -> int:
-    """Return the sequence number of the newest autograd node of this thread."""
+    """Return autograd's sequence number of the newest node of this thread; nodes made later have larger numbers."""
     return torch.zeros((), requires_grad=True).clone().grad_fn._sequence_nr()  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def count_once(runtime: Any, loss: Tensor, began: int) -> None:
-    """Hook the terms of a `train_step` loss that depend on weights alone (L2-SP), so that sums over
-    ranks count them once.
+    """Hook the terms of a `train_step` loss that depend on weights alone (L2-SP), so that they count once in sums over
+    ranks.
 
-    The hook multiplies a term's gradient by a factor. Raises MeshError for a term that mixes
-    elements of a sharded weight, or with pp > 1.
+    A hook multiplies a term's gradient by a factor. Raises MeshError for a term that needs an unsharded weight where
+    the weight is sharded, and with pp > 1 for a weight that only one stage has.
 
     Args:
         runtime: runtime state of the model.
@@ -55,12 +55,14 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
         name = names.get(id(p), "")
         row = runtime.plan.of(name)
         if mixed and (is_divided(p) or runtime.plan.sharded(name)):
-            problem = f"found {mixed} on this rank's shard of {name}: this operation needs the unsharded weight"
+            problem = f"a loss term computes {mixed} on this rank's shard of {name}, but needs the unsharded weight"
             hint = "write a sum over elements, e.g. p.square().sum() / elements of the unsharded weight"
             raise MeshError("train_step", "loss_fn", problem, hint)
         if mesh.pp > 1 and not (row and row.sums(True, TIED)):
-            problem = f"the loss has a term in the weight {name}, which other stages do not hold"
-            hint = "after train_step add its gradient to p.grad, for p of model.parameters()"
+            problem = (
+                f"a loss term depends on the weight {name}, which other pipeline stages do not hold"
+            )
+            hint = "leave the term out of loss_fn; after train_step add its gradient to each p.grad"
             raise MeshError("train_step", "loss_fn", problem, hint)
         factor = _factor(runtime, row, p)
         if factor != 1:
@@ -68,9 +70,9 @@ def count_once(runtime: Any, loss: Tensor, began: int) -> None:
 
 
 def _factor(runtime: Any, row: Any, p: Any) -> float:
-    """Return the number by which to multiply a gradient that every rank has in full, before it is summed over ranks.
+    """Return the factor for a gradient of parameter `p` that every rank has in full, so that the sum over ranks is right.
 
-    `row` is the TensorPlan of parameter `p`, which lists the ranks over which its gradient is summed.
+    `row` is the TensorPlan of `p`, which lists the ranks over which its gradient is summed, or None.
     """
     divided = runtime.schedule.state.forward.tokens_divided
     factor = float(row.row_shards) if row and rows_of(p) else 1.0
@@ -84,8 +86,8 @@ def _scaled(index: int, factor: float, grads: Any, _outputs: Any) -> Any:
 
 
 def _numbers(loss: Tensor, began: int) -> set[Any]:
-    """Return the autograd nodes of scalars that are computed from parameters alone, in the graph of
-    `loss`. Only nodes with a sequence number above `began` are searched.
+    """Return the autograd nodes, in the graph of `loss`, of scalars computed from parameters alone, and the nodes on the
+    way to the parameters. Only nodes with a sequence number above `began` are searched.
     """
     alone: set[Any] = set()
     made = reached(
@@ -99,7 +101,7 @@ def _numbers(loss: Tensor, began: int) -> set[Any]:
 
 
 def _mixes(node: Any) -> bool:
-    """Return whether an autograd node, e.g. of a mean, gives another result on shards of a weight than on the weight."""
+    """Return whether the sum over shards of an autograd node's result (of a mean, a norm) is not that of the weight."""
     name = node.name().partition("Backward")[0]
     if hasattr(node, "_saved_reduction"):
         return node._saved_reduction == 1  # a mean
@@ -117,9 +119,9 @@ def _leaves(nodes: Iterable[Any]) -> Iterator[Place]:
 
 
 class Uses:
-    """Record of the gradients of parameters through the model's output, apart from those of weight terms (L2-SP).
+    """Record of the gradients of parameters through the model's output, without those of loss terms on weights (L2-SP).
 
-    It is used in loops of the user's own, without `train_step`.
+    The record serves loops of the user's own, without `train_step`.
     """
 
     def __init__(self) -> None:
@@ -128,7 +130,7 @@ class Uses:
     def note(self, output: Any, wanted: set[int]) -> None:
         """Register hooks on the graph of `output` that record, in its backward, the gradients of parameters.
 
-        The parameters are those whose id() is in `wanted`; each use of one adds a part of its gradient to the record.
+        The parameters are those whose id() is in `wanted`; each use of a parameter adds a part of its gradient.
         """
         for node, index, p in _leaves(reached(nodes_of(output)) if wanted else ()):
             if id(p) in wanted:
@@ -139,8 +141,9 @@ class Uses:
             self.found.setdefault(key, []).append(grads[index])
 
     def split(self, parameter: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Split a parameter's gradient `grad`; return (part from its uses in the model's output, part
-        from weight terms or None). Every rank has all of the second part, so it is not summed.
+        """Split the gradient `grad` of a parameter; return (part through the model's output, part of weight terms or None).
+
+        Each rank has the second part in full, so only the first part is summed over ranks.
         """
         came = self.found.pop(id(parameter), [grad])
         own = came[0] if len(came) == 1 else sum(came[1:], came[0])
