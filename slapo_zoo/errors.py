@@ -1,4 +1,4 @@
-"""The exceptions that slapo_zoo raises on purpose; each message has four parts, as `SlapoError` names them."""
+"""Exceptions that slapo_zoo raises on purpose; each message has four parts: where, what, problem, hint."""
 
 import errno
 
@@ -24,19 +24,19 @@ class SlapoError(Exception):
 
 
 class ScheduleError(SlapoError, ValueError):
-    """Error of a directive that cannot be applied to a module."""
+    """Error of a schedule directive (`shard`, `sync`, ...) that cannot be applied to a module of the model."""
 
 
 class MeshError(SlapoError, ValueError):
-    """Error of a mesh that does not fit the processes or the model."""
+    """Error of a mesh (tp, pp, dp, cp) that does not fit the processes or the model, or of ranks that differ."""
 
 
 class ArchitectureError(SlapoError, ValueError):
-    """Error of a model for whose architecture slapo_zoo.zoo has no table, or whose table lacks the model class."""
+    """Error of a model class that no table of sharding rules in slapo_zoo.zoo supports."""
 
 
 class WeightsError(SlapoError, ValueError):
-    """Error of a checkpoint that cannot be read or written, or that does not belong to the model."""
+    """Error of a checkpoint that cannot be read or written, or that does not fit the model."""
 
 
 class CardError(SlapoError, ValueError):
@@ -51,7 +51,7 @@ class RankError(SlapoError, RuntimeError):
     """Error raised on this rank because another rank failed.
 
     Attributes:
-        traceback_text: traceback of the other rank, or the empty string.
+        traceback_text: traceback of the error on the other rank, or the empty string.
     """
 
     traceback_text: str = ""
@@ -61,19 +61,19 @@ _AGREED = "_slapo_raised_on_all_ranks"
 
 
 def agreed(exc: Exception) -> Exception:
-    """Mark an error that every rank raises in the same step, and return it.
+    """Mark an error that all ranks raise at the same place of the program; return the error.
 
-    No rank then waits in a collective, so a caller that catches the error on all ranks may continue.
+    No rank then waits in a collective, so code that catches the error on all ranks may continue.
     """
     exc.__dict__[_AGREED] = True
     return exc
 
 
 def is_agreed(exc: BaseException) -> bool:
-    """Return whether `agreed` marked the error: every rank raised in the same step."""
+    """Return whether `agreed` marked the error `exc`: True if all ranks raise the error at the same place."""
     return _AGREED in exc.__dict__
 
 
 def is_full(error: OSError) -> bool:
-    """Return whether a file error says that a disk or the user's quota is full."""
+    """Return whether an OSError says that the disk is full or the user's quota is used up."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)

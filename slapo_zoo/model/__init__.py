@@ -1,4 +1,4 @@
-"""Scheduled model: its class, how it is built and loaded, the report of its memory, the watch for NaN and loss spikes.
+"""Scheduled model: class, build and load, report of the memory that it takes, watch for NaN and loss spikes.
 
-Imports `model.step`, `model.checkpoints` and lower.
+This package imports `model.step`, `model.checkpoints` and lower layers.
 """

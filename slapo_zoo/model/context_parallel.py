@@ -1,4 +1,4 @@
-"""Checks when a model is loaded with cp > 1: errors for unsupported models and options, which say what to use."""
+"""Checks at the load of a model with cp > 1: models and options that do not run with it raise errors."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -28,12 +28,12 @@ SAME_AS = {
 
 
 def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
-    """Return the user's options; with cp > 1 a copy that takes no Triton kernels (`kernels="reference"`).
+    """Check the user's options if cp > 1; return a copy that takes no Triton kernels (`kernels="reference"`).
 
     Args:
-        where: name of the load, for errors.
+        where: name of the running call ("from_pretrained"), for errors.
         mesh: mesh of the model.
-        options: the user's options.
+        options: the user's options; with cp=1 they are returned as they are.
 
     Raises:
         MeshError: an option is not supported with cp > 1.
@@ -55,17 +55,17 @@ def check_cp(where: str, mesh: Mesh, options: LoaderOptions) -> LoaderOptions:
 
 
 def refusal(where: str, what: str, mesh: Mesh, hint: str = BESIDE["schedule"][1]) -> MeshError:
-    """Return the error for an argument `what` that does not run with the cp of a mesh; `hint` says what to use."""
+    """Return a MeshError: `what`, e.g. "target=..." as text, does not run with the mesh's cp; `hint` says what to use."""
     return MeshError(where, what, f"not supported together with cp={mesh.cp}", f"{hint}, or cp=1")
 
 
 def check_steps(steps: Iterable[Step], cp: int, cp_attention: str) -> None:
-    """Raise CardError, with cp > 1, for a directive of a card with the effect of an argument that `check_cp` refuses.
+    """Raise CardError if a schedule card has a directive that does not run with cp > 1, e.g. a Triton kernel.
 
     Args:
-        steps: the directives of the card.
-        cp: number of cp ranks.
-        cp_attention: how attention sees the tokens of all cp ranks.
+        steps: (path pattern, directive) pairs of the card.
+        cp: number of cp ranks; with 1 nothing is checked.
+        cp_attention: how attention sees the tokens of all cp ranks: "gather", "ring" or "ulysses".
     """
     for pattern, directive in steps if cp > 1 else ():
         for name, value in directive.arguments().items():
@@ -78,16 +78,16 @@ def check_steps(steps: Iterable[Step], cp: int, cp_attention: str) -> None:
 
 
 def require_core_attention(sch: Schedule, table: Table) -> None:
-    """Raise CardError, for a model with cp > 1, if a schedule leaves out `core_attention` where the family's table has it.
+    """Raise CardError if a schedule for cp > 1 lacks the directive `core_attention` at an attention of the model.
 
-    Such an attention would see the tokens of its own rank alone.
+    `table` has the modules that need the directive: without it attention sees the tokens of its own rank alone.
     """
     seams = [
         p for p, rule in table.rows(sch.model) if any(d.name == "core_attention" for d in rule)
     ]
     for path in (path for pattern in seams for path in sch[pattern].paths):
         if f"{path}.{ATTRIBUTE}" not in sch.state.modules:
-            problem = f"the card has no core_attention for this module: with cp={sch.mesh.cp} a token would see the tokens of its own rank alone"
+            problem = f"the card has no core_attention for this module: with cp={sch.mesh.cp} attention would see one rank's tokens only"
             hint = "use cp=1 or another card; whoever writes the card adds sch[...].core_attention(num_heads=...)"
             raise CardError("card", path, problem, hint)
 
@@ -95,7 +95,7 @@ def require_core_attention(sch: Schedule, table: Table) -> None:
 def require_cp_support(table: Table, cls: Any, config: Any) -> None:
     """Raise ArchitectureError unless the model class `cls` with this config is known to train right with cp > 1.
 
-    `table` has the sharding rules of the family, and lists the classes whose tokens may be sharded over cp.
+    `table` has the sharding rules of the model family, and lists the classes that support cp.
     """
     name, what = cls.__name__, "cp > 1"
     if table.positions_of(cls) is None:
@@ -104,5 +104,7 @@ def require_cp_support(table: Table, cls: Any, config: Any) -> None:
         problem = f"{name} is not known to train right with tokens sharded over cp"
         raise ArchitectureError("zoo", what, problem, f"use cp=1; cp runs for {', '.join(known)}")
     if getattr(config, "token_dropout", False):
-        problem = "found token_dropout=True, which needs all tokens of a row; a cp rank has some"
+        problem = (
+            "the config has token_dropout=True, which needs all tokens of a row; a cp rank has some"
+        )
         raise ArchitectureError("zoo", what, problem, "pass token_dropout=False, or use cp=1")

@@ -1,4 +1,4 @@
-"""Evaluation on held-out rows, with the same result on every mesh."""
+"""Evaluation of a model on held-out rows, with the same result on every mesh."""
 
 from typing import Any
 
@@ -18,13 +18,13 @@ from slapo_zoo.parallel.ranks.emulation import on_each_rank
 def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str, float]:
     """Return {"loss": mean, "accuracy": share of right predictions} over all labels (or text pairs) of held-out rows.
 
-    A collective call. The result is the same on every mesh, and random states of training do not
-    change. The model is in training mode afterwards.
+    A collective call of all ranks. The result is the same on every mesh, and random states of training do not change.
+    The model is in training mode afterwards.
 
     Args:
-        model: model that AutoScheduledModel loaded.
-        batches: batches of the held-out rows.
-        most: maximum number of batches; None evaluates all rows.
+        model: a scheduled model.
+        batches: source of the batches, which also gives those of held-out rows.
+        most: maximum number of batches to evaluate; None evaluates all held-out rows.
     """
     mesh, device = model.mesh, next(iter(model.parameters())).device
     sums = torch.zeros(3, dtype=torch.float64)  # of losses, targets, hits
@@ -46,7 +46,7 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
 
 @torch.no_grad()
 def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Evaluate this dp rank's rows of a batch; return [sum of losses, number of labels, number of right predictions]."""
+    """Evaluate this dp rank's rows of a batch; return a tensor [3]: sum of losses, number of labels, number of hits."""
     cache = {"use_cache": False} if takes_cache(model._slapo) else {}  # or documents mix
     output = model(**batch, **cache)
     targets = float(count_targets(model._slapo.head_name(model), batch)[0])
@@ -58,9 +58,9 @@ def _evaluate(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 @torch.no_grad()
 def _evaluate_pairs(model: Any, batch: dict[str, Tensor]) -> Tensor:
-    """Evaluate this dp rank's pairs (anchor, positive) of texts; return three numbers as a tensor [3].
+    """Evaluate this dp rank's pairs (anchor, positive) of texts; return a tensor [3].
 
-    They are the sum of losses, the number of pairs, and the number of anchors whose nearest positive is their own.
+    Its numbers are the sum of losses, the number of pairs, and the number of anchors whose nearest positive is theirs.
     """
     loss, hits = InBatchNegatives(model.mesh).judged(model(**batch), batch)
     count = len(batch["input_ids"]) // 2

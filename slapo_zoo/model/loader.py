@@ -57,7 +57,7 @@ Prepare = Callable[[LoaderOptions, Any, Mesh, torch.dtype], LoaderOptions]
 
 
 class Assembly(Outline):
-    """Model on the meta device that has only this rank's pipeline stages, before it is filled with weights."""
+    """Scheduled model in the making: on the meta device with only this rank's pipeline stages, then filled and hooked."""
 
     def __init__(
         self, config: Any, auto_class: Any, mesh: Mesh, dtype: torch.dtype, options: BuildOptions
@@ -81,7 +81,7 @@ class Assembly(Outline):
             self.shards = Shards.of(self.mesh, options.dp_shard, options.zero_stage)
 
     def require_attention(self) -> None:
-        """Raise SlapoError for an attention backend that the family or the device does not support."""
+        """Raise SlapoError if `attention=` names a backend that the model's family or the device does not support."""
         name, device = self.options.attention, torch.device(self.options.device)
         if name is not None:
             found = self.table.tunable.get("attention", ())
@@ -89,7 +89,7 @@ class Assembly(Outline):
             require_backend(name, self.cls, found, device, dtype)
 
     def weights_of(self, checkpoint: CheckpointFolder, load: LoadOptions) -> Ledger:
-        """Read this rank's slices of a checkpoint into the model; return a record of bytes, files and seconds.
+        """Read this rank's slices of a checkpoint into the model; return a record of tensors, bytes, files and seconds.
 
         `load` holds the memory limit and the checks of the load.
         """
@@ -99,16 +99,16 @@ class Assembly(Outline):
         )  # fmt: skip
 
     def new_weights(self) -> Ledger:
-        """Fill the model with new weights, the same for every mesh; return a record of bytes and seconds."""
+        """Fill the model with new random weights, equal on every mesh; return a record of bytes and seconds."""
         place = torch.device(self.options.device)
         return fill_from_config(
             self.model, lambda: self.skeleton, self.plan, place, self.units, self.seed, self.shards,
         )  # fmt: skip
 
     def require_same_weights(self, what: str) -> None:
-        """Raise MeshError if replicas of a weight, or the schedules, differ between ranks; a collective call.
+        """Raise MeshError on all ranks if their schedules, or their replicas of a weight, are not equal; a collective call.
 
-        `what` names the load in the error.
+        `what` is the name of the running call ("from_pretrained"), for the error.
         """
         if self.pipeline is not None and ranks_are_threads():  # threads compute in a step
             self.pipeline.prepare()
@@ -119,12 +119,12 @@ class Assembly(Outline):
         require_same_weights(what, self.mesh, tensors, self.specs, program, ranks)
 
     def finish(self, ledger: Any, micro_batches: int | None, folder: Path | None) -> Any:
-        """Attach the runtime state to the filled model, change its class to that of a scheduled model, and return it.
+        """Give the filled model its runtime state and the class of a scheduled model; return the model.
 
         Args:
-            ledger: record of the load.
-            micro_batches: default number for `train_step`.
-            folder: folder of the checkpoint, or None.
+            ledger: record of the load (bytes, files, seconds).
+            micro_batches: default number of micro-batches of `train_step`.
+            folder: folder of the checkpoint; None for a model with new weights.
         """
         model = self.model
         warn_of_missing_sums(self.schedule)
@@ -144,8 +144,8 @@ class Assembly(Outline):
         return model
 
     def shard_and_hook(self, model: Any) -> None:
-        """Shard parameters over dp if `dp_shard=` is given (ZeRO), let users call submodules (an encoder) outside the
-        model's forward, and register the hooks that reduce gradients.
+        """Finish `model`: shard parameters over dp (ZeRO) if `dp_shard=` is given, let users call submodules (an encoder)
+        alone, and register the hooks that reduce gradients.
         """
         blocks = block_paths(self.schedule, self.table)
         if self.shards is not None:
@@ -175,23 +175,23 @@ def _take_generation_config(model: Any, folder: Path | None) -> None:
 
 
 def _refuse_dropped_layers(config: Any, mesh: Mesh) -> None:
-    """Raise MeshError for LayerDrop with pp > 1: stages must know which blocks run."""
+    """Raise MeshError if pp > 1 and the config has LayerDrop, which skips random blocks that other stages wait for."""
     for name, value in vars(config).items():
         if mesh.pp > 1 and name.endswith("layerdrop") and value:
-            problem = f"found {value}, expected 0: stages would wait for the blocks that LayerDrop leaves out"
+            problem = f"the config has {name}={value}: stages would wait for the blocks that LayerDrop leaves out"
             what, hint = f"{name} with pp={mesh.pp}", f"pass {name}=0.0, or use pp=1"
             raise MeshError("from_pretrained", what, problem, hint)
 
 
 @dataclass(frozen=True)
 class Source:
-    """Checkpoint to load from: its location, and how it is read.
+    """Checkpoint to load from: where it is, and how it is read.
 
     Args:
         name: a folder, or a model id of the Hub.
         revision: branch, tag or commit of the Hub.
         allow_pickle: True reads `.bin` files too, which are pickles.
-        changes: fields of the config to override.
+        changes: field of the config --> value that replaces the checkpoint's.
         hub: arguments of `from_pretrained` that say where files are and how they are read: token, subfolder, ...
         load: memory limit and checks of the load.
     """
@@ -204,13 +204,14 @@ class Source:
     load: LoadOptions = field(default_factory=LoadOptions)
 
     def find(self) -> Path:
-        """Return the folder of the checkpoint; a Hub model is downloaded first."""
+        """Return the local folder of the checkpoint; a model of the Hub is downloaded first."""
         return local_folder(self.name, self.revision, self.allow_pickle, self.hub)
 
     @contextmanager
     def open(self, step: str, mesh: Mesh, folder: Path) -> Iterator[tuple[Any, CheckpointFolder]]:
-        """Context with (config, opened files) of the checkpoint in `folder`, the same on all ranks;
-        a collective call. `step` names the load in errors.
+        """Context with (config, opened files) of the checkpoint in `folder`; a collective call of all ranks.
+
+        Raises an error if ranks see different files. `step` is the name of the running call, for errors.
         """
 
         def read() -> tuple[Any, CheckpointFolder]:
@@ -231,13 +232,13 @@ class Source:
 
 @contextmanager
 def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOptions]]:
-    """Context that first makes all checks of the options that need no file; it yields (mesh, options with a device).
+    """Context of a load: it first checks the options that need no file, then yields (mesh, options with a device).
 
-    An error within the context is sent to the other ranks, which raise it too.
+    An error within the context is sent to the other ranks, which then raise an error too.
 
     Args:
-        step: name of the running step for error messages.
-        options: options of the model.
+        step: name of the running call ("from_pretrained"), for errors.
+        options: options that the user passed to the load.
     """
     mesh = make_mesh(**{name: getattr(options, name) for name in MESH})
     with rank_guard(step):
@@ -252,11 +253,11 @@ def checked(step: str, options: LoaderOptions) -> Iterator[tuple[Mesh, LoaderOpt
 def load_checkpoint(
     step: str, options: LoaderOptions, source: Source, prepare: Prepare | None = None
 ) -> Any:
-    """Load a checkpoint as a scheduled model; every rank reads only its own bytes.
+    """Load a checkpoint as a scheduled model, and return the model; each rank reads only its own bytes.
 
     Args:
-        step: name of the running step for error messages.
-        options: options of the model.
+        step: name of the running call ("from_pretrained"), for errors.
+        options: options that the user passed to the load.
         source: the checkpoint.
         prepare: (options, config, mesh, dtype) --> options to build with, e.g. with a card replaced by its
             directives; None leaves the options unchanged.
@@ -277,11 +278,11 @@ def load_checkpoint(
 def new_model(
     step: str, options: LoaderOptions, config: Any, prepare: Prepare | None = None
 ) -> Any:
-    """Make a scheduled model with new weights, the same for every (tp, pp, dp).
+    """Return a scheduled model with new random weights, equal for every (tp, pp, dp).
 
     Args:
-        step: name of the running step for error messages.
-        options: options of the model.
+        step: name of the running call ("from_config"), for errors.
+        options: options that the user passed to the call.
         config: config of `transformers`.
         prepare: (options, config, mesh, dtype) --> options to build with; None leaves them unchanged.
     """
@@ -295,16 +296,16 @@ def _build(
     stored: Callable[[], torch.dtype], fill: Callable[[Assembly], Any], folder: Path | None,
     prepare: Prepare | None,
 ) -> Any:  # fmt: skip
-    """Build the model of a config and fill its parameters.
+    """Build the scheduled model of a config, fill its parameters, and return the model.
 
     Args:
-        step: name of the running step for error messages.
-        options: checked options.
+        step: name of the running call ("from_pretrained"), for errors.
+        options: options of the user, after `checked`.
         mesh: mesh of all ranks.
         config: config of `transformers`.
-        stored: returns the dtype of the parameters for dtype="auto" without a precision.
-        fill: gives the parameters their values; returns a record of the load.
-        folder: folder of the checkpoint, or None.
+        stored: function that returns the checkpoint's dtype, that of the parameters for dtype="auto".
+        fill: function that gives the parameters of an Assembly their values; returns a record of the load.
+        folder: folder of the checkpoint; None for a model with new weights.
         prepare: (options, config, mesh, dtype) --> options to build with; None leaves them unchanged.
     """
     require_same_facts(step, mesh, facts_of(config, mesh, options))

@@ -1,4 +1,4 @@
-"""Find sharded modules whose partial sums no directive of a schedule all-reduces over tp."""
+"""Search for sharded modules whose outputs or gradients are partial sums that a schedule does not all-reduce over tp."""
 
 import warnings
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from slapo_zoo.language.primitives import Replace, Sync
 from slapo_zoo.language.primitives.bias_after_sum import output_of
 from slapo_zoo.language.schedule import Schedule
 
-FORWARD = 'its output is a part of a sum on each rank, and nothing sums it: sync("fwd_post", "all_reduce") there'
-BACKWARD = 'the gradient of its input is a part of a sum on each rank, and nothing sums it: sync("bwd_post", "all_reduce") there'
+FORWARD = 'the output is a partial sum on each tp rank, and nothing sums it: add sync("fwd_post", "all_reduce") there'
+BACKWARD = 'the gradient of the input is a partial sum on each tp rank, and nothing sums it: add sync("bwd_post", "all_reduce") there'
 INPUTS = {"Linear": 1, "Conv1D": 0}  # class --> axis of the weight with the input features
 
 
@@ -21,10 +21,10 @@ class ScheduleWarning(UserWarning):
 
 
 def missing_sums(sch: Schedule) -> list[str]:
-    """Return one line for each kind of missing all-reduce over tp: of an output, or of the gradient of an input.
+    """Return texts on missing all-reduces over tp in a schedule: one for outputs of modules, one for gradients of inputs.
 
-    A `sync` directive counts at the sharded module or at any module that contains it. Replaced modules are skipped,
-    because their code may reduce by itself.
+    A `sync` directive (a collective) counts at the sharded module or at any module that contains the module. Replaced
+    modules are skipped, because their code may all-reduce by itself.
     """
     return [_line(bad, problem) for bad, problem in _unsummed(sch)]
 
@@ -35,7 +35,7 @@ def _line(bad: list[str], problem: str) -> str:
 
 
 def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
-    """Yield (paths of modules, missing all-reduce as text), once for outputs and once for gradients of inputs."""
+    """Yield (paths of modules without an all-reduce over tp, text of what is missing) for outputs, then for gradients."""
     if sch.mesh.tp == 1:
         return
     synced: dict[str, set[str]] = {"fwd_post": set(), "bwd_post": set()}
@@ -59,7 +59,7 @@ def _unsummed(sch: Schedule) -> Iterator[tuple[list[str], str]]:
 
 
 def warn_of_missing_sums(sch: Schedule) -> None:
-    """Issue a ScheduleWarning for each kind of missing all-reduce; hook its modules to check input widths."""
+    """Warn (ScheduleWarning) of missing all-reduces over tp, and hook the modules that lack one to check input widths."""
     for bad, problem in _unsummed(sch):
         warnings.warn(_line(bad, problem), ScheduleWarning, stacklevel=3)
         for path in bad:
@@ -67,8 +67,8 @@ def warn_of_missing_sums(sch: Schedule) -> None:
 
 
 def _require_width(path: str, module: Any, args: Any) -> None:
-    """Raise ScheduleError when an input [..., features] does not fit the shard of the weight; a
-    forward pre-hook. `path` is the path of the module.
+    """Raise ScheduleError if an input [..., features] of the module at `path` has another width than the module's shard
+    of the weight takes; a forward pre-hook.
     """
     name, weight = type(module).__name__, module.weight
     if name not in INPUTS or not args or args[0].shape[-1] == weight.shape[INPUTS[name]]:
@@ -84,7 +84,7 @@ def _require_width(path: str, module: Any, args: Any) -> None:
 
 
 def _around(path: str) -> Iterator[str]:
-    """Yield `path` and the paths of all modules that contain it; the root '' comes last."""
+    """Yield the path of a module and the paths of all modules that contain the module, the root '' last."""
     while path:
         yield path
         path = path.rpartition(".")[0]
@@ -92,5 +92,5 @@ def _around(path: str) -> Iterator[str]:
 
 
 def _parents(paths: tuple[str, ...]) -> set[str]:
-    """Return the parents of the modules at `paths`: a `sync` on the input of a child covers its siblings (query, key)."""
+    """Return the paths of the parents of modules: a `sync` on the input of a child covers siblings (query, key)."""
     return {path.rpartition(".")[0] for path in paths}

@@ -1,4 +1,4 @@
-"""Methods that a scheduled model has beyond those of its `transformers` class."""
+"""Methods of a scheduled model that its `transformers` class does not have, or has in another form."""
 
 import functools
 import tempfile
@@ -54,21 +54,21 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def mesh(self) -> Mesh:
-        """Return the mesh: sizes of tp, pp and dp, and this rank's coordinates."""
+        """Return the mesh of the model: sizes of tp, pp, dp and cp, and this rank's coordinates."""
         return self._slapo.schedule.mesh
 
     @property
     def plan(self) -> RankPlan:
-        """Return the plan of this rank: how each tensor is sharded, over which ranks its gradient is summed."""
+        """Return the plan of this rank: for each tensor of the model its sharding, and the ranks that sum its gradient."""
         return self._slapo.plan
 
     @property
     def ledger(self) -> Ledger:
-        """Return the record of the load: what this rank read, and how much memory that took."""
+        """Return the record of the model's load: bytes and files that this rank read, and the memory that it took."""
         return self._slapo.ledger
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Return an independent copy on the same mesh, e.g. for averaged weights or a frozen reference."""
+        """Return an independent copy of the model on the same mesh, e.g. for averaged weights or a frozen reference."""
         runtime, model = self._slapo, cast(nn.Module, self)
         memo.update({id(group): group for group in runtime.groups.values()})
         new = independent_copy(model, memo)
@@ -78,23 +78,24 @@ class Scheduled(Structure, Generates, Recomputes):
         return new
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise SlapoError: a rank's shards and process groups cannot be pickled usefully."""
-        problem = "this rank's shards and process groups cannot be pickled"
-        hint = "model.save_pretrained(folder); or torch.save(model.consolidated_state_dict(), file)"
+        """Raise SlapoError when the model is pickled, since it has shards and process groups of one rank."""
+        problem = "the model has shards and process groups of one rank, which cannot be pickled"
+        hint = "call model.save_pretrained(folder), or torch.save(model.consolidated_state_dict(), file)"
         raise SlapoError(type(self).__name__, "pickle or torch.save", problem, hint)
 
     @property
     def accepts_loss_kwargs(self) -> Any:
-        """Return the original class's attribute, for Trainer; SlapoError in plain Trainer, which would add DDP."""
+        """Return the transformers class's attribute for Trainer; SlapoError in plain Trainer, which would add DDP."""
         if self.mesh.world_size > 1 and not getattr(self, "_is_accelerate_prepared", False):
-            problem = "this trainer would wrap a model that is sharded over ranks in DDP"
-            raise SlapoError("transformers.Trainer", "model", problem, "use ScheduledTrainer")
+            problem = "this trainer would wrap the model, which is sharded over ranks, in DDP"
+            hint = "use slapo_zoo.ScheduledTrainer"
+            raise SlapoError("transformers.Trainer", "model", problem, hint)
         return self.unscheduled_class.accepts_loss_kwargs  # pyright: ignore[reportAttributeAccessIssue]
 
     def train(self, mode: bool = True) -> Any:
-        """Set the mode; training mode copies memory-mapped weights into memory, since training writes them.
+        """Set training mode, or evaluation if `mode` is False; return the model.
 
-        Parameters stay the same objects; frozen ones stay mapped.
+        Training mode copies memory-mapped weights that are trained into memory; parameters stay the same objects.
         """
         if mode and self.ledger.mapped:
             model: Any = self
@@ -114,7 +115,7 @@ class Scheduled(Structure, Generates, Recomputes):
         scaler: Any = None,
         batch_is_sharded: bool = False,
     ) -> Any:
-        """Run forward and backward over the micro-batches; gradients are added to `.grad`.
+        """Run forward and backward of a batch in micro-batches on any mesh; gradients are added to `.grad`.
 
         Losses and gradients equal those of one process on the whole batch, for every mesh.
 
@@ -130,7 +131,7 @@ class Scheduled(Structure, Generates, Recomputes):
             loss_fn: a loss of your own: (output, batch) --> the mean over the rows that it is given, a scalar. It is
                 called per micro-batch, with all entries of the batch; the loss of the step is the mean over
                 micro-batches and dp ranks. With `targets=[n]` it returns a sum, and the loss is all sums over all n.
-            scaler: a `slapo_zoo.GradScaler`: gradients are those of the scaled loss.
+            scaler: a `slapo_zoo.GradScaler`, which multiplies the loss before the backward.
             batch_is_sharded: each cp rank passes its own tokens [rows, tokens / cp] of each entry, in the order
                 of the ranks and not shifted; they are all-gathered, and the step is that of the whole batch.
 
@@ -153,10 +154,10 @@ class Scheduled(Structure, Generates, Recomputes):
         self, optimizer: Any = None, batch: Mapping[str, Any] | None = None,
         micro_batches: int | None = None,
     ) -> Memory:  # fmt: skip
-        """Return the bytes that this rank holds by kind; the result prints as a table, with bytes per parameter.
+        """Return the bytes that this rank holds, by kind (weights, gradients, ...), as an object that prints as a table.
 
         Args:
-            optimizer: optimizer whose states are counted.
+            optimizer: optimizer whose states are counted, or None.
             batch: argument of `train_step`, on all ranks: one step is run on it, and its peak is counted too.
                 Afterwards gradients, buffers, dropout's step count and the loss scale are restored.
             micro_batches: number of micro-batches of that step.
@@ -165,20 +166,20 @@ class Scheduled(Structure, Generates, Recomputes):
             return memory(self, optimizer, batch, micro_batches)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Context in which backwards accumulate gradients on this dp rank only, as with torch's DDP.
+        """Return a context in which backwards accumulate gradients without averaging over dp, as with torch's DDP.
 
-        The next backward outside averages all accumulated gradients over dp.
+        The next backward outside of the context averages all accumulated gradients over dp.
         """
         return self._slapo.calls.reducer.no_sync()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients so that their global 2-norm is at most `max_norm`; return the norm before."""
+        """Scale all gradients so that their 2-norm over all ranks is at most `max_norm`; return the norm before."""
         model: Any = self
         with rank_guard("clip_grad_norm_"):
             return self._slapo.data_parallel.clip_grad_norm_(model, max_norm)
 
     def consolidated_state_dict(self, grads: bool = False) -> dict[str, Tensor]:
-        """Return {HuggingFace name: unsharded tensor, with `grads` gradient} on rank 0, else {}; a collective call."""
+        """Return {HuggingFace name: unsharded tensor or, if `grads`, gradient} on rank 0, else {}; a collective call."""
         with rank_guard("consolidated_state_dict"):
             refresh_specs(self, "consolidated_state_dict")
             local = consolidate.local_tensors(self, self._slapo.specs, self.mesh, grads)
@@ -187,13 +188,14 @@ class Scheduled(Structure, Generates, Recomputes):
     def stream_weights(
         self, dtype: Any = None, bucket: int | str = "512MB", ranks: Collection[int] = (0,)
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, unsharded tensor) as `save_pretrained` would write them, collecting some at a time. A collective
-        iteration: every rank runs it to its end; ranks outside `ranks` get no pairs.
+        """Yield (name, unsharded tensor) of all tensors that `save_pretrained` would write, collected some at a time.
+
+        All ranks must run the iteration to its end; ranks that are not in `ranks` get no pairs.
 
         Args:
             dtype: dtype of the yielded floating tensors; None keeps that of the model.
             bucket: most bytes held beyond the model at a time, e.g. "512MB"; a larger tensor is sent by itself.
-            ranks: ranks that get the tensors.
+            ranks: global ranks that get the tensors.
         """
         from slapo_zoo.model.checkpoints.weight_stream import stream_weights
 
@@ -204,33 +206,33 @@ class Scheduled(Structure, Generates, Recomputes):
 
         Args:
             stream: (name, unsharded tensor) pairs; read on one rank only.
-            rank: the rank that reads `stream`.
+            rank: global rank that reads `stream`; others may pass None.
         """
         from slapo_zoo.model.checkpoints.weight_stream import load_stream
 
         load_stream(self, stream, rank)
 
     def add_adapter(self, adapter_config: Any, adapter_name: str | None = None) -> None:
-        """Add a new LoRA adapter of peft and train it alone; a collective call on all ranks.
+        """Add a new LoRA adapter of peft, and freeze all but its matrices; a collective call of all ranks.
 
-        Its matrices are sharded like the weights that they change, and drawn equal for every (tp, pp, dp).
+        The matrices are sharded like the weights that they adapt, and their values are equal for every (tp, pp, dp).
         peft's methods work as usual: `set_adapter`, `disable_adapters`.
 
         Args:
             adapter_config: a `peft.LoraConfig`.
-            adapter_name: None takes "default".
+            adapter_name: name for the adapter; None takes "default".
         """
         self._add_adapter(adapter_config, adapter_name or "default", None)
 
     def load_adapter(
         self, peft_model_id: Any, adapter_name: str | None = None, is_trainable: bool = False
     ) -> None:
-        """Load an adapter from a folder that peft or `save_adapter` wrote; a collective call.
+        """Load a LoRA adapter from a folder that peft or `save_adapter` wrote; a collective call of all ranks.
 
         Args:
             peft_model_id: the folder.
-            adapter_name: None takes "default".
-            is_trainable: True trains the adapter's matrices.
+            adapter_name: name for the adapter; None takes "default".
+            is_trainable: True to train the adapter's matrices; False freezes them.
         """
         folder, name = Path(peft_model_id), adapter_name or "default"
         with rank_guard("load_adapter"):
@@ -250,11 +252,11 @@ class Scheduled(Structure, Generates, Recomputes):
             adapters.add_adapter(self, config, name, inject, folder)
 
     def save_adapter(self, save_directory: Any, adapter_name: str | None = None) -> None:
-        """Write an adapter unsharded, as plain peft loads it; a collective call of all ranks.
+        """Write an adapter, with unsharded matrices, as plain peft loads it; a collective call of all ranks.
 
         Args:
-            save_directory: folder that is new, empty, or of an older adapter; it appears by one rename.
-            adapter_name: None takes the active one.
+            save_directory: folder to write: new, empty, or of an older adapter; it is replaced by one rename.
+            adapter_name: name of the adapter; None takes the active one.
         """
         with rank_guard("save_adapter"):
             adapters.save_adapter(self, Path(save_directory), self._adapter(adapter_name))
@@ -262,7 +264,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def get_adapter_state_dict(
         self, adapter_name: str | None = None, grads: bool = False
     ) -> dict[str, Tensor]:
-        """Return {key in files: matrix, or its gradient if `grads`}, unsharded, of an adapter on rank 0, {} elsewhere."""
+        """Return {key in peft's files: unsharded matrix or, if `grads`, gradient} of an adapter on rank 0, else {}."""
         with rank_guard("get_adapter_state_dict"):
             return adapters.consolidated_adapter(self, self._adapter(adapter_name), grads)
 
@@ -272,7 +274,7 @@ class Scheduled(Structure, Generates, Recomputes):
 
     @property
     def peft_config(self) -> Any:
-        """Return the configs of the adapters, as peft keeps them: adapter name --> config."""
+        """Return {adapter name: its peft config}; AttributeError if the model has no adapter."""
         if not self._slapo.peft_config:
             raise AttributeError("the model has no adapter, and so no attribute 'peft_config'")
         return self._slapo.peft_config
@@ -281,7 +283,7 @@ class Scheduled(Structure, Generates, Recomputes):
     def peft_config(self, value: Any) -> None:
         if self._slapo.peft_config is None and self.mesh.world_size > 1:
             problem = f"peft cannot shard an adapter over the model's {self.mesh.world_size} ranks"
-            hint = "load the model again and call model.add_adapter(config)"
+            hint = "load the model again and call model.add_adapter(config), not get_peft_model"
             raise SlapoError("peft", "get_peft_model", problem, hint)
         self._slapo.peft_config = value
 
@@ -300,12 +302,12 @@ class Scheduled(Structure, Generates, Recomputes):
     ) -> None:
         """Write a checkpoint that plain `transformers` loads; a collective call of all ranks.
 
-        Each rank writes its own slices; the folder appears by one rename when all are written. With an
-        adapter only the adapter is written, as `transformers` does; see `save_adapter`.
+        Each rank writes its own slices; the folder appears by one rename when all slices are written. If the model has
+        an adapter, only the adapter is written, as `transformers` does; see `save_adapter`.
 
         Args:
             save_directory: folder on a file system that all ranks share.
-            max_shard_size: largest file, "5GB" or bytes.
+            max_shard_size: largest size of a file, as text ("5GB") or in bytes.
             push_to_hub: upload the saved model afterwards.
             dtype: dtype in which floating tensors are written; None keeps that of the model.
             check_finite: refuse to replace an older checkpoint by weights with NaN or infinity.
@@ -332,10 +334,10 @@ class Scheduled(Structure, Generates, Recomputes):
             _on_first(self.mesh, push and push.upload)
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> None:
-        """Upload the weights as plain `transformers` reads them, and the schedule as a card (JSON, README).
+        """Upload the weights as plain `transformers` reads them, and the schedule as a card (JSON file and README).
 
-        A collective call of all ranks, which share a temporary folder. `schedule=repo_id` then trains
-        with the same schedule, if it can be published: a live function cannot.
+        A collective call of all ranks, which need a temporary folder that all can reach. A load with
+        `schedule=repo_id` then uses the same schedule, unless it has a Python function, which cannot be published.
 
         Args:
             repo_id: org/name on the Hub; created if it does not exist.
@@ -354,13 +356,13 @@ class Scheduled(Structure, Generates, Recomputes):
         any_size: bool = False,
         **kwargs: Any,
     ) -> str:
-        """Publish the schedule as a card (JSON, README); return the value for `schedule=` of loaders. All ranks call it.
+        """Publish the schedule as a card (JSON, README); return the value for `schedule=` of a load. All ranks call this.
 
         Args:
             repo_id: org/name on the Hub, or a folder: a `Path`, `./...`, or an existing one.
             base_model: id of the checkpoint that the schedule is for; None takes the id in the config.
             any_size: let the card serve every model of the class with the same number of blocks.
-            kwargs: token, private, tag, message, parent; a folder takes none.
+            kwargs: of the upload: token, private, tag, message, parent; a folder takes none.
         """
         from slapo_zoo.zoo.cards.publish import card_of, publish
 
@@ -370,21 +372,21 @@ class Scheduled(Structure, Generates, Recomputes):
 
     def _save_adapter_alone(self, save_directory: Any, push_to_hub: bool) -> None:
         if push_to_hub:
-            problem = "adapters are saved to a folder, and cannot be uploaded by this call"
-            hint = "upload the folder: huggingface_hub.HfApi().upload_folder(...)"
+            problem = "the model has an adapter, which this call cannot upload"
+            hint = "save_pretrained(folder), then huggingface_hub.HfApi().upload_folder(...)"
             raise SlapoError("save_pretrained", "push_to_hub", problem, hint)
         self.save_adapter(save_directory)
 
 
 def _on_first(mesh: Mesh, action: Callable[[], None] | None) -> None:
-    """Run `action` on rank 0 (None does nothing) while the other ranks wait; if it fails, all ranks raise."""
+    """Run `action` (None: nothing) on rank 0 while the other ranks wait; if `action` fails, all ranks raise an error."""
     if action is not None:
         together(mesh, "push_to_hub", action if mesh.rank == 0 else lambda: None)
 
 
 @functools.cache
 def scheduled_class(cls: type) -> type:
-    """Return the class of a scheduled model: `cls` with the methods of `Scheduled`, under the name of `cls`."""
+    """Return a subclass of the transformers class `cls` with the methods of `Scheduled`, under the name of `cls`."""
 
     @functools.wraps(cls.forward)  # pyright: ignore[reportAttributeAccessIssue]
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

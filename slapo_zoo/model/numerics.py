@@ -1,4 +1,4 @@
-"""Watch numbers during training: the first NaN or infinity, replicas that differ, loss spikes."""
+"""Watch over the numbers of a training: the first NaN or infinity, replicas that differ, spikes of the loss."""
 
 import math
 import statistics
@@ -20,30 +20,30 @@ SPIKE, HISTORY, LEAST = 3.0, 50, 8  # times the median of the last losses, and h
 
 
 class NumericsError(SlapoError, ArithmeticError):
-    """Error of `NumericsWatch`: a module computed NaN or infinity."""
+    """Error that `NumericsWatch` raises when a module's output, or the gradient of the output, has NaN or infinity."""
 
 
 class NumericsWarning(UserWarning):
-    """Warning of `NumericsWatch` that replicas differ or that the loss jumped."""
+    """Warning of `NumericsWatch` that replicas of a parameter differ between ranks, or that the loss jumped."""
 
 
 class NumericsWatch:
-    """Context that watches the modules of a scheduled model while it trains.
+    """Context that watches outputs, gradients and losses of a scheduled model while the model trains.
 
         with NumericsWatch(model) as watch:
             loss = model.train_step(batch)
             watch.step(loss)            # loss spikes
             watch.replicas()            # now and then
 
-    A forward or backward in which the first NaN or infinity appears raises NumericsError that names
-    the module, the rank and the rows of the micro-batch; through `train_step` it reaches all ranks.
+    A forward or backward in which NaN or infinity appears first raises NumericsError, which names the module, the rank
+    and the rows of the micro-batch. In `train_step` the other ranks raise an error too.
 
     Args:
         model: a scheduled model.
-        spike: report a loss larger than this many times the median of the last 50.
+        spike: warn of a loss larger than this many times the median of the last 50 losses.
 
     Attributes:
-        reports: every warning, as text.
+        reports: texts of all warnings so far.
     """
 
     def __init__(self, model: Any, spike: float = SPIKE):
@@ -92,11 +92,11 @@ class NumericsWatch:
             kind = "NaN" if bool(torch.isnan(x).any()) else "infinity"
         rank = self.model.mesh.rank
         problem = f"{int(wrong.sum())} of {x.numel()} elements are {kind} in {rows or self._rows()}"
-        hint = "this module shows it first: look at its inputs and weights"
+        hint = "this module is the first with such values: look at its inputs and weights"
         raise NumericsError(f"rank {rank}", f"{path}, {what}", problem, hint)
 
     def step(self, loss: Tensor | float) -> bool:
-        """Record the loss of a step; if it is a spike or not finite, warn and return True, else return False."""
+        """Record the loss of a training step; return True, after a warning, if the loss is a spike or not finite."""
         value = float(loss)
         usual = statistics.median(self._losses) if len(self._losses) >= LEAST else None
         jumped = not math.isfinite(value) or (usual is not None and value > self.spike * usual)
@@ -108,9 +108,9 @@ class NumericsWatch:
         return jumped
 
     def replicas(self) -> list[str]:
-        """Return a line for each parameter whose replicas are not equal bit for bit, and warn of each.
+        """Compare replicas of parameters over all ranks bit for bit; return a text for each pair that differs, and warn.
 
-        A collective call.
+        A collective call of all ranks.
         """
         mine = digests(self.model)
         every = together(self.model.mesh, "replicas", lambda: mine)
@@ -129,9 +129,9 @@ class NumericsWatch:
 
 
 def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
-    """Return {name of a parameter: (hash of its bytes, text that identifies this rank's shard)}.
+    """Return {name of a parameter: (hash of the bytes on this rank, text that tells which shard this rank holds)}.
 
-    With `grads` the bytes of the parameter's gradient are hashed. Ranks with equal texts hold the same shard.
+    With `grads` the parameter's gradient is hashed. Ranks with equal texts hold the same shard.
     """
     named = model.named_parameters(remove_duplicate=False)
     held = ((name, p.grad if grads else p) for name, p in named)
@@ -141,10 +141,9 @@ def digests(model: Any, grads: bool = False) -> dict[str, tuple[str, str]]:
 def unlike_replicas(
     ranks: Sequence[Mapping[str, tuple[str, str]]],
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield (name, rank, first) where `rank` holds the same shard of a parameter as rank `first`, with other values.
+    """Yield (name of a parameter, rank, first) where `rank` has the shard of the lower rank `first` with other values.
 
-    `ranks` has, for each rank: name of a parameter --> (hash of its bytes, text that identifies the
-    shard).
+    `ranks` has the result of `digests` for each rank: {name: (hash of the bytes, text that tells which shard)}.
     """
     for name in sorted({name for held in ranks for name in held}):
         seen: dict[str, tuple[int, str]] = {}
@@ -157,7 +156,7 @@ def unlike_replicas(
 
 
 def part_of(model: Any, name: str) -> str:
-    """Return a text for the part of a parameter that this rank holds, "all" or its ranges; equal for equal shards."""
+    """Return a text that tells which shard of the parameter `name` this rank holds: "all", or ranges of indices."""
     row = model.plan.of(name)
     if row is None:
         return "all"

@@ -1,4 +1,4 @@
-"""Memory of a rank by kind: now, or at the peak of a training step."""
+"""Bytes that a model takes on a rank, by kind (weights, gradients, ...): now, or at the peak of a training step."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from slapo_zoo.weights.ledger import human
 
 @dataclass(frozen=True)
 class Memory:
-    """Measured bytes on this rank, by kind.
+    """Bytes of a scheduled model measured on this rank, by kind.
 
     Args:
         parameters: number of parameters of this rank, before ZeRO shards them.
@@ -58,13 +58,13 @@ class Memory:
 def memory(
     model: Any, optimizer: Any, batch: Mapping[str, Any] | None, micro_batches: int | None
 ) -> Memory:
-    """Return the memory of a scheduled model on this rank, by kind.
+    """Measure the bytes of a scheduled model on this rank, by kind, now or at the peak of a training step.
 
     Args:
         model: a scheduled model.
         optimizer: optimizer whose states are counted, or None.
-        batch: batch of one trial step, whose peak is counted too; None: the memory now.
-        micro_batches: number of micro-batches of that step.
+        batch: batch of one trial step, whose peak is measured; None measures now.
+        micro_batches: number of micro-batches of the trial step.
     """
     held = {id(p): p for p in model.parameters()}.values()
     computes, plan = model._slapo.precision.dtype, model._slapo.plan
@@ -92,13 +92,13 @@ def memory(
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
-    """Return the bytes of the storages behind some tensors; a shared storage counts once."""
+    """Return the number of bytes of the storages of `tensors`; a storage that tensors share counts once."""
     held = (held_here(x).untyped_storage() for x in tensors if isinstance(x, Tensor))
     return sum({s._cdata: s.nbytes() for s in held}.values())
 
 
 def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) -> Any:
-    """Return {kind: bytes} at the peak of one training step on `batch`, without the optimizer's step.
+    """Run one training step on `batch`, without the optimizer's; return {kind: bytes} of tensors made in it, at its peak.
 
     Gradients, buffers, dropout's step count and the loss scale are restored afterwards.
     """
@@ -115,7 +115,7 @@ def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) ->
 
 @contextmanager
 def _restored(model: Any) -> Iterator[None]:
-    """Context of a trial step: at its end gradients, dropout's step count, loss scale and buffers are restored."""
+    """Context of a trial step of a model; its end restores gradients, dropout's step count, loss scale and buffers."""
     stream, precision = model._slapo.schedule.state.random, model._slapo.precision
     before = stream.step, precision.scale, precision.good_steps
     parameters, buffers = list(model.parameters()), list(model.buffers())

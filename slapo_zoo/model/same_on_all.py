@@ -1,7 +1,7 @@
 """Check before the first step that all ranks have the same arguments, schedule and weights.
 
-torch's DDP compares shapes and broadcasts rank 0's state. Here nothing is broadcast: if
-ranks differ, an error names the ranks and the difference.
+torch's DDP compares shapes and broadcasts rank 0's state. Here nothing is broadcast: an error names the ranks that
+differ, and the difference.
 """
 
 import platform
@@ -25,7 +25,7 @@ OWN = ("device", "schedule", "target_options")
 
 
 def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
-    """Return {name: text} of all arguments, versions and config fields that must be equal on all ranks."""
+    """Return {name: value as text} of the load's arguments, software versions and config fields that ranks must share."""
     found = software() | {"Python": platform.python_version()}
     asked = {name: value for name, value in vars(options).items() if name not in OWN}
     found |= {name: getattr(v, "__name__", None) or repr(v) for name, v in asked.items()}
@@ -35,12 +35,12 @@ def facts_of(config: Any, mesh: Mesh, options: LoaderOptions) -> dict[str, str]:
 
 
 def require_same_facts(what: str, mesh: Mesh, facts: Mapping[str, str]) -> None:
-    """Raise MeshError on all ranks if the arguments or versions of one rank differ; a collective call.
+    """Raise MeshError on all ranks if a rank loads with other arguments, versions or config; a collective call.
 
     Args:
-        what: name of the running step for error messages.
+        what: name of the running call ("from_pretrained"), for errors.
         mesh: mesh of all ranks.
-        facts: result of `facts_of` on this rank: name of an argument, version or config field --> text.
+        facts: result of `facts_of` on this rank: name of an argument, version or config field --> value as text.
     """
     if unlike(together(mesh, what, lambda: digest(sorted(facts.items())))):
         found = together(mesh, what, lambda: dict(facts))
@@ -64,11 +64,11 @@ def require_same_weights(
     """Raise MeshError on all ranks if schedules, or sampled values of replicated tensors, differ; a collective call.
 
     Args:
-        what: name of the running step for error messages.
+        what: name of the running call ("from_pretrained"), for errors.
         mesh: mesh of all ranks.
-        tensors: name in the unsharded model --> parameter of this rank.
-        specs: name and sharding of all tensors of the model; an unsharded tensor must be equal on all ranks of a stage.
-        history: digest of the schedule.
+        tensors: name --> parameter of this rank.
+        specs: name and sharding of each tensor of the model; an unsharded one must be equal on all ranks of a stage.
+        history: digest of this rank's schedule.
         dp_shard: number of dp ranks over which ZeRO shards rows; 1 without ZeRO.
     """
     if mesh.world_size == 1:
@@ -80,7 +80,7 @@ def require_same_weights(
     found = together(mesh, what, lambda: (history, *digests))
     if differ := unlike([program for program, *_ in found]):
         problem = f"the schedule of ranks {differ} differs from rank 0's"
-        hint = "pass one function or card on all ranks, and kernels= by name where devices differ"
+        hint = "pass the same schedule= on all ranks, and kernels= by name where devices differ"
         raise MeshError(what, "schedule", problem, hint)
     for rank in range(mesh.world_size):
         at = mesh.seen_by(rank)
@@ -97,13 +97,15 @@ def _raise_different(
     names = [name for name in every[peer] if repr(every[rank].get(name)) != repr(every[peer][name])]
     name = min(names, default="parameters")
     values = [every[one].get(name, "nothing") for one in (rank, peer)]
-    problem = f"rank {rank} has other values ({values[0]}) than rank {peer} ({values[1]})"
-    hint = "load all ranks from one source: the files of that rank may be another or an older copy"
+    problem = (
+        f"rank {rank} has other values of this tensor ({values[0]}) than rank {peer} ({values[1]})"
+    )
+    hint = "load the same files on all ranks: one of the two may read another or an older copy"
     raise MeshError(what, name, problem, hint)
 
 
 def _samples(tensors: Mapping[str, Tensor]) -> dict[str, list[float]]:
-    """Return {name: a few values of the tensor}; only a few, because each may read a page of a mapped file."""
+    """Return {name: four values of the tensor}, and no more, because each may read a page of a memory-mapped file."""
     picked = {}
     for name, tensor in tensors.items():
         flat = tensor.detach().reshape(-1)

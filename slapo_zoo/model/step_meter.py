@@ -1,4 +1,4 @@
-"""Measurements of training steps: time, tokens, memory, MFU and pipeline bubble."""
+"""Measurements of training steps: time, tokens, memory, MFU (model FLOPs utilization) and pipeline bubble."""
 
 import math
 import time
@@ -14,7 +14,7 @@ from slapo_zoo.weights.ledger import anonymous_bytes
 
 
 class StepMeter:
-    """Meter of time, tokens, memory, MFU and bubble of each step of a `model` that AutoScheduledModel loaded."""
+    """Meter of time, tokens, memory, MFU and pipeline bubble of each training step of a scheduled model."""
 
     def __init__(self, model: Any):
         self.mesh, self.device = model.mesh, next(iter(model.parameters())).device
@@ -29,17 +29,17 @@ class StepMeter:
             self.busy = model._slapo.pipeline.busy = Busy(self.device)
 
     def start(self) -> None:
-        """Start the clock of a step, and reset the peak of GPU memory."""
+        """Start the clock of a training step, and reset the peak of GPU memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         self.begin = time.perf_counter()
 
     def measured(self, batch: Mapping[str, Tensor]) -> dict[str, float | None]:
-        """Return the measurements of the step that just ended; call it after the step's loss was read.
+        """Return {name: measurement} of the step on `batch` that just ended; call it after the step's loss was read.
 
-        `memory` is in bytes. `mfu` counts 6 operations per parameter and token (arXiv:2204.02311), without
-        attention. With a pipeline `bubble` is averaged over pp ranks, so all ranks must call this function; it is
-        None without a pipeline, and for a model that was loaded with `exact=`.
+        Names: seconds, tokens, tokens_per_s, memory (bytes), mfu (6 operations per parameter and token, without
+        attention: arXiv:2204.02311; None if unknown) and bubble (share of waiting, averaged over pp ranks, so all ranks
+        must call this function; None without a pipeline, and for a model that was loaded with `exact=`).
         """
         seconds = time.perf_counter() - self.begin
         names = ("input_ids", "labels") if self.parameters is None else ("input_ids",)
@@ -51,7 +51,7 @@ class StepMeter:
 
 
 def peak_of(device: torch.device) -> float:
-    """Return the peak 16-bit operations per second on the device's data sheet; 0 if unknown."""
+    """Return the peak 16-bit operations per second of a GPU, from its data sheet; 0.0 for a CPU or an unknown GPU."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     known = (HARDWARE[kind].peak for kind in ("h200", "h100", "a100", "v100") if kind.upper() in name)  # fmt: skip
     return 0.0 if "PCIe" in name else next(known, 0.0)

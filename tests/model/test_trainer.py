@@ -357,7 +357,7 @@ def wrapped(folder, layout, out):
     from slapo_zoo import AutoScheduledModel, ScheduledTrainer, SlapoError
 
     model = AutoScheduledModel.from_pretrained(folder, tp=layout[0], pp=layout[1], dp=layout[2])
-    with pytest.raises(SlapoError, match="use ScheduledTrainer"):
+    with pytest.raises(SlapoError, match=r"use slapo_zoo\.ScheduledTrainer"):
         transformers.Trainer(model=model, args=arguments(out), train_dataset=rows())
     if layout[1] > 1:
         for given in ({"compute_loss_func": squared}, {}):
