@@ -1,4 +1,4 @@
-"""Pre-scheduled HuggingFace models on a compact schedule language.
+"""Pre-scheduled HuggingFace models: tensor, pipeline, data and context parallelism by a compact schedule language.
 
 Names are loaded when they are first used: `import slapo_zoo` imports neither torch nor transformers.
 """

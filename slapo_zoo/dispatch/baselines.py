@@ -151,7 +151,7 @@ EXPERT: dict[str, Callable[..., Any]] = {"local_causal_attention": local_causal_
 
 
 def liger() -> dict[str, Callable[..., Any]]:
-    """Return {kernel name: Liger's function for the same operation, with our arguments}; {} without Liger or a GPU."""
+    """Return {kernel name: Liger-Kernel's function for the operation, with our arguments}; {} if it is not installed."""
     try:
         from liger_kernel.transformers import functional as lf
     except ModuleNotFoundError:

@@ -216,13 +216,13 @@ def write(device: str, rows: list[dict[str, Any]], folder: Path | None = None) -
 
 
 def _of_other_kernels(table: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the part of `table` (kernel:dtype:size --> value) for kernels that no measurement in `rows` is of."""
+    """Return the part of `table` (kernel:dtype:size --> value) without the kernels that `rows` has measurements of."""
     measured = {row["what"] for row in rows}
     return {key: value for key, value in table.items() if key.partition(":")[0] not in measured}
 
 
 def cases(quick: bool, only: str, device: str) -> list[tuple[str, tuple, torch.dtype]]:
-    """Return the (kernel, shape, dtype) that a benchmark run measures, in order. `quick` takes only the first shape
+    """Return a list of (kernel name, shape, dtype) that a benchmark run measures. `quick` takes only the first shape
     of each kernel; `only` is a comma-separated list of beginnings of kernel names.
     """
     found: list[tuple[str, tuple, torch.dtype]] = []
@@ -239,8 +239,8 @@ def run(
 ) -> dict[str, list[dict[str, Any]]]:
     """Benchmark all kernels in fp32 and bf16, on a GPU if there is one; return {title: results}.
 
-    Each result is the dict that `measure` returns for one kernel, shape and dtype. It is written to the device's JSON
-    file as soon as it is measured; a measurement that fails is logged and left out.
+    Each result is the dict that `measure` returns for one kernel, shape and dtype, and is written to the device's JSON
+    file at once; a measurement that fails is logged and left out.
 
     Args:
         quick: measure only the first shape of each kernel, and write nothing.

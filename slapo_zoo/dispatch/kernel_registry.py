@@ -65,7 +65,7 @@ class Kernel:
     limits: Callable[[Tensor], str] = lambda x: ""
 
     def falls_back(self, dtype: torch.dtype, size: int, device: str) -> str:
-        """Return why the kernel has to run as torch operations on a GPU, or "" if its Triton path can run.
+        """Return why the kernel must run as torch operations on a GPU; "" if its Triton code can run, and on a CPU.
 
         Args:
             dtype: dtype of the input.
@@ -168,7 +168,7 @@ def kernel(
 
 @cache
 def load_kernels() -> dict[str, Kernel]:
-    """Import every file of `kernels/` (not Triton), which registers the kernels; return them by name."""
+    """Import every file of `kernels/` but the Triton code, which registers all kernels; return {name: Kernel}."""
     package = importlib.import_module("slapo_zoo.kernels")
     for found in pkgutil.iter_modules(package.__path__):
         if "triton" not in found.name:
@@ -240,8 +240,8 @@ def as_written(cls: type) -> bool:
 def _is_of(cls: type, value: Any) -> bool:
     """Return whether `value`, an attribute of class `cls`, is as the class's file defines it, not patched later.
 
-    True for a function defined in that file (also one inside decorators from packages in KNOWN or from the package of
-    `cls`), and for any object that is no function, except a `forward`, which must be a function.
+    True for a function defined in that file (also inside decorators of transformers, torch, slapo_zoo or the package
+    of `cls`), and for any object that is no function, except a `forward`, which must be a function.
     """
     function, packages = getattr(value, "__func__", value), (*KNOWN, package_of(cls))
     if not isinstance(function, FunctionType):

@@ -23,7 +23,7 @@ def evaluate(model: Any, batches: Batches, most: int | None = None) -> dict[str,
 
     Args:
         model: a scheduled model.
-        batches: source of the batches, which also gives those of held-out rows.
+        batches: source of batches of the task; it also has the held-out rows.
         most: maximum number of batches to evaluate; None evaluates all held-out rows.
     """
     mesh, device = model.mesh, next(iter(model.parameters())).device

@@ -303,7 +303,7 @@ def _build(
         options: options of the user, after `checked`.
         mesh: mesh of all ranks.
         config: config of `transformers`.
-        stored: function that returns the checkpoint's dtype, that of the parameters for dtype="auto".
+        stored: function that returns the dtype of the parameters for dtype="auto", e.g. the checkpoint's.
         fill: function that gives the parameters of an Assembly their values; returns a record of the load.
         folder: folder of the checkpoint; None for a model with new weights.
         prepare: (options, config, mesh, dtype) --> options to build with; None leaves them unchanged.

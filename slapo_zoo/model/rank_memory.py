@@ -98,7 +98,7 @@ def _bytes(tensors: Iterable[Any]) -> int:
 
 
 def _in_step(model: Any, batch: Mapping[str, Any], micro_batches: int | None) -> Any:
-    """Run one training step on `batch`, without the optimizer's; return {kind: bytes} of tensors made in it, at its peak.
+    """Run a training step on `batch` without the optimizer's; return {kind: bytes} of what it allocates, at its peak.
 
     Gradients, buffers, dropout's step count and the loss scale are restored afterwards.
     """

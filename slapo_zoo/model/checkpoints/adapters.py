@@ -165,7 +165,7 @@ def consolidated_adapter(model: Any, name: str, grads: bool = False) -> dict[str
 
 @contextmanager
 def unsharded_shapes(model: Any) -> Iterator[None]:
-    """Context in which a placeholder of the shape before ZeRO, for code that reads shapes, replaces each ZeRO shard."""
+    """Context in which each parameter that ZeRO shards is replaced by a placeholder that has the shape before ZeRO."""
     plan = model._slapo.plan
     shown = [
         (module, leaf, p.new_empty(1).expand(plan.local_shape(own_name(f"{path}.{leaf}"))))
@@ -322,7 +322,7 @@ def _rule(
 def _check_dropout(
     path: str, dropout: nn.Module, of_a: tuple[Directive, ...], size: int, mesh: Mesh
 ) -> None:
-    """Raise SlapoError if tp shards the input features of LoRA's `dropout` unevenly: each rank draws an even mask slice.
+    """Raise SlapoError if tp shards the input features of LoRA's `dropout` unevenly, but would draw equal mask slices.
 
     `size` is the number of input features of the unsharded layer, `of_a` are the directives that shard matrix A.
     """
@@ -357,7 +357,7 @@ def _drawn(model: Any, config: Any, matrices: list[Matrix]) -> dict[str, Tensor]
 
 
 def _read(folder: Path, values: dict[str, Tensor], wanted: set[str]) -> None:
-    """Fill `values` (key in files --> tensor) from an adapter in `folder`; SlapoError for keys that are not `wanted`."""
+    """Fill `values` (key in files --> tensor) from an adapter's files; SlapoError if these have keys not in `wanted`."""
     with open_adapter(folder) as files:
         if unknown := sorted(set(files.keys()) - wanted):
             problem = (

@@ -29,7 +29,7 @@ def refresh_specs(model: Any, step: str) -> None:
 
     Args:
         model: a scheduled model.
-        step: name of the running step for error messages.
+        step: name of the running call ("save_pretrained"), for errors.
 
     Raises:
         SlapoError: a sharded or tied parameter was replaced, or with pp > 1 a tensor was added.
@@ -90,7 +90,7 @@ def _saved_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _added(model: Any, found: dict[str, Tensor], known: set[str]) -> dict[str, Tensor]:
-    """Return {name: tensor} of `found` without those whose name is in `known`, and without tied ones and adapters'."""
+    """Return {name: tensor} of `found` without those whose name is in `known`, and without tied tensors and adapters."""
     runtime = model._slapo
     tied = {name for names in runtime.plan.ties() if not known.isdisjoint(names) for name in names
             if sum(n in found for n in names) < 2}  # fmt: skip

@@ -281,7 +281,7 @@ class _Save:
 def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, str]]:
     """Return ({name: tensor of this rank to fill from a checkpoint, with its sharding}, {name: its key in files}).
 
-    `whole` holds the tensors to fill: this rank's parameters and buffers, gathered over dp where ZeRO shards them.
+    `whole` holds the tensors to fill: this rank's parameters and buffers, under ZeRO this dp rank's rows of them.
     """
     runtime = model._slapo
     tensors, names = _held(model, whole)
@@ -299,7 +299,7 @@ def weights_of(model: Any, whole: Whole) -> tuple[dict[str, Target], dict[str, s
 def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return ({name: parameter or persistent buffer of this rank}, {name: name under which the tensor is saved}).
 
-    Tied parameters are saved under one name. `whole` holds the tensors, gathered over dp where ZeRO shards them.
+    Tied parameters are saved under one name. `whole` holds the tensors, under ZeRO this dp rank's rows of them.
     """
     runtime = model._slapo
     saved = {spec.name for spec in runtime.specs}
@@ -311,7 +311,7 @@ def _held(model: Any, whole: Whole) -> tuple[dict[str, Tensor], dict[str, str]]:
 def names_of(model: Any, whole: Whole) -> dict[int, str]:
     """Return {id of a parameter: name of the parameter in the files of optimizer state}.
 
-    `whole` holds the parameters of the optimizer, gathered over dp where ZeRO shards them.
+    `whole` holds the parameters of the optimizer, under ZeRO this dp rank's rows of them.
     """
     tensors, names = _held(model, whole)
     return {id(tensor): model._slapo.keys.to_file(names[n]) for n, tensor in tensors.items()}

@@ -2,7 +2,7 @@
 
 By default hooks average the model's gradients over dp (`gradient_reducer`). An engine (DDP, FSDP2, DeepSpeed) is a
 subclass of `DataParallel`, which may run the model through a wrapper, reduce gradients during the backward, and shard
-parameters, gradients and optimizer over dp. Saved tensors are unsharded over dp, so each engine loads any other's files.
+parameters, gradients and optimizer over dp. Files hold tensors unsharded over dp, so each engine loads any other's.
 """
 
 from collections.abc import Callable, Iterator
@@ -115,7 +115,7 @@ class DataParallel:
         return norm
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Return {name: tensor, unsharded over dp} of this rank's parameters and buffers; with `grads`, of its gradients.
+        """Return {name: tensor, unsharded over dp} of this rank's parameters and buffers; with `grads`, the gradients.
 
         Under ZeRO this is a collective call over dp. A missing gradient is returned as zeros.
         """
@@ -125,7 +125,7 @@ class DataParallel:
         return found | dict(model.named_buffers(remove_duplicate=False))
 
     def kept(self, model: Any) -> dict[str, Tensor]:
-        """Return {name: parameter or buffer} that this rank writes to a checkpoint; under ZeRO its rows alone."""
+        """Return {name: parameter or buffer} that this rank writes to a checkpoint; under ZeRO its rows of each."""
         return self.tensors(model)
 
     def whole_of(self, value: Any, p: Any, shape: tuple[int, ...]) -> Any:

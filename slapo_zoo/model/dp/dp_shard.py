@@ -62,7 +62,7 @@ class Sharded(DataParallel):
             yield module, name, whole[id(p)]
 
     def new_gradients(self, parameters: list[nn.Parameter]) -> Any:
-        """Context in which one step computes the gradients of `parameters`; what a failed step left is dropped."""
+        """Context in which one step computes the gradients of `parameters`; those of a failed step are dropped."""
         for group in self.groups:
             group.sums = [None] * len(group.sums)
         return super().new_gradients(parameters)
@@ -108,7 +108,7 @@ class Sharded(DataParallel):
         gradient_buckets.all_reduce_gradients(rest, mesh.group("loss") if rest else None)
 
     def tensors(self, model: Any, grads: bool = False) -> dict[str, Tensor]:
-        """Return {name: tensor, gathered over dp} of this rank's parameters and buffers; with `grads`, of its gradients."""
+        """Return {name: tensor, gathered over dp} of this rank's parameters and buffers; with `grads`, the gradients."""
         found = super().tensors(model, grads)
         named = dict(model.named_parameters(remove_duplicate=False))
         whole: dict[int, Tensor] = {}
@@ -193,8 +193,8 @@ def _parameters_of(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
 
 
 def _refuse_calls_outside(model: nn.Module, blocks: Sequence[str]) -> None:
-    """Hook the modules that neither are nor contain a transformer block (`blocks` are paths): if the user calls such a
-    module by itself, and not within the model's or a block's forward, MeshError is raised, for its weights are shards.
+    """Hook each module that neither is nor contains a transformer block (`blocks` are paths), so that a call of the module
+    outside the model's or a block's forward raises MeshError if the module's weights are shards.
     """
     gather = {path.rsplit(".", i)[0] for path in blocks for i in range(path.count(".") + 1)} | {""}
     for path, module in model.named_modules():
@@ -209,9 +209,7 @@ def _require_whole(module: nn.Module, _args: Any) -> None:
             if name in m.__dict__:
                 return
             problem = f"{type(module).__name__} is called outside the model's forward, and this rank holds only some rows of its weights"
-            hint = (
-                "call the model or a whole block, which gather them, or load it without dp_shard="
-            )
+            hint = "call the model or a whole block, which gather them, or load the model without dp_shard="
             raise MeshError("forward", "a module of a model with dp_shard=", problem, hint)
 
 

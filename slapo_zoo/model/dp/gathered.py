@@ -40,7 +40,7 @@ class Shards(RowsOfRank):
 
     @staticmethod
     def of(mesh: Mesh, size: int, stage: int) -> "Shards":
-        """Create ZeRO's process groups, in a collective call of all ranks; return this rank's.
+        """Create ZeRO's process groups, in a collective call of all ranks; return a Shards with those of this rank.
 
         Every `size` consecutive dp ranks hold one replica together; `stage` is the ZeRO stage, 1 to 3.
         """

@@ -1,7 +1,7 @@
-"""Begin and end of the backward of a model's call.
+"""Begin and end of the backward of a forward call of a model.
 
 When a backward begins, the state of its forward call is restored, so that recomputation sees the same padding and draws
-the same dropout masks. When it ends, all gradients are summed over ranks, and checked.
+the same dropout masks. When the backward ends, all gradients are summed over ranks, and checked.
 """
 
 import copy

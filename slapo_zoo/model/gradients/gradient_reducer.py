@@ -108,7 +108,7 @@ class GradientReducer:
         self.waiting = list(self.buckets)
 
     def gradient(self, name: str, p: Any, grad: Tensor, is_leaf: bool) -> Tensor:
-        """Return a gradient of parameter `p` as a backward needs it: summed over tp, and averaged over dp unless later.
+        """Return a gradient of parameter `p` as a backward needs it: summed over tp, and averaged over dp if not later.
 
         Args:
             name: name of the parameter in the model's plan, which lists the ranks to sum over.
@@ -133,7 +133,7 @@ class GradientReducer:
         return self._over_dp(p, grad, is_leaf) if averages and not self.paused else grad
 
     def _groups(self, name: str) -> list[Any]:
-        """Return the process groups, without dp's, over which the running backward sums the gradient of `name`."""
+        """Return the process groups, without dp's, over which the running backward sums parameter `name`'s gradient."""
         row = self.runtime.plan.of(name)
         sums = row.sums(True, REPLICAS, PARTIAL) if row else []
         if len(self.token_modes) > 1 and any(one.if_tokens_sharded for one in sums):

@@ -33,7 +33,7 @@ def require_known_weights(model: Any, step: str) -> None:
 
     Args:
         model: a scheduled model.
-        step: name of the running step for the error.
+        step: name of the running call ("forward"), for the error.
     """
     runtime, mesh = model._slapo, model.mesh
     by_name = {spec.name: spec for spec in runtime.specs}
