@@ -60,8 +60,8 @@ def summed_by_a_function(sch):
         (whole, []),
         (summed_around, []),
         (summed_by_a_function, []),
-        (without_forward, ["transformer.h.0.mlp.c_proj (and 1 more): its output is a part"]),
-        (without_backward, ["transformer.h.0.mlp.c_fc (and 1 more): the gradient of its input"]),
+        (without_forward, ["transformer.h.0.mlp.c_proj (and 1 more): the output is a partial sum"]),
+        (without_backward, ["transformer.h.0.mlp.c_fc (and 1 more): the gradient of the input"]),
     ],
 )
 def test_check_for_missing_all_reduces_reports_each_with_its_directive(write, said):

@@ -135,7 +135,7 @@ def drawn_unlike(folder, tp, dp, by_hand):
 @pytest.mark.parametrize("by_hand", [True, False])
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
 def test_soft_prompt_values_that_differ_between_ranks_raise(folder, tp, dp, by_hand):
-    with pytest.raises(MeshError, match=r"\[1\].* \[4, 32\] with other values|fed another batch"):
+    with pytest.raises(MeshError, match=r"\[1\].* \[4, 32\] has other values|fed another batch"):
         emulate(drawn_unlike, folder, tp, dp, by_hand, mesh=(tp, 1, dp))
 
 

@@ -93,7 +93,7 @@ def test_user_parameters_inside_a_loss_function_get_the_full_batch_gradient(
 
 def test_loss_function_with_user_parameters_is_refused_with_pipeline_stages(folder):
     args = (folder, (1, 2, 1), {}, 1, False, 1)
-    with pytest.raises(SlapoError, match="that the other stages"):
+    with pytest.raises(SlapoError, match="that only the last of pp="):
         emulate(step, *args, mesh=(1, 2, 1), timeout_s=5)
 
 
