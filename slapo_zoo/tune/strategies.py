@@ -148,19 +148,20 @@ Strategy = Callable[[Known, Sequence[int]], int | None]
 
 
 def exhaustive(grid: Grid, **options: Any) -> Strategy:
-    """Return the strategy that measures every configuration, in order; `options` are ignored."""
+    """Return the search strategy that measures all configurations of the grid in order; `options` are ignored."""
     return lambda known, left: left[0] if left else None
 
 
 def shuffled(grid: Grid, seed: int = 0, **options: Any) -> Strategy:
-    """Return the strategy that measures every configuration in random order; `options` are ignored."""
+    """Return the search strategy that measures all configurations in random order (`seed`); `options` are ignored."""
     order = list(range(len(grid.points)))
     random.Random(seed).shuffle(order)  # noqa: S311 - no secret
     return lambda known, left: next((i for i in order if i in set(left)), None)
 
 
 class Model:
-    """Bayesian optimization: a surrogate of throughput and memory picks the largest expected improvement.
+    """Search strategy by Bayesian optimization: models that are fitted to the measured throughput and memory pick the
+    configuration of largest expected improvement.
 
     Args:
         grid: the space.

@@ -24,7 +24,7 @@ def init(
     task: Annotated[str | None, typer.Option(help=ASKED["task"])] = None,
     ranks: Annotated[int | None, typer.Option(min=1, help=ASKED["ranks"])] = None,
 ) -> Any:
-    """Write the configuration of a training run as YAML; ask for each answer that no flag gives."""
+    """Write the configuration of a training run as YAML; ask for the model, data, task and ranks that no flag gives."""
     import yaml
 
     if file.exists():

@@ -71,7 +71,9 @@ def search(
 
 
 def _may_cut(planner: Any, write: Path | None) -> tuple[bool, str]:
-    """Return (True, "") if a search may try cp > 1, else (False, reason): `write` or the model forbids it."""
+    """Return (True, "") if a layout search may try cp > 1, else (False, the reason why not). `write` is None, or the
+    file for the schedule of the fastest layout: a schedule in a file has cp=1.
+    """
     from slapo_zoo.model.context_parallel import require_cp_support
 
     if write is not None:
