@@ -296,7 +296,7 @@ def _counted(equal: int, tried: int, trained: int) -> str:
 
 def _short(text: str, most: int = 160) -> str:
     text = text.removeprefix(f"{REFUSED}: ").rpartition("is right; the last one: ")[2]
-    text = text.rpartition("the tokens of this model cannot be sharded over cp: ")[2]
+    text = text.rpartition(" over cp: ")[2]
     return text.replace("|", "/").replace("<", "").replace(">", "")[:most]
 
 
