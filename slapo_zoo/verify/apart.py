@@ -30,7 +30,7 @@ def verify_apart(request: dict[str, Any]) -> dict[str, Any]:
         hint = (
             "memory ran out: verify a smaller model"
             if killed
-            else "see its output above: a rank may have crashed in a collective"
+            else "see the output of the process above: a rank may have crashed in a collective"
         )
         raise SlapoError("verify", "", done.last_words(), hint)
     if "error_of" in found:

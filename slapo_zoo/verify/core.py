@@ -73,7 +73,7 @@ def known_schedule(config: Any, schedule: Any) -> Any:
         return schedule
     if config.model_type in families():
         return "zoo"
-    problem = f"the zoo has no table of {config.model_type}; rules that are derived are verified at that time"
+    problem = f"the zoo has no table of {config.model_type}, and a derived one is verified when it is derived"
     hint = "slapo-zoo derive MODEL --tp N --pp N derives and proves a table; --write adds it to the zoo"
     raise ArchitectureError("verify", 'schedule="auto"', problem, hint)
 

@@ -231,7 +231,9 @@ class Search:
         frozen = freeze(table, model)
         share = divided_share(frozen, model)
         if self.sizes[0] > 1 and not share:
-            reason = next((r for r in self.left_whole.values() if r), "no module is known")
+            reason = next(
+                (r for r in self.left_whole.values() if r), "it has no module with a known rule"
+            )
             problem = f"nothing can be sharded over tp: {reason}"
             raise refusal(self.config, problem, "use tp=1, with pp or dp instead")
         took = round(time.perf_counter() - self.begin, 2)

@@ -51,13 +51,9 @@ def verify_layers(
         SlapoError: pp > 1, too little memory, or the config does not say how many layers there are.
     """
     if mesh[1] > 1:
+        problem = "layers that are verified a few at a time have no pipeline stages"
         hint = "verify the cuts with `slapo-zoo verify --pp N`, on a small model"
-        raise SlapoError(
-            "verify",
-            f"pp={mesh[1]}",
-            "layers that are verified a few at a time have no pipeline stages",
-            hint,
-        )
+        raise SlapoError("verify", f"pp={mesh[1]}", problem, hint)
     cls = hf.resolve_class(config, auto_class)
     require_memory(few_layers(config, 0), cls)
     given = copy.deepcopy(config)

@@ -85,7 +85,9 @@ def _case_of(given: Any, cls: Any, folder: Path, rows: int, padded: bool) -> Cas
     with torch.device("meta"):
         count = sum(p.numel() for p in cls(copy.deepcopy(small)).parameters())
     if count > MOST:
-        raise MemoryError(f"the test model has {count:.0f} parameters, at most {MOST:.0f} fit")
+        raise MemoryError(
+            f"a small model of this config has {count:.0f} parameters, expected at most {MOST:.0f}"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         small = expressive_config(small)

@@ -73,10 +73,12 @@ def _marked(value: dict[str, Any]) -> Any:
 def _tensor(data: Any, name: str) -> Tensor:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"found dtype {name!r}, expected a dtype of torch")
+        raise TypeError(f"{name!r} is no dtype of torch")
     found = torch.tensor(data, dtype=dtype)
     if found.numel() > MOST_ELEMENTS:
-        raise ValueError(f"found {found.numel()} elements, expected at most {MOST_ELEMENTS}")
+        raise ValueError(
+            f"a tensor in it has {found.numel()} elements, expected at most {MOST_ELEMENTS}"
+        )
     return found
 
 

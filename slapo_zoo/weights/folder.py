@@ -178,7 +178,7 @@ class CheckpointFolder:
 
     def _name(self, key: str) -> str:
         if key not in self.key_to_file:
-            problem = f"no such key, the files hold {len(self.key_to_file)} others"
+            problem = f"no such key: the files hold {len(self.key_to_file)} others"
             hint = "pass a checkpoint of this model"
             raise WeightsError(str(self.path), f"key {key!r}", problem, hint)
         return self.key_to_file[key]

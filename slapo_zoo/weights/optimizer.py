@@ -78,7 +78,7 @@ def merge(records: Sequence[Record]) -> Record:
     for record in records[1:]:
         kinds = [(r["class"], [g["options"] for g in r["groups"]]) for r in (first, record)]
         if kinds[0] != kinds[1]:
-            problem = f"stages have different optimizers: {kinds[0]!r:.200} and {kinds[1]!r:.200}"
+            problem = f"pipeline stages have different optimizers: {kinds[0]!r:.200} and {kinds[1]!r:.200}"
             hint = "make the optimizer in the same way on every rank"
             raise WeightsError(SAVE, "optimizer", problem, hint)
     groups = [
@@ -215,11 +215,11 @@ def _check_options(options: Mapping[str, Any], group: Mapping[str, Any]) -> None
     """
     for name, value in options.items():
         if name not in group and name not in OF_SCHEDULERS:
-            problem = f"found the option {name!r}, which the given optimizer lacks"
+            problem = f"the saved option {name!r} is none of the given optimizer"
             raise WeightsError(LOAD, "optimizer", problem, "make the same optimizer as when saving")
         ours = group.get(name)
         if None not in (value, ours) and _kinds(value) != _kinds(ours):
-            problem = f"found {value!r:.60}, expected a value like {ours!r:.60}"
+            problem = f"the checkpoint has {value!r:.60}, expected a value like {ours!r:.60}"
             hint = "copy the checkpoint again: its file may be damaged"
             raise WeightsError(LOAD, f"optimizer option {name}", problem, hint)
         numbers = value if isinstance(value, tuple | list) else [value]
