@@ -204,7 +204,7 @@ class _Verification:
 def events_of_plain(trial: Trial, dtype: torch.dtype) -> Any:
     """Return {Event: Seen}, the recorded tensors of one step of the plain model on one rank.
 
-    Its attentions get the child module `core_attn` of the scheduled model, so that tensors within can be compared.
+    The attentions get the child module `core_attn` of the scheduled model, so that tensors within can be compared.
     """
 
     def seam(sch: Any) -> None:

@@ -152,7 +152,7 @@ class CheckpointFolder:
         return self
 
     def saves(self) -> dict[str, str | None]:
-        """Return, for each opened file, the id of the save that wrote it; None for a file without id."""
+        """Return {name of each opened file: id of the save that wrote it}; None stands for a file without id."""
         return {n: file.metadata.get(SAVE_ID) for n, file in self._files.items()}
 
     def digest(self) -> str:
