@@ -89,7 +89,7 @@ class Outline:
             _refuse_knobs(options)
             self._apply(options)
         if mesh.cp > 1:
-            require_way(self.state.modules, mesh.cp, options.cp_attention)
+            require_cp_attention(self.state.modules, mesh.cp, options.cp_attention)
         blocks = block_paths(self.schedule, self.table)
         self.units = units_of(self.model, self.table, blocks)
         if self.state.positions and not head_of(self.cls.__name__).by_token:
@@ -165,7 +165,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
     return TensorSpec(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def require_way(modules: Mapping[str, Any], n: int, way: str) -> None:
+def require_cp_attention(modules: Mapping[str, Any], n: int, way: str) -> None:
     """Raise MeshError if `way` is "ulysses" and n does not divide the number of heads of some attention on this rank,
     or if it is "ring" and an attention computes its own scores.
 
