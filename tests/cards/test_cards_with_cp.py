@@ -74,7 +74,7 @@ def on_mesh(work, *args, sizes, **options):
     ("cls", "mask", "of", "on"),
     [pytest.param(*cell, marks=pytest.mark.slow if i > 2 else ()) for i, cell in enumerate(CELLS)],
 )
-def test_schedule_card_with_cp_has_the_losses_of_one_process_and_plain_transformers(
+def test_model_loaded_from_a_schedule_card_with_cp_has_the_losses_of_plain_transformers(
     cls, mask, of, on, tmp_path
 ):
     """Losses, every gradient, the norm, and weights after three steps: with dropout as one process, without as plain."""

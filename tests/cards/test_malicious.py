@@ -165,7 +165,7 @@ def everything(folder: Path):
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_valid_schedule_card_is_read_without_error(card):
+def test_valid_schedule_card_read_from_its_folder_equals_the_written_card(card):
     assert read_card(card) == CARD
     assert Program.parse(CARD.program.to_bytes()).resolve(CONFIG, MESH)
 

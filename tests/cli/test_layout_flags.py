@@ -67,7 +67,7 @@ def test_verify_command_refuses_flags_that_the_schedule_card_sets(capsys):
     assert "the card given by --schedule sets this option" in capsys.readouterr().err
 
 
-def test_show_and_plan_commands_with_cp_count_its_collectives_and_halved_activations(capsys):
+def test_show_command_with_cp_counts_cp_collectives_and_plan_command_halves_activations(capsys):
     """Keys and values of 12 layers are gathered over cp; half of a row's activations stay on a rank."""
     assert cli("show", "gpt2", "--cp", 2, "--seq-len", 64, "--json") == 0
     rows = json.loads(capsys.readouterr().out)["collectives"]

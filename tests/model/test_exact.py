@@ -221,7 +221,7 @@ def train_on(folder, case, real, virtual, saved, first, last, kill):
     return found
 
 
-def test_bit_exact_mode_training_killed_and_resumed_on_another_mesh_is_bit_equal(
+def test_bit_exact_mode_training_killed_and_resumed_on_another_mesh_is_bit_equal_to_one_run(
     root, tmp_path, ranks
 ):
     folder, virtual = checkpoint(GPT2, root), (2, 2, 2)

@@ -117,7 +117,7 @@ def twice(model):
     [{"kernels": "linear_cross_entropy"}, {"tp": 2, "kernels": "reference"}],
     ids=["kernel", "tp"],
 )
-def test_second_order_gradient_is_correct_without_loss_kernels_and_refused_with_them(
+def test_second_order_gradient_equals_transformers_without_loss_kernels_and_is_refused_with_them(
     ranks, layout, tmp_path
 ):
     """The loss kernel computes its gradients in the forward, so they have no graph of their own."""

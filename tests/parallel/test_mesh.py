@@ -113,7 +113,7 @@ def test_mesh_refuses_unknown_dim_names_and_missing_process_groups():
     assert Mesh(tp=2).group("pp") is None  # a dim of size 1 needs no group
 
 
-def test_slapo_error_keeps_where_what_problem_and_hint_when_pickled():
+def test_slapo_error_keeps_its_fields_where_what_problem_and_hint_when_pickled():
     error = MeshError("mesh", "rank", "found 2, expected 0..1", "do this")
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is MeshError

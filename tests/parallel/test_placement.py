@@ -159,6 +159,6 @@ def test_placement_of_fused_qkv_shards_q_k_and_v_separately():
     assert placement.local_shape((7, 30), 2, 1) == (7, 12)
 
 
-def test_tensor_spec_local_shape_is_full_without_placement_and_padded_with_padding():
+def test_tensor_spec_local_shape_is_full_when_unsharded_and_padded_when_pad_is_set():
     assert TensorSpec("w", (7, 4), "float32").local_shape(4, 3) == (7, 4)
     assert TensorSpec("w", (7, 4), "float32", Placement(0, pad=True)).local_shape(4, 3) == (2, 4)

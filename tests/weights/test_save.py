@@ -324,7 +324,7 @@ def test_save_into_a_circular_symlink_is_refused(tmp_path):
     assert (tmp_path / "out" / "circle").is_symlink()
 
 
-def test_save_flushes_to_disk_only_file_pages_written_by_the_own_rank(tmp_path, monkeypatch):
+def test_save_on_a_rank_flushes_only_file_pages_written_by_that_rank(tmp_path, monkeypatch):
     """Flushing a page shared with another rank would wait for that rank, or read the page back."""
     specs = [
         TensorSpec("columns", (512, 8192), "float32", Placement(1)),

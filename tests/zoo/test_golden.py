@@ -243,7 +243,7 @@ def test_config_options_unsupported_with_tp_are_accepted_with_pp_and_refused_wit
         scheduled(on_meta("falcon", attention_dropout=0.1, alibi=True), "falcon", Mesh(tp=2))
 
 
-def test_config_options_unsupported_with_sequence_parallelism_are_accepted_without_it():
+def test_config_option_unsupported_with_sequence_parallelism_is_refused_only_with_it():
     table, options = table_for("deberta-v2"), BuildOptions(sequence_parallel=True)
     for mesh in (Mesh(tp=2), Mesh(pp=2)):
         sch = Schedule(on_meta("deberta-v2", conv_kernel_size=3), mesh)

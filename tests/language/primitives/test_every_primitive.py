@@ -372,7 +372,7 @@ def test_every_schedule_primitive_that_fails_leaves_the_model_unchanged(key):
 
 
 @pytest.mark.parametrize("key", INDEX)
-def test_every_schedule_primitive_replays_equally_from_json_or_is_refused_by_to_json(key):
+def test_schedule_primitives_replay_equally_from_json_unless_they_hold_python_objects(key):
     """The schedule stays the same when written, read and replayed; a live Python object is refused with a reason."""
     use = INDEX[key]
     sch = Schedule(MODELS[use.model]())
