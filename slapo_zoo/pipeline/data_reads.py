@@ -1,7 +1,7 @@
-"""Values that the forward of a dry run reads from the data of its batch: a dry run holds for every batch that gives the same.
+"""Values that a forward reads from the data of its inputs in a dry run, which holds for all batches with the same values.
 
-For each read the operators that compute it from the inputs are kept, so that another batch is checked by those
-few operators and not by a dry run of its own.
+For each value that is read, the operators that compute the value from the inputs are kept, so that another batch is
+checked by those few operators and not by a dry run of its own.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ class Operation(NamedTuple):
 
     Args:
         func: the torch operator, or another function of tensors.
-        args: its positional arguments, with fake tensors.
-        kwargs: its keyword arguments, with fake tensors.
-        out: its result, with fake tensors.
+        args: positional arguments of the operator, with fake tensors.
+        kwargs: keyword arguments of the operator, with fake tensors.
+        out: result of the operator, with fake tensors.
         facts: for an operator whose result decides shapes or branches of the forward: shapes and numbers in its result
             on real data; None for other operators.
     """
@@ -49,7 +49,7 @@ class DataReads:
         return any(each.facts is not None for each in self.operations)
 
     def needed(self) -> "DataReads":
-        """Return these reads without the operators whose results no read needs."""
+        """Return a copy with only the operators on which a value that the forward read depends, or that write in place."""
         found, used = DataReads(), set()
         for each in reversed(self.operations):
             in_place = isinstance(each.func, OpOverload) and each.func._schema.is_mutable

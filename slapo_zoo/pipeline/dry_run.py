@@ -48,7 +48,7 @@ _turn = threading.Lock()
 def dry_run(model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]) -> Found:
     """Return (calls of the modules `units` in a forward of a fake model, what that forward read of the data of `batch`).
 
-    The calls hold for all batches of these shapes in which the forward reads the same.
+    The calls hold for all batches of these shapes in which the forward reads the same values.
 
     Args:
         model: model with fake parameters, scheduled on a mesh without processes.

@@ -65,7 +65,7 @@ class Pipeline:
         return {**self.__dict__, "_plans": {}, "_fake": None, "busy": None}
 
     def plans(self, batch: Mapping[str, Any]) -> dict[int, StagePlan]:
-        """Return {stage of this rank: its StagePlan} for the shapes of `batch`; shapes not met before need a dry run."""
+        """Return {stage of this rank: its StagePlan} for `batch`; new shapes, or new data that are read, need a dry run."""
         divided, cut = self.schedule.state.forward.tokens_divided, cut_now()
         shapes = sorted((k, _signature(v)) for k, v in batch.items())
         key = divided, cut is None, self._dtype(), *shapes
