@@ -56,15 +56,15 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
 
 
 def later(seeds: Tensor, elements: Tensor | int) -> Tensor:
-    """Return seeds whose masks are those of `seeds`, one per block of elements, without the first `elements` of each block."""
+    """Return the seeds of a dropout mask without the first `elements` elements of each block; `seeds` has one per block."""
     if torch.compiler.is_compiling() and not isinstance(elements, Tensor):
         return moved_seeds(seeds, 1, 0, elements)
     return seeds + elements * signed(STRIDE) if isinstance(elements, Tensor) else seeds + signed(elements * STRIDE)  # fmt: skip
 
 
 def split_cells(seeds: Tensor, parts: int, size: int) -> Tensor:
-    """Cut each of the n blocks of a mask into `parts` blocks of `size` elements: return seeds [n * parts] that give the
-    same mask as `seeds` [n].
+    """Return seeds [n * parts] that give the same dropout mask as `seeds` [n], each of whose n blocks is cut into `parts`
+    blocks of `size` elements.
     """
     if parts == 1:
         return seeds

@@ -217,7 +217,7 @@ class RandomStream(StreamPosition):
         self, x: Tensor, p: float, site: Where, heads: Sequence[int]
     ) -> Callable[[], Tensor]:
         """Return a function that draws the dropout mask of attention weights x [B, H, s, T] as 0 and 1: in each call, also
-        in a later backward, the mask of the step in which this method was called.
+        in a later backward, the mask of the step in which this method was called. The arguments are as in `keep_queries`.
         """
         first = self.cut.r * x.shape[2] * x.shape[3] if self.cut else 0
         if not self.draws_in_blocks(x.device):

@@ -29,8 +29,9 @@ def get_logger(name: str = "Slapo", level: int = logging.INFO) -> logging.Logger
 
 @dataclass
 class RngTracker:
-    """Collection of named states of torch's generators (CPU and CUDA), one of which is active within `fork`; `always` keeps
-    the argument `always_enable_tp_seed` of set_random_seed.
+    """Collection of named states of torch's generators (CPU and CUDA), from which torch draws within `fork`.
+
+    `always` keeps the argument `always_enable_tp_seed` of set_random_seed.
     """
 
     states: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
