@@ -2,8 +2,8 @@
 
 In that case, values that follow from the inputs alone (lengths, masks) are computed on real data beside the
 fake tensors, and the result holds for every batch in which the values that the forward read are the same. Inside a
-unit, a module that branches on other data (experts) is assumed to return a tensor like its input; stages check that
-assumption against real outputs.
+unit (block, embedding, head), a module that branches on other data (experts) is assumed to return a tensor like its
+input; stages check that assumption against real outputs.
 
 Ranks that are threads, and later models with the same class, config, mesh sizes and directives, share a dry run.
 """
@@ -46,7 +46,7 @@ _turn = threading.Lock()
 
 
 def dry_run(model: nn.Module, units: Sequence[str], fake: Any, batch: Mapping[str, Any]) -> Found:
-    """Return (calls of the modules `units` in a forward of a fake model, what that forward read of the data of `batch`).
+    """Return (calls of the modules `units` in a forward of a fake model, DataReads: data of `batch` that the forward read).
 
     The calls hold for all batches of these shapes in which the forward reads the same values.
 
@@ -194,7 +194,7 @@ def shared_calls(
         program: key of the model, from `program_of`; None always calls `run`.
         shapes: key of the batch: its shapes and dtypes.
         batch: arguments of the forward.
-        run: makes a dry run; returns (calls of units, what the forward read of the data of its batch).
+        run: makes a dry run; returns (calls of units, DataReads: data of its batch that the forward read).
     """
     with _turn:  # ranks that are threads wait for the first
         known = _calls.get((program, shapes))

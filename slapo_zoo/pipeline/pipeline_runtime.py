@@ -81,7 +81,7 @@ class Pipeline:
         return known[0]
 
     def _dry_run(self, batch: Mapping[str, Any], divided: bool, cut: TokenCut | None) -> Found:
-        """Do a dry run; return (calls of blocks, embeddings, heads; what the forward read of the data of `batch`).
+        """Do a dry run; return (calls of blocks, embeddings and heads, DataReads: data of `batch` that the forward read).
 
         `divided` is True if tokens are sharded over tp; `cut` says how they are sharded over cp, or is None.
         """
